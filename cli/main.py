@@ -1,0 +1,53 @@
+"""Entry point of `carom` and `python -m carom`: finds the command's module and maps errors to exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+
+from ..core.errors import CaromError
+
+# command -> help line; the module of the same name is imported only when it is asked for.
+COMMANDS: dict[str, str] = {}
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser; commands other than ``only`` get their help line but not their options."""
+    parser = argparse.ArgumentParser(
+        prog="carom",
+        description="Run and train models larger than the VRAM they run on.",
+        epilog="Exit codes: 0 done, 1 failed, 2 bad use. Every command takes --json and --help.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, help_line in COMMANDS.items():
+        sub = commands.add_parser(name, help=help_line, description=help_line)
+        if only in (None, name):
+            module = importlib.import_module(f".{name.replace('-', '_')}", __package__)
+            module.add_arguments(sub)
+            sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+            sub.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit code (0 done, 1 failed, 2 bad use)."""
+    argv = sys.argv[1:] if argv is None else argv
+    asked = next((a for a in argv if not a.startswith("-")), None)
+    args = build_parser(asked if asked in COMMANDS else None).parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("carom: interrupted; nothing was left half done", file=sys.stderr)
+        return 1
+    except (CaromError, OSError, ValueError) as error:
+        if args.json:
+            print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+        else:
+            print(f"carom {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

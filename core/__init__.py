@@ -1,0 +1,1 @@
+"""The engine. Knows torch and safetensors, and no host program."""

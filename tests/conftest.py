@@ -1,0 +1,48 @@
+"""Makes `import carom` mean this checkout, whatever its folder is called and whatever is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _load_checkout() -> None:
+    spec = importlib.util.spec_from_file_location(
+        "carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+    )
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["carom"] = module
+    spec.loader.exec_module(module)
+
+
+_load_checkout()
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def carom_cli(tmp_path_factory):
+    """Runs `python -m carom ...` of this checkout in a fresh process; returns CompletedProcess."""
+    shim = tmp_path_factory.mktemp("path")
+    (shim / "carom").symlink_to(ROOT, target_is_directory=True)
+
+    def run(*args: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
+        full = {**os.environ, "PYTHONPATH": str(shim), **env}
+        return subprocess.run(
+            [sys.executable, "-m", "carom", *args],
+            capture_output=True, text=True, timeout=timeout, env=full, cwd=shim,
+        )  # fmt: skip
+
+    return run
