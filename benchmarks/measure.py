@@ -177,15 +177,6 @@ def fingerprint(tensors: list[torch.Tensor]) -> dict[str, Any]:
     return {"sha256": digest.hexdigest(), "sample": [round(v, 8) for v in sample[:SAMPLE].tolist()]}
 
 
-def compare(mine: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """Are two fingerprints the same bit for bit, and how far apart are their samples at most?"""
-    pairs = list(zip(mine["sample"], reference["sample"], strict=False))
-    return {
-        "bit_exact": mine["sha256"] == reference["sha256"],
-        "max_abs_diff_of_sample": max((abs(a - b) for a, b in pairs), default=0.0),
-    }
-
-
 @contextmanager
 def deterministic():
     """Deterministic kernels inside; the setting is as it was after."""
