@@ -8,6 +8,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 
 import pytest
 from carom.core.report import Report, Span, UnitPlace, format_rate, format_seconds
@@ -201,12 +202,12 @@ def test_drawing_leaves_matplotlib_as_it_was():
         "assert 'matplotlib' not in sys.modules\n"
         "Report().table()\n"
         "assert 'matplotlib' not in sys.modules\n"
-        "import matplotlib; before = dict(matplotlib.rcParams)\n"
+        "import matplotlib; before = matplotlib.rcParams.copy()\n"
         "with tempfile.TemporaryDirectory() as d: Report().plot(pathlib.Path(d) / 't.png')\n"
-        "assert dict(matplotlib.rcParams) == before\n"
+        "assert matplotlib.rcParams.copy() == before\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
-    folder = str(__import__("pathlib").Path(__file__).parent)
+    folder = str(Path(__file__).parent)
     done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
