@@ -18,7 +18,17 @@ from .case import Case
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
-_PACKAGES = ("torch", "numpy", "safetensors", "triton", "ramtorch", "diffusers", "accelerate", "transformers", "peft")
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "triton",
+    "ramtorch",
+    "diffusers",
+    "accelerate",
+    "transformers",
+    "peft",
+)
 
 
 def new_record(tool: str, argv: list[str]) -> dict[str, Any]:

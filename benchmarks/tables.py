@@ -46,7 +46,9 @@ def rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "reason": result.get("reason"),
                 "ms": result.get("ms_per_step"),
                 "roofline": bound,
-                "of_roofline": result["ms_per_step"] / bound.ms if bound and "ms_per_step" in result else None,
+                "of_roofline": result["ms_per_step"] / bound.ms
+                if bound and "ms_per_step" in result
+                else None,
                 "device_bytes": device_bytes(result),
                 "host_bytes": result.get("host_rss_bytes"),
                 "bit_exact": exactness(result, base),

@@ -39,7 +39,10 @@ class AiToolkit(Engine):
             device = torch.device("cuda", torch.cuda.current_device())
         # As its trainers do: attach the transformer, embeddings and head ignored; then `.to` moves the unmanaged.
         manager.attach(
-            model, device, offload_percent=case.streamed / case.depth, ignore_modules=[model.embed, model.head]
+            model,
+            device,
+            offload_percent=case.streamed / case.depth,
+            ignore_modules=[model.embed, model.head],
         )
         model.to(device)
         move_outside_blocks(model, device)
