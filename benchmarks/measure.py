@@ -171,7 +171,7 @@ def fingerprint(tensors: list[torch.Tensor]) -> dict[str, Any]:
     share = max(1, SAMPLE // max(1, len(tensors)))
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+        digest.update(flat.view(torch.uint8).numpy().data)
         values.append(flat[:: max(1, flat.numel() // share)][:share].float())
     sample = torch.cat(values) if values else torch.empty(0)
     return {"sha256": digest.hexdigest(), "sample": [round(v, 8) for v in sample[:SAMPLE].tolist()]}

@@ -1,4 +1,4 @@
-"""PURE: the rows, tables and chart of a record's cases. GB are 10^9 bytes."""
+"""The rows, tables and chart of a record's cases: plain data in, text or picture out. GB are 10^9 bytes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from .case import Case
 from .roofline import Roofline, roofline
 
 HEADERS = ("mode", "tokens", "resident", "engine", "ms/step", "x roofline", "device GB", "host GB", "exact")
+REASON = 70  # characters of a reason that a table shows; the record has all of it
 
 
 def compare_fingerprints(mine: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
@@ -75,25 +76,28 @@ def exactness(result: dict[str, Any], base: dict[str, Any] | None) -> bool | Non
 
 
 def table(entries: list[dict[str, Any]], markdown: bool = False) -> str:
-    """The rows as text columns, or as a Markdown table; the roofline stands below each group of its shape."""
-    lines, bounds = [], {}
+    """The rows as text columns, or as a Markdown table; Carom's roofline stands below each group of its shape."""
+    lines: list[tuple[str, ...]] = []
+    bounds: dict[tuple[str, ...], Roofline] = {}
     for row in rows(entries):
         case: Case = row["case"]
-        place = (case.mode, str(case.tokens), f"{case.resident}/{case.depth}")
-        if row["roofline"]:
-            bounds[(*place, case.slots)] = (place, row["roofline"])
-        if case.engine == "none":
+        engine = case.engine
+        place: tuple[str, ...] = (case.mode, str(case.tokens), f"{case.resident}/{case.depth}")
+        if engine == "none":
             place = (*place[:2], "all")
+        elif engine == "carom":
+            engine = f"carom, {case.slots} slots" + ("" if case.codec == "raw" else f", {case.codec}")
+            if row["roofline"]:
+                bounds[(*place, f"roofline, {case.slots} slots")] = row["roofline"]
         if row["ms"] is None:
-            lines.append((*place, case.engine, row["status"], row["reason"] or "", "", "", ""))
+            lines.append((*place, engine, row["status"], (row["reason"] or "")[:REASON], "", "", ""))
             continue
         exact = {True: "yes", False: "NO", None: ""}[row["bit_exact"]]
         lines.append(
-            (*place, case.engine, f"{row['ms']:.1f}", _number(row["of_roofline"]),
+            (*place, engine, f"{row['ms']:.1f}", _number(row["of_roofline"]),
              _number(row["device_bytes"], 1e9), _number(row["host_bytes"], 1e9), exact)
         )  # fmt: skip
-    for key, (place, bound) in bounds.items():
-        lines.append((*place, f"roofline, {key[-1]} slots", f"{bound.ms:.1f}", "1.00", "", "", ""))
+    lines += [(*key, f"{bound.ms:.1f}", "1.00", "", "", "") for key, bound in bounds.items()]
     lines.sort(key=lambda line: (line[0], int(line[1])))
     return _markdown(HEADERS, lines) if markdown else _columns(HEADERS, lines)
 
@@ -129,7 +133,7 @@ def _shape(case: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def chart(entries: list[dict[str, Any]], path: Path) -> None:
-    """Bars of ms a step by engine, one panel a shape, with the roofline as a line. Written to a temporary name first."""
+    """Bars of ms a step by engine, one panel a shape, the roofline as a line; temporary name first, then renamed."""
     from matplotlib.figure import Figure
 
     panels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}

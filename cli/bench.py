@@ -12,8 +12,8 @@ from ..benchmarks.case import ENGINES, MODES, Case
 from ..core.sizes import parse_size
 
 # A GPU gets the DiT of the figures; a machine without one the same shape, small enough for seconds.
-_GPU = {"d": 3072, "depth": 20, "tokens": "4096", "steps": 8}
-_CPU = {"d": 512, "depth": 8, "tokens": "64", "steps": 5}
+_GPU: dict[str, Any] = {"d": 3072, "depth": 20, "tokens": "4096", "steps": 8}
+_CPU: dict[str, Any] = {"d": 512, "depth": 8, "tokens": "64", "steps": 5}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(record))
     else:
         print(table(record["cases"], markdown=args.markdown))
-        link = next((e["result"] for e in record["cases"] if e["key"] == "link"), {})
+        link: dict[str, Any] = next((e["result"] for e in record["cases"] if e["key"] == "link"), {})
         if link.get("status") == "ok":
             print(
                 f"link: {link['link_bytes_per_second'] / 1e9:.1f} GB/s, pinned, one block; GB are 10^9 bytes"
@@ -155,7 +155,7 @@ def _names(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
     return names
 
 
-def _numbers(text: str, kind: type, option: str) -> list[Any]:
+def _numbers(text: object, kind: type, option: str) -> list[Any]:
     try:
         return list(dict.fromkeys(kind(part) for part in str(text).split(",")))
     except ValueError:
