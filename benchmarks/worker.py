@@ -52,6 +52,8 @@ def run(case: Case) -> dict[str, Any]:
     device = torch.device(case.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         return {"status": "skipped", "reason": "no CUDA or ROCm device here"}
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())  # several calls below want the number
     try:
         if case.kind == "touch":
             return {"status": "ok", **_touch(case.touch_bytes)}

@@ -35,8 +35,6 @@ class AiToolkit(Engine):
             raise Skip(self.unavailable(case) or "")
         manager = load_file("ai_toolkit_memory_management", path, package=True).MemoryManager
         random.seed(case.seed)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
         # As its trainers do: attach the transformer, embeddings and head ignored; then `.to` moves the unmanaged.
         manager.attach(
             model,
