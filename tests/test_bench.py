@@ -31,6 +31,9 @@ SMALL = Case(d=64, depth=3, tokens=8, rank=2, steps=2, warmup=1)
 def quiet_machine(monkeypatch):
     """One thread a worker: on a busy machine thread pools wait for each other at every operation."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
+    for process in _workers():  # a failed test must not leave one to slow down the others
+        process.kill()
 
 
 def _result(ms: float, **more) -> dict:

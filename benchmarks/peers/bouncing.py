@@ -46,7 +46,6 @@ class Carom(Engine):
             vram=case.budget_bytes,
             codec=case.codec,
             granularity=case.granularity,
-            training=case.mode == "train",
         )
         return _Attached(model, case, device, session)
 
