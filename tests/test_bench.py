@@ -57,9 +57,9 @@ class TestCase:
         assert len(model.adapters()) == 3 * 4 * 2
 
     def test_budget_holds_residents_slots_and_the_rest_with_a_page_each(self):
-        case = Case(d=3072, depth=20, resident=10, slots=3)
+        case = Case(d=3072, depth=20, resident=10, slots=3, device="cuda")
         exact = 13 * case.block_bytes + case.outside_bytes
-        assert exact <= case.budget_bytes <= exact + 14 * (2 << 20)
+        assert exact <= case.budget_bytes <= exact + 12 * (2 << 20)
 
     def test_budget_never_counts_more_slots_than_streamed_blocks(self):
         assert (
@@ -247,8 +247,8 @@ class TestPeers:
 
 class TestRunner:
     def test_a_case_that_takes_too_long_is_ended_and_reported(self):
-        result = runner.run_case(SMALL.but(steps=1_000_000), limit_s=6.0)
-        assert result["status"] == "timeout" and 6.0 <= result["seconds"] < 20
+        result = runner.run_case(SMALL.but(steps=1_000_000), limit_s=2.0)
+        assert result["status"] == "timeout" and 2.0 <= result["seconds"] < 15
         assert not _workers()
 
     def test_an_engine_that_fails_leaves_its_reason_and_its_words(self, tmp_path, monkeypatch):
@@ -271,7 +271,7 @@ class TestRunner:
         assert [r["reason"] for r in results.values()] == ["the time limit was reached"] * 2
 
     @pytest.mark.skipif(os.name != "posix", reason="signals")
-    @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+    @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
     def test_no_child_is_left_however_the_run_ends(self, root, tmp_path, signum):
         out = tmp_path / "out"
         shim = tmp_path / "path"
