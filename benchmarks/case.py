@@ -110,7 +110,9 @@ class Case:
             return self.vram
         page = 64 << 10 if self.device == "cpu" else 2 * MIB
         region = _round_up(min(self.slots, self.streamed) * self.block_bytes, page)
-        return self.resident * _round_up(self.block_bytes, page) + region + _round_up(self.outside_bytes, page)
+        return (
+            self.resident * _round_up(self.block_bytes, page) + region + _round_up(self.outside_bytes, page)
+        )
 
     def label(self) -> str:
         """The case in a few words, for progress lines."""

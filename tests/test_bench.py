@@ -18,7 +18,7 @@ from carom.benchmarks.case import ENGINES, Case
 from carom.benchmarks.dit import build
 from carom.benchmarks.measure import HostEvent, fingerprint
 from carom.benchmarks.peers import get_engine
-from carom.benchmarks.record import SCHEMA, new_record, write_record
+from carom.benchmarks.record import SCHEMA, new_record, read_record, write_record
 from carom.benchmarks.roofline import crossing_bytes, roofline
 from carom.benchmarks.tables import chart, compare_fingerprints, rows, table
 
@@ -126,6 +126,15 @@ class TestRoofline:
         bound = roofline(self.case, {"forward": 40.0, "backward": 110.0, "optimizer": 5.0}, 55.5e9)
         assert bound.wire_forward_ms == pytest.approx(104.06, abs=0.01)
         assert bound.ms == pytest.approx(104.06 + 115.0, abs=0.01)
+
+    def test_a_budget_in_bytes_is_bound_by_what_the_engine_made_of_it(self):
+        case = self.case.but(vram=5 << 30)
+        made = {
+            "resident_bytes": 10 * case.block_bytes + case.outside_bytes,
+            "slot_bytes": 2 * case.block_bytes,
+        }
+        assert crossing_bytes(case, made) == (8 * case.block_bytes,) * 2
+        assert crossing_bytes(case.but(mode="infer"), made) == (10 * case.block_bytes, 0)
 
     def test_a_link_that_carries_nothing_is_refused(self):
         with pytest.raises(ValueError, match="link"):
@@ -330,6 +339,14 @@ class TestRecord:
         assert json.loads((tmp_path / "deep" / "r.json").read_text())["schema"] == SCHEMA
         assert [p.name for p in (tmp_path / "deep").iterdir()] == ["r.json"]
 
+    @pytest.mark.parametrize(
+        "text", ["", "{}", "[]", '{"schema": 99, "cases": []}', '{"schema": 1, "cases": [{}]}']
+    )
+    def test_a_file_that_is_no_record_is_refused(self, tmp_path, text):
+        (tmp_path / "r.json").write_text(text)
+        with pytest.raises(ValueError, match="r.json"):
+            read_record(tmp_path / "r.json")
+
     def test_rows_compare_each_case_with_the_resident_run_of_its_shape(self):
         base = Case(d=3072, depth=20, mode="infer", tokens=4096, resident=20)
         print_a = {"output": {"sha256": "a", "sample": [1.0]}, "passes_agree": True}
@@ -400,6 +417,8 @@ class TestCommand:
         assert json.loads((tmp_path / "bench.json").read_text()) == record
         assert (tmp_path / "c.png").stat().st_size > 1000
         assert "carom train" in done.stderr
+        shown = carom_cli("bench", "--show", str(tmp_path / "bench.json"), "--markdown")
+        assert shown.returncode == 0 and shown.stdout.startswith("| mode |") and "roofline" in shown.stdout
 
     @pytest.mark.parametrize(
         "wrong", [("--engines", "magic"), ("--mode", "dream"), ("--tokens", "many"), ("--resident", "2"), ("--d", "0"),
