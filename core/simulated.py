@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .errors import CaromError, UnsupportedError
+from .slots import ALIGN
 from .store.arena import Pinner
 from .transfer import host_alias
 
@@ -75,6 +76,9 @@ class _Copy:
 
 class SimulatedEngine:
     """An `Engine` over CPU tensors. Also counts what crossed, for tests: ``copies`` and ``bytes_in``."""
+
+    blocking = False
+    grain = ALIGN
 
     def __init__(self, config: SimulatedDevice) -> None:
         self.config = config
@@ -271,12 +275,18 @@ class _Watch(TorchDispatchMode):
         engine = self._engine
         if getattr(engine._local, "quiet", False):
             return func(*args, **kwargs)
-        tensors = [t for t in tree_leaves((args, kwargs)) if type(t) in _PLAIN and t.device.type == "cpu"]
-        engine._operator(func, tensors)
+        with torch._C.DisableTorchFunctionSubclass():
+            leaves = tree_leaves((args, kwargs))
+            tensors = [t for t in leaves if isinstance(t, torch.Tensor) and _plain(t)]
+            engine._operator(func, tensors)
         result = func(*args, **kwargs)
         if not func.is_view:
             engine._spend(func, args, kwargs, result)
         return result
 
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has CPU storage of its own (wrapper subclasses have not)."""
+    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
+    own = dispatch is None or dispatch is torch._C._disabled_torch_dispatch_impl
+    return own and tensor.device.type == "cpu" and tensor.layout == torch.strided
