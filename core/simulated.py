@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .errors import CaromError, UnsupportedError
+from .slots import ALIGN
 from .store.arena import Pinner
 from .transfer import host_alias
 
@@ -75,6 +76,9 @@ class _Copy:
 
 class SimulatedEngine:
     """An `Engine` over CPU tensors. Also counts what crossed, for tests: ``copies`` and ``bytes_in``."""
+
+    blocking = False
+    grain = ALIGN
 
     def __init__(self, config: SimulatedDevice) -> None:
         self.config = config
@@ -194,7 +198,9 @@ class SimulatedEngine:
             target.fill_(255)
 
     def read(self, target: torch.Tensor) -> None:
-        low, high = target.data_ptr(), target.data_ptr() + target.numel() * target.element_size()
+        low = target.data_ptr()
+        reach = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
+        high = low + (reach + 1) * target.element_size()
         for copy in self._pending:
             start = copy.target.data_ptr()
             if low < start + copy.target.numel() and start < high:
@@ -245,7 +251,7 @@ class SimulatedEngine:
                     raise SimulatedRaceError(
                         f"{func} computes with the host copy of {name}, which is streamed, instead of its slot"
                     )
-            if not view and any(start <= low < end for start, end in self._regions):
+            if not view and tensor.numel() and any(start <= low < end for start, end in self._regions):
                 self.read(tensor)
 
     def _spend(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -271,12 +277,18 @@ class _Watch(TorchDispatchMode):
         engine = self._engine
         if getattr(engine._local, "quiet", False):
             return func(*args, **kwargs)
-        tensors = [t for t in tree_leaves((args, kwargs)) if type(t) in _PLAIN and t.device.type == "cpu"]
-        engine._operator(func, tensors)
+        with torch._C.DisableTorchFunctionSubclass():
+            leaves = tree_leaves((args, kwargs))
+            tensors = [t for t in leaves if isinstance(t, torch.Tensor) and _plain(t)]
+            engine._operator(func, tensors)
         result = func(*args, **kwargs)
         if not func.is_view:
             engine._spend(func, args, kwargs, result)
         return result
 
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has CPU storage of its own (wrapper subclasses have not)."""
+    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
+    own = dispatch is None or dispatch is torch._C._disabled_torch_dispatch_impl
+    return own and tensor.device.type == "cpu" and tensor.layout == torch.strided
