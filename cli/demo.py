@@ -109,8 +109,8 @@ def settle(args: argparse.Namespace) -> Setting:
 
     from .demo_model import config_for
 
-    if not 1 <= args.steps <= 10_000:
-        raise ValueError(f"--steps {args.steps}: between 1 and 10000")
+    if not 1 <= args.steps <= 100:  # every step's gradients are kept, to compare
+        raise ValueError(f"--steps {args.steps}: between 1 and 100")
     device = pick_device(args.device)
     on_gpu = device.type != "cpu"
     size = parse_size(args.size, setting="--size") if args.size else default_size(device)
@@ -249,7 +249,7 @@ def experiment(setting: Setting, folder: Path, bar: Bar) -> Result:
     """Write, load, run resident, run streamed, compare."""
     import torch
 
-    from .. import stream
+    from ..core.session import stream
     from .demo_model import load_checkpoint, remove_lora, write_checkpoint
     from .demo_trial import (
         SEED,

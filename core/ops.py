@@ -132,13 +132,18 @@ def _bounced(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: An
     elif name in _ATTRIBUTES:
         return plain(func, args, kwargs)
     leaves = tree_leaves((args, kwargs))
-    found = [leaf for leaf in leaves if isinstance(leaf, _Bounced) and getattr(leaf, "_carom", None) is not None]
+    found = [
+        leaf for leaf in leaves if isinstance(leaf, _Bounced) and getattr(leaf, "_carom", None) is not None
+    ]
     if not found:
         return plain(func, args, kwargs)
     streamer = found[0]._carom.streamer
     device = streamer.engine.device
     on_device = device.type != "cpu" and any(
-        isinstance(leaf, torch.Tensor) and not isinstance(leaf, _Bounced) and leaf.device == device and leaf.dim() > 0
+        isinstance(leaf, torch.Tensor)
+        and not isinstance(leaf, _Bounced)
+        and leaf.device == device
+        and leaf.dim() > 0
         for leaf in leaves
     )
     if not (streamer.computing() or on_device) or streamer.closed:

@@ -125,7 +125,11 @@ def _spread(
         return resident_cost(chosen) + round_up(slots * max(streamed)) <= available
 
     total = sum(sizes[i] for i in candidates)
-    room = available - resident_cost([sizes[i] for i in resident]) - round_up(slots * max(sizes[i] for i in candidates))
+    room = (
+        available
+        - resident_cost([sizes[i] for i in resident])
+        - round_up(slots * max(sizes[i] for i in candidates))
+    )
     share = max(0.0, min(1.0, room / total))
     credit = 0.0
     for index in candidates:

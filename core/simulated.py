@@ -117,7 +117,9 @@ class SimulatedEngine:
 
     # -- streams and events
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]) -> tuple[_Event, _Event]:
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]
+    ) -> tuple[_Event, _Event]:
         stream = self._streams["in"]
         for event in after:
             self._merge(stream, event)
@@ -131,7 +133,9 @@ class SimulatedEngine:
         done = self._event(stream)
         with self.unwatched():
             target.fill_(255)  # bytes in flight are worth nothing yet
-            if self.config.timing == "early" or (self.config.timing == "random" and self._random.random() < 0.5):
+            if self.config.timing == "early" or (
+                self.config.timing == "random" and self._random.random() < 0.5
+            ):
                 self._land(stream.issued)
         return started, done
 
@@ -208,7 +212,9 @@ class SimulatedEngine:
         for (start, end, name), count in list(self._reads.items()):
             if low < end and start < high:
                 if stream.seen.get(name, 0) < count:
-                    raise SimulatedRaceError("a slot is overwritten before the event of the last kernel that reads it")
+                    raise SimulatedRaceError(
+                        "a slot is overwritten before the event of the last kernel that reads it"
+                    )
                 del self._reads[(start, end, name)]
 
     # -- watching operators

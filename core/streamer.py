@@ -198,7 +198,9 @@ class Streamer:
     def _fetch(self, unit: Streamed, demand: bool) -> Slot:
         place = self.region.place(unit.nbytes, self._use_of)
         if place is None and demand:
-            place = self.region.place(unit.nbytes, lambda slot: 0 if slot.users == 0 and not self._is_held(slot) else None)
+            place = self.region.place(
+                unit.nbytes, lambda slot: 0 if slot.users == 0 and not self._is_held(slot) else None
+            )
         if place is None:
             raise BudgetError(self._no_room(unit))
         return self._fill(unit, *place)
@@ -212,7 +214,9 @@ class Streamer:
         started, slot.copied = self.engine.copy_in(views.base, unit.block.data[: unit.nbytes], after)
         self.region.add(slot)
         unit.slot = slot
-        self.meter.copied(unit.name, started, slot.copied, unit.nbytes, unit.unit.raw_bytes, ops.in_backward())
+        self.meter.copied(
+            unit.name, started, slot.copied, unit.nbytes, unit.unit.raw_bytes, ops.in_backward()
+        )
         return slot
 
     def _evict(self, slot: Slot) -> None:
@@ -352,7 +356,9 @@ class Streamer:
                 for tensor, owner in zip(found, owners, strict=True):
                     unit, slot = slots[id(owner.unit)]
                     view = self.views(slot).tensors[unit.owners.index(owner)]
-                    replaced[id(tensor)] = self.differentiable(owner, view) if gradient and owner.trainable else view
+                    replaced[id(tensor)] = (
+                        self.differentiable(owner, view) if gradient and owner.trainable else view
+                    )
             args, kwargs = ops.substitute(args, kwargs, replaced)
             if not gradient:
                 return func(*args, **kwargs)

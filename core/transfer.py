@@ -171,9 +171,15 @@ class PlainEngine:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-        return host_alias(buffer, offset, nbytes) if self.device.type == "cpu" else buffer[offset : offset + nbytes]
+        return (
+            host_alias(buffer, offset, nbytes)
+            if self.device.type == "cpu"
+            else buffer[offset : offset + nbytes]
+        )
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]) -> tuple[float, float]:
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]
+    ) -> tuple[float, float]:
         started = time.perf_counter()
         target.copy_(source)
         return started, time.perf_counter()
