@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", help="cpu, cuda, cuda:1 (default: the accelerator, else cpu)")
     add("--vram", default="25%", help="device budget: 1GiB, or a share of the weights (default: %(default)s)")
     add("--size", help="bytes of weights (default: 352MiB on cpu; 4GiB on a GPU, less where memory is short)")
-    add("--steps", type=int, default=3, help="training steps (default: %(default)s)")
+    add("--steps", type=int, default=4, help="training steps (default: %(default)s)")
     add(
         "--out",
         type=Path,
@@ -342,6 +342,10 @@ def text(setting: Setting, result: Result, extras: dict[str, Any]) -> str:
         f"  step time           {format_seconds(extras['streamed_step_seconds'])} streamed, "
         f"{format_seconds(extras['resident_step_seconds'])} resident",
     ]
+    if setting.device.type == "cpu":
+        lines.append(
+            "                      (here host and device are one memory: copies take the processor's own time)"
+        )
     if result.resident_peak is not None and result.streamed_peak is not None:
         lines.append(
             f"  allocator's peak    {format_size(result.streamed_peak)} streamed, "

@@ -107,12 +107,13 @@ def _subtitle(report: Report) -> str:
 def _draw_lanes(axes: Axes, spans: Sequence[Span], lanes: Sequence[str]) -> None:
     end = max((s.end for s in spans), default=0.0) or 1.0
     scale, unit = (1.0, "s") if end >= 10 else (1e3, "ms") if end >= 1e-3 else (1e6, "us")
-    line = 0.5 if len(spans) < 300 else 0.0  # edges would hide bars narrower than they are
+    wide = 0.003 * end  # a white edge would hide a bar narrower than that
     for row, lane in enumerate(lanes):
         y = len(lanes) - 1 - row
         own = [s for s in spans if s.lane == lane]
         bars = [(s.start * scale, max(s.end - s.start, 0.0) * scale) for s in own]
-        axes.broken_barh(bars, (y + 0.12, 0.76), color=COLOURS[lane], edgecolor="white", linewidth=line)
+        edges = ["white" if s.end - s.start > wide else COLOURS[lane] for s in own]
+        axes.broken_barh(bars, (y + 0.12, 0.76), facecolors=COLOURS[lane], edgecolors=edges, linewidth=0.5)
         axes.axhline(y + 0.5, color="#eaeef2", linewidth=0.8, zorder=0)
         if lane != "stall":
             _label_bars(axes, own, y + 0.49, scale, end * scale)
@@ -135,7 +136,7 @@ def _label_bars(axes: Axes, spans: Sequence[Span], y: float, scale: float, end: 
     ink = INK if spans and spans[0].lane == "link" else "white"
     inches = WIDTH_INCHES * 0.86
     for span in spans:
-        label = short_name(span.name)
+        label = "" if span.name == span.lane else short_name(span.name)
         width = (span.end - span.start) * scale / end * inches
         if label and width > 0.085 * len(label) + 0.06:
             axes.text(
