@@ -109,6 +109,7 @@ _VIEW_GETTERS = {
 }  # fmt: skip
 _GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _GET_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -122,28 +123,27 @@ def _bounced(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: An
         streamer = streamed.streamer
         if func in (_GET_DEVICE, _GET_IS_CUDA) and not streamed.trainable:
             # Hosts place inputs by the first parameter's device: say where the model computes.
-            return streamer.engine.device if func is _GET_DEVICE else streamer.engine.device.type == "cuda"
-        if func is _SET_DATA:
+            return streamer.engine.device if func == _GET_DEVICE else streamer.engine.device.type == "cuda"
+        if func == _SET_DATA:
             return streamer.set_data(streamed, args[0], args[1])
-        if func is _GET_DATA and not streamer.computing():
+        if func == _GET_DATA and not streamer.computing():
             streamed.unit.epoch += 1  # may be written through: what is kept is no longer trusted
+        if func == _SET_REQUIRES_GRAD:
+            streamer.set_trainable(streamed, bool(args[1]))
         if func not in _VIEW_GETTERS or not streamer.computing():
             return plain(func, args, kwargs)
     elif name in _ATTRIBUTES:
+        if streamed is not None and name == "requires_grad_":
+            streamed.streamer.set_trainable(streamed, bool((*args, kwargs.get("requires_grad", True))[1]))
         return plain(func, args, kwargs)
     leaves = tree_leaves((args, kwargs))
-    found = [
-        leaf for leaf in leaves if isinstance(leaf, _Bounced) and getattr(leaf, "_carom", None) is not None
-    ]
+    found = [leaf for leaf in leaves if isinstance(leaf, _Bounced) and getattr(leaf, "_carom", None) is not None]
     if not found:
         return plain(func, args, kwargs)
     streamer = found[0]._carom.streamer
     device = streamer.engine.device
     on_device = device.type != "cpu" and any(
-        isinstance(leaf, torch.Tensor)
-        and not isinstance(leaf, _Bounced)
-        and leaf.device == device
-        and leaf.dim() > 0
+        isinstance(leaf, torch.Tensor) and not isinstance(leaf, _Bounced) and leaf.device == device and leaf.dim() > 0
         for leaf in leaves
     )
     if not (streamer.computing() or on_device) or streamer.closed:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .errors import CaromError, UnsupportedError
+from .slots import ALIGN
 from .store.arena import Pinner
 from .transfer import host_alias
 
@@ -76,6 +77,9 @@ class _Copy:
 class SimulatedEngine:
     """An `Engine` over CPU tensors. Also counts what crossed, for tests: ``copies`` and ``bytes_in``."""
 
+    blocking = False
+    grain = ALIGN
+
     def __init__(self, config: SimulatedDevice) -> None:
         self.config = config
         self.device = torch.device("cpu")
@@ -117,9 +121,7 @@ class SimulatedEngine:
 
     # -- streams and events
 
-    def copy_in(
-        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]
-    ) -> tuple[_Event, _Event]:
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]) -> tuple[_Event, _Event]:
         stream = self._streams["in"]
         for event in after:
             self._merge(stream, event)
@@ -133,9 +135,7 @@ class SimulatedEngine:
         done = self._event(stream)
         with self.unwatched():
             target.fill_(255)  # bytes in flight are worth nothing yet
-            if self.config.timing == "early" or (
-                self.config.timing == "random" and self._random.random() < 0.5
-            ):
+            if self.config.timing == "early" or (self.config.timing == "random" and self._random.random() < 0.5):
                 self._land(stream.issued)
         return started, done
 
@@ -212,9 +212,7 @@ class SimulatedEngine:
         for (start, end, name), count in list(self._reads.items()):
             if low < end and start < high:
                 if stream.seen.get(name, 0) < count:
-                    raise SimulatedRaceError(
-                        "a slot is overwritten before the event of the last kernel that reads it"
-                    )
+                    raise SimulatedRaceError("a slot is overwritten before the event of the last kernel that reads it")
                 del self._reads[(start, end, name)]
 
     # -- watching operators
@@ -277,12 +275,18 @@ class _Watch(TorchDispatchMode):
         engine = self._engine
         if getattr(engine._local, "quiet", False):
             return func(*args, **kwargs)
-        tensors = [t for t in tree_leaves((args, kwargs)) if type(t) in _PLAIN and t.device.type == "cpu"]
-        engine._operator(func, tensors)
+        with torch._C.DisableTorchFunctionSubclass():
+            leaves = tree_leaves((args, kwargs))
+            tensors = [t for t in leaves if isinstance(t, torch.Tensor) and _plain(t)]
+            engine._operator(func, tensors)
         result = func(*args, **kwargs)
         if not func.is_view:
             engine._spend(func, args, kwargs, result)
         return result
 
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has CPU storage of its own (wrapper subclasses have not)."""
+    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
+    own = dispatch is None or dispatch is torch._C._disabled_torch_dispatch_impl
+    return own and tensor.device.type == "cpu" and tensor.layout == torch.strided

@@ -11,8 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +22,8 @@ from . import ops
 from .errors import BudgetError, CaromError, UnsupportedError
 from .meter import Meter
 from .schedule import NEVER, Order
-from .slots import ALIGN, Region, Slot, SlotState
-from .store.arena import Block
+from .slots import Region, Slot, SlotState
+from .store.arena import Block, HostArena
 from .transfer import Engine, storage_uses
 from .units import Entry, Unit
 
@@ -60,6 +59,7 @@ class Views:
 class Streamed:
     """A unit at run time."""
 
+    streamer: Streamer
     unit: Unit
     index: int
     block: Block
@@ -96,28 +96,46 @@ class _Reading:
 class Streamer:
     """Runs the streamed units of one session through one region of device memory."""
 
-    def __init__(self, engine: Engine, units: list[Streamed], region_bytes: int, meter: Meter) -> None:
-        self.engine, self.units, self.meter = engine, units, meter
+    def __init__(self, engine: Engine, region_bytes: int, meter: Meter) -> None:
+        self.engine, self.meter = engine, meter
+        self.units: list[Streamed] = []
         self.lock = threading.RLock()
         self.closed = False
-        self.order = Order([unit.index for unit in units])
-        self.region = Region(region_bytes, max((unit.nbytes for unit in units), default=0))
-        self.memory = engine.allocate(region_bytes + ALIGN)  # the allocator's own alignment may be smaller
-        self._shift = -self.memory.data_ptr() % ALIGN
-        self.low = self.memory.data_ptr()
-        self.high = self.low + self.memory.numel()
-        # Memory that other streams were still using when it was freed must not be copied into early.
-        engine.synchronize()
+        self.order = Order(())
+        self.region = Region(region_bytes, 0)
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.low = self.high = 0
+        self._arena: HostArena | None = None
         self._held: list[Slot] = []
         self._reading: dict[int, _Reading] = {}  # thread -> its backward's current use
         self._lingering: list[_Reading] = []
         self._tasks: set[int] = set()  # backward passes in progress
         self._last: Streamed | None = None
+        self._roots = 0  # root forwards in progress
         self._resting = False  # between a backward that made host gradients and the next forward
         self._landed: list[tuple[Owner, torch.Tensor, Any]] = []
+        self._landings: list[Block] = []
         self._local = threading.local()
         self._anchor = torch.zeros(0, requires_grad=True)
         self.on_backward_end: Callable[[], None] = lambda: None
+
+    def add(self, unit: Unit, index: int, block: Block) -> Streamed:
+        """Take a unit whose bytes are in ``block``; its owners are added by the caller, before `start`."""
+        streamed = Streamed(self, unit, index, block)
+        self.units.append(streamed)
+        return streamed
+
+    def start(self, arena: HostArena) -> None:
+        """All units are known: make the region. Memory for gradients will come from ``arena``."""
+        self._arena = arena
+        self.order = Order([unit.index for unit in self.units])
+        self.region = Region(self.region.nbytes, max((unit.nbytes for unit in self.units), default=0))
+        if self.units:
+            self.memory = self.engine.allocate(self.region.nbytes)
+            self.low = self.memory.data_ptr()
+            self.high = self.low + self.memory.numel()
+        # Memory that other streams were still using when it was freed must not be copied into early.
+        self.engine.synchronize()
 
     # -- using units
 
@@ -173,7 +191,7 @@ class Streamer:
     def _make_views(self, unit: Streamed, offset: int) -> Views:
         # Outside inference mode, so that the same views serve training too.
         with torch.inference_mode(False), torch.no_grad():
-            base = self.engine.alias(self.memory, self._shift + offset, unit.nbytes)
+            base = self.engine.alias(self.memory, offset, unit.nbytes)
             tensors: list[torch.Tensor] = []
             for owner in unit.owners:
                 entry = owner.entry
@@ -198,9 +216,7 @@ class Streamer:
     def _fetch(self, unit: Streamed, demand: bool) -> Slot:
         place = self.region.place(unit.nbytes, self._use_of)
         if place is None and demand:
-            place = self.region.place(
-                unit.nbytes, lambda slot: 0 if slot.users == 0 and not self._is_held(slot) else None
-            )
+            place = self.region.place(unit.nbytes, lambda slot: 0 if slot.users == 0 and not self._is_held(slot) else None)
         if place is None:
             raise BudgetError(self._no_room(unit))
         return self._fill(unit, *place)
@@ -214,17 +230,16 @@ class Streamer:
         started, slot.copied = self.engine.copy_in(views.base, unit.block.data[: unit.nbytes], after)
         self.region.add(slot)
         unit.slot = slot
-        self.meter.copied(
-            unit.name, started, slot.copied, unit.nbytes, unit.unit.raw_bytes, ops.in_backward()
-        )
+        if self.engine.blocking:
+            self.meter.waited(started, slot.copied, unit.name, ops.in_backward())
+        self.meter.copied(unit.name, started, slot.copied, unit.nbytes, unit.unit.raw_bytes, ops.in_backward())
         return slot
 
     def _evict(self, slot: Slot) -> None:
         self.region.remove(slot)
         if slot.unit.slot is slot:
             slot.unit.slot = None
-        start = self._shift + slot.offset
-        self.engine.freed(self.memory[start : start + slot.nbytes])
+        self.engine.freed(self.memory[slot.offset : slot.end])
 
     def _is_held(self, slot: Slot) -> bool:
         return slot.state is SlotState.HELD
@@ -332,14 +347,33 @@ class Streamer:
         """Whether this thread is in a step: a root forward, a unit's run, or a backward."""
         return getattr(self._local, "runs", 0) > 0 or ops.in_backward()
 
-    @contextmanager
-    def root_run(self) -> Iterator[None]:
-        """Held by the root's forward."""
+    def root_begins(self) -> None:
+        """The root's forward starts on this thread."""
+        if self._tasks and not ops.in_backward():
+            self.abandon()  # a backward failed and told nobody
         self._local.runs = getattr(self._local, "runs", 0) + 1
-        try:
-            yield
-        finally:
-            self._local.runs -= 1
+        with self.lock:
+            self._roots += 1
+            self._resting = False
+            self.meter.forward_begins(torch.is_grad_enabled())
+
+    def root_ends(self, failed: bool) -> None:
+        self._local.runs -= 1
+        with self.lock:
+            self._roots -= 1
+            if not failed:
+                self.meter.forward_ends()
+                return
+            self.abandon()
+            if self._roots == 0:  # an interrupt may have hit between any two lines: leave no unit half swapped
+                for unit in self.units:
+                    unit.depth = 0
+                    self._swap_out(unit)
+                for slot in self.region.slots:
+                    if slot.users:
+                        slot.users = 0
+                        slot.reads[self.engine.stream()] = self.engine.record()
+                        slot.state = SlotState.KEPT
 
     def bounce(self, func: Callable, args: tuple, kwargs: dict, found: list[Any]) -> Any:
         """Run one operator with the slots of the streamed tensors ``found`` among its arguments."""
@@ -356,9 +390,7 @@ class Streamer:
                 for tensor, owner in zip(found, owners, strict=True):
                     unit, slot = slots[id(owner.unit)]
                     view = self.views(slot).tensors[unit.owners.index(owner)]
-                    replaced[id(tensor)] = (
-                        self.differentiable(owner, view) if gradient and owner.trainable else view
-                    )
+                    replaced[id(tensor)] = self.differentiable(owner, view) if gradient and owner.trainable else view
             args, kwargs = ops.substitute(args, kwargs, replaced)
             if not gradient:
                 return func(*args, **kwargs)
@@ -376,7 +408,7 @@ class Streamer:
 
     def handle(self, saved: torch.Tensor, address: int) -> Any:
         """What autograd keeps instead of ``saved``, a view of a slot."""
-        offset = address - self.low - self._shift
+        offset = address - self.low
         for slot in self.region.slots:
             if slot.offset <= offset < slot.end:
                 return ops.Handle(self, slot.unit, saved, offset - slot.offset)
@@ -459,10 +491,6 @@ class Streamer:
             self._settle(None)
             self.meter.abandon()
 
-    @property
-    def backward_pending(self) -> bool:
-        return bool(self._tasks)
-
     # -- gradients of trainable streamed weights
 
     def deliver(self, owner: Owner, gradient: torch.Tensor) -> None:
@@ -470,7 +498,7 @@ class Streamer:
         with self.lock:
             self.note_backward()
             landing = self._landing(owner)
-            event = self.engine.copy_out(landing, gradient.to(landing.dtype).contiguous())
+            event = self.engine.copy_out(landing, gradient.to(landing.dtype))
             self._landed.append((owner, landing, event))
 
     def _landing(self, owner: Owner) -> torch.Tensor:
@@ -487,8 +515,13 @@ class Streamer:
         return buffer
 
     def new_landing(self, owner: Owner) -> torch.Tensor:
-        """A fresh host buffer of the weight's shape; the session pins it."""
-        return torch.empty(owner.host.shape, dtype=owner.host.dtype)
+        """A fresh pinned host buffer laid out like the weight."""
+        assert self._arena is not None
+        block = self._arena.allocate(owner.entry.nbytes)
+        self._arena.pin(block)
+        self._landings.append(block)
+        with torch.inference_mode(False):
+            return block.data.view(owner.host.dtype).as_strided(owner.host.shape, owner.host.stride())
 
     def _drop_trainable(self) -> None:
         """An optimizer is about to change the host weights: nothing of them may be kept or on its way."""
@@ -496,6 +529,11 @@ class Streamer:
             self.engine.synchronize(slot.copied)
             if slot.state is not SlotState.HELD:
                 self._evict(slot)
+
+    def set_trainable(self, owner: Owner, trainable: bool) -> None:
+        """``requires_grad`` of a streamed parameter was set: from the next run on its gradients go to the host."""
+        owner.trainable = trainable
+        owner.unit.trainable = any(other.trainable for other in owner.unit.owners)
 
     # -- host bytes that change
 
@@ -535,6 +573,8 @@ class Streamer:
             self._reading.clear()
             self._lingering.clear()
             self._landed.clear()
+            for block in self._landings:
+                block.unpin()
             self.memory = torch.empty(0, dtype=torch.uint8)
             self.low = self.high = 0
 

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from .errors import UnsupportedError
+from .plan import GRAIN
+from .slots import ALIGN
 from .store.arena import Pinner
 
 
@@ -26,6 +28,8 @@ class Engine(Protocol):
     device: torch.device
     name: str
     pinner: Pinner | None
+    blocking: bool  # copies are done when the call returns: the host waits for each
+    grain: int  # bytes the device's allocator rounds large buffers up to
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8 device memory, contents undefined."""
@@ -72,6 +76,9 @@ class Engine(Protocol):
 
 class StreamEngine:
     """CUDA, ROCm (torch's cuda module is HIP there) and other accelerators with streams."""
+
+    blocking = False
+    grain = GRAIN
 
     def __init__(self, device: torch.device) -> None:
         self._api = torch.get_device_module(device)
@@ -162,6 +169,8 @@ class PlainEngine:
     """The CPU, and accelerators without streams: every copy is finished when the call returns."""
 
     pinner: Pinner | None = None
+    blocking = True
+    grain = ALIGN
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.name = device, str(device)
@@ -171,15 +180,9 @@ class PlainEngine:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-        return (
-            host_alias(buffer, offset, nbytes)
-            if self.device.type == "cpu"
-            else buffer[offset : offset + nbytes]
-        )
+        return host_alias(buffer, offset, nbytes) if self.device.type == "cpu" else buffer[offset : offset + nbytes]
 
-    def copy_in(
-        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]
-    ) -> tuple[float, float]:
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]) -> tuple[float, float]:
         started = time.perf_counter()
         target.copy_(source)
         return started, time.perf_counter()

@@ -17,9 +17,7 @@ from torch import nn
 from .errors import UnsupportedError
 from .slots import ALIGN
 
-SMALL_BUFFER = (
-    256 << 10
-)  # bytes; buffers below it are often state (statistics, caches), so they stay resident
+SMALL_BUFFER = 256 << 10  # bytes; buffers below it are often state (statistics, caches), so they stay resident
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
 
 
