@@ -24,6 +24,15 @@ CPU = torch.device("cpu")
 SMALL = demo_model.config_for(2 << 20, torch.float32)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Models this small gain nothing from threads, and lose seconds where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def nothing(*_args) -> None: ...
 
 
@@ -359,7 +368,8 @@ def test_ctrl_c_leaves_no_files(tmp_path, root):
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1, err
+    # -SIGINT: so CPython ends a process whose (handled) interrupt passed through exec'd code in an import
+    assert process.returncode in (1, -signal.SIGINT), err
     assert "interrupted" in err and "Traceback" not in err
     assert left(work) == []
 
