@@ -198,7 +198,9 @@ class SimulatedEngine:
             target.fill_(255)
 
     def read(self, target: torch.Tensor) -> None:
-        low, high = target.data_ptr(), target.data_ptr() + target.numel() * target.element_size()
+        low = target.data_ptr()
+        reach = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
+        high = low + (reach + 1) * target.element_size()
         for copy in self._pending:
             start = copy.target.data_ptr()
             if low < start + copy.target.numel() and start < high:
@@ -249,7 +251,7 @@ class SimulatedEngine:
                     raise SimulatedRaceError(
                         f"{func} computes with the host copy of {name}, which is streamed, instead of its slot"
                     )
-            if not view and any(start <= low < end for start, end in self._regions):
+            if not view and tensor.numel() and any(start <= low < end for start, end in self._regions):
                 self.read(tensor)
 
     def _spend(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
