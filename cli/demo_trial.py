@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -127,18 +128,19 @@ def deterministic() -> Iterator[None]:
     Attention's fused backward adds in any order on a GPU; its plain form does not.
     cuBLAS reads CUBLAS_WORKSPACE_CONFIG when it first starts, so the variable must be there by then.
     """
+    settings: Any = torch.utils.deterministic  # its attribute is set at run time
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    fill = settings.fill_uninitialized_memory
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     try:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time and hides nothing here
+        settings.fill_uninitialized_memory = False  # costs time and hides nothing here
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        settings.fill_uninitialized_memory = fill
         if workspace is None:
             os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

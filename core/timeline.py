@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +111,7 @@ def _draw_lanes(axes: Axes, spans: Sequence[Span], lanes: Sequence[str]) -> None
     wide = 0.003 * end  # a white edge would hide a bar narrower than that
     for row, lane in enumerate(lanes):
         y = len(lanes) - 1 - row
-        own = [s for s in spans if s.lane == lane]
+        own = _visible([s for s in spans if s.lane == lane], end)
         bars = [(s.start * scale, max(s.end - s.start, 0.0) * scale) for s in own]
         edges = ["white" if s.end - s.start > wide else COLOURS[lane] for s in own]
         axes.broken_barh(bars, (y + 0.12, 0.76), facecolors=COLOURS[lane], edgecolors=edges, linewidth=0.5)
@@ -129,6 +130,18 @@ def _draw_lanes(axes: Axes, spans: Sequence[Span], lanes: Sequence[str]) -> None
             0.5, 0.5, "no step was timed", transform=axes.transAxes, ha="center", va="center", color=FAINT
         )
     _strip(axes)
+
+
+def _visible(spans: Sequence[Span], end: float) -> list[Span]:
+    """Spans as a picture can show them: a gap or a bar far below a pixel would be drawn as a whole one."""
+    shown: list[Span] = []
+    for span in sorted(spans, key=lambda s: s.start):
+        last = shown[-1] if shown else None
+        if last and last.name == span.name and 0 <= span.start - last.end < end / 5000:
+            shown[-1] = replace(last, end=span.end, nbytes=last.nbytes + span.nbytes)
+        else:
+            shown.append(span)
+    return [span for span in shown if span.end - span.start > end / 5000]
 
 
 def _label_bars(axes: Axes, spans: Sequence[Span], y: float, scale: float, end: float) -> None:
