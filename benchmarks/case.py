@@ -101,15 +101,18 @@ class Case:
 
     @property
     def budget_bytes(self) -> int:
-        """VRAM for `resident` blocks, `slots` slots and what lies outside the blocks, a whole page more a buffer.
+        """VRAM for `resident` blocks, `slots` slots in one region, and what lies outside the blocks.
 
-        The page is the device allocator's 2 MiB, or 64 KiB where a block is smaller than that.
+        Each resident block, the region and the rest are rounded up to the page of the device's allocator: 2 MiB on
+        CUDA and ROCm, 64 KiB (more than any alignment) on the host.
         """
         if self.vram is not None:
             return self.vram
-        page = 2 * MIB if self.block_bytes >= 2 * MIB else 64 << 10
-        buffers = self.resident + min(self.slots, self.streamed)
-        return buffers * _round_up(self.block_bytes, page) + _round_up(self.outside_bytes, page)
+        page = 64 << 10 if self.device == "cpu" else 2 * MIB
+        region = _round_up(min(self.slots, self.streamed) * self.block_bytes, page)
+        return (
+            self.resident * _round_up(self.block_bytes, page) + region + _round_up(self.outside_bytes, page)
+        )
 
     def label(self) -> str:
         """The case in a few words, for progress lines."""

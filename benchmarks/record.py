@@ -59,6 +59,20 @@ def write_record(record: dict[str, Any], path: Path) -> None:
     os.replace(temporary, path)
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """The record at `path`; ValueError where it is none that this version reads."""
+    try:
+        record = json.loads(path.read_text("utf-8"))
+        if record["schema"] != SCHEMA:
+            raise ValueError(f"{path}: schema {record['schema']!r}; this version reads {SCHEMA}")
+        for entry in record["cases"]:
+            Case(**entry["case"])
+            entry["key"], entry["result"]["status"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no record of the bench ({type(error).__name__}: {error})") from None
+    return record
+
+
 def commit() -> str | None:
     """The checkout's commit ("+changes" where files differ from it), CAROM_COMMIT where there is no git, or None."""
     given = os.environ.get("CAROM_COMMIT")

@@ -38,7 +38,7 @@ def rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         base = resident.get(_shape(entry["case"]))
         bound: Roofline | None = None
         if link and base and "phases_ms" in base and case.engine != "none":
-            bound = roofline(case, base["phases_ms"], link)
+            bound = roofline(case, base["phases_ms"], link, result.get("report"))
         found.append(
             {
                 "key": entry["key"],
@@ -46,6 +46,7 @@ def rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "status": result["status"],
                 "reason": result.get("reason"),
                 "ms": result.get("ms_per_step"),
+                "attach_seconds": result.get("attach_seconds"),
                 "roofline": bound,
                 "of_roofline": result["ms_per_step"] / bound.ms
                 if bound and "ms_per_step" in result
@@ -90,7 +91,10 @@ def table(entries: list[dict[str, Any]], markdown: bool = False) -> str:
             if row["roofline"]:
                 bounds[(*place, f"roofline, {case.slots} slots")] = row["roofline"]
         if row["ms"] is None:
-            lines.append((*place, engine, row["status"], (row["reason"] or "")[:REASON], "", "", ""))
+            words = row["reason"] or ""
+            if row["attach_seconds"] is not None:
+                words = f"attached in {row['attach_seconds']:.2f} s"
+            lines.append((*place, engine, row["status"], words[:REASON], "", "", ""))
             continue
         exact = {True: "yes", False: "NO", None: ""}[row["bit_exact"]]
         lines.append(
@@ -104,7 +108,7 @@ def table(entries: list[dict[str, Any]], markdown: bool = False) -> str:
 
 def _columns(headers: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
     # A reason is a sentence: it may run over the columns to its right, so it sets no width.
-    short = [line for line in lines if line[4] not in ("skipped", "failed", "timeout")]
+    short = [line for line in lines if line[4] not in ("ok", "skipped", "failed", "timeout")]
     widths = [max(len(line[i]) for line in (headers, *short)) for i in range(len(headers))]
     widths[3] = max(len(line[3]) for line in (headers, *lines))
     widths[4] = max(widths[4], 7)

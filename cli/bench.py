@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="limit for each case's process (default: 300)",
     )
+    add("--show", type=Path, metavar="RECORD", help="run nothing: print (and --chart) a kept record")
     add("--out", type=Path, metavar="DIR", help="write the whole record to DIR/bench.json")
     add("--chart", type=Path, metavar="PNG", help="draw the comparison")
     add("--markdown", action="store_true", help="print the table as Markdown")
@@ -108,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
     from ..benchmarks.runner import run_cases
     from ..benchmarks.tables import chart, rows, table
 
+    if args.show:
+        return _show(args)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.device(device)
@@ -145,6 +148,17 @@ def run(args: argparse.Namespace) -> int:
     bad = "failed" in ours or "timeout" in ours
     wrong = any(row["bit_exact"] is False for row in found if row["case"].engine == "carom")
     return 1 if bad or wrong or record["interrupted"] else 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from ..benchmarks.record import read_record
+    from ..benchmarks.tables import chart, table
+
+    record = read_record(args.show)
+    if args.chart:
+        chart(record["cases"], args.chart)
+    print(json.dumps(record) if args.json else table(record["cases"], markdown=args.markdown))
+    return 0
 
 
 def _names(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
