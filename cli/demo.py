@@ -241,7 +241,10 @@ def progress(setting: Setting, quiet: bool) -> Iterator[Bar]:
     from .demo_trial import PASSES
 
     layout = "{desc:<26} {percentage:3.0f}% |{bar}| {elapsed}"
-    with tqdm(total=1000, disable=quiet, file=sys.stderr, bar_format=layout, leave=False) as bar:
+    columns = min(shutil.get_terminal_size().columns, 100)
+    with tqdm(
+        total=1000, disable=quiet, file=sys.stderr, bar_format=layout, leave=False, ncols=columns
+    ) as bar:
         yield Bar(bar, setting.config.weight_bytes, 2 * (PASSES + setting.steps))
 
 

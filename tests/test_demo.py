@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -372,6 +373,25 @@ def test_ctrl_c_leaves_no_files(tmp_path, root):
     assert process.returncode in (1, -signal.SIGINT), err
     assert "interrupted" in err and "Traceback" not in err
     assert left(work) == []
+
+
+def test_a_budget_below_any_unit_names_the_least_that_works_and_leaves_nothing(capsys, tmp_path):
+    args = ["demo", "--device", "cpu", "--size", "2MB", "--vram", "1kB", "--out", str(tmp_path / "out")]
+    assert cli.main([*args, "--dir", str(tmp_path), "--json"]) == 1
+    error = json.loads(capsys.readouterr().out)
+    assert error["error"] == "BudgetError" and "least budget that works" in error["message"]
+    assert left(tmp_path) == []
+
+
+def test_a_peak_over_the_budget_fails_the_demo(tmp_path, capsys, monkeypatch):
+    from carom.core.session import Session
+
+    real = Session.report
+    monkeypatch.setattr(Session, "report", lambda self: replace(real(self), vram_peak_bytes=1 << 30))
+    args = ["demo", "--device", "cpu", "--size", "2MB", "--steps", "1", "--out", str(tmp_path / "out")]
+    assert cli.main(args) == 1
+    out = capsys.readouterr().out
+    assert "OVER THE BUDGET" in out and out.endswith("bit_exact: true\nwithin_budget: false\n")
 
 
 def test_settle_chooses_a_quarter_of_the_weights():
