@@ -86,9 +86,12 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; 1 where a bit differs or the budget was passed."""
     start = time.perf_counter()
     setting = settle(args)
+    from .demo_trial import one_thread
+
     parent = check_folders(args.dir, setting.config.weight_bytes)
     with output_folder(args.out) as out, checkpoint_folder(parent, args.keep) as checkpoint:
-        with progress(setting, quiet=args.json or not sys.stderr.isatty()) as bar:
+        quiet = args.json or not sys.stderr.isatty()
+        with one_thread(setting.device), progress(setting, quiet) as bar:
             result = experiment(setting, checkpoint, bar)
         picture, trace = out / "timeline.png", out / "trace.json"
         result.training.plot(picture)
@@ -116,13 +119,13 @@ def settle(args: argparse.Namespace) -> Setting:
     size = parse_size(args.size, setting="--size") if args.size else default_size(device)
     config = config_for(size, torch.bfloat16 if on_gpu else torch.float32)
     vram = parse_size(args.vram, whole=config.weight_bytes, setting="--vram")
-    # the weights, the streamed ones' place in the store, and what runs beside them
-    need = int(2.25 * config.weight_bytes) + 512 * MIB
+    # the weights, their place in the store, what the allocator keeps of the former (measured), the program
+    need = 3 * config.weight_bytes + 512 * MIB
     free = available_memory()
     if free < need:
         raise UnsupportedError(
             f"a demo of {format_size(config.weight_bytes)} needs about {format_size(need)} of RAM and "
-            f"{format_size(free)} is free: ask for less with --size {max(free // 4 // MIB, 1)}MiB"
+            f"{format_size(free)} is free: ask for less with --size {max((free - 512 * MIB) // 3 // MIB, 1)}MiB"
         )
     return Setting(device, config, vram, GPU_TOKENS if on_gpu else CPU_TOKENS, args.steps)
 
@@ -156,7 +159,7 @@ def default_size(device: torch.device) -> int:
     if device.type == "cpu":
         return CPU_BYTES
     free, _ = torch.cuda.mem_get_info(device)
-    return max(min(GPU_BYTES, int(free * 0.5), int(available_memory() * 0.35)), CPU_BYTES)
+    return max(min(GPU_BYTES, int(free * 0.5), int(available_memory() * 0.25)), CPU_BYTES)
 
 
 def available_memory() -> int:

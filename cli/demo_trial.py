@@ -122,6 +122,22 @@ def release(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """On the CPU compute on one thread, inside the ``with`` only.
+
+    It takes somewhat longer on an idle machine; but where cores are shared, threads that meet at the
+    end of every small operator wait for the scheduler each time (measured: 20 times slower).
+    """
+    threads = torch.get_num_threads()
+    try:
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
 def deterministic() -> Iterator[None]:
     """Kernels that give the same bits twice, inside the ``with`` only.
 

@@ -26,7 +26,7 @@ SMALL = demo_model.config_for(2 << 20, torch.float32)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
+def few_threads():
     """Models this small gain nothing from threads, and lose seconds where cores are shared."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -161,6 +161,19 @@ def test_a_missing_tensor_is_a_difference():
     part = demo_trial.Outcome(outputs={"a": torch.ones(1)})
     assert demo_trial.differences(whole, part)["outputs"] == ["b"]
     assert demo_trial.differences(part, whole)["outputs"] == ["b"]
+
+
+@pytest.mark.parametrize(("kind", "inside"), [("cpu", 1), ("cuda", 3)])
+def test_the_number_of_threads_is_restored(kind, inside):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with contextlib.suppress(KeyboardInterrupt), demo_trial.one_thread(torch.device(kind)):
+            assert torch.get_num_threads() == inside
+            raise KeyboardInterrupt
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -301,7 +314,7 @@ def test_too_little_ram_names_a_size_that_would_do(capsys, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "available_memory", lambda: 1 << 30)
     assert cli.main(["demo", "--device", "cpu", "--size", "8GiB"]) == 1
-    assert "--size 256MiB" in capsys.readouterr().err
+    assert "--size 170MiB" in capsys.readouterr().err
     assert left(tmp_path) == []
 
 
@@ -392,6 +405,17 @@ def test_a_peak_over_the_budget_fails_the_demo(tmp_path, capsys, monkeypatch):
     assert cli.main(args) == 1
     out = capsys.readouterr().out
     assert "OVER THE BUDGET" in out and out.endswith("bit_exact: true\nwithin_budget: false\n")
+
+
+def test_the_default_size_on_a_gpu_fits_free_memory_of_device_and_host(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (24 << 30, 24 << 30))
+    monkeypatch.setattr(demo, "available_memory", lambda: 64 << 30)
+    assert demo.default_size(gpu) == 4 << 30
+    monkeypatch.setattr(demo, "available_memory", lambda: 8 << 30)
+    assert demo.default_size(gpu) == 2 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (2 << 30, 24 << 30))
+    assert demo.default_size(gpu) == 1 << 30
 
 
 def test_settle_chooses_a_quarter_of_the_weights():
