@@ -18,14 +18,14 @@ every_model = pytest.mark.parametrize("name", CASES)
 some_models = pytest.mark.parametrize("name", ["stack", "heterogeneous", "tied", "nested", "outside"])
 
 
-def compare(name: str, device: Any, run: Any, *, checkpoint: str = "none", share: float = 0.35, **settings: Any) -> Any:
+def compare(name: str, device: Any, run: Any, *, checkpoint: str = "none", share: float = 0.35) -> Any:
     """``run`` on a resident model and on a streamed one; returns the report."""
     case = CASES[name]
     where = place(device)
     model = models.freeze(case.build(checkpoint))
     expected = run(copy.deepcopy(model).to(where), case, where)
     vram = harness.some_vram(model, device, share, case.slots)
-    with streamed(model, device, vram, **settings) as session:
+    with streamed(model, device, vram, training="resident") as session:
         assert_same(expected, run(model, case, where))
         return session.report()
 
@@ -63,7 +63,7 @@ def test_every_granularity_is_exact(name, granularity, device):
     model = models.freeze(case.build("non-reentrant"))
     expected = run(copy.deepcopy(model).to(where), case, where)
     vram = harness.some_vram(model, device, 0.3, 2, granularity)
-    with streamed(model, device, vram, granularity=granularity):
+    with streamed(model, device, vram, granularity=granularity, training="resident"):
         assert_same(expected, run(model, case, where))
 
 
@@ -104,7 +104,6 @@ def test_tensor_subclasses_stay_resident_and_exact():
 def test_training_is_exact(name, checkpoint, device):
     if checkpoint != "none" and name in ("lstm", "buffers", "encoder"):
         pytest.skip("this model checkpoints nothing")
-    # Without checkpointing autograd may keep several units' views alive between forward and backward.
     compare(name, device, lambda m, c, d: train(m, c, d, steps=2), checkpoint=checkpoint)
 
 
