@@ -16,7 +16,7 @@ from torch import nn
 
 from .ops import HostParameter, HostTensor
 from .plan import SMALL_UNIT, Plan, round_up
-from .store.arena import HostArena, fill, storage_bytes, workers
+from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, workers
 from .streamer import Owner, Streamed
 from .transfer import Engine
 from .units import Carving, Entry, Unit
@@ -103,12 +103,18 @@ class Placement:
 
         Each unit's old memory is given back before the next is copied, so the host holds the weights once.
         """
-        with ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool:
-            for unit in units:
-                self._stream_one(unit, make, pool)
+        with (
+            ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool,
+            ThreadPoolExecutor(1, thread_name_prefix="carom-pin") as pinner,
+        ):
+            # One block is registered while the next is filled.
+            pins = [pinner.submit(self._arena.pin, self._stream_one(unit, make, pool)) for unit in units]
+            for pin in pins:
+                pin.result()
+        return_freed_memory()
         return self.streamed
 
-    def _stream_one(self, unit: Unit, make: Callable[[Unit, int, Any], Streamed], pool: ThreadPoolExecutor) -> None:
+    def _stream_one(self, unit: Unit, make: Callable[[Unit, int, Any], Streamed], pool: ThreadPoolExecutor) -> Block:
         block = self._arena.allocate(unit.nbytes)
         pieces = []
         views = []
@@ -126,7 +132,6 @@ class Placement:
             views.append(view)
         fill(pieces, pool)
         del pieces
-        self._arena.pin(block)
         streamed = make(unit, len(self.streamed), block)
         self.streamed.append(streamed)
         self.streamed_host_bytes += unit.nbytes
@@ -143,6 +148,7 @@ class Placement:
             tensor._carom = owner  # type: ignore[attr-defined]
             tensor.__class__ = HostParameter if isinstance(tensor, nn.Parameter) else HostTensor
         streamed.trainable = any(owner.trainable for owner in streamed.owners)
+        return block
 
     # -- the way back
 

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from .errors import UnsupportedError
+from .streamer import Streamer
 
 if TYPE_CHECKING:
     from .session import Session
@@ -26,6 +28,14 @@ try:
     from torch._C._dynamo.eval_frame import skip_code as _skip_code
 except ImportError:  # a torch without it traces our frames and breaks there all the same
     _skip_code = None  # type: ignore[assignment]
+try:
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback as _compiling
+except ImportError:
+
+    def _compiling() -> Any:
+        """None while nothing can be compiling on this thread."""
+        return sys.modules.get("torch._dynamo")
+
 
 
 class Wrapped:
@@ -102,11 +112,11 @@ def quiet(function: Callable) -> Callable:
 
     @_untraced
     def call(*args: Any, **kwargs: Any) -> Any:
-        if guarded:
-            return guarded[0](*args, **kwargs)
-        if "torch._dynamo" in sys.modules:  # only now can anything be compiling
-            guarded.append(torch._dynamo.disable(function))
-        return function(*args, **kwargs) if not guarded else guarded[0](*args, **kwargs)
+        if _compiling() is None:
+            return function(*args, **kwargs)
+        if not guarded:
+            guarded.append(torch.compiler.disable(function))
+        return guarded[0](*args, **kwargs)
 
     return call
 
@@ -141,22 +151,31 @@ def unit_forward(unit: Streamed) -> Callable[[Callable], Callable]:
     return make
 
 
+def _notice_backward(streamer: Streamer, result: Any) -> None:
+    """Learn where a backward through ``result`` begins, also when everything is resident."""
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(lambda _: streamer.note_backward())
+
+
 def root_forward(session: Session) -> Callable[[Callable], Callable]:
     """Around the root's forward: a pass begins and ends, the tree is looked over for what is new."""
-    begin, end = quiet(session._begin), quiet(session._end)
+    begin, end, notice = quiet(session._begin), quiet(Streamer.root_ends), quiet(_notice_backward)
 
     def make(inner: Callable) -> Callable:
         @_untraced
         def forward(*args: Any, **kwargs: Any) -> Any:
-            watch = begin()
+            streamer, watch = begin()
             failed = True
             try:
                 with watch:
                     result = inner(*args, **kwargs)
+                if torch.is_grad_enabled():
+                    notice(streamer, result)
                 failed = False
                 return result
             finally:
-                end(failed)
+                end(streamer, failed)
 
         return forward
 

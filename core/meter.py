@@ -17,6 +17,8 @@ from .transfer import Engine
 
 _KEPT_STEPS = 64  # figures the medians are taken over
 _OPEN_STEPS = 6  # steps whose events may be outstanding before the oldest loses its timing
+_TIMED_FIRST = 32  # steps that take times, before only
+_TIMED_EVERY = 16  # two in so many do
 _FORWARDS = 8  # forwards that may precede a backward before they count as inference
 
 
@@ -26,7 +28,6 @@ class _Copy:
     started: Any
     done: Any
     nbytes: int
-    raw_bytes: int
     backward: bool
 
 
@@ -34,10 +35,13 @@ class _Copy:
 class _Step:
     begin: Any
     gradient: bool
+    timed: bool
     end: Any = None
     turn: Any = None  # event where the backward begins
     forwards: int = 1
     transfers: int = 0
+    wire_bytes: int = 0
+    raw_bytes: int = 0
     copies: list[_Copy] = field(default_factory=list)
     waits: list[tuple[Any, Any, str, bool]] = field(default_factory=list)
 
@@ -47,7 +51,9 @@ class StepFigures:
     """Seconds and bytes of one finished step."""
 
     train: bool
+    timed: bool
     seconds: float
+    copied_bytes: int
     stall_seconds: float
     copy_seconds: float
     wire_bytes: int
@@ -83,8 +89,8 @@ class Meter:
         self._waiting: deque[_Step] = deque()
         self._figures: deque[StepFigures] = deque(maxlen=_KEPT_STEPS)
         self.spans: tuple[Span, ...] = ()
-        self.total_bytes = 0
-        self.total_transfers = 0
+        self._steps = 0
+        self.timing = True  # whether the present step takes times; the streamer asks before it makes marks
 
     # -- what happens
 
@@ -97,33 +103,38 @@ class Meter:
                 step.forwards += 1
                 return
             self._close()
-        self._open = _Step(self._engine.record(), gradient)
+        # Times cost host time: the first steps take them, then some. Bytes and copies are always counted.
+        self.timing = self._steps < _TIMED_FIRST or self._steps % _TIMED_EVERY < 2
+        self._steps += 1
+        self._open = _Step(self._engine.mark(), gradient, self.timing)
 
     def forward_ends(self) -> None:
         if self._open is not None:
-            self._open.end = self._engine.record()
+            self._open.end = self._engine.mark()
             if not self._open.gradient:
                 self._close()
 
     def backward_begins(self) -> None:
         if self._open is not None and self._open.turn is None:
-            self._open.turn = self._engine.record()
+            self._open.turn = self._engine.mark()
 
     def backward_ends(self) -> None:
         if self._open is not None:
-            self._open.end = self._engine.record()
+            self._open.end = self._engine.mark()
             self._close()
 
     def abandon(self) -> None:
         """The step failed: what was measured of it is not a step."""
         self._open = None
 
-    def copied(self, name: str, started: Any, done: Any, nbytes: int, raw_bytes: int, backward: bool) -> None:
-        self.total_bytes += nbytes
-        self.total_transfers += 1
-        if self._open is not None:
-            self._open.transfers += 1
-            self._open.copies.append(_Copy(name, started, done, nbytes, raw_bytes, backward))
+    def copied(self, name: str, marks: Any, nbytes: int, raw_bytes: int, backward: bool) -> None:
+        step = self._open
+        if step is not None:
+            step.transfers += 1
+            step.wire_bytes += nbytes
+            step.raw_bytes += raw_bytes
+            if marks is not None:
+                step.copies.append(_Copy(name, *marks, nbytes, backward))
 
     def waited(self, before: Any, after: Any, name: str, backward: bool) -> None:
         if self._open is not None:
@@ -151,14 +162,17 @@ class Meter:
             stalls[backward] += max(0.0, between(before, after))
         forward = between(step.begin, step.turn) if step.turn is not None else seconds
         copies = [(copy, max(0.0, between(copy.started, copy.done))) for copy in step.copies]
-        self.spans = self._timeline(step, seconds)
+        if step.timed:
+            self.spans = self._timeline(step, seconds)
         return StepFigures(
             train=step.turn is not None,
             seconds=seconds,
             stall_seconds=sum(stalls),
             copy_seconds=sum(time for _, time in copies),
-            wire_bytes=sum(copy.nbytes for copy, _ in copies),
-            raw_bytes=sum(copy.raw_bytes for copy, _ in copies),
+            timed=step.timed,
+            copied_bytes=sum(copy.nbytes for copy, _ in copies),
+            wire_bytes=step.wire_bytes,
+            raw_bytes=step.raw_bytes,
             transfers=step.transfers,
             compute_by_phase=(max(0.0, forward - stalls[0]), max(0.0, seconds - forward - stalls[1])),
             bytes_by_phase=(
@@ -198,8 +212,9 @@ class Meter:
         steps = [figures for figures in self._figures if figures.train == train]
         # The first steps learn the order and fill caches; they are left out once there are others.
         steps = steps[2:] or steps[-1:]
-        copy_seconds = sum(step.copy_seconds for step in steps)
-        link = sum(step.wire_bytes for step in steps) / copy_seconds if copy_seconds > 0 else None
+        timed = [step for step in steps if step.timed] or steps
+        copy_seconds = sum(step.copy_seconds for step in timed)
+        link = sum(step.copied_bytes for step in timed) / copy_seconds if copy_seconds > 0 else None
 
         def roofline(step: StepFigures) -> float:
             wire = [count / link if link else 0.0 for count in step.bytes_by_phase]
@@ -209,12 +224,12 @@ class Meter:
             train=train,
             steps=len(steps),
             seconds=median(step.seconds for step in steps),
-            stall_seconds=median(step.stall_seconds for step in steps),
-            compute_seconds=median(sum(step.compute_by_phase) for step in steps),
-            roofline_seconds=median(roofline(step) for step in steps),
+            stall_seconds=median(step.stall_seconds for step in timed),
+            compute_seconds=median(sum(step.compute_by_phase) for step in timed),
+            roofline_seconds=median(roofline(step) for step in timed),
             hidden_fraction=median(
                 max(0.0, 1 - step.stall_seconds / step.copy_seconds) if step.copy_seconds > 0 else 1.0
-                for step in steps
+                for step in timed
             ),
             link_bytes_per_second=link,
             wire_bytes=median(step.wire_bytes for step in steps),

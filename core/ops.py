@@ -25,6 +25,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .errors import UnsupportedError
+
 if TYPE_CHECKING:
     from .streamer import Streamed, Streamer
 
@@ -38,56 +40,70 @@ HANDLES_SUPPORTED = _top_hooks is not None
 class Handle:
     """What autograd keeps of a streamed weight: where it is in its unit, never its bytes."""
 
-    __slots__ = ("streamer", "unit", "dtype", "shape", "stride", "start")
+    __slots__ = ("streamer", "unit", "place")
 
     def __init__(self, streamer: Streamer, unit: Streamed, saved: torch.Tensor, start: int) -> None:
         self.streamer, self.unit = streamer, unit
-        self.dtype, self.shape, self.stride = saved.dtype, saved.shape, saved.stride()
-        self.start = start  # bytes from the unit's beginning
-
-    def view(self, base: torch.Tensor) -> torch.Tensor:
-        """The saved tensor again, on ``base`` (uint8, the unit's slot)."""
-        with torch.inference_mode(False), torch.no_grad():
-            typed = base.view(self.dtype)
-            offset = typed.storage_offset() + self.start // typed.element_size()
-            return typed.as_strided(self.shape, self.stride, offset)
+        # dtype, shape, stride in elements, start in bytes from the unit's beginning
+        self.place = (saved.dtype, saved.shape, saved.stride(), start)
 
 
 def push_handles(streamer: Streamer) -> None:
-    """From here to `pop_handles`, what this thread's autograd nodes save of slots is kept as handles."""
+    """From here to `pop_handles`, what this thread's autograd nodes save of slots is kept as handles.
+
+    The hooks run for every saved tensor, activations included, so they do next to nothing for those.
+    """
     outer: Any = _top_hooks(False) if _top_hooks is not None else None
     low, high, find = streamer.low, streamer.high, streamer.handle
-
     if outer is None:
 
         def pack(tensor: torch.Tensor) -> Any:
-            address = _address(tensor)
-            return find(tensor, address) if low <= address < high else tensor
+            try:
+                if low <= tensor.data_ptr() < high:
+                    return find(tensor)
+            except RuntimeError:  # no storage of its own (fake, functional, sparse): no slot's view
+                pass
+            return tensor
 
+        pack._carom = True  # type: ignore[attr-defined]
         _push_hooks(pack, _unpack)
         return
 
     outer_pack, outer_unpack = outer
 
     def pack_through(tensor: torch.Tensor) -> Any:
-        address = _address(tensor)
-        return find(tensor, address) if low <= address < high else outer_pack(tensor)
+        try:
+            if low <= tensor.data_ptr() < high:
+                return find(tensor)
+        except RuntimeError:
+            pass
+        return outer_pack(tensor)
 
     def unpack_through(packed: Any) -> Any:
         return packed.streamer.unpack(packed) if type(packed) is Handle else outer_unpack(packed)
 
+    pack_through._carom = True  # type: ignore[attr-defined]
     _push_hooks(pack_through, unpack_through)
+
+
+def hooks_are_ours() -> bool:
+    """Whether no foreign saved-tensor hook is on top (a checkpoint inside a unit counts what it sees, both times)."""
+    top = _top_hooks(False) if _top_hooks is not None else None
+    return top is None or getattr(top[0], "_carom", False)
+
+
+def refuse_transforms(name: str) -> None:
+    """Raises UnsupportedError inside torch.func's grad and jvp: a copy there would be part of the function."""
+    functorch = getattr(torch._C, "_functorch", None)
+    level = None if functorch is None else functorch.peek_interpreter_stack()
+    if level is not None and level.key() in (functorch.TransformType.Grad, functorch.TransformType.Jvp):
+        raise UnsupportedError(
+            f"unit {name!r} cannot be fetched inside torch.func.grad or jvp; use backward(), or close the session first"
+        )
 
 
 def pop_handles() -> None:
     _pop_hooks()
-
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:  # a tensor without storage of its own (fake, functional, sparse)
-        return 0
 
 
 def _unpack(packed: Any) -> Any:

@@ -75,7 +75,13 @@ def plan_residency(
     sizes = [unit.nbytes for unit in units]
     everything = resident_cost(sizes, grain)
     available = budget - fixed_bytes
-    if everything <= available:
+    if everything <= available or (not units and available < 0):
+        if available < 0:
+            raise BudgetError(
+                f"vram={format_size(budget)} is too small: {format_size(fixed_bytes)} cannot be streamed and must "
+                f"stay resident; the least budget that works is {fixed_bytes} bytes",
+                fixed_bytes,
+            )
         return Plan(budget, fixed_bytes, 0, dict.fromkeys(range(len(units)), "everything fits"), 0)
     largest = max(range(len(units)), key=lambda i: sizes[i])
     least = least_budget(units, fixed_bytes, grain)

@@ -16,7 +16,7 @@ from . import hooks, ops
 from .attach import Placement, wanted_residents
 from .errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
 from .meter import Meter
-from .plan import Plan, UnitSize, plan_residency, resident_cost
+from .plan import SMALL_UNIT, Plan, UnitSize, plan_residency, resident_cost
 from .report import Report, UnitPlace
 from .simulated import SimulatedEngine
 from .slots import ALIGN
@@ -30,7 +30,9 @@ from .units import Carving, Entry, Unit, carve
 logger = logging.getLogger("carom")
 
 GRANULARITIES = ("auto", "block", "phase", "layer")
-_sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+# Every module of a streamed tree. Weak on both sides: a dropped module takes its session with it.
+_sessions: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+PIECE = 128 << 20  # bytes; larger blocks are split: a slot is reused sooner, and copies this large lose no link rate
 
 
 def stream(
@@ -86,8 +88,10 @@ class Session:
         self._wrapped = hooks.Wrapped()
         self._watch: Callable[[], Any] = self._engine.step
         self._peak = 0
+        self._stay: dict[str, str] = {}
         self._attach()
-        _sessions[module] = self
+        for part in module.modules():
+            _sessions[part] = weakref.ref(self)
 
     # -- attach and detach
 
@@ -118,24 +122,30 @@ class Session:
         stream_trainable = self._training == "stream"
         attempts: list[int | None] = [None]
         if self._granularity == "auto":
-            attempts += [self._vram // 3, self._vram // 6, 1]
+            attempts = [PIECE, min(PIECE, self._vram // 3), min(PIECE, self._vram // 6), 1]
         error: BudgetError | None = None
         for limit in attempts:
             carving = carve(
-                self.module, granularity=self._granularity, limit=limit, stream_trainable=stream_trainable
-            )
+                self.module, granularity=self._granularity, limit=limit, stream_trainable=stream_trainable,
+                stay=self._stay,
+            )  # fmt: skip
             adapters = sum(entry.nbytes for entry in carving.adapters)
             if adapters > self._vram and self._training is None and not stream_trainable:
                 stream_trainable = True  # full fine-tuning: the weights themselves are trainable
-                carving = carve(self.module, granularity=self._granularity, limit=limit, stream_trainable=True)
+                carving = carve(self.module, granularity=self._granularity, limit=limit, stream_trainable=True,
+                    stay=self._stay)
             grain = self._engine.grain
             fixed = resident_cost([-(-entry.nbytes // ALIGN) * ALIGN for entry, _ in carving.resident], grain)
+            # Of the parts of a split block the small ones (norms, biases) are better kept than copied.
+            least = min(SMALL_UNIT, carving.largest // 8)
             units = [
-                UnitSize(unit.name, unit.nbytes, unit.kind == "loose", unit.kind not in ("loose", "stem"))
+                UnitSize(unit.name, unit.nbytes, unit.kind == "loose", unit.kind == "block" or unit.nbytes >= least)
                 for unit in carving.units
             ]
+            # A backward turns twice: a third slot pays there; forwards alone are served by two.
+            slots = 3 if carving.adapters else 2
             try:
-                plan = plan_residency(units, self._vram, fixed, grain=grain)
+                plan = plan_residency(units, self._vram, fixed, slots, grain)
             except BudgetError as reason:
                 error = reason
                 continue
@@ -174,8 +184,9 @@ class Session:
             self._final = self._report()
             self._detach()
             self._parked = False
-        if _sessions.get(self.module) is self:
-            del _sessions[self.module]
+        for part in self.module.modules():
+            if _session_of(part) is self:
+                del _sessions[part]
 
     def __enter__(self) -> Session:
         self._need_open()
@@ -193,13 +204,29 @@ class Session:
     def _begin(self) -> Any:
         if self._parked:
             self.unpark()
-        if self._tree.changed():
-            self._adopt()
-        self._streamer.root_begins()
-        return self._engine.step()
+        streamer = self._streamer
+        if not streamer.runs:  # while units run, slots stand in the tree
+            if self._tree.changed():
+                self._adopt()
+            elif streamer.written:
+                self._keep_written()
+            streamer = self._streamer
+        streamer.root_begins()
+        return streamer, self._engine.step()
 
-    def _end(self, failed: bool) -> None:
-        self._streamer.root_ends(failed)
+    def _keep_written(self) -> None:
+        """Weights that the model writes to are safe, but slow, when streamed: from now on they stay."""
+        with self._lock:
+            fresh = {o.entry.name: "the model writes to it" for o in self._streamer.written}
+            self._streamer.written.clear()
+            if fresh.keys() <= self._stay.keys():
+                return
+            self._stay.update(fresh)
+            try:
+                self._decide()
+            except BudgetError:
+                return  # no room: they go on streaming, written back after every run
+            self._again()
 
     def _adopt(self) -> None:
         """The tree changed: adapters and small tensors that came move to the device; weights are laid out anew."""
@@ -439,13 +466,19 @@ def _check_choices(
     choose("host", host, ("auto", "raw"))
     choose("training", training, (None, "resident", "stream"))
     for part in module.modules():
-        if part in _sessions:
+        found = _session_of(part)
+        if found is not None:
             raise UnsupportedError(
                 f"{'this module' if part is module else f'its part {type(part).__name__}'} is streamed already; "
                 "close that session first"
             )
     if any(isinstance(p, (ops.HostParameter, ops.HostTensor)) for p in (*module.parameters(), *module.buffers())):
         raise UnsupportedError("weights of this module are streamed as part of another; close that session first")
+
+
+def _session_of(module: nn.Module) -> Session | None:
+    found = _sessions.get(module)
+    return None if found is None else found()
 
 
 def _vram_budget(value: int | str, engine: Engine, mine: int = 0) -> int:

@@ -102,7 +102,7 @@ class SimulatedEngine:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         with self.unwatched(), torch.inference_mode(False):
-            buffer = torch.full((nbytes,), 255, dtype=torch.uint8)
+            buffer = torch.full((nbytes,), 255, dtype=torch.uint8, device=self.device)
         self._regions.append((buffer.data_ptr(), buffer.data_ptr() + nbytes))
         return buffer
 
@@ -121,7 +121,7 @@ class SimulatedEngine:
 
     # -- streams and events
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]) -> tuple[_Event, _Event]:
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool) -> tuple[Any, Any]:
         stream = self._streams["in"]
         for event in after:
             self._merge(stream, event)
@@ -137,7 +137,7 @@ class SimulatedEngine:
             target.fill_(255)  # bytes in flight are worth nothing yet
             if self.config.timing == "early" or (self.config.timing == "random" and self._random.random() < 0.5):
                 self._land(stream.issued)
-        return started, done
+        return done, (started, done)
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> _Event:
         out, compute = self._streams["out"], self._streams["compute"]
@@ -153,14 +153,17 @@ class SimulatedEngine:
     def stream(self) -> str:
         return "compute"
 
-    def record(self, stream: Any = None) -> _Event:
+    def record(self, stream: Any, event: Any = None) -> _Event:
         self._some_land()
-        return self._event(self._streams[stream or "compute"])
+        return self._event(self._streams[stream])
+
+    def mark(self) -> _Event:
+        return self._event(self._streams["compute"])
 
     def wait(self, event: _Event) -> None:
         self._merge(self._streams["compute"], event)
 
-    def done(self, event: _Event) -> bool:
+    def done(self, mark: _Event) -> bool:
         return True
 
     def synchronize(self, event: _Event | None = None) -> None:

@@ -14,6 +14,9 @@ from typing import Any
 ALIGN = 512  # bytes; every slot and every tensor in it starts on this boundary
 
 
+_FOREVER = float("inf")
+
+
 class SlotState(enum.Enum):
     """What is true of a slot on the host's clock."""
 
@@ -52,34 +55,57 @@ class Region:
         # there slots stand at the two ends only, so one in use always leaves room for another.
         self._ends_only = nbytes < 3 * largest
 
-    def place(self, nbytes: int, next_use: Callable[[Slot], float | None]) -> tuple[int, list[Slot]] | None:
+    def place(
+        self,
+        nbytes: int,
+        next_use: Callable[[Slot], float | None],
+        later_than: float = -1,
+        guarded: Slot | None = None,
+    ) -> tuple[int, list[Slot]] | None:
         """Where ``nbytes`` could go, and which slots give way, None when nowhere.
 
-        ``next_use`` tells when a slot's unit is expected again, None when the slot must stay. The
-        stretch whose soonest-needed victim is needed last is taken (Belady), then the one that evicts
-        the fewest bytes, then the lowest.
+        ``next_use`` tells when a slot's unit is expected again, None when the slot must stay; so must
+        ``guarded``, and slots expected no later than ``later_than``. The stretch whose soonest-needed
+        victim is needed last is taken (Belady), then the one that evicts the fewest bytes, then the lowest.
         """
-        if nbytes > self.nbytes:
+        slots = self.slots
+        values: list[float] = []
+        available = self.nbytes
+        for slot in slots:
+            use = None if slot is guarded else next_use(slot)
+            if use is None or use <= later_than:
+                use = -1.0
+                available -= slot.nbytes
+            values.append(use)
+        if nbytes > available:
             return None
         last = (self.nbytes - nbytes) // ALIGN * ALIGN
         starts = {0, last}
         if not self._ends_only:
-            for slot in self.slots:
+            for slot in slots:
                 starts.update((slot.offset, slot.end, slot.end - nbytes, slot.offset - nbytes))
-        value = {id(slot): next_use(slot) for slot in self.slots}
-        best: tuple[tuple[float, int, int], int, list[Slot]] | None = None
+        best: tuple[float, int, int] | None = None
         for start in starts:
             if not 0 <= start <= last:
                 continue
-            victims = [s for s in self.slots if s.offset < start + nbytes and start < s.end]
-            uses = [value[id(s)] for s in victims]
-            if any(use is None for use in uses):
+            end = start + nbytes
+            soonest, evicted = _FOREVER, 0
+            for slot, use in zip(slots, values, strict=True):
+                if slot.offset < end and start < slot.end:
+                    evicted += slot.nbytes
+                    if use < soonest:
+                        soonest = use
+                        if use < 0:
+                            break
+            if soonest < 0:
                 continue
-            soonest = min((use for use in uses if use is not None), default=float("inf"))
-            score = (soonest, -sum(s.nbytes for s in victims), -start)
-            if best is None or score > best[0]:
-                best = (score, start, victims)
-        return None if best is None else (best[1], best[2])
+            score = (soonest, -evicted, -start)
+            if best is None or score > best:
+                best = score
+        if best is None:
+            return None
+        start = -best[2]
+        return start, [slot for slot in slots if slot.offset < start + nbytes and start < slot.end]
 
     def add(self, slot: Slot) -> None:
         self.slots.append(slot)

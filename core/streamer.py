@@ -8,6 +8,7 @@ autograd threads).
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import ops
 from .errors import BudgetError, CaromError, UnsupportedError
@@ -27,6 +29,8 @@ from .store.arena import Block, HostArena
 from .transfer import Engine, storage_uses
 from .units import Entry, Unit
 
+graph_task = torch._C._current_graph_task_id
+_OWN_REFERENCES = 3  # of a cached view: its list, the loop that looks, the argument of getrefcount
 _VIEW_SETS = 16  # slot positions whose views a unit remembers
 
 
@@ -50,9 +54,34 @@ class Views:
     base: torch.Tensor  # uint8, exactly the unit's bytes, where possible a storage of its own
     tensors: list[torch.Tensor]
     uses: int | None  # of the storage, when nobody but us holds it
+    made: list[tuple[int, int]] = field(default_factory=list)  # version and address of each when made
+    saved: dict[tuple, torch.Tensor] = field(default_factory=dict)  # views that autograd asked for, by place
+
+    def marks(self) -> list[tuple[int, int]]:
+        """Changes when the model writes to a tensor or gives it other data."""
+        return [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
+
+    def view(self, place: tuple) -> torch.Tensor:
+        """The view of a handle's place; the caller takes an alias of its own."""
+        found = self.saved.get(place)
+        if found is None:
+            dtype, shape, stride, start = place
+            before = storage_uses(self.base)
+            with torch.inference_mode(False), torch.no_grad():
+                typed = self.base.view(dtype)
+                found = typed.as_strided(shape, stride, typed.storage_offset() + start // typed.element_size())
+            del typed
+            self.saved[place] = found
+            if self.uses is not None and before is not None:
+                self.uses += (storage_uses(self.base) or 0) - before
+        return found
 
     def kept_elsewhere(self) -> bool:
-        return self.uses is not None and (storage_uses(self.base) or 0) > self.uses
+        """Whether anybody else holds one of the tensors, or another tensor of their storage."""
+        if self.uses is not None and (storage_uses(self.base) or 0) > self.uses:
+            return True
+        count = sys.getrefcount
+        return any(count(tensor) > _OWN_REFERENCES for tensor in self.tensors)
 
 
 @dataclass(eq=False)
@@ -69,7 +98,9 @@ class Streamed:
     depth: int = 0  # runs in progress: its slot views stand in the modules while above zero
     epoch: int = 0  # raised when the host bytes may have changed unseen
     trainable: bool = False
+    sites: list[tuple[dict, str, int]] = field(default_factory=list)  # table, name, which owner
     standing: list[tuple[dict, str, Any, Any]] = field(default_factory=list)  # table, name, ours, the host's
+    differentiable: bool = False  # what stands carries gradients of trainable weights to the host
 
     @property
     def name(self) -> str:
@@ -78,6 +109,11 @@ class Streamed:
     @property
     def nbytes(self) -> int:
         return self.unit.nbytes
+
+    @property
+    def host(self) -> torch.Tensor:
+        """The unit's bytes as they cross (uint8)."""
+        return self.block.data
 
     def version(self) -> int:
         """Changes whenever torch sees the host tensors change."""
@@ -93,6 +129,21 @@ class _Reading:
     given: list[weakref.ref] = field(default_factory=list)
 
 
+class _End:
+    """Told by autograd of a backward's end; dropped uncalled when the backward fails."""
+
+    def __init__(self, streamer: Streamer, task: int) -> None:
+        self._streamer, self._task, self._called = streamer, task, False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._streamer._backward_ends(self._task)
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._streamer._backward_failed(self._task)
+
+
 class Streamer:
     """Runs the streamed units of one session through one region of device memory."""
 
@@ -106,12 +157,16 @@ class Streamer:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.low = self.high = 0
         self._arena: HostArena | None = None
+        # Stretches whose slot is gone, with the events of its last reads: the next copy there waits for them.
+        self._tails: list[tuple[int, int, list[Any]]] = []
         self._held: list[Slot] = []
         self._reading: dict[int, _Reading] = {}  # thread -> its backward's current use
         self._lingering: list[_Reading] = []
         self._tasks: set[int] = set()  # backward passes in progress
         self._last: Streamed | None = None
         self._roots = 0  # root forwards in progress
+        self.runs = 0  # units' runs in progress
+        self.written: list[Owner] = []  # whose slots the model wrote to
         self._resting = False  # between a backward that made host gradients and the next forward
         self._landed: list[tuple[Owner, torch.Tensor, Any]] = []
         self._landings: list[Block] = []
@@ -128,6 +183,12 @@ class Streamer:
     def start(self, arena: HostArena) -> None:
         """All units are known: make the region. Memory for gradients will come from ``arena``."""
         self._arena = arena
+        for unit in self.units:
+            unit.sites = [
+                (site.table, site.name, which)
+                for which, owner in enumerate(unit.owners)
+                for site in owner.entry.sites
+            ]
         self.order = Order([unit.index for unit in self.units])
         self.region = Region(self.region.nbytes, max((unit.nbytes for unit in self.units), default=0))
         if self.units:
@@ -144,29 +205,37 @@ class Streamer:
 
         Raises BudgetError when everything in the region is in use.
         """
+        if torch._C._len_torch_dispatch_stack():  # fake tensors, counters: our copies are none of their business
+            with _disable_current_modes():
+                return self._acquire(unit, backward)
+        return self._acquire(unit, backward)
+
+    def _acquire(self, unit: Streamed, backward: bool) -> Slot:
         with self.lock:
             if self.closed:
                 raise CaromError(f"unit {unit.name!r} is needed, but its session was closed")
             self._settle(unit)
-            self.order.access(unit.index, backward)
+            foreseen = self.order.access(unit.index, backward)
             self._last = unit
             slot = unit.slot
             if slot is not None and slot.users == 0 and slot.version != unit.version():
                 self._evict(slot)
                 slot = None
             if slot is None:
-                slot = self._fetch(unit, demand=True)
+                slot = self._fetch(unit)
+                foreseen = False
             slot.users += 1
             slot.state = SlotState.IN_USE
             self._wait(slot)
-            self._look_ahead()
+            if not foreseen:  # else the last release has asked for all that fits
+                self._look_ahead()
             return slot
 
     def release(self, slot: Slot, streams: set | None = None) -> None:
         """The kernels that read the slot have been issued (on ``streams``; default: the current one)."""
         with self.lock:
             for stream in streams or (self.engine.stream(),):
-                slot.reads[stream] = self.engine.record(stream)
+                slot.reads[stream] = self.engine.record(stream, slot.reads.get(stream))
             slot.users -= 1
             if slot.users == 0 and slot.unit.slot is slot:
                 if self.views(slot).kept_elsewhere():
@@ -200,49 +269,59 @@ class Streamer:
                 is_parameter = isinstance(owner.tensor, nn.Parameter)
                 tensors.append(nn.Parameter(view, requires_grad=False) if is_parameter else view)
         del piece, view
-        return Views(base, tensors, storage_uses(base))
+        views = Views(base, tensors, storage_uses(base))
+        views.made = views.marks()
+        return views
 
     def _wait(self, slot: Slot) -> None:
         stream = self.engine.stream()
         if stream in slot.waited:
             return
-        before = self.engine.record(stream)
-        self.engine.wait(slot.copied)
-        self.meter.waited(before, self.engine.record(stream), slot.unit.name, ops.in_backward())
+        if self.meter.timing:
+            before = self.engine.mark()
+            self.engine.wait(slot.copied)
+            self.meter.waited(before, self.engine.mark(), slot.unit.name, ops.in_backward())
+        else:
+            self.engine.wait(slot.copied)
         slot.waited.add(stream)
 
     # -- fetching
 
-    def _fetch(self, unit: Streamed, demand: bool) -> Slot:
+    def _fetch(self, unit: Streamed) -> Slot:
+        """Bring a unit that is needed now, at the cost of anything that is not in use."""
         place = self.region.place(unit.nbytes, self._use_of)
-        if place is None and demand:
-            place = self.region.place(unit.nbytes, lambda slot: 0 if slot.users == 0 and not self._is_held(slot) else None)
         if place is None:
             raise BudgetError(self._no_room(unit))
+        ops.refuse_transforms(unit.name)
         return self._fill(unit, *place)
 
     def _fill(self, unit: Streamed, offset: int, victims: list[Slot]) -> Slot:
-        after = [event for victim in victims for event in victim.reads.values()]
         for victim in victims:
             self._evict(victim)
+        end = offset + unit.nbytes
+        after = []
+        for tail in [tail for tail in self._tails if tail[0] < end and offset < tail[1]]:
+            after += tail[2]
+            if offset <= tail[0] and tail[1] <= end:
+                self._tails.remove(tail)
         slot = Slot(unit, offset, unit.nbytes, version=unit.version())
         views = self.views(slot)
-        started, slot.copied = self.engine.copy_in(views.base, unit.block.data[: unit.nbytes], after)
+        slot.copied, marks = self.engine.copy_in(views.base, unit.host, after, self.meter.timing)
         self.region.add(slot)
         unit.slot = slot
-        if self.engine.blocking:
-            self.meter.waited(started, slot.copied, unit.name, ops.in_backward())
-        self.meter.copied(unit.name, started, slot.copied, unit.nbytes, unit.unit.raw_bytes, ops.in_backward())
+        backward = ops.in_backward()
+        if self.engine.blocking and marks is not None:
+            self.meter.waited(*marks, unit.name, backward)
+        self.meter.copied(unit.name, marks, unit.nbytes, unit.unit.raw_bytes, backward)
         return slot
 
     def _evict(self, slot: Slot) -> None:
         self.region.remove(slot)
+        if slot.reads:
+            self._tails.append((slot.offset, slot.end, list(slot.reads.values())))
         if slot.unit.slot is slot:
             slot.unit.slot = None
         self.engine.freed(self.memory[slot.offset : slot.end])
-
-    def _is_held(self, slot: Slot) -> bool:
-        return slot.state is SlotState.HELD
 
     def _use_of(self, slot: Slot) -> float | None:
         """When the slot's unit is expected again; None while it must stay."""
@@ -252,6 +331,8 @@ class Streamer:
 
     def _look_ahead(self) -> None:
         """Ask for what is expected next, as far as that evicts nothing needed sooner."""
+        # In backward a unit's recomputation is followed by its gradients, whether or not that is learnt yet.
+        guarded = self._last.slot if self._last is not None and ops.in_backward() else None
         room, seen = self.region.nbytes, set()
         for distance, index in enumerate(self.order.upcoming(), 1):
             if index in seen:
@@ -263,22 +344,10 @@ class Streamer:
                 return
             if unit.slot is not None or (self._resting and unit.trainable):
                 continue
-            place = self.region.place(unit.nbytes, self._free_before(distance))
+            place = self.region.place(unit.nbytes, self._use_of, later_than=distance, guarded=guarded)
             if place is None:
                 return
             self._fill(unit, *place)
-
-    def _free_before(self, distance: int) -> Callable[[Slot], float | None]:
-        # In backward a unit's recomputation is followed by its gradients, whether or not that is learnt yet.
-        guarded = self._last if ops.in_backward() else None
-
-        def use(slot: Slot) -> float | None:
-            if slot.unit is guarded:
-                return None
-            expected = self._use_of(slot)
-            return expected if expected is not None and expected > distance else None
-
-        return use
 
     def _no_room(self, unit: Streamed) -> str:
         stuck = [slot.unit.name for slot in self.region.slots if slot.users or slot.state is SlotState.HELD]
@@ -295,17 +364,15 @@ class Streamer:
         gradient = torch.is_grad_enabled()
         with self.lock:
             self.note_backward()
-            if unit.trainable and not ops.in_backward():
-                self._resting = False
             slot = self.acquire(unit, backward=False)
             unit.depth += 1
-            if unit.depth == 1:
+            self.runs += 1
+            if unit.depth == 1 or (gradient and unit.trainable and not unit.differentiable):
                 try:
+                    self._swap_out(unit)
                     self._swap_in(unit, self.views(slot).tensors, gradient)
                 except BaseException:
-                    unit.depth = 0
-                    self._swap_out(unit)
-                    self.release(slot)
+                    self._leave(unit, slot)
                     raise
         if gradient:
             ops.push_handles(self)
@@ -317,20 +384,46 @@ class Streamer:
         if gradient:
             ops.pop_handles()
         with self.lock:
-            unit.depth -= 1
-            if unit.depth == 0:
-                self._swap_out(unit)
-            self.release(slot)
+            self._leave(unit, slot)
+
+    def _leave(self, unit: Streamed, slot: Slot) -> None:
+        if unit.depth == 0:
+            return  # an interrupted pass was cleaned up meanwhile
+        unit.depth -= 1
+        self.runs -= 1
+        if unit.depth == 0:
+            self._swap_out(unit)
+            self._keep_writes(unit, slot)
+        self.release(slot)
+
+    def _keep_writes(self, unit: Streamed, slot: Slot) -> None:
+        """What the model wrote to its slot during the run goes to the host, where the weight lives."""
+        views = self.views(slot)
+        if views.marks() == views.made:
+            return
+        for owner, view, made in zip(unit.owners, views.tensors, views.made, strict=True):
+            if (view._version, view.data_ptr()) == made:
+                continue
+            with torch.no_grad():
+                if view.shape == owner.host.shape and view.dtype == owner.host.dtype:
+                    self.engine.synchronize(self.engine.copy_out(owner.host, view.detach()))
+            if owner not in self.written:
+                self.written.append(owner)
+        unit.epoch += 1
+        unit.views.pop(slot.offset, None)
+        self.views(slot)
 
     def _swap_in(self, unit: Streamed, tensors: list[torch.Tensor], gradient: bool) -> None:
         standing = unit.standing
-        for owner, view in zip(unit.owners, tensors, strict=True):
-            ours = self.differentiable(owner, view) if gradient and owner.trainable else view
-            for site in owner.entry.sites:
-                table, name = site.table, site.name
-                if table.get(name) is owner.tensor:
-                    table[name] = ours
-                    standing.append((table, name, ours, owner.tensor))
+        unit.differentiable = gradient and unit.trainable
+        for table, name, which in unit.sites:
+            host = unit.owners[which].tensor
+            if table.get(name) is host:
+                ours = tensors[which]
+                if gradient and unit.owners[which].trainable:
+                    ours = self.differentiable(unit.owners[which], ours)
+                table[name] = ours
+                standing.append((table, name, ours, host))
 
     def _swap_out(self, unit: Streamed) -> None:
         for table, name, ours, host in unit.standing:
@@ -349,50 +442,56 @@ class Streamer:
 
     def root_begins(self) -> None:
         """The root's forward starts on this thread."""
-        if self._tasks and not ops.in_backward():
-            self.abandon()  # a backward failed and told nobody
         self._local.runs = getattr(self._local, "runs", 0) + 1
         with self.lock:
             self._roots += 1
-            self._resting = False
-            self.meter.forward_begins(torch.is_grad_enabled())
+            if not ops.in_backward():
+                self._resting = False
+            if self._roots == 1 and not self._tasks:
+                self.meter.forward_begins(torch.is_grad_enabled())
 
     def root_ends(self, failed: bool) -> None:
-        self._local.runs -= 1
+        self._local.runs = max(0, getattr(self._local, "runs", 0) - 1)
         with self.lock:
             self._roots -= 1
+            if self._roots or self._tasks:
+                return
             if not failed:
                 self.meter.forward_ends()
                 return
-            self.abandon()
-            if self._roots == 0:  # an interrupt may have hit between any two lines: leave no unit half swapped
-                for unit in self.units:
-                    unit.depth = 0
-                    self._swap_out(unit)
-                for slot in self.region.slots:
-                    if slot.users:
-                        slot.users = 0
-                        slot.reads[self.engine.stream()] = self.engine.record()
-                        slot.state = SlotState.KEPT
+            self.meter.abandon()
+            if self.runs:  # an interrupt may hit between any two lines: leave no unit half swapped
+                self._clean()
+
+    def _clean(self) -> None:
+        self.runs = 0
+        for unit in self.units:
+            unit.depth = 0
+            self._swap_out(unit)
+        for slot in self.region.slots:
+            if slot.users:
+                slot.users = 0
+                slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())
+                slot.state = SlotState.KEPT
 
     def bounce(self, func: Callable, args: tuple, kwargs: dict, found: list[Any]) -> Any:
         """Run one operator with the slots of the streamed tensors ``found`` among its arguments."""
         gradient = torch.is_grad_enabled()
         owners: list[Owner] = [tensor._carom for tensor in found]
         slots: dict[int, tuple[Streamed, Slot]] = {}
+        replaced: dict[int, torch.Tensor] = {}
         try:
             with self.lock:
                 self.note_backward()
                 for owner in owners:
                     if id(owner.unit) not in slots:
                         slots[id(owner.unit)] = (owner.unit, self.acquire(owner.unit))
-                replaced = {}
                 for tensor, owner in zip(found, owners, strict=True):
                     unit, slot = slots[id(owner.unit)]
                     view = self.views(slot).tensors[unit.owners.index(owner)]
                     replaced[id(tensor)] = self.differentiable(owner, view) if gradient and owner.trainable else view
             args, kwargs = ops.substitute(args, kwargs, replaced)
-            if not gradient:
+            if not gradient or not ops.hooks_are_ours():
                 return func(*args, **kwargs)
             ops.push_handles(self)
             try:
@@ -400,15 +499,15 @@ class Streamer:
             finally:
                 ops.pop_handles()
         finally:
-            replaced = {}
+            replaced, args, kwargs, view = {}, (), {}, None  # only the result may hold on to a slot
             for _, slot in slots.values():
                 self.release(slot)
 
     # -- backward
 
-    def handle(self, saved: torch.Tensor, address: int) -> Any:
+    def handle(self, saved: torch.Tensor) -> Any:
         """What autograd keeps instead of ``saved``, a view of a slot."""
-        offset = address - self.low
+        offset = saved.data_ptr() - self.low
         for slot in self.region.slots:
             if slot.offset <= offset < slot.end:
                 return ops.Handle(self, slot.unit, saved, offset - slot.offset)
@@ -426,10 +525,14 @@ class Streamer:
             else:
                 self._wait(reading.slot)
             reading.streams.add(self.engine.stream())
-            view = handle.view(self.views(reading.slot).base)
+            view = self.views(reading.slot).view(handle.place).detach()
             reading.given.append(weakref.ref(view))
             self.engine.read(view)
-            return view
+        if torch.is_grad_enabled():
+            # create_graph: what this node saves of the slot in its turn is a handle too. Autograd gives each
+            # node thread-local state of its own, so these hooks end with the node.
+            ops.push_handles(self)
+        return view
 
     def _settle(self, unit: Streamed | None) -> None:
         """End uses that are over: another unit's turn in this thread's backward, views dropped at last."""
@@ -448,18 +551,18 @@ class Streamer:
             for slot in [slot for slot in self._held if not self.views(slot).kept_elsewhere()]:
                 self._held.remove(slot)
                 if slot.users == 0:
-                    slot.reads[self.engine.stream()] = self.engine.record()
+                    slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())
                     slot.state = SlotState.KEPT
 
     def note_backward(self) -> None:
         """Learn of a backward pass at its first use of anything here, and be told of its end."""
-        task = torch._C._current_graph_task_id()
-        if task == -1 or task in self._tasks:
+        task = graph_task()
+        if task == -1 or task in self._tasks or self.closed:
             return
         self._tasks.add(task)
         if len(self._tasks) == 1:
             self.meter.backward_begins()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._backward_ends(task))
+        torch.autograd.Variable._execution_engine.queue_callback(_End(self, task))
 
     def _backward_ends(self, task: int) -> None:
         with self.lock:
@@ -481,10 +584,12 @@ class Streamer:
             accumulate(owner, gradient)
         self.on_backward_end()
 
-    def abandon(self) -> None:
-        """A step failed: forget its uses; what autograd still holds stays protected until it is dropped."""
+    def _backward_failed(self, task: int) -> None:
+        """A backward died: forget its uses; what autograd still holds stays protected until it is dropped."""
         with self.lock:
-            self._tasks.clear()
+            self._tasks.discard(task)
+            if self._tasks or self.closed:
+                return
             for thread in list(self._reading):
                 self._lingering.append(self._reading.pop(thread))
             self._landed.clear()

@@ -37,8 +37,8 @@ class Engine(Protocol):
     def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
         """``buffer[offset:offset+nbytes]``, where possible as a storage of its own (so that its uses can be counted)."""
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]) -> tuple[Any, Any]:
-        """Host to device on the copy stream, once ``after`` is reached; returns (started, done) events."""
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool) -> tuple[Any, Any]:
+        """Host to device on the copy stream, once ``after`` is reached: the done event, and (if ``timed``) two marks."""
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         """Device to host after what the current stream has been given; returns the done event."""
@@ -46,20 +46,23 @@ class Engine(Protocol):
     def stream(self) -> Any:
         """The stream the current thread computes on (hashable)."""
 
-    def record(self, stream: Any = None) -> Any:
-        """An event after everything ``stream`` (default: the current one) has been given."""
+    def record(self, stream: Any, event: Any = None) -> Any:
+        """An event after everything ``stream`` has been given; ``event``, if given, is recorded anew."""
+
+    def mark(self) -> Any:
+        """A time on the current stream, for `elapsed` once it is `done`."""
 
     def wait(self, event: Any) -> None:
         """The current stream goes on only after ``event``; the host does not wait."""
 
-    def done(self, event: Any) -> bool:
-        """Whether ``event`` has been reached."""
+    def done(self, mark: Any) -> bool:
+        """Whether a mark has been reached."""
 
     def synchronize(self, event: Any = None) -> None:
         """The host waits for ``event``, or for everything."""
 
     def elapsed(self, first: Any, last: Any) -> float:
-        """Seconds between two reached events."""
+        """Seconds between two reached marks."""
 
     def freed(self, target: torch.Tensor) -> None:
         """A slot's bytes were given up (the simulated device poisons them)."""
@@ -91,6 +94,10 @@ class StreamEngine:
             self._out = self._api.Stream(device=device)
         self.pinner = _runtime_pinner() if device.type == "cuda" else None
         self._countable = device.type == "cuda"
+        self._set_stream = getattr(self._api, "set_stream", None)
+        # The current stream by its handle: a tenth of the price of asking for the object each time.
+        self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) if device.type == "cuda" else None
+        self._known: dict[int, Any] = {}
 
     def _on(self) -> AbstractContextManager:
         return self._api.device(self.device)
@@ -105,41 +112,63 @@ class StreamEngine:
             return piece
         return torch.as_tensor(_DeviceArray(piece), device=self.device)
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]) -> tuple[Any, Any]:
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool) -> tuple[Any, Any]:
         stream = self._in
         for event in after:
             stream.wait_event(event)
-        started, done = self._event(), self._event()
-        started.record(stream)
-        with self._api.stream(stream):
+        marks = None
+        if timed:
+            marks = self._api.Event(enable_timing=True), self._api.Event(enable_timing=True)
+            marks[0].record(stream)
+        self._copy(stream, target, source)
+        if marks is not None:
+            marks[1].record(stream)
+        return self.record(stream), marks
+
+    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        # set_stream instead of the context manager: it costs a third, and this runs for every unit.
+        before = self._api.current_stream(self.device)
+        if self._set_stream is None or before.device != torch.device(self.device.type, self._api.current_device()):
+            with self._api.stream(stream):
+                target.copy_(source, non_blocking=True)
+            return
+        self._set_stream(stream)
+        try:
             target.copy_(source, non_blocking=True)
-        done.record(stream)
-        return started, done
+        finally:
+            self._set_stream(before)
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        ready = self.record()
-        self._out.wait_event(ready)
-        with self._api.stream(self._out):
-            target.copy_(source, non_blocking=True)
+        self._out.wait_event(self.record(self.stream()))
+        self._copy(self._out, target, source)
         source.record_stream(self._out)
         return self.record(self._out)
 
     def stream(self) -> Any:
-        return self._api.current_stream(self.device)
+        if self._raw_stream is None:
+            return self._api.current_stream(self.device)
+        raw = self._raw_stream(self.device.index)
+        found = self._known.get(raw)
+        if found is None:
+            found = self._known[raw] = self._api.current_stream(self.device)
+        return found
 
-    def _event(self) -> Any:
-        return self._api.Event(enable_timing=True)
-
-    def record(self, stream: Any = None) -> Any:
-        event = self._event()
-        event.record(self.stream() if stream is None else stream)
+    def record(self, stream: Any, event: Any = None) -> Any:
+        if event is None:
+            event = self._api.Event()
+        event.record(stream)
         return event
+
+    def mark(self) -> Any:
+        mark = self._api.Event(enable_timing=True)
+        mark.record(self.stream())
+        return mark
 
     def wait(self, event: Any) -> None:
         self.stream().wait_event(event)
 
-    def done(self, event: Any) -> bool:
-        return event.query()
+    def done(self, mark: Any) -> bool:
+        return mark.query()
 
     def synchronize(self, event: Any = None) -> None:
         if event is None:
@@ -182,25 +211,27 @@ class PlainEngine:
     def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
         return host_alias(buffer, offset, nbytes) if self.device.type == "cpu" else buffer[offset : offset + nbytes]
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]) -> tuple[float, float]:
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool) -> tuple[Any, Any]:
         started = time.perf_counter()
         target.copy_(source)
-        return started, time.perf_counter()
+        return None, (started, time.perf_counter())
 
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> float:
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
-        return time.perf_counter()
 
     def stream(self) -> str:
         return self.name
 
-    def record(self, stream: Any = None) -> float:
+    def record(self, stream: Any, event: Any = None) -> None:
+        return None
+
+    def mark(self) -> float:
         return time.perf_counter()
 
     def wait(self, event: Any) -> None:
         pass
 
-    def done(self, event: Any) -> bool:
+    def done(self, mark: Any) -> bool:
         return True
 
     def synchronize(self, event: Any = None) -> None:

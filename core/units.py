@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .errors import UnsupportedError
+from .ops import HostParameter, HostTensor
 from .slots import ALIGN
 
 SMALL_BUFFER = 256 << 10  # bytes; buffers below it are often state (statistics, caches), so they stay resident
@@ -101,10 +102,13 @@ def collect(root: nn.Module) -> list[Entry]:
 def why_not_streamed(entry: Entry) -> str | None:
     """The reason why a tensor has to stay resident, None when it can stream."""
     tensor = entry.tensor
-    if type(tensor) not in (nn.Parameter, torch.Tensor):
+    # A streamed tensor wears a class of ours while attached; the planner may look at it then too.
+    if type(tensor) not in (nn.Parameter, torch.Tensor, HostParameter, HostTensor):
         return f"tensor subclass {type(tensor).__name__}: its inner tensors are not streamed in this version"
     if tensor.layout != torch.strided:
         return f"layout {tensor.layout}"
+    if tensor.is_conj() or tensor.is_neg():
+        return "a conjugate or negative view"
     if entry.nbytes == 0:
         return "empty"
     if not _dense(tensor):
@@ -115,13 +119,20 @@ def why_not_streamed(entry: Entry) -> str | None:
 
 
 def carve(
-    root: nn.Module, *, granularity: str = "auto", limit: int | None = None, stream_trainable: bool = False
+    root: nn.Module,
+    *,
+    granularity: str = "auto",
+    limit: int | None = None,
+    stream_trainable: bool = False,
+    stay: dict[str, str] | None = None,
 ) -> Carving:
     """Units of ``root`` of at most ``limit`` bytes where they can be split ("auto", "phase", "layer").
 
+    ``stay``: names of tensors that must be resident, with the reason.
+
     Raises UnsupportedError for meta and inference tensors, naming them.
     """
-    carver = _Carver(root, granularity, limit, stream_trainable)
+    carver = _Carver(root, granularity, limit, stream_trainable, stay or {})
     carver.visit(root, "", top=True)
     carver.share_tied()
     order = {id(entry): index for index, entry in enumerate(carver.entries)}
@@ -131,7 +142,9 @@ def carve(
 
 
 class _Carver:
-    def __init__(self, root: nn.Module, granularity: str, limit: int | None, stream_trainable: bool) -> None:
+    def __init__(
+        self, root: nn.Module, granularity: str, limit: int | None, stream_trainable: bool, stay: dict[str, str]
+    ) -> None:
         self.granularity, self.limit = granularity, limit
         self.units: list[Unit] = []
         self.resident: list[tuple[Entry, str]] = []
@@ -149,7 +162,7 @@ class _Carver:
                     f"{entry.name} was made under torch.inference_mode and cannot be managed; build or clone "
                     "the module outside it"
                 )
-            reason = why_not_streamed(entry)
+            reason = stay.get(entry.name) or why_not_streamed(entry)
             if entry.trainable and not stream_trainable:
                 self.adapters.append(entry)
             elif reason is not None:

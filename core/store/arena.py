@@ -149,3 +149,12 @@ def fill(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], pool: ThreadPoolEx
             jobs.append(pool.submit(ctypes.memmove, to + start, at + start, min(_CHUNK, size - start)))
     for job in jobs:
         job.result()
+
+
+def return_freed_memory() -> None:
+    """Let the allocator give freed memory back to the system (glibc keeps what freed weights occupied)."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # another C library, or Windows
+        return
+    trim(0)
