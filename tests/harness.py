@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import carom
 import pytest
 import torch
 from torch import nn
 
-import carom
-
 SIMULATED = {
-    f"simulated-{timing}": carom.SimulatedDevice(seed=7, timing=timing) for timing in ("late", "early", "random")
+    f"simulated-{timing}": carom.SimulatedDevice(seed=7, timing=timing)
+    for timing in ("late", "early", "random")
 }
 DEVICES: dict[str, Any] = {"cpu": "cpu", **SIMULATED}
 EVERYWHERE = {**DEVICES, **({"cuda": "cuda"} if torch.cuda.is_available() else {})}
@@ -35,20 +35,25 @@ def least_vram(model: nn.Module, device: Any, granularity: str = "auto", trainin
     return refused.value.least_bytes
 
 
-def everything_vram(model: nn.Module, device: Any, training: str = "resident") -> int:
+def everything_vram(model: nn.Module, training: str = "resident") -> int:
     """A budget with room for all weights (but adapters, which lie apart) and for an allocator's rounding."""
     every = (*model.parameters(), *model.buffers())
     tensors = {id(t): t for t in every if training == "stream" or not t.requires_grad}
-    grain = 512 if place(device).type == "cpu" else 2 << 20
+    grain = 512
     return sum(-(-t.numel() * t.element_size() // grain) * grain for t in tensors.values()) + grain
 
 
 def some_vram(
-    model: nn.Module, device: Any, share: float = 0.35, slots: int = 1, granularity: str = "auto", training: str = "resident"
+    model: nn.Module,
+    device: Any,
+    share: float = 0.35,
+    slots: int = 1,
+    granularity: str = "auto",
+    training: str = "resident",
 ) -> int:
     """Between the least budget (one slot, or ``slots``) and everything, by ``share``."""
     least = least_vram(model, device, granularity, training) * slots
-    return least + int(max(0, everything_vram(model, device, training) - least) * share)
+    return least + int(max(0, everything_vram(model, training) - least) * share)
 
 
 @contextlib.contextmanager
@@ -66,7 +71,9 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.float().pow(2).mean()
 
 
-def infer(model: nn.Module, case: Any, device: torch.device, *, mode: Callable = torch.no_grad, passes: int = 3) -> list:
+def infer(
+    model: nn.Module, case: Any, device: torch.device, *, mode: Callable = torch.no_grad, passes: int = 3
+) -> list:
     seen = []
     for index in range(passes):
         x = case.inputs(index, device)
@@ -125,5 +132,7 @@ def assert_same(expected: list, found: list) -> None:
             continue
         a, b = a.detach().cpu(), b.detach().cpu()
         assert a.dtype == b.dtype and a.shape == b.shape, f"result {index}"
-        assert not a.is_floating_point() or torch.isfinite(a).all(), f"result {index} of the resident run is not finite"
+        assert not a.is_floating_point() or torch.isfinite(a).all(), (
+            f"result {index} of the resident run is not finite"
+        )
         assert torch.equal(a, b), f"result {index} of {len(expected)} differs"

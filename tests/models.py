@@ -224,7 +224,8 @@ class Nested(Net):
     def __init__(self) -> None:
         super().__init__()
         self.stages = nn.ModuleList(
-            nn.ModuleDict({"a": Block(), "b": nn.ModuleList([Block(wide=2), Block(wide=3)])}) for _ in range(2)
+            nn.ModuleDict({"a": Block(), "b": nn.ModuleList([Block(wide=2), Block(wide=3)])})
+            for _ in range(2)
         )
         self.down1, self.down2, self.down3 = Block(wide=1), Block(wide=2), Block(wide=3)
         self.tail = nn.Sequential(Block(), nn.ReLU(), Block())

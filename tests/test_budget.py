@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 
+import carom
 import pytest
 import tests_harness as harness
 import tests_models as models
 import torch
-from tests_harness import on_every_device, place, streamed
-
-import carom
-from carom.core.transfer import PlainEngine
 from carom.core.simulated import SimulatedEngine
+from carom.core.transfer import PlainEngine
+from tests_harness import on_every_device, place, streamed
 
 LATE = carom.SimulatedDevice()
 PAGE = 4096
@@ -50,17 +49,21 @@ class Ledger:
 
 
 @pytest.mark.parametrize("granularity", ["auto", "block", "phase", "layer"])
-@pytest.mark.parametrize("name", ["stack", "heterogeneous", "conv2d", "attention", "tied", "nested", "buffers"])
+@pytest.mark.parametrize(
+    "name", ["stack", "heterogeneous", "conv2d", "attention", "tied", "nested", "buffers"]
+)
 def test_peak_is_within_every_budget(name, granularity, monkeypatch):
     case, model = frozen(name)
     least = harness.least_vram(model, "cpu", granularity)
-    most = harness.everything_vram(model, "cpu")
+    most = harness.everything_vram(model)
     with torch.no_grad():
         expected = copy.deepcopy(model)(case.inputs())
         for step in range(7):
             budget = least + (most - least) * step // 6
             ledger = Ledger(monkeypatch)
-            with carom.stream(copy.deepcopy(model), device="cpu", vram=budget, granularity=granularity) as session:
+            with carom.stream(
+                copy.deepcopy(model), device="cpu", vram=budget, granularity=granularity
+            ) as session:
                 assert torch.equal(session.module(case.inputs()), expected)
                 session.module(case.inputs(1))
                 report = session.report()
@@ -97,7 +100,7 @@ def test_auto_granularity_splits_what_blocks_do_not_fit():
 @on_every_device
 def test_everything_stays_where_everything_fits(device):
     case, model = frozen("stack")
-    with torch.no_grad(), carom.stream(model, device=device, vram=harness.everything_vram(model, device)) as session:
+    with torch.no_grad(), carom.stream(model, device=device, vram=harness.everything_vram(model)) as session:
         model(case.inputs(0, place(device)))
         report = session.report()
     assert report.slot_bytes == 0 and report.transfers_per_weight == 0 and report.pinned_bytes == 0
@@ -134,7 +137,7 @@ def test_attaching_again_under_many_budgets_is_exact(device):
     case, model = frozen("stack")
     x = case.inputs(0, place(device))
     expected = copy.deepcopy(model).to(place(device))(x)
-    least, most = harness.least_vram(model, device), harness.everything_vram(model, device)
+    least, most = harness.least_vram(model, device), harness.everything_vram(model)
     with torch.no_grad(), carom.stream(model, device=device, vram=most) as session:
         for vram in (least, (least + most) // 2, most, least, most):
             session.set_budget(vram=vram)
@@ -185,7 +188,10 @@ def test_refused_pinning_falls_back_to_pageable_memory(timing, caplog):
     device = carom.SimulatedDevice(seed=1, timing=timing, refuse_pinning=True)
     case, model = frozen("stack")
     expected = harness.infer(copy.deepcopy(model), case, torch.device("cpu"))
-    with caplog.at_level(logging.WARNING, "carom"), streamed(model, device, harness.some_vram(model, device, 0.1)) as s:
+    with (
+        caplog.at_level(logging.WARNING, "carom"),
+        streamed(model, device, harness.some_vram(model, device, 0.1)) as s,
+    ):
         harness.assert_same(expected, harness.infer(model, case, torch.device("cpu")))
         report = s.report()
     assert report.pinned_peak_bytes == 0
@@ -252,7 +258,7 @@ def test_weights_changed_while_parked_are_seen():
 def test_set_budget_while_parked_takes_effect_later():
     case, model = frozen("stack")
     least = harness.least_vram(model, LATE)
-    with torch.no_grad(), carom.stream(model, device=LATE, vram=harness.everything_vram(model, LATE)) as session:
+    with torch.no_grad(), carom.stream(model, device=LATE, vram=harness.everything_vram(model)) as session:
         expected = model(case.inputs())
         session.park()
         session.set_budget(vram=least)

@@ -110,7 +110,9 @@ def test_a_compiled_model_breaks_at_unit_edges_only(device):
         compile_whole(plain.to(device), resident)(CASE.inputs(0, device))
         assert len(resident.runs) == 1
         torch._dynamo.reset()
-        with streamed(model, device, harness.least_vram(model, device, "block"), granularity="block") as session:
+        with streamed(
+            model, device, harness.least_vram(model, device, "block"), granularity="block"
+        ) as session:
             compile_whole(model, graphs)(CASE.inputs(0, device))
             count = len(session._placement.streamed)
     assert sorted(name for names in graphs.runs for name in names) == resident.runs[0]
@@ -126,7 +128,10 @@ def test_a_second_pass_compiles_nothing_new():
         made.append(graph)
         return graphs(graph, inputs)
 
-    with torch.no_grad(), streamed(model, "cpu", harness.least_vram(model, "cpu", "block") * 2, granularity="block"):
+    with (
+        torch.no_grad(),
+        streamed(model, "cpu", harness.least_vram(model, "cpu", "block") * 2, granularity="block"),
+    ):
         compiled = compile_whole(model, counting)
         for _ in range(3):
             compiled(CASE.inputs())

@@ -7,14 +7,13 @@ import gc
 import io
 import weakref
 
+import carom
 import pytest
 import tests_harness as harness
 import tests_models as models
 import torch
 from tests_harness import on_every_device, place, streamed
 from torch import nn
-
-import carom
 
 LATE = carom.SimulatedDevice(seed=3)
 CASE = models.CASES["stack"]
@@ -59,7 +58,9 @@ def test_closing_restores_objects_classes_devices_and_values(name, device):
         harness.loss_of(model(case.inputs(0, place(device)))).backward()
     after = tables(model)
     replaced = {key for key in before if key[-1:] == ("mean",)}  # a buffer that the model itself replaces
-    assert {k: v for k, v in after.items() if k not in replaced} == {k: v for k, v in before.items() if k not in replaced}
+    assert {k: v for k, v in after.items() if k not in replaced} == {
+        k: v for k, v in before.items() if k not in replaced
+    }
     assert all(tensor.device.type == "cpu" for tensor in model.state_dict().values())
 
 
@@ -77,9 +78,9 @@ def test_memory_is_given_back_on_close(share, device):
     assert region() is None
     assert session._streamer.memory.numel() == 0 and session._arena.pinned_bytes == 0
     own = [p.untyped_storage() for p in model.parameters()]
-    assert all(s.nbytes() <= p.numel() * p.element_size() for s, p in zip(own, model.parameters(), strict=True)), (
-        "a parameter keeps a larger buffer alive"
-    )
+    assert all(
+        s.nbytes() <= p.numel() * p.element_size() for s, p in zip(own, model.parameters(), strict=True)
+    ), "a parameter keeps a larger buffer alive"
 
 
 def test_the_session_of_a_dropped_module_keeps_nothing_alive():
@@ -246,7 +247,10 @@ def test_outside_its_run_a_streamed_parameter_is_its_host_tensor():
             assert torch.equal(parameter, values[name])
             assert parameter.shape == values[name].shape and parameter.dtype == values[name].dtype
             assert (parameter * 2).sum().item() == (values[name] * 2).sum().item()
-            assert type(parameter * 2) is torch.Tensor and type(parameter.detach()) in (torch.Tensor, nn.Parameter)
+            assert type(parameter * 2) is torch.Tensor and type(parameter.detach()) in (
+                torch.Tensor,
+                nn.Parameter,
+            )
             assert float(parameter.flatten()[0]) == float(values[name].flatten()[0])
             assert torch.equal(parameter.detach().cpu().clone(), values[name])
 
@@ -257,7 +261,7 @@ WRITES = {
     "an item": lambda p: p.__setitem__((0, 0), 3.0),
     "data += x": lambda p: setattr(p, "data", p.data + 0.25),
     "data.add_": lambda p: p.data.add_(0.25),
-    "data =": lambda p: setattr(p, "data", torch.full(p.shape, 0.02)),
+    "data =": lambda p: setattr(p, "data", torch.full_like(p, 0.02)),
     "a detached alias": lambda p: p.detach().mul_(0.5),
     "init": lambda p: nn.init.constant_(p, 0.03),
 }
@@ -350,7 +354,9 @@ def test_state_dict_holds_true_plain_tensors(name, device):
     stream.seek(0)
     loaded = torch.load(stream, weights_only=True, map_location="cpu")
     assert all(torch.equal(loaded[key], value) for key, value in plain.state_dict().items())
-    assert len(stream.getvalue()) < 3 * models.weight_bytes(plain) + 100_000, "saving one tensor saves its unit"
+    assert len(stream.getvalue()) < 3 * models.weight_bytes(plain) + 100_000, (
+        "saving one tensor saves its unit"
+    )
 
 
 @on_every_device
@@ -378,7 +384,9 @@ def test_a_deep_copy_of_an_attached_module_is_a_module_of_its_own(device):
         model(CASE.inputs(0, where))
         twin = copy.deepcopy(model)
         assert all(type(p) is nn.Parameter for p in twin.parameters())
-        assert all(torch.equal(p.cpu(), q) for p, q in zip(twin.parameters(), plain.parameters(), strict=True))
+        assert all(
+            torch.equal(p.cpu(), q) for p, q in zip(twin.parameters(), plain.parameters(), strict=True)
+        )
         twin.to("cpu")
         assert torch.equal(twin(CASE.inputs()), plain(CASE.inputs()))
         twin.blocks[0].up.weight.zero_()

@@ -73,7 +73,9 @@ def test_one_slot_is_exact(name, device):
     """The least budget: nothing overlaps, everything must still be right."""
     if CASES[name].slots > 1:
         pytest.skip("uses two units at the same time")
-    compare(name, device, lambda m, c, d: infer(m, c, d) + train(m, c, d), checkpoint="non-reentrant", share=0.0)
+    compare(
+        name, device, lambda m, c, d: infer(m, c, d) + train(m, c, d), checkpoint="non-reentrant", share=0.0
+    )
 
 
 def test_tensor_subclasses_stay_resident_and_exact():
@@ -141,9 +143,15 @@ def test_double_backward_is_exact(name, device):
         seen = []
         for index in range(2):
             x = case.inputs(index, where)
-            first = [x.requires_grad_()] if x.is_floating_point() else [p for p in model.parameters() if p.requires_grad]
+            first = (
+                [x.requires_grad_()]
+                if x.is_floating_point()
+                else [p for p in model.parameters() if p.requires_grad]
+            )
             torch.manual_seed(index)
-            grads = torch.autograd.grad(harness.loss_of(model(x)), first, create_graph=True, allow_unused=True)
+            grads = torch.autograd.grad(
+                harness.loss_of(model(x)), first, create_graph=True, allow_unused=True
+            )
             penalty = torch.stack([g.pow(2).sum() for g in grads if g is not None]).sum()
             model.zero_grad()
             penalty.backward()
@@ -169,7 +177,9 @@ def test_retained_graph_used_twice_is_exact(device):
 def test_gradients_of_chosen_inputs_are_exact(device):
     def run(model, case, where):
         x = case.inputs(0, where).requires_grad_()
-        return list(torch.autograd.grad(harness.loss_of(model(x)), [x, model.norm.weight])) + infer(model, case, where)
+        return list(torch.autograd.grad(harness.loss_of(model(x)), [x, model.norm.weight])) + infer(
+            model, case, where
+        )
 
     compare("stack", device, run)
 
@@ -198,7 +208,12 @@ def test_full_fine_tuning_is_exact(name, checkpoint, device):
 
     def run(model):
         return train(
-            model, case, place(device), accumulate=2, clip=0.5, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2)
+            model,
+            case,
+            place(device),
+            accumulate=2,
+            clip=0.5,
+            optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2),
         )
 
     expected = run(copy.deepcopy(model))

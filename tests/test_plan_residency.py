@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from carom.core.errors import BudgetError
 from carom.core.plan import GRAIN, SMALL_UNIT, UnitSize, least_budget, plan_residency, resident_cost, round_up
 from carom.core.sizes import MIB
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 sizes = st.one_of(st.integers(1, 400).map(lambda n: n * 512), st.integers(1, 60).map(lambda n: n * MIB))
-unit_lists = st.lists(st.builds(UnitSize, st.just("unit"), sizes, st.booleans(), st.booleans()), min_size=1, max_size=24)
+unit_lists = st.lists(
+    st.builds(UnitSize, st.just("unit"), sizes, st.booleans(), st.booleans()), min_size=1, max_size=24
+)
 grains = st.sampled_from([512, GRAIN])
 fixed_bytes = st.integers(0, 50 * MIB)
 
@@ -23,7 +24,9 @@ def budget_between(units, fixed: int, grain: int, share: float) -> int:
 
 
 def device_bytes(plan, units, grain: int) -> int:
-    return plan.fixed_bytes + plan.region_bytes + resident_cost([units[i].nbytes for i in plan.resident], grain)
+    return (
+        plan.fixed_bytes + plan.region_bytes + resident_cost([units[i].nbytes for i in plan.resident], grain)
+    )
 
 
 @settings(deadline=None, max_examples=300)
@@ -45,7 +48,9 @@ def test_a_plan_never_exceeds_its_budget(units, fixed, grain, share):
 @given(unit_lists, fixed_bytes, grains, st.floats(0, 1.2))
 def test_the_same_input_gives_the_same_plan(units, fixed, grain, share):
     budget = budget_between(units, fixed, grain, share)
-    assert plan_residency(units, budget, fixed, grain=grain) == plan_residency(list(units), budget, fixed, grain=grain)
+    assert plan_residency(units, budget, fixed, grain=grain) == plan_residency(
+        list(units), budget, fixed, grain=grain
+    )
 
 
 @settings(deadline=None, max_examples=200)

@@ -8,13 +8,12 @@ import random
 import threading
 import warnings
 
+import carom
 import numpy
 import pytest
 import tests_harness as harness
 import tests_models as models
 import torch
-
-import carom
 
 on_cpu_and_simulated = pytest.mark.parametrize("device", harness.DEVICES.values(), ids=harness.DEVICES)
 
@@ -41,7 +40,11 @@ def settings() -> dict:
         "swap": torch.__future__.get_swap_module_params_on_conversion(),
         "hooks": len(torch.nn.modules.module._global_forward_hooks),
         "filters": list(warnings.filters),
-        "log level": (logging.getLogger().level, logging.getLogger("carom").level, logging.getLogger().handlers[:]),
+        "log level": (
+            logging.getLogger().level,
+            logging.getLogger("carom").level,
+            logging.getLogger().handlers[:],
+        ),
     }
 
 

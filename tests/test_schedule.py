@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from carom.core.schedule import NEVER, Order
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from carom.core.schedule import NEVER, Order
 
 units = st.integers(0, 7)
 accesses = st.lists(st.tuples(units, st.booleans()), max_size=120)
@@ -86,8 +85,22 @@ TURN = FORWARD + [step for unit in reversed(range(6)) for step in ((unit, False)
 
 @pytest.mark.parametrize(
     "period",
-    [FORWARD, TURN, FORWARD * 2 + TURN, TURN + FORWARD * 3, FORWARD * 2 + TURN[6:] * 2, [(0, False)] * 3 + FORWARD],
-    ids=["inference", "training", "cond and uncond, then training", "sampling between", "two forwards", "thrice"],
+    [
+        FORWARD,
+        TURN,
+        FORWARD * 2 + TURN,
+        TURN + FORWARD * 3,
+        FORWARD * 2 + TURN[6:] * 2,
+        [(0, False)] * 3 + FORWARD,
+    ],
+    ids=[
+        "inference",
+        "training",
+        "cond and uncond, then training",
+        "sampling between",
+        "two forwards",
+        "thrice",
+    ],
 )
 def test_the_patterns_of_training_and_sampling_are_learnt(period):
     order = Order(range(6))

@@ -5,13 +5,12 @@ Each test breaks the engine on purpose and demands a `SimulatedRaceError`, or a 
 
 from __future__ import annotations
 
+import carom
 import pytest
 import tests_harness as harness
 import tests_models as models
 import torch
 import torch.nn.functional as F
-
-import carom
 from carom.core.simulated import SimulatedDevice, SimulatedEngine, SimulatedRaceError
 from carom.core.streamer import Streamer
 
@@ -34,12 +33,16 @@ def training(model):
     return seen
 
 
-RUNS = {"inference": ("none", inference), "training": ("none", training), "checkpointed": ("non-reentrant", training)}
+RUNS = {
+    "inference": ("none", inference),
+    "training": ("none", training),
+    "checkpointed": ("non-reentrant", training),
+}
 on_every_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 
 
 def outcome(run, timing: str, slots: int = 2, seed: int = 0) -> str:
-    """"right", "wrong" (a result differs), "race" (the device says so) or "refused" (the engine does)."""
+    """ "right", "wrong" (a result differs), "race" (the device says so) or "refused" (the engine does)."""
     checkpoint, steps = run
     model = CASE.build(checkpoint).requires_grad_(False)
     expected = steps(CASE.build(checkpoint).requires_grad_(False))
@@ -93,7 +96,9 @@ def test_a_wait_for_the_wrong_event_is_found(run, monkeypatch):
 @pytest.mark.parametrize("timing", TIMINGS)
 def test_an_overwrite_that_waits_for_no_reader_is_found_under_any_timing(run, timing, monkeypatch):
     real = SimulatedEngine.copy_in
-    monkeypatch.setattr(SimulatedEngine, "copy_in", lambda self, target, source, after: real(self, target, source, ()))
+    monkeypatch.setattr(
+        SimulatedEngine, "copy_in", lambda self, target, source, after: real(self, target, source, ())
+    )
     assert outcome(run, timing) == "race"
 
 
@@ -145,7 +150,9 @@ def test_an_operator_on_a_host_copy_names_the_unit(monkeypatch):
     inner, stolen = models.Block.forward, []
     steal = lambda self, x: inner(self, x) + sum(F.linear(x, weight)[..., : models.D] for weight in stolen)  # noqa: E731
     monkeypatch.setattr(models.Block, "forward", steal)
-    session = carom.stream(model, device=device, vram=harness.least_vram(model, device, "block"), granularity="block")
+    session = carom.stream(
+        model, device=device, vram=harness.least_vram(model, device, "block"), granularity="block"
+    )
     stolen += [next(u for u in session._placement.streamed if u.name == "blocks.2").owners[2].host]
     with torch.no_grad(), pytest.raises(SimulatedRaceError, match=r"host copy of blocks\.2"):
         model(CASE.inputs())
@@ -192,7 +199,9 @@ def test_gradients_that_are_read_before_they_landed_are_found(monkeypatch):
     """The host must wait once, at the end of a backward that produced host gradients."""
     waited = []
     real = SimulatedEngine.synchronize
-    monkeypatch.setattr(SimulatedEngine, "synchronize", lambda self, event=None: (waited.append(event), real(self, event))[1])
+    monkeypatch.setattr(
+        SimulatedEngine, "synchronize", lambda self, event=None: (waited.append(event), real(self, event))[1]
+    )
     model = CASE.build()
     device = carom.SimulatedDevice()
     vram = harness.some_vram(model, device, 0.2, training="stream")
@@ -200,7 +209,9 @@ def test_gradients_that_are_read_before_they_landed_are_found(monkeypatch):
         loss = harness.loss_of(model(CASE.inputs()))
         events = []
         copy_out = session._engine.copy_out
-        monkeypatch.setattr(session._engine, "copy_out", lambda t, s: (events.append(copy_out(t, s)), events[-1])[1])
+        monkeypatch.setattr(
+            session._engine, "copy_out", lambda t, s: (events.append(copy_out(t, s)), events[-1])[1]
+        )
         del waited[:]
         loss.backward()
         assert events and all(any(e is w for w in waited) for e in events)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from carom.core.slots import ALIGN, Region, Slot, SlotState
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from carom.core.slots import ALIGN, Region, Slot, SlotState
 
 blocks = st.integers(1, 12).map(lambda n: n * ALIGN)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import carom
 import pytest
 import tests_harness as harness
 import tests_models as models
 import torch
 from tests_harness import on_simulated_devices, streamed
-
-import carom
 
 on_cpu_and_simulated = pytest.mark.parametrize("device", harness.DEVICES.values(), ids=harness.DEVICES)
 
@@ -135,7 +134,9 @@ def test_only_trainable_weights_are_copied_back_once_a_backward(device, monkeypa
     with streamed(model, device, vram, training="stream") as session:
         shapes = []
         real = session._engine.copy_out
-        monkeypatch.setattr(session._engine, "copy_out", lambda t, s: (shapes.append(tuple(s.shape)), real(t, s))[1])
+        monkeypatch.setattr(
+            session._engine, "copy_out", lambda t, s: (shapes.append(tuple(s.shape)), real(t, s))[1]
+        )
         streaming = [w for w in trained if getattr(w, "_carom", None) is not None]
         assert streaming
         for _ in range(2):
@@ -261,8 +262,12 @@ def test_a_steady_state_allocates_nothing_of_a_unit_size(device, monkeypatch):
     with streamed(model, device, slots_vram(model, 2), granularity="block") as session:
         for _ in range(3):
             harness.loss_of(model(x)).backward()
-        monkeypatch.setattr(session._engine, "allocate", lambda n: pytest.fail(f"{n} bytes allocated in a step"))
-        monkeypatch.setattr(session._engine, "synchronize", lambda *_: pytest.fail("the host waits in a step"))
+        monkeypatch.setattr(
+            session._engine, "allocate", lambda n: pytest.fail(f"{n} bytes allocated in a step")
+        )
+        monkeypatch.setattr(
+            session._engine, "synchronize", lambda *_: pytest.fail("the host waits in a step")
+        )
         harness.loss_of(model(x)).backward()
         with torch.no_grad():
             model(x)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import tests_models as models
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
-
 from carom.core.errors import UnsupportedError
 from carom.core.slots import ALIGN
 from carom.core.units import SMALL_BUFFER, carve, collect, why_not_streamed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 every_model = pytest.mark.parametrize("name", models.CASES)
 every_granularity = pytest.mark.parametrize("granularity", ["auto", "block", "phase", "layer"])
@@ -53,19 +52,31 @@ def test_every_tensor_is_placed_exactly_once(name, granularity, limit, trainable
 
 
 modules = st.recursive(
-    st.builds(lambda i, o, bias: nn.Linear(i, o, bias=bias), st.integers(1, 9), st.integers(1, 9), st.booleans())
+    st.builds(
+        lambda i, o, bias: nn.Linear(i, o, bias=bias), st.integers(1, 9), st.integers(1, 9), st.booleans()
+    )
     | st.builds(nn.LayerNorm, st.integers(1, 9))
     | st.builds(nn.Identity)
     | st.builds(nn.BatchNorm1d, st.integers(1, 5)),
-    lambda inner: st.lists(inner, min_size=0, max_size=5).map(lambda found: nn.Sequential(*found))
-    | st.lists(inner, min_size=1, max_size=5).map(nn.ModuleList)
-    | st.dictionaries(st.sampled_from(["a", "b", "layer1", "layer2", "7"]), inner, max_size=4).map(nn.ModuleDict),
+    lambda inner: (
+        st.lists(inner, min_size=0, max_size=5).map(lambda found: nn.Sequential(*found))
+        | st.lists(inner, min_size=1, max_size=5).map(nn.ModuleList)
+        | st.dictionaries(st.sampled_from(["a", "b", "layer1", "layer2", "7"]), inner, max_size=4).map(
+            nn.ModuleDict
+        )
+    ),
     max_leaves=24,
 )
 
 
 @settings(deadline=None, max_examples=80)
-@given(modules, st.sampled_from(["auto", "block", "phase", "layer"]), st.integers(1, 2000), st.booleans(), st.data())
+@given(
+    modules,
+    st.sampled_from(["auto", "block", "phase", "layer"]),
+    st.integers(1, 2000),
+    st.booleans(),
+    st.data(),
+)
 def test_any_tree_is_placed_exactly_once(model, granularity, limit, stream, data):
     parameters = list(model.parameters())
     for parameter in parameters:
@@ -84,7 +95,10 @@ def names_of(model: nn.Module, kind: str, **settings) -> list[str]:
     ("name", "blocks"),
     [
         ("stack", [f"blocks.{i}" for i in range(6)]),
-        ("heterogeneous", [f"double_blocks.{i}" for i in range(3)] + [f"single_blocks.{i}" for i in range(4)]),
+        (
+            "heterogeneous",
+            [f"double_blocks.{i}" for i in range(3)] + [f"single_blocks.{i}" for i in range(4)],
+        ),
         ("attention", [f"layers.{i}" for i in range(4)]),
         ("experts", [f"experts.{i}.{j}" for i in range(3) for j in range(3)]),
     ],
