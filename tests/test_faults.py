@@ -117,12 +117,10 @@ def assert_same_state(model: nn.Module, twin: nn.Module) -> None:
 
 def assert_working(model: nn.Module, twin: nn.Module, live) -> None:
     """Right results on the next steps; nothing in use, swapped in, pushed or over budget afterwards."""
-    trains = model.h.weight.requires_grad
     for _ in range(2):
         assert_equal(step(model), step(twin))
         assert torch.equal(infer(model), infer(twin))
-    if trains:
-        model.zero_grad(), twin.zero_grad()
+    model.zero_grad(), twin.zero_grad()
     inner = live._streamer
     inner._settle(None)
     assert [slot.users for slot in inner.region.slots] == [0] * len(inner.region.slots), "slots still in use"
@@ -309,7 +307,7 @@ def engine_class(device) -> type:
 @training
 @kinds
 @pytest.mark.parametrize(("owner", "name"), ENGINE_FAULTS, ids=[name for _, name in ENGINE_FAULTS])
-@pytest.mark.parametrize("call", [1, 3, 8, 15])
+@pytest.mark.parametrize("call", [1, 8])
 def test_an_engine_fault_during_a_step_leaks_nothing(owner, name, call, kind, full):
     device = carom.SimulatedDevice(timing="late")
     owner = engine_class(device) if owner == "engine" else owner
@@ -319,10 +317,8 @@ def test_an_engine_fault_during_a_step_leaks_nothing(owner, name, call, kind, fu
     try:
         step(model)
         fault = torch.OutOfMemoryError("injected")
-        with failing(owner, name, call, fault) as count:
-            if count[0] < call:
-                with contextlib.suppress(torch.OutOfMemoryError):
-                    step(model)
+        with failing(owner, name, call, fault), contextlib.suppress(torch.OutOfMemoryError):
+            step(model)
         del fault
         model.zero_grad()
         assert_working(model, twin, live)
@@ -520,6 +516,19 @@ def test_what_a_forward_writes_stays_written(device, block):
             assert torch.equal(infer(model), infer(twin))
     assert_same_state(model, twin)
     assert torch.equal(infer(model), infer(twin))
+
+
+@kinds
+def test_a_plain_run_writes_nothing(device, kind):
+    model, twin = pair(kind=kind)
+    with carom.stream(model, device=device, vram=part(model, 0.5)) as live:
+        inner, streamed = live._streamer, {unit.name for unit in live._streamer.units}
+        for _ in range(3):
+            infer(model)
+            step(model)
+            assert not inner.written
+        assert live._streamer is inner and {unit.name for unit in inner.units} == streamed
+    assert_same_state(model, twin)
 
 
 class KeepsOnContext(torch.autograd.Function):
@@ -1049,8 +1058,6 @@ def test_functorch_is_right_or_refused(device):
 
 def test_device_contexts_and_default_dtypes_change_nothing(device):
     model, twin = pair(trainable=True)
-    if device != "cpu":
-        assert device.timing  # the simulated device makes its own memory
     try:
         torch.set_default_dtype(torch.float64)
         with torch.device("meta"):

@@ -41,7 +41,7 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x) if self.kind is None else checkpoint(block, x, use_reentrant=self.kind)
         if self.across:  # a unit's weight used from outside the unit
-            x = F.linear(x, self.blocks[0].b.weight.t()[:WIDTH, :WIDTH])
+            x = F.linear(x, self.blocks[0].b.weight[:, :WIDTH])
         return self.h(x)
 
 
@@ -67,12 +67,15 @@ def part(model: nn.Module, fraction: float) -> int:
     return int(fraction * sum(p.numel() * p.element_size() for p in model.parameters()))
 
 
-def step(model: nn.Module, x=X) -> list:
-    model.zero_grad()
+def step(model: nn.Module, x=X, parameters=None) -> list:
+    """Output and gradients. ``parameters``: taken beforehand, while no other thread is inside a unit."""
+    parameters = list(model.parameters()) if parameters is None else parameters
+    for parameter in parameters:
+        parameter.grad = None
     x = x.clone().requires_grad_()
     y = model(x)
     y.square().sum().backward()
-    return [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
+    return [y.detach(), x.grad, *[p.grad for p in parameters]]
 
 
 def infer(model: nn.Module, x=X):
@@ -168,9 +171,11 @@ def test_training_in_one_thread_with_inference_in_another(device, kind, full):
     mode = "stream" if full else None
     with carom.stream(model, device=device, vram=part(model, 0.7), training=mode) as live:
 
+        parameters = list(model.parameters())
+
         def train():
             for _ in range(6):
-                assert_equal(step(model), want)
+                assert_equal(step(model, parameters=parameters), want)
 
         def sample():
             for _ in range(12):
@@ -226,8 +231,9 @@ def test_training_through_a_unit_that_another_thread_runs_without_gradients(devi
     inside = Inside(model.blocks[0].n)
     mode = "stream" if full else None
     with carom.stream(model, device=device, vram=part(model, 0.7), training=mode) as live:
+        parameters = list(model.parameters())
         with inside.held(lambda: infer(model)):
-            got = step(model)
+            got = step(model, parameters=parameters)
         assert_equal(got, want)
         assert_idle(live)
 
