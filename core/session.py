@@ -395,7 +395,7 @@ class Session:
             device=self._engine.name,
             kind="train" if figures.train else "infer",
             notes=tuple(self._arena.notes),
-            spans=self._meter.spans,
+            spans=self._meter.spans(),
             places=tuple(places),
         )
 

@@ -25,7 +25,7 @@ from .errors import BudgetError, CaromError, UnsupportedError
 from .meter import Meter
 from .schedule import NEVER, Order
 from .slots import Region, Slot, SlotState
-from .store.arena import Block, HostArena
+from .store.arena import Block, HostArena, storage_bytes
 from .transfer import Engine, storage_uses
 from .units import Entry, Unit
 
@@ -54,12 +54,13 @@ class Views:
     base: torch.Tensor  # uint8, exactly the unit's bytes, where possible a storage of its own
     tensors: list[torch.Tensor]
     uses: int | None  # of the storage, when nobody but us holds it
-    made: list[tuple[int, int]] = field(default_factory=list)  # version and address of each when made
+    addresses: list[int] = field(default_factory=list)  # of the tensors, when made
     saved: dict[tuple, torch.Tensor] = field(default_factory=dict)  # views that autograd asked for, by place
 
-    def marks(self) -> list[tuple[int, int]]:
-        """Changes when the model writes to a tensor or gives it other data."""
-        return [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
+    @property
+    def version(self) -> int:
+        """Raised by every write to the slot through torch: our copies, and the model's writes to any of the tensors."""
+        return self.base._version
 
     def view(self, place: tuple) -> torch.Tensor:
         """The view of a handle's place; the caller takes an alias of its own."""
@@ -100,6 +101,7 @@ class Streamed:
     trainable: bool = False
     sites: list[tuple[dict, str, int]] = field(default_factory=list)  # table, name, which owner
     standing: list[tuple[dict, str, Any, Any]] = field(default_factory=list)  # table, name, ours, the host's
+    entered: int = 0  # the slot's version when it was swapped in
     differentiable: bool = False  # what stands carries gradients of trainable weights to the host
 
     @property
@@ -273,9 +275,7 @@ class Streamer:
                 is_parameter = isinstance(owner.tensor, nn.Parameter)
                 tensors.append(nn.Parameter(view, requires_grad=False) if is_parameter else view)
         del piece, view
-        views = Views(base, tensors, storage_uses(base))
-        views.made = views.marks()
-        return views
+        return Views(base, tensors, storage_uses(base), addresses=[tensor.data_ptr() for tensor in tensors])
 
     def _wait(self, slot: Slot) -> None:
         stream = self.engine.stream()
@@ -406,14 +406,19 @@ class Streamer:
     def _keep_writes(self, unit: Streamed, slot: Slot) -> None:
         """What the model wrote to its slot during the run goes to the host, where the weight lives."""
         views = self.views(slot)
-        if views.marks() == views.made:
+        replaced = [t.data_ptr() != at for t, at in zip(views.tensors, views.addresses, strict=True)]
+        if views.version == unit.entered and not any(replaced):
             return
-        for owner, view, made in zip(unit.owners, views.tensors, views.made, strict=True):
-            if (view._version, view.data_ptr()) == made:
-                continue
+        for owner, view in zip(unit.owners, views.tensors, strict=True):
+            # One counter for the whole slot does not tell which tensor it was: look.
             with torch.no_grad():
-                if view.shape == owner.host.shape and view.dtype == owner.host.dtype:
-                    self.engine.synchronize(self.engine.copy_out(owner.host, view.detach()))
+                if view.shape != owner.host.shape or view.dtype != owner.host.dtype:
+                    continue
+                now = torch.empty_like(owner.host)
+                self.engine.synchronize(self.engine.copy_out(now, view.detach()))
+                if torch.equal(storage_bytes(now), storage_bytes(owner.host)):
+                    continue
+                owner.host.copy_(now)
             if owner not in self.written:
                 self.written.append(owner)
         unit.epoch += 1
@@ -422,6 +427,9 @@ class Streamer:
 
     def _swap_in(self, unit: Streamed, tensors: list[torch.Tensor], gradient: bool) -> None:
         standing = unit.standing
+        if unit.depth == 1:
+            assert unit.slot is not None
+            unit.entered = self.views(unit.slot).version
         unit.differentiable = gradient and unit.trainable
         for table, name, which in unit.sites:
             host = unit.owners[which].tensor
