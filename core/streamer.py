@@ -168,11 +168,10 @@ class Streamer:
         self.runs = 0  # units' runs in progress
         self.written: list[Owner] = []  # whose slots the model wrote to
         self._resting = False  # between a backward that made host gradients and the next forward
-        self._landed: list[tuple[Owner, torch.Tensor, Any]] = []
+        self._landed: list[tuple[Owner, torch.Tensor, Any, int]] = []  # ..., event, backward pass
         self._landings: list[Block] = []
         self._local = threading.local()
         self._anchor = torch.zeros(0, requires_grad=True)
-        self.on_backward_end: Callable[[], None] = lambda: None
 
     def add(self, unit: Unit, index: int, block: Block) -> Streamed:
         """Take a unit whose bytes are in ``block``; its owners are added by the caller, before `start`."""
@@ -226,9 +225,14 @@ class Streamer:
                 foreseen = False
             slot.users += 1
             slot.state = SlotState.IN_USE
-            self._wait(slot)
-            if not foreseen:  # else the last release has asked for all that fits
-                self._look_ahead()
+            try:
+                self._wait(slot)
+                if not foreseen:  # else the last release has asked for all that fits
+                    self._look_ahead()
+            except BaseException:
+                slot.users -= 1
+                slot.state = SlotState.IN_USE if slot.users else SlotState.KEPT
+                raise
             return slot
 
     def release(self, slot: Slot, streams: set | None = None) -> None:
@@ -302,8 +306,11 @@ class Streamer:
         after = []
         for tail in [tail for tail in self._tails if tail[0] < end and offset < tail[1]]:
             after += tail[2]
-            if offset <= tail[0] and tail[1] <= end:
-                self._tails.remove(tail)
+            self._tails.remove(tail)
+            # What sticks out on either side keeps its events.
+            self._tails += [
+                (low, high, tail[2]) for low, high in ((tail[0], offset), (end, tail[1])) if low < high
+            ]
         slot = Slot(unit, offset, unit.nbytes, version=unit.version())
         views = self.views(slot)
         slot.copied, marks = self.engine.copy_in(views.base, unit.host, after, self.meter.timing)
@@ -442,13 +449,13 @@ class Streamer:
 
     def root_begins(self) -> None:
         """The root's forward starts on this thread."""
-        self._local.runs = getattr(self._local, "runs", 0) + 1
         with self.lock:
-            self._roots += 1
             if not ops.in_backward():
                 self._resting = False
-            if self._roots == 1 and not self._tasks:
+            if self._roots == 0 and not self._tasks:
                 self.meter.forward_begins(torch.is_grad_enabled())
+            self._roots += 1
+            self._local.runs = getattr(self._local, "runs", 0) + 1
 
     def root_ends(self, failed: bool) -> None:
         self._local.runs = max(0, getattr(self._local, "runs", 0) - 1)
@@ -566,33 +573,39 @@ class Streamer:
 
     def _backward_ends(self, task: int) -> None:
         with self.lock:
+            landed = [landing for landing in self._landed if landing[3] == task]
+            self._landed = [landing for landing in self._landed if landing[3] != task]
             self._tasks.discard(task)
-            if self._tasks:  # a backward within a backward
-                self._settle(None)
-                return
-            for thread in list(self._reading):
-                self._lingering.append(self._reading.pop(thread))
+            if not self._tasks:
+                for thread in list(self._reading):
+                    self._lingering.append(self._reading.pop(thread))
             self._settle(None)
-            landed, self._landed = self._landed, []
-            if landed:
-                self._resting = True
-                for event in {id(event): event for _, _, event in landed}.values():
-                    self.engine.synchronize(event)
-                self._drop_trainable()
-            self.meter.backward_ends()
-        for owner, gradient, _ in landed:
+            for event in {id(event): event for _, _, event, _ in landed}.values():
+                self.engine.synchronize(event)
+            if not self._tasks:
+                if landed:
+                    self._resting = True
+                    self._drop_trainable()
+                self.meter.backward_ends()
+        # As autograd does: what one backward pass adds up for a weight is added to .grad once.
+        sums: dict[int, tuple[Owner, torch.Tensor]] = {}
+        for owner, gradient, _, _ in landed:
+            if id(owner) in sums:
+                sums[id(owner)][1].add_(gradient)
+            else:
+                sums[id(owner)] = (owner, gradient)
+        for owner, gradient in sums.values():
             accumulate(owner, gradient)
-        self.on_backward_end()
 
     def _backward_failed(self, task: int) -> None:
         """A backward died: forget its uses; what autograd still holds stays protected until it is dropped."""
         with self.lock:
             self._tasks.discard(task)
+            self._landed = [landing for landing in self._landed if landing[3] != task]
             if self._tasks or self.closed:
                 return
             for thread in list(self._reading):
                 self._lingering.append(self._reading.pop(thread))
-            self._landed.clear()
             self._settle(None)
             self.meter.abandon()
 
@@ -604,11 +617,11 @@ class Streamer:
             self.note_backward()
             landing = self._landing(owner)
             event = self.engine.copy_out(landing, gradient.to(landing.dtype))
-            self._landed.append((owner, landing, event))
+            self._landed.append((owner, landing, event, graph_task()))
 
     def _landing(self, owner: Owner) -> torch.Tensor:
         """A host buffer for one gradient that neither a pending copy nor ``.grad`` uses."""
-        taken = {buffer.data_ptr() for _, buffer, _ in self._landed}
+        taken = {buffer.data_ptr() for _, buffer, _, _ in self._landed}
         current = owner.tensor.grad
         if current is not None:
             taken.add(current.data_ptr())

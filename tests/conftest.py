@@ -9,21 +9,33 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+# Tensors of a few hundred bytes: threads would only wait for each other.
+torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def _load_checkout() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
-    )
+def _load(name: str, path: Path, **options: list[str]) -> None:
+    spec = importlib.util.spec_from_file_location(name, path, **options)  # type: ignore[arg-type]
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules["carom"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
 
 
-_load_checkout()
+_load("carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
+# Helpers of the tests: tests/ is no package, and its folder is not on the path.
+_load("tests_models", ROOT / "tests" / "models.py")
+_load("tests_harness", ROOT / "tests" / "harness.py")
+
+
+@pytest.fixture(autouse=True)
+def fine_grain(request, monkeypatch):
+    """Lets small models stream on a GPU, whose allocator's 2 MiB would hold all of their weights at once."""
+    if torch.cuda.is_available() and request.module.__name__.rpartition(".")[2] != "test_gpu":
+        monkeypatch.setattr("carom.core.transfer.StreamEngine.grain", 512)
 
 
 @pytest.fixture(scope="session")

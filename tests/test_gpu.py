@@ -1,0 +1,425 @@
+"""What only a GPU can show: real streams and events, real pinned memory, the allocator, no synchronisation.
+
+Run these alone for exact memory figures: `python -m pytest tests/test_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import threading
+
+import carom
+import pytest
+import tests_harness as harness
+import tests_models as models
+import torch
+from tests_harness import assert_same, streamed, train
+from torch import nn
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+
+MIB = 1 << 20
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    """Law 1 speaks of deterministic algorithms."""
+    before = torch.are_deterministic_algorithms_enabled()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        yield
+        torch.use_deterministic_algorithms(before)
+
+
+def big(
+    depth: int = 8, d: int = 1024, dtype: torch.dtype = torch.bfloat16, checkpoint: str = "none"
+) -> nn.Module:
+    """Blocks of 16 MiB in bf16: large enough that kernels and copies really overlap."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = models.Stack(depth, d).to(dtype)
+    model.checkpoint = checkpoint
+    return model.requires_grad_(False)
+
+
+def inputs(
+    seed: int = 0, tokens: int = 256, d: int = 1024, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    return torch.randn(tokens, d, generator=torch.Generator().manual_seed(seed)).to(CUDA, dtype)
+
+
+BLOCK = 17 * MIB  # a block of `big`, with its norms, and room for rounding
+VRAM = 5 * BLOCK  # stem and head, and three slots
+
+
+def step(model: nn.Module, seed: int) -> list:
+    x = inputs(seed).requires_grad_()
+    y = model(x)
+    harness.loss_of(y).backward()
+    return [y.detach(), x.grad]
+
+
+# -- exactness under load
+
+
+@pytest.mark.parametrize("slots", [1.2, 2.2, 3.2, 5])
+def test_inference_under_load_is_exact(slots):
+    model = big()
+    plain = copy.deepcopy(model).to(CUDA)
+    with torch.no_grad():
+        expected = [plain(inputs(seed)) for seed in range(12)]
+        with streamed(model, "cuda", int(slots * BLOCK), granularity="block"):
+            found = [model(inputs(seed)) for seed in range(12)]  # nothing waits between the passes
+            assert_same(expected, found)
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("slots", [1.2, 2.2, 3.2])
+def test_training_under_load_is_exact(slots, checkpoint):
+    model = big(checkpoint=checkpoint)
+    plain = copy.deepcopy(model).to(CUDA)
+    expected = [t for seed in range(6) for t in step(plain, seed)]
+    with streamed(model, "cuda", int(slots * BLOCK), granularity="block"):
+        assert_same(expected, [t for seed in range(6) for t in step(model, seed)])
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_peft_training_under_load_is_exact(kind, when):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4, target_modules=["up", "down"], init_lora_weights=False, use_dora=kind == "dora"
+    )  # fmt: skip
+
+    class Case:
+        inputs = staticmethod(lambda seed, device: inputs(seed))
+
+    def wrap(model):
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            return peft.get_peft_model(model, config)
+
+    plain = wrap(big(4, checkpoint="non-reentrant")).to(CUDA)
+    expected = train(plain, Case, CUDA)
+    model = big(4, checkpoint="non-reentrant")
+    if when == "before":
+        wrapped = wrap(model)
+        with streamed(wrapped, "cuda", 4 * BLOCK):
+            assert_same(expected, train(wrapped, Case, CUDA))
+    else:
+        with streamed(model, "cuda", 4 * BLOCK):
+            wrapped = wrap(model)
+            with torch.no_grad():
+                model(inputs())
+            assert_same(expected, train(wrapped, Case, CUDA))
+
+
+def test_sampling_between_training_steps_under_load_is_exact():
+    def run(model):
+        seen = []
+        for seed in range(4):
+            seen += step(model, seed)
+            with torch.inference_mode():
+                seen += [model(inputs(50 + seed)).clone(), model(inputs(60 + seed)).clone()]
+        return seen
+
+    model = big(checkpoint="non-reentrant")
+    expected = run(copy.deepcopy(model).to(CUDA))
+    with streamed(model, "cuda", VRAM):
+        assert_same(expected, run(model))
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
+def test_gradients_of_streamed_weights_arrive_on_the_host_and_are_exact(checkpoint):
+    model = big(6, checkpoint=checkpoint).requires_grad_(True)
+    plain = copy.deepcopy(model).to(CUDA)
+    with streamed(model, "cuda", VRAM, training="stream"):
+        for seed in range(3):
+            for net in (plain, model):
+                harness.loss_of(net(inputs(seed))).backward()
+            for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+                assert q.grad is not None and q.grad.device == q.data.device, name
+                assert torch.equal(p.grad.cpu(), q.grad.cpu()), name
+                p.grad = q.grad = None
+
+
+def test_a_host_optimizer_steps_between_backward_and_forward_unseen_by_no_copy():
+    """Host weights change right after the backward; what was fetched before is not used."""
+    model = big(6, checkpoint="non-reentrant").requires_grad_(True)
+    plain = copy.deepcopy(model)
+    with streamed(model, "cuda", VRAM, training="stream"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(4):
+            harness.loss_of(model(inputs(seed))).backward()
+            optimizer.step()
+            # The mirror holds the same host values and computes resident.
+            plain.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+            with torch.no_grad():
+                assert torch.equal(model(inputs(9)), copy.deepcopy(plain).to(CUDA)(inputs(9)))
+            optimizer.zero_grad()
+
+
+# -- transfers and memory
+
+
+def test_transfers_of_a_training_step_are_two_less_the_turns():
+    model = big(8, checkpoint="non-reentrant")
+    with streamed(model, "cuda", 7 * BLOCK // 2, granularity="block") as session:
+        for seed in range(6):
+            step(model, seed)
+        count, slots, report = len(session._placement.streamed), session.plan.slots, session.report()
+    assert slots >= 2
+    assert report.transfers_per_weight == pytest.approx(2 - 2 * slots / count, abs=0.02)
+
+
+def test_inference_takes_one_transfer_at_most():
+    model = big(8)
+    with torch.no_grad(), streamed(model, "cuda", VRAM) as session:
+        for seed in range(6):
+            model(inputs(seed))
+        assert 0 < session.report().transfers_per_weight <= 1
+
+
+@contextlib.contextmanager
+def memory():
+    """Yields a function: (allocated, reserved) peaks since here, in bytes above what was there."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    yield lambda: (
+        torch.cuda.max_memory_allocated() - base[0],
+        torch.cuda.max_memory_reserved() - base[1],
+    )
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_memory_stays_within_the_budget_and_the_activations_of_the_resident_run(mode):
+    checkpoint = "none" if mode == "inference" else "non-reentrant"
+
+    def run(model, steps):
+        for seed in range(steps):
+            if mode == "training":
+                step(model, seed)
+            else:
+                with torch.no_grad():
+                    model(inputs(seed))
+
+    plain = big(8, checkpoint=checkpoint).to(CUDA)
+    run(plain, 1)  # the libraries' own workspaces
+    with memory() as resident:
+        run(plain, 3)
+        activations, _ = resident()
+    del plain
+    model = big(8, checkpoint=checkpoint)
+    with memory() as used, streamed(model, "cuda", VRAM):
+        run(model, 3)
+        early = used()
+        run(model, 20)
+        allocated, reserved = used()
+    assert allocated <= VRAM + 1.05 * activations + 2 * MIB
+    assert reserved <= VRAM + 1.05 * activations + 44 * MIB  # the allocator's segments: 20 MiB, of two kinds
+    assert (allocated, reserved) == early, "memory grows over the steps"
+
+
+def test_memory_is_given_back_on_close():
+    model = big(8)
+    with memory() as used:
+        before = torch.cuda.memory_allocated()
+        session = carom.stream(model, device="cuda", vram=VRAM)
+        with torch.no_grad():
+            model(inputs())
+        assert used()[0] > 3 * BLOCK
+        session.close()
+        gc.collect()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == before
+    assert all(t.device.type == "cpu" for t in model.state_dict().values())
+
+
+def test_parking_releases_the_device():
+    model = big(4)
+    with torch.no_grad(), streamed(model, "cuda", 4 * BLOCK):
+        expected = model(inputs())
+        before = torch.cuda.memory_allocated()
+        model.to("cpu")
+        gc.collect()
+        assert torch.cuda.memory_allocated() < before - 2 * BLOCK
+        assert torch.equal(model(inputs()), expected)
+        model.to("cuda")
+
+
+def test_buffers_that_the_model_replaces_come_back_from_the_device(monkeypatch):
+    monkeypatch.setattr("carom.core.transfer.StreamEngine.grain", 512)
+    case = models.CASES["buffers"]
+    model = case.build().requires_grad_(False)
+    with torch.no_grad(), carom.stream(model, device="cuda", vram=harness.some_vram(model, "cuda", 0.3)):
+        model(case.inputs(0, CUDA))
+    assert all(t.device.type == "cpu" for t in (*model.parameters(), *model.buffers()))
+
+
+def test_budget_counts_what_the_allocator_reserves():
+    """Region and residents are buffers of whole grains: reserved memory is the plan's, to the byte."""
+    model = big(8)
+    with memory() as used, streamed(model, "cuda", VRAM) as session:
+        report = session.report()
+        assert used()[1] <= report.vram_peak_bytes + 20 * MIB
+        assert report.vram_peak_bytes <= VRAM
+
+
+# -- pinned memory
+
+
+def test_streamed_weights_lie_in_exactly_pinned_memory():
+    model = big(8)
+    with streamed(model, "cuda", VRAM) as session:
+        units = session._placement.streamed
+        assert all(unit.block.pinned for unit in units)
+        assert all(torch.cuda.is_available() and unit.block.data.is_pinned() for unit in units)
+        pages = sum(-(-unit.nbytes // 4096) * 4096 for unit in units)
+        report = session.report()
+        assert report.pinned_bytes == pages <= 1.05 * sum(unit.unit.raw_bytes for unit in units)
+        assert report.pageable_bytes == 0
+        blocks = [unit.block.data for unit in units]
+    assert not any(block.is_pinned() for block in blocks), "pages stay pinned after the close"
+
+
+def test_copies_from_memory_that_could_not_be_pinned_are_exact():
+    model = big(4)
+    expected = step(copy.deepcopy(model).to(CUDA), 0)
+    with streamed(model, "cuda", int(3.2 * BLOCK), ram=0) as session:
+        for _ in range(3):
+            assert_same(expected, step(model, 0))
+        report = session.report()
+    assert report.pinned_peak_bytes == 0 and report.pageable_bytes > 0 and report.notes
+
+
+# -- streams and threads
+
+
+def test_a_forward_on_a_side_stream_is_exact():
+    model = big(8)
+    plain = copy.deepcopy(model).to(CUDA)
+    with torch.no_grad(), streamed(model, "cuda", int(3.2 * BLOCK)):
+        expected = [plain(inputs(seed)) for seed in range(6)]
+        torch.cuda.synchronize()
+        side, found = torch.cuda.Stream(), []
+        for seed in range(6):
+            x = inputs(seed)
+            if seed % 2:
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    found.append(model(x))
+                torch.cuda.current_stream().wait_stream(side)
+            else:
+                found.append(model(x))
+        torch.cuda.synchronize()
+        assert_same(expected, found)
+
+
+def test_training_on_a_side_stream_is_exact():
+    model = big(6, checkpoint="non-reentrant")
+    plain = copy.deepcopy(model).to(CUDA)
+    expected = [t for seed in range(4) for t in step(plain, seed)]
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with streamed(model, "cuda", int(3.2 * BLOCK)):
+        with torch.cuda.stream(side):
+            found = [t for seed in range(4) for t in step(model, seed)]
+        torch.cuda.synchronize()
+        assert_same(expected, found)
+
+
+def test_a_backward_from_another_thread_is_exact():
+    model = big(6, checkpoint="non-reentrant")
+    plain = copy.deepcopy(model).to(CUDA)
+    expected = [t for seed in range(3) for t in step(plain, seed)]
+    found, errors = [], []
+    with streamed(model, "cuda", int(3.2 * BLOCK)):
+        for seed in range(3):
+            x = inputs(seed).requires_grad_()
+            y = model(x)
+            loss = harness.loss_of(y)
+
+            def backward(loss=loss):
+                try:
+                    loss.backward()
+                except BaseException as error:
+                    errors.append(error)
+
+            thread = threading.Thread(target=backward)
+            thread.start()
+            thread.join()
+            found += [y.detach(), x.grad]
+        assert not errors
+        assert_same(expected, found)
+
+
+def test_backward_runs_on_autograds_own_thread():
+    """What the engine must bear: recomputation and unpacking are not on the thread of the forward."""
+    model = big(2, checkpoint="non-reentrant")
+    seen = set()
+    model.blocks[0].register_forward_hook(lambda *_: seen.add(threading.get_ident()))
+    with streamed(model, "cuda", int(1.2 * BLOCK)):
+        step(model, 0)
+    assert len(seen) == 2
+
+
+# -- nothing waits
+
+
+@pytest.mark.parametrize("mode", ["inference", "none", "non-reentrant", "reentrant"])
+def test_a_warm_step_synchronises_nothing(mode):
+    checkpoint = "none" if mode == "inference" else mode
+    model = big(8, checkpoint=checkpoint)
+    x = inputs().requires_grad_(mode != "inference")
+
+    def warm():
+        if mode == "inference":
+            with torch.no_grad():
+                return model(x)
+        loss = model(x).float().pow(2).mean()
+        loss.backward()
+        return None
+
+    with streamed(model, "cuda", VRAM):
+        for _ in range(4):
+            warm()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(2):
+                warm()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_warm_step_allocates_nothing_of_a_weights_size():
+    model = big(8)
+    x = inputs(tokens=16)
+    with torch.no_grad(), streamed(model, "cuda", VRAM):
+        for _ in range(3):
+            model(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            model(x)
+        assert torch.cuda.max_memory_allocated() - before < 2 * MIB
+
+
+def test_copies_run_beside_the_kernels():
+    """Where computing takes longer than the copies, little of the copying is waited for."""
+    model = big(8)
+    x = inputs(tokens=16384)
+    with torch.no_grad(), streamed(model, "cuda", VRAM) as session:
+        for _ in range(10):
+            model(x)
+        report = session.report()
+    assert report.hidden_fraction is not None and report.hidden_fraction > 0.8
+    assert report.link_bytes_per_second is not None and report.link_bytes_per_second > 1e9
