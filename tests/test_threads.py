@@ -170,7 +170,6 @@ def test_training_in_one_thread_with_inference_in_another(device, kind, full):
     want, out = step(twin), infer(twin)
     mode = "stream" if full else None
     with carom.stream(model, device=device, vram=part(model, 0.7), training=mode) as live:
-
         parameters = list(model.parameters())
 
         def train():
