@@ -113,8 +113,8 @@ def of_roofline(results: Results, key: str, base: str) -> float:
 
 def transfers_over_ideal(results: Results, key: str) -> float:
     """The report's transfers per weight less the ideal: two a step, less what the slots hold at both turns."""
-    case = results.cases[key]
     report = results.get(key).get("report") or {}
+    case = results.cases[key]
     if report.get("transfers_per_weight") is None:
         raise Missing(f"{key}: the report has no transfers_per_weight")
     ideal = 2 * max(0, case.streamed - case.slots) / case.streamed

@@ -163,9 +163,16 @@ class Session:
                 self._wrapped.forward(module, hooks.unit_forward(unit))
         self._wrapped.forward(self.module, hooks.root_forward(self))
         self._wrapped.attribute(self.module, "_apply", _Apply(self))
+        streamer = self._streamer
+        self._state_hook = self.module._register_state_dict_hook(
+            lambda module, state, prefix, metadata: streamer.true_values(state)
+        )
 
     def _detach(self) -> None:
         self._wrapped.undo()
+        if self.__dict__.get("_state_hook") is not None:
+            self._state_hook.remove()
+            self._state_hook = None
         streamer = self.__dict__.get("_streamer")
         if streamer is not None:
             streamer.close()
@@ -203,14 +210,16 @@ class Session:
     def _begin(self) -> Any:
         if self._parked:
             self.unpark()
-        streamer = self._streamer
-        if not streamer.runs:  # while units run, slots stand in the tree
-            if self._tree.changed():
-                self._adopt()
-            elif streamer.written:
-                self._keep_written()
+        with self._lock:
             streamer = self._streamer
-        streamer.root_begins()
+            with streamer.lock:
+                if streamer.idle:  # during a pass slots stand in the tree, and nothing may move
+                    if self._tree.changed():
+                        self._adopt()
+                    elif streamer.written:
+                        self._keep_written()
+                streamer = self._streamer
+                streamer.root_begins()
         return streamer, self._engine.step()
 
     def _keep_written(self) -> None:

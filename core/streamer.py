@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from .units import Entry, Unit
 
 graph_task = torch._C._current_graph_task_id
 _OWN_REFERENCES = 3  # of a cached view: its list, the loop that looks, the argument of getrefcount
+_PATIENCE = 60.0  # seconds to wait for a slot that another thread uses
 _VIEW_SETS = 16  # slot positions whose views a unit remembers
 
 
@@ -52,6 +54,7 @@ class Views:
     """A unit's tensors at one position of the region, made once: ``tensors`` match the unit's owners."""
 
     base: torch.Tensor  # uint8, exactly the unit's bytes, where possible a storage of its own
+    target: torch.Tensor  # the same for our copies: writing to it raises no version that autograd checks
     tensors: list[torch.Tensor]
     uses: int | None  # of the storage, when nobody but us holds it
     addresses: list[int] = field(default_factory=list)  # of the tensors, when made
@@ -59,7 +62,7 @@ class Views:
 
     @property
     def version(self) -> int:
-        """Raised by every write to the slot through torch: our copies, and the model's writes to any of the tensors."""
+        """Raised by every write of the model to any of the tensors (they share the counter)."""
         return self.base._version
 
     def view(self, place: tuple) -> torch.Tensor:
@@ -153,6 +156,7 @@ class Streamer:
         self.engine, self.meter = engine, meter
         self.units: list[Streamed] = []
         self.lock = threading.RLock()
+        self._freed = threading.Condition(self.lock)
         self.closed = False
         self.order = Order(())
         self.region = Region(region_bytes, 0)
@@ -243,6 +247,7 @@ class Streamer:
             for stream in streams or (self.engine.stream(),):
                 slot.reads[stream] = self.engine.record(stream, slot.reads.get(stream))
             slot.users -= 1
+            self._freed.notify_all()
             if slot.users == 0 and slot.unit.slot is slot:
                 if self.views(slot).kept_elsewhere():
                     slot.state = SlotState.HELD
@@ -275,7 +280,8 @@ class Streamer:
                 is_parameter = isinstance(owner.tensor, nn.Parameter)
                 tensors.append(nn.Parameter(view, requires_grad=False) if is_parameter else view)
         del piece, view
-        return Views(base, tensors, storage_uses(base), addresses=[tensor.data_ptr() for tensor in tensors])
+        target = base.data
+        return Views(base, target, tensors, storage_uses(base), addresses=[tensor.data_ptr() for tensor in tensors])
 
     def _wait(self, slot: Slot) -> None:
         stream = self.engine.stream()
@@ -294,10 +300,21 @@ class Streamer:
     def _fetch(self, unit: Streamed) -> Slot:
         """Bring a unit that is needed now, at the cost of anything that is not in use."""
         place = self.region.place(unit.nbytes, self._use_of)
-        if place is None:
-            raise BudgetError(self._no_room(unit))
-        ops.refuse_transforms(unit.name)
+        give_up = time.monotonic() + _PATIENCE
+        while place is None:
+            # Another thread's run ends soon; what this thread itself uses does not end by waiting.
+            if not self._used_elsewhere() or not self._freed.wait(max(0.0, give_up - time.monotonic())):
+                raise BudgetError(self._no_room(unit))
+            if unit.slot is not None:  # that thread wanted the same unit
+                return unit.slot
+            self._settle(unit)
+            place = self.region.place(unit.nbytes, self._use_of)
         return self._fill(unit, *place)
+
+    def _used_elsewhere(self) -> bool:
+        """Whether another thread uses a slot."""
+        mine = getattr(self._local, "users", 0) + (threading.get_ident() in self._reading) + len(self._lingering)
+        return sum(slot.users for slot in self.region.slots) > mine
 
     def _fill(self, unit: Streamed, offset: int, victims: list[Slot]) -> Slot:
         for victim in victims:
@@ -313,7 +330,7 @@ class Streamer:
             ]
         slot = Slot(unit, offset, unit.nbytes, version=unit.version())
         views = self.views(slot)
-        slot.copied, marks = self.engine.copy_in(views.base, unit.host, after, self.meter.timing)
+        slot.copied, marks = self.engine.copy_in(views.target, unit.host, after, self.meter.timing)
         self.region.add(slot)
         unit.slot = slot
         backward = ops.in_backward()
@@ -369,11 +386,13 @@ class Streamer:
     def enter(self, unit: Streamed) -> tuple[Slot, bool]:
         """Swap the unit in for a run of its own forward; pairs with `leave`."""
         gradient = torch.is_grad_enabled()
+        ops.refuse_transforms(unit.name)
         with self.lock:
             self.note_backward()
             slot = self.acquire(unit, backward=False)
             unit.depth += 1
             self.runs += 1
+            self._local.users = getattr(self._local, "users", 0) + 1
             if unit.depth == 1 or (gradient and unit.trainable and not unit.differentiable):
                 try:
                     self._swap_out(unit)
@@ -381,8 +400,13 @@ class Streamer:
                 except BaseException:
                     self._leave(unit, slot)
                     raise
-        if gradient:
-            ops.push_handles(self)
+        try:
+            if gradient:
+                ops.push_handles(self)
+        except BaseException:
+            with self.lock:
+                self._leave(unit, slot)
+            raise
         self._local.runs = getattr(self._local, "runs", 0) + 1
         return slot, gradient
 
@@ -398,10 +422,13 @@ class Streamer:
             return  # an interrupted pass was cleaned up meanwhile
         unit.depth -= 1
         self.runs -= 1
-        if unit.depth == 0:
-            self._swap_out(unit)
-            self._keep_writes(unit, slot)
-        self.release(slot)
+        self._local.users = max(0, getattr(self._local, "users", 0) - 1)
+        try:
+            if unit.depth == 0:
+                self._swap_out(unit)
+                self._keep_writes(unit, slot)
+        finally:
+            self.release(slot)
 
     def _keep_writes(self, unit: Streamed, slot: Slot) -> None:
         """What the model wrote to its slot during the run goes to the host, where the weight lives."""
@@ -492,6 +519,7 @@ class Streamer:
     def bounce(self, func: Callable, args: tuple, kwargs: dict, found: list[Any]) -> Any:
         """Run one operator with the slots of the streamed tensors ``found`` among its arguments."""
         gradient = torch.is_grad_enabled()
+        ops.refuse_transforms(found[0]._carom.unit.name)
         owners: list[Owner] = [tensor._carom for tensor in found]
         slots: dict[int, tuple[Streamed, Slot]] = {}
         replaced: dict[int, torch.Tensor] = {}
@@ -661,6 +689,24 @@ class Streamer:
         owner.trainable = trainable
         owner.unit.trainable = any(other.trainable for other in owner.unit.owners)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no pass is under way, so that tensors may be laid out anew."""
+        return not (self.runs or self._roots or self._tasks)
+
+    def true_values(self, state: dict[str, Any]) -> None:
+        """Replace slot views in a state dict (taken while units run) by the host tensors they stand for."""
+        with self.lock:
+            for name, tensor in state.items():
+                if not isinstance(tensor, torch.Tensor) or not self.low <= _address(tensor) < self.high:
+                    continue
+                offset = tensor.data_ptr() - self.low
+                for slot in self.region.slots:
+                    if slot.offset <= offset < slot.end:
+                        for owner in slot.unit.owners:
+                            if owner.entry.offset == offset - slot.offset:
+                                state[name] = owner.host.detach()
+
     # -- host bytes that change
 
     def set_data(self, owner: Owner, tensor: torch.Tensor, new: torch.Tensor) -> None:
@@ -703,6 +749,13 @@ class Streamer:
                 block.unpin()
             self.memory = torch.empty(0, dtype=torch.uint8)
             self.low = self.high = 0
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # no storage of its own
+        return 0
 
 
 def accumulate(owner: Owner, gradient: torch.Tensor) -> None:
