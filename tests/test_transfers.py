@@ -295,3 +295,16 @@ def test_a_link_that_binds_is_kept_busy():
             model(torch.randn(2, models.D))
         report = session.report()
     assert report.step_seconds == pytest.approx(report.wire_bytes_per_step / 1e6, rel=0.05)
+
+
+@on_cpu_and_simulated
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_weights_that_are_only_read_are_never_written_back(mode, device, monkeypatch):
+    model = stack(6)
+    with streamed(model, device, slots_vram(model, 2), granularity="block") as session:
+        monkeypatch.setattr(session._engine, "copy_out", lambda *_: pytest.fail("a copy to the host"))
+        before = session.plan
+        with mode():
+            for _ in range(3):
+                model(torch.randn(2, models.D))
+        assert session.plan is before, "the model was laid out anew"
