@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.nn.attention
 
 SAMPLE = 256  # values kept of a tensor, so that two processes can say how far apart they are
 FLAT_FROM = 50  # memory is settled by this step
@@ -179,14 +180,19 @@ def fingerprint(tensors: list[torch.Tensor]) -> dict[str, Any]:
 
 @contextmanager
 def deterministic():
-    """Deterministic kernels inside; the setting is as it was after."""
+    """Deterministic kernels inside; the setting is as it was after.
+
+    Attention runs on the math backend: the fused backward kernels add up in no fixed order, so that not even
+    two passes of the resident run agree (seen on an H200 at 1024 tokens).
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warn_before = torch.is_deterministic_algorithms_warn_only_enabled()
     fill_before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
-        yield
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_before)
         torch.utils.deterministic.fill_uninitialized_memory = fill_before  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from ..core.errors import CaromError
 
 # command -> help line; the module of the same name is imported only when it is asked for.
 COMMANDS: dict[str, str] = {
+    "demo": "stream and train a model through a quarter of its size, and prove that nothing was lost",
     "bench": "Carom against no offloading, the roofline and installed peers, in one run",
 }
 

@@ -88,6 +88,7 @@ class Placement:
         # The CPU as a session's device has slots and buffers of its own: its tensors move like any.
         return self._engine.device.type != "cpu" and tensor.device == self._engine.device
 
+    @torch.inference_mode(False)
     def _move(self, tensor: torch.Tensor) -> int:
         size = tensor.numel() * tensor.element_size()
         if tensor.device != self._engine.device:
@@ -154,6 +155,10 @@ class Placement:
 
     def undo(self) -> None:
         """Every tensor as it was: object, class, device; values as they are now. Pinned memory is given back."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._undo()
+
+    def _undo(self) -> None:
         for tensor, worn, home in reversed(self._worn):
             tensor.__class__ = worn
             tensor.__dict__.pop("_carom", None)

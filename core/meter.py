@@ -88,7 +88,7 @@ class Meter:
         self._open: _Step | None = None
         self._waiting: deque[_Step] = deque()
         self._figures: deque[StepFigures] = deque(maxlen=_KEPT_STEPS)
-        self.spans: tuple[Span, ...] = ()
+        self._pictured: tuple[_Step, float] | None = None
         self._steps = 0
         self.timing = True  # whether the present step takes times; the streamer asks before it makes marks
 
@@ -163,7 +163,7 @@ class Meter:
         forward = between(step.begin, step.turn) if step.turn is not None else seconds
         copies = [(copy, max(0.0, between(copy.started, copy.done))) for copy in step.copies]
         if step.timed:
-            self.spans = self._timeline(step, seconds)
+            self._pictured = step, seconds
         return StepFigures(
             train=step.turn is not None,
             seconds=seconds,
@@ -180,6 +180,10 @@ class Meter:
                 sum(copy.nbytes for copy, _ in copies if copy.backward),
             ),
         )
+
+    def spans(self) -> tuple[Span, ...]:
+        """The timeline of the last step that took times."""
+        return () if self._pictured is None else self._timeline(*self._pictured)
 
     def _timeline(self, step: _Step, seconds: float) -> tuple[Span, ...]:
         at = lambda event: self._engine.elapsed(step.begin, event)  # noqa: E731

@@ -32,7 +32,6 @@ logger = logging.getLogger("carom")
 GRANULARITIES = ("auto", "block", "phase", "layer")
 # Every module of a streamed tree. Weak on both sides: a dropped module takes its session with it.
 _sessions: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
-PIECE = 128 << 20  # bytes; larger blocks are split: a slot is reused sooner, and copies this large lose no link rate
 
 
 def stream(
@@ -112,17 +111,17 @@ class Session:
             self._tree = Tree(self.module)
             self._account()
             self._closed = False
+            logger.info("carom: %s", self._decision())
         except BaseException:
             self._detach()
             raise
-        logger.info("carom: %s", self._decision())
 
     def _decide(self) -> tuple[Carving, Plan]:
         """Units and residency: blocks where they fit, finer units where they do not."""
         stream_trainable = self._training == "stream"
         attempts: list[int | None] = [None]
         if self._granularity == "auto":
-            attempts = [PIECE, min(PIECE, self._vram // 3), min(PIECE, self._vram // 6), 1]
+            attempts += [self._vram // 3, self._vram // 6, 1]
         error: BudgetError | None = None
         for limit in attempts:
             carving = carve(
@@ -396,7 +395,7 @@ class Session:
             device=self._engine.name,
             kind="train" if figures.train else "infer",
             notes=tuple(self._arena.notes),
-            spans=self._meter.spans,
+            spans=self._meter.spans(),
             places=tuple(places),
         )
 

@@ -25,7 +25,7 @@ from .errors import BudgetError, CaromError, UnsupportedError
 from .meter import Meter
 from .schedule import NEVER, Order
 from .slots import Region, Slot, SlotState
-from .store.arena import Block, HostArena
+from .store.arena import Block, HostArena, storage_bytes
 from .transfer import Engine, storage_uses
 from .units import Entry, Unit
 
@@ -54,12 +54,13 @@ class Views:
     base: torch.Tensor  # uint8, exactly the unit's bytes, where possible a storage of its own
     tensors: list[torch.Tensor]
     uses: int | None  # of the storage, when nobody but us holds it
-    made: list[tuple[int, int]] = field(default_factory=list)  # version and address of each when made
+    addresses: list[int] = field(default_factory=list)  # of the tensors, when made
     saved: dict[tuple, torch.Tensor] = field(default_factory=dict)  # views that autograd asked for, by place
 
-    def marks(self) -> list[tuple[int, int]]:
-        """Changes when the model writes to a tensor or gives it other data."""
-        return [(tensor._version, tensor.data_ptr()) for tensor in self.tensors]
+    @property
+    def version(self) -> int:
+        """Raised by every write to the slot through torch: our copies, and the model's writes to any of the tensors."""
+        return self.base._version
 
     def view(self, place: tuple) -> torch.Tensor:
         """The view of a handle's place; the caller takes an alias of its own."""
@@ -100,6 +101,7 @@ class Streamed:
     trainable: bool = False
     sites: list[tuple[dict, str, int]] = field(default_factory=list)  # table, name, which owner
     standing: list[tuple[dict, str, Any, Any]] = field(default_factory=list)  # table, name, ours, the host's
+    entered: int = 0  # the slot's version when it was swapped in
     differentiable: bool = False  # what stands carries gradients of trainable weights to the host
 
     @property
@@ -168,11 +170,10 @@ class Streamer:
         self.runs = 0  # units' runs in progress
         self.written: list[Owner] = []  # whose slots the model wrote to
         self._resting = False  # between a backward that made host gradients and the next forward
-        self._landed: list[tuple[Owner, torch.Tensor, Any]] = []
+        self._landed: list[tuple[Owner, torch.Tensor, Any, int]] = []  # ..., event, backward pass
         self._landings: list[Block] = []
         self._local = threading.local()
         self._anchor = torch.zeros(0, requires_grad=True)
-        self.on_backward_end: Callable[[], None] = lambda: None
 
     def add(self, unit: Unit, index: int, block: Block) -> Streamed:
         """Take a unit whose bytes are in ``block``; its owners are added by the caller, before `start`."""
@@ -226,9 +227,14 @@ class Streamer:
                 foreseen = False
             slot.users += 1
             slot.state = SlotState.IN_USE
-            self._wait(slot)
-            if not foreseen:  # else the last release has asked for all that fits
-                self._look_ahead()
+            try:
+                self._wait(slot)
+                if not foreseen:  # else the last release has asked for all that fits
+                    self._look_ahead()
+            except BaseException:
+                slot.users -= 1
+                slot.state = SlotState.IN_USE if slot.users else SlotState.KEPT
+                raise
             return slot
 
     def release(self, slot: Slot, streams: set | None = None) -> None:
@@ -269,9 +275,7 @@ class Streamer:
                 is_parameter = isinstance(owner.tensor, nn.Parameter)
                 tensors.append(nn.Parameter(view, requires_grad=False) if is_parameter else view)
         del piece, view
-        views = Views(base, tensors, storage_uses(base))
-        views.made = views.marks()
-        return views
+        return Views(base, tensors, storage_uses(base), addresses=[tensor.data_ptr() for tensor in tensors])
 
     def _wait(self, slot: Slot) -> None:
         stream = self.engine.stream()
@@ -302,8 +306,11 @@ class Streamer:
         after = []
         for tail in [tail for tail in self._tails if tail[0] < end and offset < tail[1]]:
             after += tail[2]
-            if offset <= tail[0] and tail[1] <= end:
-                self._tails.remove(tail)
+            self._tails.remove(tail)
+            # What sticks out on either side keeps its events.
+            self._tails += [
+                (low, high, tail[2]) for low, high in ((tail[0], offset), (end, tail[1])) if low < high
+            ]
         slot = Slot(unit, offset, unit.nbytes, version=unit.version())
         views = self.views(slot)
         slot.copied, marks = self.engine.copy_in(views.base, unit.host, after, self.meter.timing)
@@ -399,14 +406,19 @@ class Streamer:
     def _keep_writes(self, unit: Streamed, slot: Slot) -> None:
         """What the model wrote to its slot during the run goes to the host, where the weight lives."""
         views = self.views(slot)
-        if views.marks() == views.made:
+        replaced = [t.data_ptr() != at for t, at in zip(views.tensors, views.addresses, strict=True)]
+        if views.version == unit.entered and not any(replaced):
             return
-        for owner, view, made in zip(unit.owners, views.tensors, views.made, strict=True):
-            if (view._version, view.data_ptr()) == made:
-                continue
+        for owner, view in zip(unit.owners, views.tensors, strict=True):
+            # One counter for the whole slot does not tell which tensor it was: look.
             with torch.no_grad():
-                if view.shape == owner.host.shape and view.dtype == owner.host.dtype:
-                    self.engine.synchronize(self.engine.copy_out(owner.host, view.detach()))
+                if view.shape != owner.host.shape or view.dtype != owner.host.dtype:
+                    continue
+                now = torch.empty_like(owner.host)
+                self.engine.synchronize(self.engine.copy_out(now, view.detach()))
+                if torch.equal(storage_bytes(now), storage_bytes(owner.host)):
+                    continue
+                owner.host.copy_(now)
             if owner not in self.written:
                 self.written.append(owner)
         unit.epoch += 1
@@ -415,6 +427,9 @@ class Streamer:
 
     def _swap_in(self, unit: Streamed, tensors: list[torch.Tensor], gradient: bool) -> None:
         standing = unit.standing
+        if unit.depth == 1:
+            assert unit.slot is not None
+            unit.entered = self.views(unit.slot).version
         unit.differentiable = gradient and unit.trainable
         for table, name, which in unit.sites:
             host = unit.owners[which].tensor
@@ -442,13 +457,13 @@ class Streamer:
 
     def root_begins(self) -> None:
         """The root's forward starts on this thread."""
-        self._local.runs = getattr(self._local, "runs", 0) + 1
         with self.lock:
-            self._roots += 1
             if not ops.in_backward():
                 self._resting = False
-            if self._roots == 1 and not self._tasks:
+            if self._roots == 0 and not self._tasks:
                 self.meter.forward_begins(torch.is_grad_enabled())
+            self._roots += 1
+            self._local.runs = getattr(self._local, "runs", 0) + 1
 
     def root_ends(self, failed: bool) -> None:
         self._local.runs = max(0, getattr(self._local, "runs", 0) - 1)
@@ -566,33 +581,39 @@ class Streamer:
 
     def _backward_ends(self, task: int) -> None:
         with self.lock:
+            landed = [landing for landing in self._landed if landing[3] == task]
+            self._landed = [landing for landing in self._landed if landing[3] != task]
             self._tasks.discard(task)
-            if self._tasks:  # a backward within a backward
-                self._settle(None)
-                return
-            for thread in list(self._reading):
-                self._lingering.append(self._reading.pop(thread))
+            if not self._tasks:
+                for thread in list(self._reading):
+                    self._lingering.append(self._reading.pop(thread))
             self._settle(None)
-            landed, self._landed = self._landed, []
-            if landed:
-                self._resting = True
-                for event in {id(event): event for _, _, event in landed}.values():
-                    self.engine.synchronize(event)
-                self._drop_trainable()
-            self.meter.backward_ends()
-        for owner, gradient, _ in landed:
+            for event in {id(event): event for _, _, event, _ in landed}.values():
+                self.engine.synchronize(event)
+            if not self._tasks:
+                if landed:
+                    self._resting = True
+                    self._drop_trainable()
+                self.meter.backward_ends()
+        # As autograd does: what one backward pass adds up for a weight is added to .grad once.
+        sums: dict[int, tuple[Owner, torch.Tensor]] = {}
+        for owner, gradient, _, _ in landed:
+            if id(owner) in sums:
+                sums[id(owner)][1].add_(gradient)
+            else:
+                sums[id(owner)] = (owner, gradient)
+        for owner, gradient in sums.values():
             accumulate(owner, gradient)
-        self.on_backward_end()
 
     def _backward_failed(self, task: int) -> None:
         """A backward died: forget its uses; what autograd still holds stays protected until it is dropped."""
         with self.lock:
             self._tasks.discard(task)
+            self._landed = [landing for landing in self._landed if landing[3] != task]
             if self._tasks or self.closed:
                 return
             for thread in list(self._reading):
                 self._lingering.append(self._reading.pop(thread))
-            self._landed.clear()
             self._settle(None)
             self.meter.abandon()
 
@@ -604,11 +625,11 @@ class Streamer:
             self.note_backward()
             landing = self._landing(owner)
             event = self.engine.copy_out(landing, gradient.to(landing.dtype))
-            self._landed.append((owner, landing, event))
+            self._landed.append((owner, landing, event, graph_task()))
 
     def _landing(self, owner: Owner) -> torch.Tensor:
         """A host buffer for one gradient that neither a pending copy nor ``.grad`` uses."""
-        taken = {buffer.data_ptr() for _, buffer, _ in self._landed}
+        taken = {buffer.data_ptr() for _, buffer, _, _ in self._landed}
         current = owner.tensor.grad
         if current is not None:
             taken.add(current.data_ptr())

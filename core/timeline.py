@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,12 +108,13 @@ def _subtitle(report: Report) -> str:
 def _draw_lanes(axes: Axes, spans: Sequence[Span], lanes: Sequence[str]) -> None:
     end = max((s.end for s in spans), default=0.0) or 1.0
     scale, unit = (1.0, "s") if end >= 10 else (1e3, "ms") if end >= 1e-3 else (1e6, "us")
-    line = 0.5 if len(spans) < 300 else 0.0  # edges would hide bars narrower than they are
+    wide = 0.003 * end  # a white edge would hide a bar narrower than that
     for row, lane in enumerate(lanes):
         y = len(lanes) - 1 - row
-        own = [s for s in spans if s.lane == lane]
+        own = _visible([s for s in spans if s.lane == lane], end)
         bars = [(s.start * scale, max(s.end - s.start, 0.0) * scale) for s in own]
-        axes.broken_barh(bars, (y + 0.12, 0.76), color=COLOURS[lane], edgecolor="white", linewidth=line)
+        edges = ["white" if s.end - s.start > wide else COLOURS[lane] for s in own]
+        axes.broken_barh(bars, (y + 0.12, 0.76), facecolors=COLOURS[lane], edgecolors=edges, linewidth=0.5)
         axes.axhline(y + 0.5, color="#eaeef2", linewidth=0.8, zorder=0)
         if lane != "stall":
             _label_bars(axes, own, y + 0.49, scale, end * scale)
@@ -130,12 +132,24 @@ def _draw_lanes(axes: Axes, spans: Sequence[Span], lanes: Sequence[str]) -> None
     _strip(axes)
 
 
+def _visible(spans: Sequence[Span], end: float) -> list[Span]:
+    """Spans as a picture can show them: a gap or a bar far below a pixel would be drawn as a whole one."""
+    shown: list[Span] = []
+    for span in sorted(spans, key=lambda s: s.start):
+        last = shown[-1] if shown else None
+        if last and last.name == span.name and 0 <= span.start - last.end < end / 5000:
+            shown[-1] = replace(last, end=span.end, nbytes=last.nbytes + span.nbytes)
+        else:
+            shown.append(span)
+    return [span for span in shown if span.end - span.start > end / 5000]
+
+
 def _label_bars(axes: Axes, spans: Sequence[Span], y: float, scale: float, end: float) -> None:
     """Write the unit's number or last name into each bar that is wide enough for it."""
     ink = INK if spans and spans[0].lane == "link" else "white"
     inches = WIDTH_INCHES * 0.86
     for span in spans:
-        label = short_name(span.name)
+        label = "" if span.name == span.lane else short_name(span.name)
         width = (span.end - span.start) * scale / end * inches
         if label and width > 0.085 * len(label) + 0.06:
             axes.text(

@@ -178,14 +178,19 @@ class _Carver:
         self._tied: list[tuple[Entry, Unit]] = []
 
     def bytes(self, module: nn.Module) -> int:
-        """Streamable bytes below ``module``."""
+        """Streamable bytes below ``module``, as they lie in slots."""
         if id(module) not in self._bytes:
-            seen = {id(e): e.nbytes for m in module.modules() for e in self._own.get(id(m), ())}
+            seen = {
+                id(e): -(-e.nbytes // ALIGN) * ALIGN for m in module.modules() for e in self._own.get(id(m), ())
+            }
             self._bytes[id(module)] = sum(seen.values())
         return self._bytes[id(module)]
 
-    def repeats(self, module: nn.Module) -> set[str]:
-        """Names of children that repeat: numbered ones of a container, or attributes that differ by a number."""
+    def repeats(self, module: nn.Module, leaves: bool = False) -> set[str]:
+        """Names of children that repeat: numbered ones of a container, or attributes that differ by a number.
+
+        Single layers count only with ``leaves``: inside a block they are its parts, not blocks.
+        """
         weighty = {name: child for name, child in module.named_children() if self.bytes(child)}
         groups: dict[object, list[str]] = {}
         for name, child in weighty.items():
@@ -195,7 +200,7 @@ class _Carver:
             elif match:
                 groups.setdefault((match[1], type(child)), []).append(name)
         found = {name for names in groups.values() if len(names) > 1 for name in names}
-        return {name for name in found if not self.leaf(weighty[name])}
+        return {name for name in found if leaves or not self.leaf(weighty[name])}
 
     def leaf(self, module: nn.Module) -> bool:
         """Whether at most one module of the subtree owns streamable weights."""
@@ -209,7 +214,7 @@ class _Carver:
 
     def visit(self, module: nn.Module, name: str, *, top: bool = False) -> None:
         """Descend to the repeats; what is met on the way becomes stem units."""
-        repeats = self.repeats(module)
+        repeats = self.repeats(module) or self.repeats(module, leaves=True)
         if not top and not repeats and not self.nested(module):
             self.emit(module, name, "stem")
             return
@@ -231,7 +236,9 @@ class _Carver:
         size = self.bytes(module)
         too_large = self.limit is not None and size > self.limit and self.granularity != "block"
         finer = self.granularity == "layer" or (self.granularity == "phase" and kind in ("block", "stem"))
-        if (too_large or finer) and not self.leaf(module):
+        # A module that owns large weights beside its parts (attention with fused projections) uses them together.
+        whole = self.leaf(module) or sum(e.nbytes for e in self._own.get(id(module), ())) * 4 > size
+        if (too_large or finer) and not whole:
             self.loose(module, name)
             part = "phase" if kind in ("block", "stem") else "layer"
             for child_name, child in module.named_children():

@@ -174,6 +174,16 @@ def test_an_empty_report_and_a_thousand_spans_can_be_drawn(tmp_path):
     assert (tmp_path / "crowd.png").stat().st_size > 1000
 
 
+def test_what_is_far_below_a_pixel_is_not_drawn_as_one():
+    from carom.core.timeline import _visible
+
+    spans = [Span("compute", "compute", 0.0, 0.5), Span("compute", "compute", 0.500001, 1.0)]
+    assert _visible(spans, 1.0) == [Span("compute", "compute", 0.0, 1.0)]
+    assert len(_visible([spans[0], replace(spans[1], name="other")], 1.0)) == 2
+    assert len(_visible([spans[0], replace(spans[1], start=0.51)], 1.0)) == 2
+    assert _visible([Span("stall", "blocks.0", 0.5, 0.500001)], 1.0) == []
+
+
 def test_a_suffix_that_cannot_be_drawn_is_named_and_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"timeline\.gif.*\.png or \.svg"):
         sample().plot(tmp_path / "timeline.gif")

@@ -1,0 +1,383 @@
+"""Several threads and one model: results as without Carom, nothing lost, nothing left in use."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import carom
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.timeout(60)
+WIDTH = 32
+X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.a, self.b = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.b(F.gelu(self.a(self.n(x))))
+
+
+class Model(nn.Module):
+    """``kind``: None, or use_reentrant of the checkpoint around each block."""
+
+    def __init__(self, kind: bool | None = None, across: bool = False) -> None:
+        super().__init__()
+        self.e, self.h = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kind, self.across = kind, across
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+
+    def forward(self, x):
+        x = self.e(x)
+        for block in self.blocks:
+            x = block(x) if self.kind is None else checkpoint(block, x, use_reentrant=self.kind)
+        if self.across:  # a unit's weight used from outside the unit
+            x = F.linear(x, self.blocks[0].b.weight[:, :WIDTH])
+        return self.h(x)
+
+
+kinds = pytest.mark.parametrize("kind", [None, False, True], ids=["plain", "non-reentrant", "reentrant"])
+training = pytest.mark.parametrize("full", [False, True], ids=["adapters", "full"])
+
+
+@pytest.fixture(params=["cpu", "late", "random"])
+def device(request):
+    return "cpu" if request.param == "cpu" else carom.SimulatedDevice(timing=request.param)
+
+
+def pair(trainable: bool = False, **settings):
+    """A model and its twin that is never streamed."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(Model(**settings).requires_grad_(trainable))
+    return made
+
+
+def part(model: nn.Module, fraction: float) -> int:
+    return int(fraction * sum(p.numel() * p.element_size() for p in model.parameters()))
+
+
+def step(model: nn.Module, x=X, parameters=None) -> list:
+    """Output and gradients. ``parameters``: taken beforehand, while no other thread is inside a unit."""
+    parameters = list(model.parameters()) if parameters is None else parameters
+    for parameter in parameters:
+        parameter.grad = None
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *[p.grad for p in parameters]]
+
+
+def infer(model: nn.Module, x=X):
+    with torch.no_grad():
+        return model(x)
+
+
+def assert_equal(got: list, want: list) -> None:
+    for index, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert (a is None) == (b is None), f"item {index}: {'missing' if a is None else 'unexpected'}"
+        assert a is None or torch.equal(a, b), f"item {index} differs"
+
+
+def assert_idle(live) -> None:
+    inner = live._streamer
+    inner._settle(None)
+    assert [slot.users for slot in inner.region.slots] == [0] * len(inner.region.slots), "slots still in use"
+    assert all(unit.depth == 0 and not unit.standing for unit in inner.units), "slot views still stand"
+    assert not inner.computing()
+    assert live._held_bytes() <= live._vram
+
+
+def together(*functions, seconds: float = 20) -> None:
+    """Run every function in a thread of its own; raise the first error of any."""
+    errors: list[BaseException] = []
+
+    def guarded(function) -> None:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(one,), daemon=True) for one in functions]
+    for thread in threads:
+        thread.start()
+    limit = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, limit - time.monotonic()))
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+class Inside:
+    """Stops another thread than the test's inside a module's forward until told to go on."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.entered, self.go, self._mine = threading.Event(), threading.Event(), threading.get_ident()
+        module.register_forward_pre_hook(self._hook)
+
+    def _hook(self, *_):
+        if threading.get_ident() != self._mine:
+            self.entered.set()
+            assert self.go.wait(20)
+
+    @contextlib.contextmanager
+    def held(self, function):
+        thread = threading.Thread(target=function, daemon=True)
+        thread.start()
+        assert self.entered.wait(20)
+        try:
+            yield
+        finally:
+            self.go.set()
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def test_threads_that_infer_at_once_get_their_own_results(device):
+    model, twin = pair()
+    inputs = [X, 2 * X, 3 * X]
+    wanted = [infer(twin, x) for x in inputs]
+    with carom.stream(model, device=device, vram=part(model, 0.7)) as live:
+
+        def worker(x, want):
+            def run():
+                for _ in range(10):
+                    assert torch.equal(infer(model, x), want)
+
+            return run
+
+        inner = live._streamer
+        together(*(worker(x, want) for x, want in zip(inputs, wanted, strict=True)))
+        assert live._streamer is inner, "laid out anew for nothing"
+        assert_idle(live)
+
+
+@kinds
+@training
+def test_training_in_one_thread_with_inference_in_another(device, kind, full):
+    model, twin = pair(kind=kind, trainable=full)
+    want, out = step(twin), infer(twin)
+    mode = "stream" if full else None
+    with carom.stream(model, device=device, vram=part(model, 0.7), training=mode) as live:
+
+        parameters = list(model.parameters())
+
+        def train():
+            for _ in range(6):
+                assert_equal(step(model, parameters=parameters), want)
+
+        def sample():
+            for _ in range(12):
+                assert torch.equal(infer(model), out)
+
+        together(train, sample)
+        assert_idle(live)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
+def test_an_inference_elsewhere_during_a_backward_loses_no_gradient(device, fails):
+    model, twin = pair(trainable=True)
+    want = step(twin)
+
+    def sample():
+        with contextlib.suppress(RuntimeError):
+            infer(model, torch.zeros(3, WIDTH + 1) if fails else X)
+
+    def hook(module, inputs, output):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: together(sample))
+
+    model.blocks[3].register_forward_hook(hook)
+    with carom.stream(model, device=device, vram=part(model, 0.7), training="stream") as live:
+        for _ in range(2):
+            assert_equal(step(model), want)
+        assert_idle(live)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
+def test_an_inference_elsewhere_during_a_units_run_disturbs_nothing(device, fails):
+    model, twin = pair()
+    want = step(twin)
+
+    def sample():
+        with contextlib.suppress(RuntimeError):
+            infer(model, torch.zeros(3, WIDTH + 1) if fails else X)
+
+    mine = threading.get_ident()
+    model.blocks[3].n.register_forward_pre_hook(
+        lambda *_: together(sample) if threading.get_ident() == mine else None
+    )
+    with carom.stream(model, device=device, vram=part(model, 0.7)) as live:
+        for _ in range(2):
+            assert_equal(step(model), want)
+        assert_idle(live)
+
+
+@training
+def test_training_through_a_unit_that_another_thread_runs_without_gradients(device, full):
+    model, twin = pair(trainable=full)
+    want = step(twin)
+    inside = Inside(model.blocks[0].n)
+    mode = "stream" if full else None
+    with carom.stream(model, device=device, vram=part(model, 0.7), training=mode) as live:
+        parameters = list(model.parameters())
+        with inside.held(lambda: infer(model)):
+            got = step(model, parameters=parameters)
+        assert_equal(got, want)
+        assert_idle(live)
+
+
+@training
+def test_a_weight_read_from_outside_while_another_thread_runs_its_unit(device, full):
+    model, twin = pair(trainable=full, across=True)
+    want = step(twin)
+    inside = Inside(model.blocks[0].n)
+    mode = "stream" if full else None
+    with carom.stream(model, device=device, vram=part(model, 0.7), training=mode) as live:
+        model.zero_grad()
+        x = X.clone().requires_grad_()
+        with inside.held(lambda: infer(model)):
+            y = model(x)
+        for _ in range(2):
+            infer(model)  # whatever may be overwritten is overwritten now
+        y.square().sum().backward()
+        assert_equal([y.detach(), x.grad, *[p.grad for p in model.parameters()]], want)
+        del y
+        assert_idle(live)
+
+
+def test_backward_in_another_thread_than_forward(device):
+    model, twin = pair(trainable=True)
+    want = step(twin)
+    with carom.stream(model, device=device, vram=part(model, 0.6), training="stream") as live:
+        for _ in range(2):
+            model.zero_grad()
+            x = X.clone().requires_grad_()
+            y = model(x)
+            together(y.square().sum().backward)
+            assert_equal([y.detach(), x.grad, *[p.grad for p in model.parameters()]], want)
+            del y
+        assert_idle(live)
+
+
+@kinds
+def test_two_threads_that_train_on_inputs_of_their_own(device, kind):
+    model, twin = pair(kind=kind)
+    inputs = [X, 2 * X]
+    wanted = [step(twin, x)[:2] for x in inputs]
+    with carom.stream(model, device=device, vram=part(model, 0.8)) as live:
+
+        def worker(x, want):
+            def run():
+                for _ in range(5):
+                    mine = x.clone().requires_grad_()
+                    y = model(mine)
+                    y.square().sum().backward()
+                    assert_equal([y.detach(), mine.grad], want)
+
+            return run
+
+        together(*(worker(x, want) for x, want in zip(inputs, wanted, strict=True)))
+        assert_idle(live)
+
+
+def test_a_state_dict_taken_while_another_thread_infers_has_true_values(device):
+    model, twin = pair()
+    true, over = twin.state_dict(), threading.Event()
+    with carom.stream(model, device=device, vram=part(model, 0.7)) as live:
+
+        def sample():
+            try:
+                for _ in range(15):
+                    infer(model)
+            finally:
+                over.set()
+
+        def save():
+            while not over.is_set():
+                state = model.state_dict()
+                for name, tensor in true.items():
+                    assert torch.equal(state[name], tensor), name
+
+        together(sample, save)
+        assert_idle(live)
+
+
+def test_reports_and_refreshes_from_another_thread_disturb_nothing(device):
+    model, twin = pair()
+    want, over = infer(twin), threading.Event()
+    with carom.stream(model, device=device, vram=part(model, 0.7)) as live:
+
+        def sample():
+            try:
+                for _ in range(15):
+                    assert torch.equal(infer(model), want)
+            finally:
+                over.set()
+
+        def look():
+            while not over.is_set():
+                live.report()
+                live.refresh()
+                live.read("blocks.3.a.weight")
+
+        together(sample, look)
+        assert_idle(live)
+
+
+@pytest.mark.parametrize("change", ["close", "set_budget", "park"])
+def test_a_session_changed_during_another_threads_run_gives_right_results_or_a_clear_error(device, change):
+    model, twin = pair()
+    want = infer(twin)
+    for delay in (0.0, 0.002, 0.01):
+        live = carom.stream(model, device=device, vram=part(model, 0.7))
+
+        def sample():
+            for _ in range(10):
+                with contextlib.suppress(carom.CaromError):
+                    assert torch.equal(infer(model), want)
+
+        def alter(live=live, delay=delay):
+            time.sleep(delay)
+            if change == "close":
+                live.close()
+            elif change == "park":
+                live.park()
+            else:
+                live.set_budget(vram=part(model, 0.5))
+
+        together(sample, alter)
+        assert torch.equal(infer(model), want)
+        live.close()
+        assert torch.equal(infer(model), want)
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        assert live._arena.pinned_bytes == 0
+
+
+def test_sessions_of_two_models_in_two_threads(device):
+    first, twin = pair()
+    second, _ = pair()
+    want = step(twin)
+
+    def worker(model):
+        def run():
+            for fraction in (0.7, 0.5):
+                with carom.stream(model, device=device, vram=part(model, fraction)) as live:
+                    for _ in range(3):
+                        assert_equal(step(model), want)
+                    assert_idle(live)
+
+        return run
+
+    together(worker(first), worker(second))
