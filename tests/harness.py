@@ -19,6 +19,11 @@ DEVICES: dict[str, Any] = {"cpu": "cpu", **SIMULATED}
 EVERYWHERE = {**DEVICES, **({"cuda": "cuda"} if torch.cuda.is_available() else {})}
 
 on_every_device = pytest.mark.parametrize("device", EVERYWHERE.values(), ids=EVERYWHERE)
+# For what varies models or settings: the timings each have their full share in the tests of training and transfers.
+SOME = {
+    name: device for name, device in EVERYWHERE.items() if name not in ("simulated-late", "simulated-early")
+}
+on_some_devices = pytest.mark.parametrize("device", SOME.values(), ids=SOME)
 on_simulated_devices = pytest.mark.parametrize("device", SIMULATED.values(), ids=SIMULATED)
 
 

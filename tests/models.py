@@ -4,6 +4,7 @@ Every case gives the same weights and inputs each time it is asked. Blocks of a 
 through `Net.through`, which checkpoints them as ``model.checkpoint`` says.
 """
 
+# mypy: disable-error-code="union-attr,arg-type,operator,index"
 from __future__ import annotations
 
 from collections.abc import Callable

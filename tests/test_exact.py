@@ -10,7 +10,7 @@ import tests_harness as harness
 import tests_models as models
 import torch
 import torch.nn.functional as F
-from tests_harness import assert_same, infer, on_every_device, place, streamed, train
+from tests_harness import assert_same, infer, on_every_device, on_some_devices, place, streamed, train
 from torch import nn
 
 CASES = models.CASES
@@ -39,19 +39,19 @@ def test_inference_is_exact(name, device):
     compare(name, device, infer)
 
 
-@on_every_device
+@on_some_devices
 @every_model
 def test_inference_in_evaluation_mode_is_exact(name, device):
     compare(name, device, lambda model, case, where: infer(model.eval(), case, where, passes=2))
 
 
-@on_every_device
+@on_some_devices
 @every_model
 def test_inference_mode_is_exact(name, device):
     compare(name, device, lambda m, c, d: infer(m, c, d, mode=torch.inference_mode, passes=2))
 
 
-@on_every_device
+@on_some_devices
 @pytest.mark.parametrize("granularity", ["block", "phase", "layer"])
 @pytest.mark.parametrize("name", ["stack", "heterogeneous", "conv2d", "attention", "tied", "nested"])
 def test_every_granularity_is_exact(name, granularity, device):
@@ -109,7 +109,7 @@ def test_training_is_exact(name, checkpoint, device):
     compare(name, device, lambda m, c, d: train(m, c, d, steps=2), checkpoint=checkpoint)
 
 
-@on_every_device
+@on_some_devices
 @some_models
 def test_accumulation_is_exact(name, device):
     compare(name, device, lambda m, c, d: train(m, c, d, steps=2, accumulate=3), checkpoint="non-reentrant")
@@ -123,20 +123,20 @@ def test_several_forwards_before_a_backward_are_exact(name, forwards, checkpoint
     compare(name, device, lambda m, c, d: train(m, c, d, steps=2, forwards=forwards), checkpoint=checkpoint)
 
 
-@on_every_device
+@on_some_devices
 @some_models
 @pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
 def test_autocast_is_exact(name, checkpoint, device):
     compare(name, device, lambda m, c, d: train(m, c, d, steps=2, autocast=True), checkpoint=checkpoint)
 
 
-@on_every_device
+@on_some_devices
 @some_models
 def test_sampling_between_training_steps_is_exact(name, device):
     compare(name, device, lambda m, c, d: train(m, c, d, sample=True), checkpoint="non-reentrant")
 
 
-@on_every_device
+@on_some_devices
 @pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.smooth])
 def test_double_backward_is_exact(name, device):
     def run(model, case, where):
@@ -161,7 +161,7 @@ def test_double_backward_is_exact(name, device):
     compare(name, device, run, share=0.5)
 
 
-@on_every_device
+@on_some_devices
 def test_retained_graph_used_twice_is_exact(device):
     def run(model, case, where):
         x = case.inputs(0, where).requires_grad_()
@@ -173,7 +173,7 @@ def test_retained_graph_used_twice_is_exact(device):
     compare("stack", device, run)
 
 
-@on_every_device
+@on_some_devices
 def test_gradients_of_chosen_inputs_are_exact(device):
     def run(model, case, where):
         x = case.inputs(0, where).requires_grad_()
@@ -184,7 +184,7 @@ def test_gradients_of_chosen_inputs_are_exact(device):
     compare("stack", device, run)
 
 
-@on_every_device
+@on_some_devices
 def test_passes_after_a_forward_whose_graph_is_thrown_away_are_exact(device):
     def run(model, case, where):
         for index in range(3):
@@ -197,7 +197,7 @@ def test_passes_after_a_forward_whose_graph_is_thrown_away_are_exact(device):
 # -- full fine-tuning: trainable weights stream, gradients arrive on the host
 
 
-@on_every_device
+@on_some_devices
 @pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("name", ["stack", "heterogeneous", "conv2d", "attention", "tied", "nested", "lstm"])
 def test_full_fine_tuning_is_exact(name, checkpoint, device):
@@ -223,7 +223,7 @@ def test_full_fine_tuning_is_exact(name, checkpoint, device):
         assert_same(expected, run(model))
 
 
-@on_every_device
+@on_some_devices
 def test_gradient_hooks_of_streamed_weights_run(device):
     case = CASES["stack"]
     model = case.build("non-reentrant")
@@ -264,7 +264,7 @@ def _wrap(kind: str, model: nn.Module) -> nn.Module:
         return peft.get_peft_model(model, config)
 
 
-@on_every_device
+@on_some_devices
 @pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
@@ -290,7 +290,7 @@ def test_peft_training_is_exact(kind, when, checkpoint, device):
             assert_same(expected, run(model, wrapped))
 
 
-@on_every_device
+@on_some_devices
 @pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
 def test_merged_adapters_are_seen_and_unmerged_ones_too(kind, device):
     case, where = CASES["stack"], place(device)
@@ -326,7 +326,7 @@ class _HandMade(nn.Module):
         return F.linear(x, self.original.weight + self.b @ self.a, self.original.bias)
 
 
-@on_every_device
+@on_some_devices
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hand_made_wrappers_are_exact(when, device):
     case, where = CASES["stack"], place(device)
@@ -353,7 +353,7 @@ def test_hand_made_wrappers_are_exact(when, device):
         assert_same(expected, train(model, case, where))
 
 
-@on_every_device
+@on_some_devices
 def test_a_forward_that_was_replaced_by_hand_is_exact(device):
     """ai-toolkit's networks put their own forward in front of a Linear's, before or after streaming."""
     case, where = CASES["stack"], place(device)

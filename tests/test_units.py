@@ -100,7 +100,10 @@ def names_of(model: nn.Module, kind: str, **settings) -> list[str]:
             [f"double_blocks.{i}" for i in range(3)] + [f"single_blocks.{i}" for i in range(4)],
         ),
         ("attention", [f"layers.{i}" for i in range(4)]),
-        ("experts", [f"experts.{i}.{j}" for i in range(3) for j in range(3)]),
+        (
+            "experts",
+            [f"routers.{i}" for i in range(3)] + [f"experts.{i}.{j}" for i in range(3) for j in range(3)],
+        ),
     ],
 )
 def test_blocks_are_found_by_structure(name, blocks):
