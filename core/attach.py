@@ -97,6 +97,14 @@ class Placement:
             self._moved.append(_Moved(tensor, home))
         return size
 
+    def replaced(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """The model put ``new`` in the place of a resident tensor: it goes home in its stead."""
+        for moved in self._moved:
+            if moved.tensor is old:
+                moved.tensor = new
+                if not new.is_inference() and new.device != self._engine.device:
+                    _relocate(new, self._engine.device)
+
     # -- streamed units
 
     def stream(self, units: list[Unit], make: Callable[[Unit, int, Any], Streamed]) -> list[Streamed]:
@@ -166,6 +174,8 @@ class Placement:
                 _replace(tensor, tensor.detach().to(home))
         self._worn.clear()
         for moved in reversed(self._moved):
+            if moved.tensor.is_inference():  # the model's own, made in its inference mode: it may not be touched
+                continue
             back = moved.home if moved.tensor.device != moved.home else None
             if back is not None:
                 _relocate(moved.tensor, back)

@@ -38,6 +38,9 @@ except ImportError:
 
 
 
+NO_PICKLE = "a streamed module cannot be pickled whole; save its state_dict() or close the session"
+
+
 class Wrapped:
     """The forwards a session stands in front of; `undo` steps aside, also where others stepped in front since."""
 
@@ -94,7 +97,7 @@ class _Forward:
         return _without_session(self._inner, memo)
 
     def __reduce__(self) -> Any:
-        raise UnsupportedError("a streamed module cannot be pickled whole; save its state_dict() or close the session")
+        raise UnsupportedError(NO_PICKLE)
 
 
 def _without_session(inner: Callable, memo: dict) -> Callable:

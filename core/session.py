@@ -163,16 +163,16 @@ class Session:
                 self._wrapped.forward(module, hooks.unit_forward(unit))
         self._wrapped.forward(self.module, hooks.root_forward(self))
         self._wrapped.attribute(self.module, "_apply", _Apply(self))
-        streamer = self._streamer
-        self._state_hook = self.module._register_state_dict_hook(
-            lambda module, state, prefix, metadata: streamer.true_values(state)
-        )
+        true = _TrueValues(self._streamer)
+        self._state_hooks = [
+            self.module.register_state_dict_pre_hook(true.begin),
+            self.module._register_state_dict_hook(true),
+        ]
 
     def _detach(self) -> None:
         self._wrapped.undo()
-        if self.__dict__.get("_state_hook") is not None:
-            self._state_hook.remove()
-            self._state_hook = None
+        for hook in self.__dict__.get("_state_hooks", ()):
+            hook.remove()
         streamer = self.__dict__.get("_streamer")
         if streamer is not None:
             streamer.close()
@@ -208,6 +208,7 @@ class Session:
     # -- passes
 
     def _begin(self) -> Any:
+        ops.refuse_transforms(type(self.module).__name__)
         if self._parked:
             self.unpark()
         with self._lock:
@@ -239,6 +240,7 @@ class Session:
     def _adopt(self) -> None:
         """The tree changed: adapters and small tensors that came move to the device; weights are laid out anew."""
         with self._lock:
+            self._follow_replaced()
             known = {id(entry.tensor) for entry in self._known()}
             fresh = [entry for entry in self._tree.entries() if id(entry.tensor) not in known]
             gone = known - {id(entry.tensor) for entry in self._tree.entries()}
@@ -256,6 +258,17 @@ class Session:
                     self._carving.resident.append((entry, "appeared after stream"))
             self._tree = Tree(self.module)
             self._account()
+
+    def _follow_replaced(self) -> None:
+        """Small resident tensors that the model replaced by others of their kind (running statistics) are theirs now."""
+        for entry, _ in self._carving.resident:
+            old = entry.tensor
+            new = entry.sites[0].table.get(entry.sites[0].name)
+            if new is None or new is old or new.requires_grad or (new.shape, new.dtype) != (old.shape, old.dtype):
+                continue
+            if all(site.table.get(site.name) is new for site in entry.sites):
+                entry.tensor = new
+                self._placement.replaced(old, new)
 
     def _known(self) -> list[Entry]:
         carving = self._carving
@@ -451,6 +464,28 @@ class _Apply:
 
         copy = memo.get(id(self._session.module))
         return functools.partial(type(copy)._apply, copy)
+
+
+class _TrueValues:
+    """State dict hook of the root: slots that stand in the tree are replaced by what they stand for."""
+
+    def __init__(self, streamer: Streamer | None) -> None:
+        self._streamer = streamer
+
+    def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._streamer is not None:
+            self._streamer.hosting(True)
+
+    def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
+        if self._streamer is not None:
+            self._streamer.hosting(False)
+            self._streamer.true_values(state)
+
+    def __deepcopy__(self, memo: dict) -> _TrueValues:
+        return _TrueValues(None)
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(hooks.NO_PICKLE)
 
 
 def _check_choices(

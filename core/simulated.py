@@ -249,8 +249,9 @@ class SimulatedEngine:
         for index, tensor in enumerate(tensors):
             low = tensor.data_ptr()
             for start, end, name in self._guarded.values():
-                # Views compute nothing; a first argument that is written in place is a host write.
-                if start <= low < end and not view and not (index == 0 and func._schema.is_mutable):
+                # Views and copies compute nothing; a first argument that is written in place is a host write.
+                harmless = view or func in _COPIES or (index == 0 and func._schema.is_mutable)
+                if start <= low < end and not harmless:
                     raise SimulatedRaceError(
                         f"{func} computes with the host copy of {name}, which is streamed, instead of its slot"
                     )
@@ -288,6 +289,9 @@ class _Watch(TorchDispatchMode):
         if not func.is_view:
             engine._spend(func, args, kwargs, result)
         return result
+
+
+_COPIES = {torch.ops.aten.clone.default, torch.ops.aten.empty_like.default}
 
 
 def _plain(tensor: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ autograd threads).
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -244,17 +245,50 @@ class Streamer:
     def release(self, slot: Slot, streams: set | None = None) -> None:
         """The kernels that read the slot have been issued (on ``streams``; default: the current one)."""
         with self.lock:
-            for stream in streams or (self.engine.stream(),):
-                slot.reads[stream] = self.engine.record(stream, slot.reads.get(stream))
-            slot.users -= 1
-            self._freed.notify_all()
+            try:
+                for stream in streams or (self.engine.stream(),):
+                    slot.reads[stream] = self.engine.record(stream, slot.reads.get(stream))
+            except BaseException:
+                # Without the event nobody may overwrite the slot before the device is idle.
+                with contextlib.suppress(Exception):
+                    self.engine.synchronize()
+                raise
+            finally:
+                slot.users -= 1
+                if slot.users == 0:
+                    slot.state = SlotState.KEPT
+                self._freed.notify_all()
             if slot.users == 0 and slot.unit.slot is slot:
-                if self.views(slot).kept_elsewhere():
+                if self.views(slot).kept_elsewhere() and self._kept_by_others(slot):
                     slot.state = SlotState.HELD
                     self._held.append(slot)
                 else:
                     slot.state = SlotState.KEPT
                 self._look_ahead()
+
+    def _release_all(self, uses: list[tuple[Slot, set | None]]) -> None:
+        """Every one of them, also when one fails; the first failure is raised."""
+        failure: BaseException | None = None
+        for slot, streams in uses:
+            try:
+                self.release(slot, streams)
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _kept_by_others(self, slot: Slot) -> bool:
+        """Give modules that list their own weights (as LSTMs do) the host's back; whether anybody still keeps a view."""
+        views = self.views(slot)
+        owners = slot.unit.owners
+        self._hand_back(slot.unit, {id(view): o.tensor for view, o in zip(views.tensors, owners, strict=True)})
+        return views.kept_elsewhere()
+
+    def _hand_back(self, unit: Streamed, hosts: dict[int, Any]) -> None:
+        for module in {id(s.module): s.module for o in unit.owners for s in o.entry.sites}.values():
+            for kept in vars(module).values():
+                if type(kept) is list:
+                    kept[:] = [hosts.get(id(item), item) for item in kept]
 
     def views(self, slot: Slot) -> Views:
         """The unit's tensors in ``slot``."""
@@ -320,17 +354,17 @@ class Streamer:
         for victim in victims:
             self._evict(victim)
         end = offset + unit.nbytes
-        after = []
-        for tail in [tail for tail in self._tails if tail[0] < end and offset < tail[1]]:
-            after += tail[2]
+        tails = [tail for tail in self._tails if tail[0] < end and offset < tail[1]]
+        after = [event for tail in tails for event in tail[2]]
+        slot = Slot(unit, offset, unit.nbytes, version=unit.version())
+        views = self.views(slot)
+        slot.copied, marks = self.engine.copy_in(views.target, unit.host, after, self.meter.timing)
+        for tail in tails:
             self._tails.remove(tail)
             # What sticks out on either side keeps its events.
             self._tails += [
                 (low, high, tail[2]) for low, high in ((tail[0], offset), (end, tail[1])) if low < high
             ]
-        slot = Slot(unit, offset, unit.nbytes, version=unit.version())
-        views = self.views(slot)
-        slot.copied, marks = self.engine.copy_in(views.target, unit.host, after, self.meter.timing)
         self.region.add(slot)
         unit.slot = slot
         backward = ops.in_backward()
@@ -425,6 +459,8 @@ class Streamer:
         self._local.users = max(0, getattr(self._local, "users", 0) - 1)
         try:
             if unit.depth == 0:
+                if unit.differentiable:
+                    self._hand_back(unit, {id(ours): host for _, _, ours, host in unit.standing})
                 self._swap_out(unit)
                 self._keep_writes(unit, slot)
         finally:
@@ -438,7 +474,7 @@ class Streamer:
             return
         for owner, view in zip(unit.owners, views.tensors, strict=True):
             # One counter for the whole slot does not tell which tensor it was: look.
-            with torch.no_grad():
+            with _disable_current_modes(), torch.no_grad():
                 if view.shape != owner.host.shape or view.dtype != owner.host.dtype:
                     continue
                 now = torch.empty_like(owner.host)
@@ -480,7 +516,13 @@ class Streamer:
 
     def computing(self) -> bool:
         """Whether this thread is in a step: a root forward, a unit's run, or a backward."""
+        if getattr(self._local, "hosting", False):
+            return False
         return getattr(self._local, "runs", 0) > 0 or ops.in_backward()
+
+    def hosting(self, on: bool) -> None:
+        """While on, this thread sees the host tensors, in a step too (a state dict is being taken)."""
+        self._local.hosting = on
 
     def root_begins(self) -> None:
         """The root's forward starts on this thread."""
@@ -543,8 +585,7 @@ class Streamer:
                 ops.pop_handles()
         finally:
             replaced, args, kwargs, view = {}, (), {}, None  # only the result may hold on to a slot
-            for _, slot in slots.values():
-                self.release(slot)
+            self._release_all([(slot, None) for _, slot in slots.values()])
 
     # -- backward
 
@@ -588,8 +629,7 @@ class Streamer:
         if self._lingering:
             over = [reading for reading in self._lingering if not ops.alive(reading.given)]
             self._lingering = [reading for reading in self._lingering if ops.alive(reading.given)]
-            for reading in over:
-                self.release(reading.slot, reading.streams)
+            self._release_all([(reading.slot, reading.streams) for reading in over])
         if self._held:
             for slot in [slot for slot in self._held if not self.views(slot).kept_elsewhere()]:
                 self._held.remove(slot)
