@@ -10,7 +10,10 @@ import sys
 from ..core.errors import CaromError
 
 # command -> help line; the module of the same name is imported only when it is asked for.
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "doctor": "what this machine can do, and what to fix",
+    "plan": "what a model would do on a card: what stays, what streams, how fast and why",
+}
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:

@@ -190,7 +190,9 @@ def step_time(tokens: float, work: Work, rates: Rates, mode: str) -> Step:
     decode = work.decoded_bytes / rates.decode if rates.decode is not None else 0.0
     phases = []
     for name, matrix, attention in phases_of(mode):
-        flops = tokens * (matrix * FLOPS_PER_PARAM * work.active_params + attention * work.attention_per_token)
+        flops = tokens * (
+            matrix * FLOPS_PER_PARAM * work.active_params + attention * work.attention_per_token
+        )
         phases.append(Phase(name, max(flops / rates.compute, matrix * floor), link, disk, decode))
     return Step(tuple(phases))
 

@@ -8,6 +8,7 @@ same input always gives the same plan.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from . import cost, presets
@@ -113,7 +114,9 @@ def _slot_bytes(group: Group, job: Job) -> int:
 def _cuts(shape: Shape, job: Job) -> list[tuple[list[int], list[int], int]]:
     """(groups that must stay, groups that may stream, slot bytes) for each choice of the largest layer that streams."""
     order = sorted(range(len(shape.groups)), key=lambda i: (-shape.groups[i].bytes_in(job.quant), i))
-    return [(order[:i], order[i:], SLOTS * _slot_bytes(shape.groups[order[i]], job)) for i in range(len(order))]
+    return [
+        (order[:i], order[i:], SLOTS * _slot_bytes(shape.groups[order[i]], job)) for i in range(len(order))
+    ]
 
 
 def least_weights(shape: Shape, job: Job) -> int:
@@ -144,10 +147,19 @@ def place(shape: Shape, job: Job, budget: int) -> Placement | None:
         for i in may:
             counts[i] = min(groups[i].count, left // size[i]) if size[i] else groups[i].count
             left -= counts[i] * size[i]
-        wire = sum((group.count - n) * wire_bytes(group, job) for group, n in zip(groups, counts, strict=True))
-        raw = sum((g.count - n) * g.bytes_in(job.quant) for g, n in zip(groups, counts, strict=True) if _slot_bytes(g, job) != g.bytes_in(job.quant))
+        wire = sum(
+            (group.count - n) * wire_bytes(group, job) for group, n in zip(groups, counts, strict=True)
+        )
+        raw = sum(
+            (g.count - n) * g.bytes_in(job.quant)
+            for g, n in zip(groups, counts, strict=True)
+            if _slot_bytes(g, job) != g.bytes_in(job.quant)
+        )
         found = Placement(tuple(counts), budget - slots - left, slots, wire, raw)
-        if best is None or (found.resident_bytes, -found.slot_bytes) > (best.resident_bytes, -best.slot_bytes):
+        if best is None or (found.resident_bytes, -found.slot_bytes) > (
+            best.resident_bytes,
+            -best.slot_bytes,
+        ):
             best = found
     return best
 
@@ -271,7 +283,12 @@ def thresholds(shape: Shape, machine: Machine, job: Job, outcome: Outcome) -> di
 
     def rule(computes: float, transfers: int) -> float:
         return cost.zero_overhead_tokens(
-            work.streamed_bytes, work.active_params, rates.compute, bandwidth, computes=computes, transfers=transfers
+            work.streamed_bytes,
+            work.active_params,
+            rates.compute,
+            bandwidth,
+            computes=computes,
+            transfers=transfers,
         )
 
     by_phase = cost.zero_overhead_tokens_by_phase(
@@ -307,7 +324,9 @@ def configurations(shape: Shape, machine: Machine, job: Job) -> list[tuple[str, 
     if machine.disk is not None:
         faster = [drive for drive in presets.DRIVES.values() if drive.rate > machine.disk * 1.2]
         if faster:
-            changes.append((f"{faster[0].title}", f"--nvme {faster[0].name}", with_drive(machine, faster[0]), job))
+            changes.append(
+                (f"{faster[0].title}", f"--nvme {faster[0].name}", with_drive(machine, faster[0]), job)
+            )
     if machine.ram is not None:
         more = [step for step in presets.RAM_STEPS if step * GIB > machine.ram * 1.2]
         if more:
@@ -316,16 +335,37 @@ def configurations(shape: Shape, machine: Machine, job: Job) -> list[tuple[str, 
     if card.good_link is not None and card.good_link > card.link:
         rate = card.good_link
         good = replace(machine, card=replace(card, link=rate, good_link=None))
-        changes.append((f"a host whose link reaches {rate / GB:g} GB/s", f"--link {rate / GB:g}GB", good, job))
+        changes.append(
+            (f"a host whose link reaches {rate / GB:g} GB/s", f"--link {rate / GB:g}GB", good, job)
+        )
     larger = [presets.CARDS[name] for name in presets.UPGRADES if presets.CARDS[name].vram > card.vram * 1.1]
     if larger and job.vram is None and not (job.compute == "nvfp4" and larger[0].nvfp4 is None):
-        changes.append((f"an {larger[0].title} ({larger[0].vram // GB} GB)", f"--gpu {larger[0].name}", replace(machine, card=larger[0]), job))
-    if job.codec == "raw" and any(wire_bytes(group, replace(job, codec="lossless")) < group.bytes_in(job.quant) for group in shape.groups):
-        changes.append(("lossless packing of the weights", "--codec lossless", machine, replace(job, codec="lossless")))
+        changes.append(
+            (
+                f"an {larger[0].title} ({larger[0].vram // GB} GB)",
+                f"--gpu {larger[0].name}",
+                replace(machine, card=larger[0]),
+                job,
+            )
+        )
+    if job.codec == "raw" and any(
+        wire_bytes(group, replace(job, codec="lossless")) < group.bytes_in(job.quant)
+        for group in shape.groups
+    ):
+        changes.append(
+            ("lossless packing of the weights", "--codec lossless", machine, replace(job, codec="lossless"))
+        )
     bits = shape.bytes_in(job.quant) * 8 / shape.params
     for name in ("fp8", "nf4"):
         if presets.QUANT_BITS[name] < bits * 0.75:
-            changes.append((f"{name} weights (lossy)", f"--quant {name}", machine, replace(job, quant=presets.find_quant(name), codec="raw")))
+            changes.append(
+                (
+                    f"{name} weights (lossy)",
+                    f"--quant {name}",
+                    machine,
+                    replace(job, quant=presets.find_quant(name), codec="raw"),
+                )
+            )
             break
     return changes
 
@@ -334,9 +374,11 @@ def with_drive(machine: Machine, drive: Drive) -> Machine:
     return replace(machine, disk=drive.rate, disk_title=drive.title)
 
 
-def sweep(shape: Shape, machine: Machine, job: Job) -> list[tuple[int, Outcome | None]]:
-    """The plan over SWEEP tokens, residency chosen anew at each; None where it does not fit."""
-    return [(tokens, _try(shape, machine, job, tokens)) for tokens in SWEEP]
+def sweep(
+    shape: Shape, machine: Machine, job: Job, points: Iterable[int] = SWEEP
+) -> list[tuple[int, Outcome | None]]:
+    """The plan over `points` tokens, residency chosen anew at each; None where it does not fit."""
+    return [(tokens, _try(shape, machine, job, tokens)) for tokens in points]
 
 
 def plan(shape: Shape, machine: Machine, job: Job) -> PaperPlan:
@@ -348,7 +390,8 @@ def plan(shape: Shape, machine: Machine, job: Job) -> PaperPlan:
     tokens = job.tokens or shape.sample_tokens
     outcome = evaluate(shape, machine, job, tokens)
     changed = tuple(
-        (what, how, _try(shape, other, changed, tokens)) for what, how, other, changed in configurations(shape, machine, job)
+        (what, how, _try(shape, other, changed, tokens))
+        for what, how, other, changed in configurations(shape, machine, job)
     )
     return PaperPlan(
         shape, machine, job, outcome, thresholds(shape, machine, job, outcome),
@@ -364,7 +407,9 @@ def _whole(value: float) -> int | None:
 def _brief(shape: Shape, outcome: Outcome | None) -> dict | None:
     if outcome is None:
         return None
-    resident = sum(n for n, group in zip(outcome.placement.resident, shape.groups, strict=True) if group.repeated)
+    resident = sum(
+        n for n, group in zip(outcome.placement.resident, shape.groups, strict=True) if group.repeated
+    )
     return {
         "tokens": outcome.tokens,
         "resident_layers": resident,

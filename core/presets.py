@@ -83,7 +83,9 @@ CARDS: dict[str, Card] = {
         _card("l40s", "L40S", 48, 362, 22, 864, "vendor", workstation=True),
         _card("a100", "A100 80 GB", 80, 156, 22, 2039, "note", workstation=True),
         _card("h100", "H100 80 GB", 80, 330, 22, 3350, "note", workstation=True),
-        _card("rtx-pro-6000", "RTX PRO 6000 Blackwell", 96, 210, 22, 1792, "note", nvfp4=567, workstation=True),
+        _card(
+            "rtx-pro-6000", "RTX PRO 6000 Blackwell", 96, 210, 22, 1792, "note", nvfp4=567, workstation=True
+        ),
         _card("h200", "H200", 141, 797, 55.5, 4800, "measured", workstation=True),
     )
 }
@@ -164,7 +166,7 @@ class Quant:
 
 
 def find_quant(asked: str) -> Quant:
-    """"nf4" or "nf4+nf2" (dense + experts); ValueError names the nearest."""
+    """ "nf4" or "nf4+nf2" (dense + experts); ValueError names the nearest."""
     parts = asked.lower().split("+")
     if not 1 <= len(parts) <= 2:
         raise ValueError(f"quant {asked[:80]!r} is unknown; write one name, or DENSE+EXPERTS as in nf4+nf2")

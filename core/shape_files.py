@@ -37,21 +37,29 @@ _EXPERT = re.compile(r"\.experts?\.")
 
 def is_path(model: str) -> bool:
     """Whether `model` means something on disk rather than a named shape."""
-    return os.path.exists(model) or model.endswith((".safetensors", ".json", ".gguf", *_PICKLES)) or "/" in model
+    return (
+        os.path.exists(model) or model.endswith((".safetensors", ".json", ".gguf", *_PICKLES)) or "/" in model
+    )
 
 
 def read_shape(path: str | os.PathLike) -> Shape:
     """The shape of what `path` names. Raises WeightsError (bad, hostile, missing) or UnsupportedError (another format)."""
     path = Path(path)
     if path.suffix.lower() in _PICKLES:
-        raise WeightsError(f"{path} may hold a pickle, which is never opened; convert it to .safetensors first")
+        raise WeightsError(
+            f"{path} may hold a pickle, which is never opened; convert it to .safetensors first"
+        )
     if path.suffix.lower() == ".gguf":
-        raise UnsupportedError(f"{path}: GGUF files are not read here; name the shape and --quant q8_0 or q4_k instead")
+        raise UnsupportedError(
+            f"{path}: GGUF files are not read here; name the shape and --quant q8_0 or q4_k instead"
+        )
     try:
         if path.is_dir():
             return _read_folder(path)
         if not path.is_file():
-            raise WeightsError(f"{path} is not there (or is no regular file); name a file, a folder or a known model")
+            raise WeightsError(
+                f"{path} is not there (or is no regular file); name a file, a folder or a known model"
+            )
         if path.name.endswith(".json"):
             data = read_json(path, MAX_JSON)
             if isinstance(data, dict) and "weight_map" in data:
@@ -69,14 +77,18 @@ def read_header(path: Path) -> dict[str, tuple[int, tuple[int, ...]]]:
         first = file.read(8)
         length = int.from_bytes(first, "little")
         if len(first) < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
-            raise WeightsError(f"{path} is no whole safetensors file: its header cannot be {length} bytes long")
+            raise WeightsError(
+                f"{path} is no whole safetensors file: its header cannot be {length} bytes long"
+            )
         text = file.read(length)
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path}: its safetensors header is not JSON ({type(error).__name__})") from error
     if not isinstance(header, dict) or len(header) > MAX_TENSORS:
-        raise WeightsError(f"{path}: its safetensors header is not an object of at most {MAX_TENSORS} tensors")
+        raise WeightsError(
+            f"{path}: its safetensors header is not an object of at most {MAX_TENSORS} tensors"
+        )
     tensors = {}
     for name, entry in header.items():
         if name != "__metadata__":
@@ -90,13 +102,17 @@ def _checked(path: Path, name: str, entry: Any, data: int) -> tuple[int, tuple[i
     """One header entry, or WeightsError: types, known dtype, offsets inside the file, length equal to shape x dtype."""
     try:
         bits, dims, (begin, end) = DTYPE_BITS[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        good = len(dims) <= 16 and all(type(n) is int and 0 <= n <= MAX_DIM for n in (*dims, *([0] if not dims else [])))
+        good = len(dims) <= 16 and all(
+            type(n) is int and 0 <= n <= MAX_DIM for n in (*dims, *([0] if not dims else []))
+        )
         good = good and type(begin) is int and type(end) is int and 0 <= begin <= end <= data
         good = good and (end - begin) * 8 == math.prod(dims) * bits
     except (KeyError, TypeError, ValueError):
         good = False
     if not good:
-        raise WeightsError(f"{path}: tensor {name[:80]!r} has a bad dtype, shape or place in the file; fetch the file again")
+        raise WeightsError(
+            f"{path}: tensor {name[:80]!r} has a bad dtype, shape or place in the file; fetch the file again"
+        )
     return end - begin, tuple(dims)
 
 
@@ -173,7 +189,9 @@ def _shape_of_tensors(name: str, source: str, tensors: dict, config: dict) -> Sh
     # The width most matrices share is what passes from layer to layer; ties go to the larger.
     hidden = max(widths, key=lambda width: (widths[width], width)) if widths else 1
     used = config.get("num_experts_per_tok")
-    language = any("embed_tokens" in tensor or "lm_head" in tensor or "tok_embeddings" in tensor for tensor in tensors)
+    language = any(
+        "embed_tokens" in tensor or "lm_head" in tensor or "tok_embeddings" in tensor for tensor in tensors
+    )
     kinds: dict[tuple, list] = defaultdict(list)
     for (prefix, _), members in sorted(layers.items()):
         kinds[prefix, tuple(sorted((size, dims) for _, size, dims in members))].append(members)
@@ -214,7 +232,9 @@ def _group(name: str, count: int, members: list, hidden: int, used: Any, languag
     if expert:
         share = used / experts if type(used) is int and 0 < used <= experts else 1.0
         active += int(expert * share)
-    kept = shapes.widths(hidden, hidden, hidden // 4 if language else hidden, widest, gated=language, modulated=not language)
+    kept = shapes.widths(
+        hidden, hidden, hidden // 4 if language else hidden, widest, gated=language, modulated=not language
+    )
     return Group(
         name, count, params, active, expert, attention_width=hidden, adapter_width=adapters, stored_bytes=stored, **kept
     )  # fmt: skip
@@ -226,7 +246,9 @@ def _number(config: dict, *names: str, default: int | None = None, most: int = 1
         value = config.get(name)
         if value is not None:
             if type(value) is not int or not 0 <= value <= most:
-                raise WeightsError(f"config.json: {name}={str(value)[:40]!r} is no whole number from 0 to {most}")
+                raise WeightsError(
+                    f"config.json: {name}={str(value)[:40]!r} is no whole number from 0 to {most}"
+                )
             return value
     if default is None:
         raise WeightsError(f"config.json: {names[0]} is missing, so the model's shape is not known")
@@ -241,19 +263,29 @@ def shape_of_config(config: Any, source: str) -> Shape:
     name = Path(source).parent.name if source.endswith(".json") else Path(source).name
     name = name or "model"
     if cls in ("FluxTransformer2DModel", "Flux2Transformer2DModel"):
-        hidden = _number(config, "num_attention_heads", most=4096) * _number(config, "attention_head_dim", most=4096)
+        hidden = _number(config, "num_attention_heads", most=4096) * _number(
+            config, "attention_head_dim", most=4096
+        )
         build = shapes.flux1 if cls.startswith("FluxT") else shapes.flux2
-        return build(name, name, read, _layers(config), _number(config, "num_single_layers", most=10_000), hidden)
+        return build(
+            name, name, read, _layers(config), _number(config, "num_single_layers", most=10_000), hidden
+        )
     if cls in ("QwenImageTransformer2DModel", "WanTransformer3DModel"):
-        hidden = _number(config, "num_attention_heads", most=4096) * _number(config, "attention_head_dim", most=4096)
+        hidden = _number(config, "num_attention_heads", most=4096) * _number(
+            config, "attention_head_dim", most=4096
+        )
         if cls.startswith("Qwen"):
             return shapes.qwen_image(name, name, read, _layers(config), hidden)
         return shapes.wan(name, name, read, _layers(config), hidden, _number(config, "ffn_dim"))
     if cls == "ZImageTransformer2DModel":
         hidden, refiners = _number(config, "dim"), 2 * _number(config, "n_refiner_layers", most=10_000)
-        return shapes.z_image(name, name, read, _layers(config, "n_layers"), refiners, hidden, hidden * 8 // 3)
+        return shapes.z_image(
+            name, name, read, _layers(config, "n_layers"), refiners, hidden, hidden * 8 // 3
+        )
     if cls:
-        raise UnsupportedError(f"{source}: {cls} is not known by its config; give its .safetensors file or folder")
+        raise UnsupportedError(
+            f"{source}: {cls} is not known by its config; give its .safetensors file or folder"
+        )
     text = config.get("text_config")
     return _language_config(text if isinstance(text, dict) else config, name, read)
 
@@ -266,7 +298,10 @@ def _layers(config: dict, *names: str) -> int:
 
 
 def _language_config(config: dict, name: str, source: str) -> Shape:
-    hidden, layers = _number(config, "hidden_size", "d_model"), _layers(config, "num_hidden_layers", "num_layers")
+    hidden, layers = (
+        _number(config, "hidden_size", "d_model"),
+        _layers(config, "num_hidden_layers", "num_layers"),
+    )
     heads = _number(config, "num_attention_heads", "num_heads", most=1 << 16)
     if not hidden or not heads:
         raise WeightsError("config.json: hidden_size and num_attention_heads must be at least 1")
@@ -277,10 +312,14 @@ def _language_config(config: dict, name: str, source: str) -> Shape:
     used = min(_number(config, "num_experts_per_tok", default=experts, most=1 << 16), experts)
     expert_ff = _number(config, "moe_intermediate_size", default=ff)
     shared = _number(config, "n_shared_experts", default=0, most=1 << 10) * expert_ff
-    dense = min(layers, _number(config, "first_k_dense_replace", default=0 if experts else layers, most=10_000))
+    dense = min(
+        layers, _number(config, "first_k_dense_replace", default=0 if experts else layers, most=10_000)
+    )
     groups = []
     if dense or not experts:
-        groups.append(shapes.language_layer("dense layer", dense or layers, hidden, heads, kv_heads, head_dim, ff))
+        groups.append(
+            shapes.language_layer("dense layer", dense or layers, hidden, heads, kv_heads, head_dim, ff)
+        )
     if experts and layers > dense:
         groups.append(
             shapes.language_layer(

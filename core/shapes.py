@@ -83,7 +83,9 @@ class Shape:
         return sum(4 * causal * context * group.count * group.attention_width for group in self.groups)
 
 
-def widths(hidden: int, query: int, kv: int, ff: int, *, gated: bool, modulated: bool = False, copies: int = 0) -> dict:
+def widths(
+    hidden: int, query: int, kv: int, ff: int, *, gated: bool, modulated: bool = False, copies: int = 0
+) -> dict:
     """`live_width` and `saved_width` of a transformer layer.
 
     Forward: 9 hidden + 2 ff (3 when gated); 17 x 3072 a token for Flux.1, as measured (0.45 GiB at 4608 tokens).
@@ -92,7 +94,14 @@ def widths(hidden: int, query: int, kv: int, ff: int, *, gated: bool, modulated:
     hidden-wide for modulation; `copies` hidden-wide for tokens handed to experts and back.
     """
     live = 9 * hidden + (3 if gated else 2) * ff + copies * hidden
-    saved = 5 * hidden + query + 2 * kv + (6 if gated else 4) * ff + (4 * hidden if modulated else 0) + copies * hidden
+    saved = (
+        5 * hidden
+        + query
+        + 2 * kv
+        + (6 if gated else 4) * ff
+        + (4 * hidden if modulated else 0)
+        + copies * hidden
+    )
     return {"live_width": live, "saved_width": saved}
 
 
@@ -151,7 +160,9 @@ def _outside(total: int, groups: tuple[Group, ...]) -> tuple[Group, ...]:
     return (*groups, Group("outside the layers", 1, rest, 0, repeated=False))
 
 
-def flux1(name: str, title: str, source: str, double: int = 19, single: int = 38, hidden: int = 3072, total: int = 0):
+def flux1(
+    name: str, title: str, source: str, double: int = 19, single: int = 38, hidden: int = 3072, total: int = 0
+):
     """Flux.1: double blocks of two streams (18 d^2 each, 6 of them modulation), single blocks of 15 d^2 (3 modulation)."""
     square = hidden * hidden
     groups = (
@@ -164,7 +175,9 @@ def flux1(name: str, title: str, source: str, double: int = 19, single: int = 38
     )  # fmt: skip
 
 
-def flux2(name: str, title: str, source: str, double: int = 8, single: int = 48, hidden: int = 6144, total: int = 0):
+def flux2(
+    name: str, title: str, source: str, double: int = 8, single: int = 48, hidden: int = 6144, total: int = 0
+):
     """Flux.2: as Flux.1 with a gated MLP of 3 d (13 d^2 a stream) and modulation shared by all blocks."""
     square = hidden * hidden
     groups = (
@@ -180,25 +193,57 @@ def flux2(name: str, title: str, source: str, double: int = 8, single: int = 48,
 def qwen_image(name: str, title: str, source: str, layers: int = 60, hidden: int = 3072, total: int = 0):
     """Qwen-Image: double blocks throughout (two streams of 18 d^2, 6 of them modulation)."""
     square = hidden * hidden
-    groups = (diffusion_layer("block", layers, 36 * square, 12 * square, hidden, 4 * hidden, adapter_width=36 * hidden),)
+    groups = (
+        diffusion_layer(
+            "block", layers, 36 * square, 12 * square, hidden, 4 * hidden, adapter_width=36 * hidden
+        ),
+    )
     return Shape(
         name, title, source, "diffusion", _outside(total, groups) if total else groups, hidden,
         4096 + 256, "1024 x 1024 image with 256 text tokens",
     )  # fmt: skip
 
 
-def wan(name: str, title: str, source: str, layers: int = 40, hidden: int = 5120, ff: int = 13824, total: int = 0, note=""):
+def wan(
+    name: str,
+    title: str,
+    source: str,
+    layers: int = 40,
+    hidden: int = 5120,
+    ff: int = 13824,
+    total: int = 0,
+    note="",
+):
     """Wan: self-attention 4 d^2, cross-attention 4 d^2 (half of it over the few text tokens), MLP."""
     square = hidden * hidden
     params = 8 * square + 2 * hidden * ff
-    groups = (diffusion_layer("block", layers, params, 6 * square + 2 * hidden * ff, hidden, ff, adapter_width=16 * hidden + 2 * (hidden + ff)),)
+    groups = (
+        diffusion_layer(
+            "block",
+            layers,
+            params,
+            6 * square + 2 * hidden * ff,
+            hidden,
+            ff,
+            adapter_width=16 * hidden + 2 * (hidden + ff),
+        ),
+    )
     return Shape(
         name, title, source, "diffusion", _outside(total, groups) if total else groups, hidden,
         21 * 30 * 52, "81-frame 832 x 480 clip", note=note,
     )  # fmt: skip
 
 
-def z_image(name: str, title: str, source: str, layers: int = 30, refiners: int = 4, hidden: int = 3840, ff: int = 10240, total: int = 0):
+def z_image(
+    name: str,
+    title: str,
+    source: str,
+    layers: int = 30,
+    refiners: int = 4,
+    hidden: int = 3840,
+    ff: int = 10240,
+    total: int = 0,
+):
     """Z-Image: one stream, attention 4 d^2 and a gated MLP; its refiners are layers of the same kind."""
     params = 4 * hidden * hidden + 3 * hidden * ff
     groups = (diffusion_layer("block", layers + refiners, params, params, hidden, ff, gated=True),)
