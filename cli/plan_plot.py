@@ -6,8 +6,8 @@ import math
 import os
 from pathlib import Path
 
-from ..core import paper
-from ..core.paper import PaperPlan
+from ..core import paper_plan
+from ..core.paper_plan import PaperPlan
 
 STYLES = ("-", "--", "-.", ":")
 POINTS = tuple(round(2 ** (power / 4)) for power in range(4 * 8, 4 * 16 + 1))
@@ -16,18 +16,14 @@ TICKS = (0, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_0
 
 def lines_of(plan: PaperPlan) -> list[tuple[str, list[tuple[int, float]]]]:
     """(label, [(tokens, overhead), ...]) of this plan and of each change, where it fits; residency chosen at each point."""
-    asked = [("as asked", plan.machine, plan.job)]
-    asked += [
-        (what, machine, job)
-        for what, _, machine, job in paper.configurations(plan.shape, plan.machine, plan.job)
+    changes = paper_plan.configurations(plan.shape, plan.machine, plan.job)
+    asked = [("as asked", plan.machine, plan.job)] + [
+        (what, machine, job) for what, _, machine, job in changes
     ]
     lines = []
     for label, machine, job in asked:
-        points = [
-            (tokens, at.step.overhead)
-            for tokens, at in paper.sweep(plan.shape, machine, job)
-            if at is not None
-        ]
+        swept = paper_plan.sweep(plan.shape, machine, job, POINTS)
+        points = [(tokens, at.step.overhead) for tokens, at in swept if at is not None]
         if points:
             lines.append((label, points))
     return lines
@@ -43,10 +39,10 @@ def draw(plan: PaperPlan, path: str) -> None:
     drawn: dict[tuple, list[str]] = {}
     for label, points in lines_of(plan):
         drawn.setdefault(tuple(points), []).append(label)
-    for number, (points, labels) in enumerate(drawn.items()):
+    for number, (line, labels) in enumerate(drawn.items()):
         # Configurations that make no difference share one line, and its label says so.
         axes.plot(
-            [tokens for tokens, _ in points], [100 * overhead for _, overhead in points], 
+            [tokens for tokens, _ in line], [100 * overhead for _, overhead in line],
             linewidth=2.5 if number == 0 else 1.5, linestyle=STYLES[number % len(STYLES)], label="\n= ".join(labels),
         )  # fmt: skip
     axes.set_xscale("log", base=2)
@@ -68,7 +64,7 @@ def draw(plan: PaperPlan, path: str) -> None:
     threshold = plan.thresholds["by_phase"]
     if threshold and math.isfinite(threshold):
         axes.set_xlabel(
-            f"tokens a step (batch x length); with today's residency streaming is free from about {threshold:,.0f}"
+            f"tokens a step (batch x length); as planned, streaming is free from about {threshold:,.0f} on"
         )
     else:
         axes.set_xlabel("tokens a step (batch x length)")

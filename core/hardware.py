@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -189,8 +190,8 @@ def measure_link(torch, device, free: int, seconds: float = 0.04) -> tuple[LinkS
         here = torch.zeros(most, dtype=torch.uint8, pin_memory=pinned)  # zeros: touched before it is timed
         for size in sizes if pinned else [most]:
             a, b = there[:size], here[:size]
-            down = _timed(torch, lambda a=a, b=b: a.copy_(b, non_blocking=True), seconds)
-            up = _timed(torch, lambda a=a, b=b: b.copy_(a, non_blocking=True), seconds)
+            down = _timed(torch, partial(a.copy_, b, non_blocking=True), seconds)
+            up = _timed(torch, partial(b.copy_, a, non_blocking=True), seconds)
             samples += [
                 LinkSample("to device", pinned, size, size / down),
                 LinkSample("to host", pinned, size, size / up),
@@ -204,7 +205,7 @@ def measure_compute(torch, device, dtype, shapes=COMPUTE_SHAPES, seconds: float 
     for tokens, inputs, outputs in shapes:
         x = _pattern(torch, (tokens, inputs), dtype, device)
         weight = _pattern(torch, (outputs, inputs), dtype, device)
-        took = _timed(torch, lambda x=x, weight=weight: torch.nn.functional.linear(x, weight), seconds)
+        took = _timed(torch, partial(torch.nn.functional.linear, x, weight), seconds)
         found.append(((tokens, inputs, outputs), 2 * tokens * inputs * outputs / took))
     return tuple(found)
 
@@ -374,7 +375,8 @@ def probe(folder: str | os.PathLike = ".", *, disk: bool = True, extras: bool = 
     start = time.monotonic()
     torch = torch_build()
     memory = host.host_memory()
-    gpu, reason = None, "torch cannot be imported"
+    gpu: Gpu | None = None
+    reason: str | None = "torch cannot be imported"
     cpu_flops = None
     if torch.error is None:
         gpu, reason = host.bounded(lambda: probe_gpu(memory), GPU_SECONDS, "the GPU probe")

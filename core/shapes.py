@@ -129,7 +129,7 @@ def language_model(
 ) -> Shape:  # fmt: skip
     """Layers, an embedding (looked up: no matrix product) and a head (the same matrix where `tied`)."""
     rows = hidden * vocabulary
-    outside = (Group("head (and embedding, tied)", 1, rows, rows, repeated=False),)
+    outside: tuple[Group, ...] = (Group("head (and embedding, tied)", 1, rows, rows, repeated=False),)
     if not tied:
         outside = (
             Group("embedding", 1, rows, 0, repeated=False),
