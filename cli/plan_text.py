@@ -34,7 +34,15 @@ def _tokens(value: float) -> str:
 
 def text(plan: PaperPlan, remarks: list[str]) -> str:
     """The plan in words a newcomer understands, then the figures."""
-    blocks = [_headline(plan), *remarks, _where(plan), _speed(plan), _free_from(plan), _vram(plan)]
+    blocks = [
+        _headline(plan),
+        *remarks,
+        _where(plan),
+        _speed(plan),
+        _generation(plan),
+        _free_from(plan),
+        _vram(plan),
+    ]
     blocks += [_batch(plan), _what_if(plan), _sources(plan)]
     return "\n\n".join(_wrap(block) for block in blocks if block)
 
@@ -90,7 +98,8 @@ WAITS = {
 
 def _speed(plan: PaperPlan) -> str:
     step, rates = plan.outcome.step, plan.machine.rates(plan.job)
-    name = "training step" if plan.job.mode == "train" else "pass (one sampling step, or one prompt)"
+    name = "sampling step" if plan.shape.kind == "diffusion" else "pass"
+    name = "training step" if plan.job.mode == "train" else name
     line = f"One {name} over {_sample(plan, plan.outcome.tokens)} takes about {seconds(step.seconds)}."
     if plan.outcome.placement.streamed_wire == 0:
         return line + " The card's own speed is the limit."
@@ -107,6 +116,15 @@ def _speed(plan: PaperPlan) -> str:
         else f"{step.overhead * 100:.0f} % longer than"
     )
     return f"{line} That is {slower} on a card that holds the whole model ({seconds(step.compute_seconds)}): it waits for {what}."
+
+
+def _generation(plan: PaperPlan) -> str:
+    if plan.generation is None:
+        return ""
+    streams = (
+        " (every streamed layer is copied again for each)" if plan.outcome.placement.streamed_wire else ""
+    )
+    return f"After the prompt, one new token takes about {seconds(plan.generation.seconds)}{streams}."
 
 
 def _free_from(plan: PaperPlan) -> str:

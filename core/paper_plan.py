@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from . import cost, presets
+from .cost import Step
 from .errors import BudgetError
-from .paper import Job, Machine, Outcome, evaluate, wire_bytes
+from .paper import Job, Machine, Outcome, evaluate, wire_bytes, work_of
 from .presets import GB, Drive
 from .shapes import Shape
 from .sizes import GIB
@@ -28,6 +29,7 @@ class PaperPlan:
     outcome: Outcome
     thresholds: dict[str, float]
     best: Outcome | None
+    generation: Step | None  # one token more of a language model, after its prompt
     what_if: tuple[tuple[str, str, Outcome | None], ...]
 
     @property
@@ -134,7 +136,8 @@ def configurations(shape: Shape, machine: Machine, job: Job) -> list[tuple[str, 
         changes.append(
             ("lossless packing of the weights", "--codec lossless", machine, replace(job, codec="lossless"))
         )
-    bits = shape.bytes_in(job.quant) * 8 / shape.params
+    layers = [group for group in shape.groups if group.repeated]
+    bits = 8 * sum(g.count * g.bytes_in(job.quant) for g in layers) / sum(g.count * g.params for g in layers)
     for name in ("fp8", "nf4"):
         if presets.QUANT_BITS[name] < bits * 0.75:
             changes.append(
@@ -172,9 +175,15 @@ def plan(shape: Shape, machine: Machine, job: Job) -> PaperPlan:
         (what, how, _try(shape, other, changed, tokens))
         for what, how, other, changed in configurations(shape, machine, job)
     )
+    generation = None
+    if shape.kind == "language" and job.mode == "infer":
+        used = replace(job, codec=outcome.codec)
+        one = work_of(shape, machine, used, outcome.placement, 1)
+        one = replace(one, attention_per_token=outcome.work.attention_per_token)
+        generation = cost.step_time(1, one, machine.rates(used), "infer")
     return PaperPlan(
         shape, machine, job, outcome, thresholds(shape, machine, job, outcome),
-        best_batch(shape, machine, job, min(tokens, shape.sample_tokens)), changed,
+        best_batch(shape, machine, job, min(tokens, shape.sample_tokens)), generation, changed,
     )  # fmt: skip
 
 
@@ -237,6 +246,7 @@ def to_dict(plan: PaperPlan) -> dict:
             "drive_bytes": plan.from_drive_bytes,
         },
         "best": (_brief(shape, plan.best) or {}) | ({"batch": plan.best.tokens // sample} if plan.best else {}),
+        "generation_seconds_per_token": plan.generation.seconds if plan.generation else None,
         "what_if": [
             {"change": what, "option": how, "fits": other is not None,
              "speedup": outcome.step.seconds / other.step.seconds if other else None, **(_brief(shape, other) or {})}
