@@ -237,7 +237,7 @@ def _evaluate(shape: Shape, machine: Machine, job: Job, tokens: int) -> Outcome:
         )  # fmt: skip
     if machine.disk is None and placement.streamed_wire > machine.host_bytes:
         least_ram = placement.streamed_wire + max(
-            RAM_KEPT_LEAST, int(placement.streamed_wire * RAM_KEPT_SHARE / (1 - RAM_KEPT_SHARE)) + 1
+            RAM_KEPT_LEAST, math.ceil(placement.streamed_wire * RAM_KEPT_SHARE / (1 - RAM_KEPT_SHARE))
         )
         raise BudgetError(
             f"{format_size(placement.streamed_wire)} of weights do not fit on the card and RAM can hold "
