@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 
+from ..core import paper
 from ..core.paper import Machine
 from ..core.paper_plan import PaperPlan
 from ..core.presets import GB
@@ -29,7 +30,7 @@ def seconds(value: float) -> str:
 
 
 def _tokens(value: float) -> str:
-    return "no number of" if value == float("inf") else f"{math.ceil(value):,}"
+    return "never" if math.isinf(value) else f"{math.ceil(value):,}"
 
 
 def text(plan: PaperPlan, remarks: list[str]) -> str:
@@ -131,10 +132,14 @@ def _free_from(plan: PaperPlan) -> str:
     if plan.outcome.placement.streamed_wire == 0:
         return ""
     rule, phase = plan.thresholds["published_rule"], plan.thresholds["by_phase"]
+    if math.isinf(phase):
+        return "With these layers on the card, no number of tokens hides the copies fully."
+    free = paper.reserve(plan.shape, plan.job, math.ceil(phase)).total + plan.outcome.vram.weights
+    room = " (so many take VRAM, and fewer layers could stay)" if free > plan.machine.card.vram else ""
     return (
-        f"With these layers on the card, streaming costs nothing from about {_tokens(phase)} tokens a step on. More tokens "
-        "give the card more to compute while copies arrive (tokens are batch times image or text length). The simpler "
-        f"published rule says {_tokens(rule)}."
+        f"With these layers on the card, streaming costs nothing from about {_tokens(phase)} tokens a step on{room}. More "
+        "tokens give the card more to compute while copies arrive; tokens are batch times image or text length. The "
+        f"simpler published rule (one transfer a step, no attention) says {_tokens(rule)}."
     )
 
 

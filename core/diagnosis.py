@@ -20,7 +20,7 @@ LINK_GOOD, LINK_FAIR = 20 * GB, 9 * GB
 DISK_GOOD, DISK_FAIR = 5 * GB, 2 * GB
 COMPUTE_SHARE = 0.75  # of the preset's figure for the same card
 OTHERS_SHARE = 0.15  # of VRAM held by other programs before it is worth saying
-FREE_GOOD, FREE_FAIR = 24 * GIB, 8 * GIB
+FREE_GOOD, FREE_FAIR = 16 * GIB, 8 * GIB
 
 
 @dataclass(frozen=True)

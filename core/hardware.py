@@ -120,19 +120,19 @@ def torch_build() -> Torch:
 
 
 def _smi(query: str) -> str | None:
-    """One field of nvidia-smi for the first GPU, or None; bounded to 3 s."""
+    """One field of nvidia-smi, or None: where it is absent, slow (3 s) or speaks of several GPUs that differ in it."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
     try:
         done = subprocess.run(
-            [tool, f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", "0"],
+            [tool, f"--query-gpu={query}", "--format=csv,noheader,nounits"],
             capture_output=True, text=True, timeout=3, check=False,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = done.stdout.strip().splitlines()
-    return lines[0].strip()[:80] if done.returncode == 0 and lines else None
+    values = {line.strip()[:80] for line in done.stdout.splitlines() if line.strip()}
+    return values.pop() if done.returncode == 0 and len(values) == 1 else None
 
 
 def driver_version() -> str | None:
