@@ -32,6 +32,13 @@ DTYPE_BITS = {
 }  # fmt: skip
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}
 _LAYER = re.compile(r"(?:^|\.)([a-zA-Z_][\w]*)\.(\d{1,5})\.")
+# What an image token does not pass: the text stream's own matrices, keys and values of text, and modulation (one vector a
+# sample), in the namings of diffusers and of the original checkpoints.
+_ASIDE = re.compile(
+    r"(?:^|[._])(?:txt_(?:attn|mlp|mod)|add_[qkv]_proj|to_add_out|ff_context|(?:img_)?mod(?:ulation)?\.|adaLN|"
+    r"norm1(?:_context)?\.linear|norm\.linear|attn2\.to_[kv]\.|cross_attn\.[kv]\.)"
+)
+_LANGUAGE = ("embed_tokens", "lm_head", "tok_embeddings", "shared.weight", "wte.weight")
 _EXPERT = re.compile(r"\.experts?\.")
 
 
@@ -44,7 +51,13 @@ def is_path(model: str) -> bool:
 
 def read_shape(path: str | os.PathLike) -> Shape:
     """The shape of what `path` names. Raises WeightsError (bad, hostile, missing) or UnsupportedError (another format)."""
-    path = Path(path)
+    shape = _read(Path(path))
+    if shape.active_params <= 0 or shape.layers <= 0:
+        raise WeightsError(f"{path} holds no layers with matrices, so there is nothing to plan")
+    return shape
+
+
+def _read(path: Path) -> Shape:
     if path.suffix.lower() in _PICKLES:
         raise WeightsError(
             f"{path} may hold a pickle, which is never opened; convert it to .safetensors first"
@@ -180,6 +193,8 @@ def _shape_of_tensors(name: str, source: str, tensors: dict, config: dict) -> Sh
     layers: dict[tuple[str, int], list] = defaultdict(list)
     outside = []
     for tensor, (size, dims) in tensors.items():
+        if f"{tensor}.absmax" in tensors:  # bitsandbytes keeps two 4-bit weights in a byte
+            dims = (2 * dims[0], *dims[1:]) if dims else dims
         match = _LAYER.search(tensor)
         if match:
             layers[tensor[: match.end(1)], int(match[2])].append((tensor, size, dims))
@@ -189,9 +204,7 @@ def _shape_of_tensors(name: str, source: str, tensors: dict, config: dict) -> Sh
     # The width most matrices share is what passes from layer to layer; ties go to the larger.
     hidden = max(widths, key=lambda width: (widths[width], width)) if widths else 1
     used = config.get("num_experts_per_tok")
-    language = any(
-        "embed_tokens" in tensor or "lm_head" in tensor or "tok_embeddings" in tensor for tensor in tensors
-    )
+    language = any(any(word in tensor for word in _LANGUAGE) for tensor in tensors)
     kinds: dict[tuple, list] = defaultdict(list)
     for (prefix, _), members in sorted(layers.items()):
         kinds[prefix, tuple(sorted((size, dims) for _, size, dims in members))].append(members)
@@ -225,7 +238,7 @@ def _group(name: str, count: int, members: list, hidden: int, used: Any, languag
             indices.add(match[1] if match else "all")
             routed = max(routed, dims[0] if match is None and len(dims) == 3 else 0)
         elif len(dims) >= 2:
-            active += elements
+            active += elements if language or not _ASIDE.search(tensor) else 0
             adapters += dims[0] + math.prod(dims[1:])
             widest = max(widest, *dims[:2])
     experts = max(len(indices), routed)

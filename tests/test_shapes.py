@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 
 import pytest
 import torch
-from carom.core import presets, shape_files, shapes
-from carom.core.errors import UnsupportedError, WeightsError
+from carom.core import paper_plan, presets, shape_files, shapes
+from carom.core.errors import CaromError, UnsupportedError, WeightsError
+from carom.core.paper import Job, Machine
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 # Parameters counted by building each class on meta with diffusers, or published by its makers, in billions.
@@ -192,6 +196,51 @@ def test_a_diffusers_config_gives_the_layers(cls, settings):
     assert shape.name == "transformer"
 
 
+TINY = {
+    "FluxTransformer2DModel": {"num_layers": 2, "num_single_layers": 3, "joint_attention_dim": 32, "pooled_projection_dim": 16, "axes_dims_rope": (4, 4, 8)},
+    "Flux2Transformer2DModel": {"num_layers": 2, "num_single_layers": 3, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 4, 4)},
+    "QwenImageTransformer2DModel": {"num_layers": 3, "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8)},
+    "WanTransformer3DModel": {"num_layers": 3, "ffn_dim": 256, "text_dim": 32},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", TINY)
+def test_a_checkpoint_and_its_config_agree_on_layers_and_active_parameters(tmp_path, cls):
+    import diffusers
+
+    model = getattr(diffusers, cls)(num_attention_heads=8, attention_head_dim=16, **TINY[cls]).to(
+        torch.bfloat16
+    )
+    model.save_pretrained(tmp_path)
+    read = shape_files.read_shape(tmp_path)
+    told = shape_files.read_shape(tmp_path / "config.json")
+    assert read.params == sum(p.numel() for p in model.parameters())
+    assert read.layers == told.layers and read.hidden == told.hidden
+    layers = [[g for g in shape.groups if g.repeated] for shape in (read, told)]
+    params, active = (
+        [sum(g.count * getattr(g, what) for g in groups) for groups in layers]
+        for what in ("params", "active_params")
+    )
+    assert params[0] == pytest.approx(params[1], rel=0.02)
+    assert active[0] == pytest.approx(active[1], rel=0.02)
+
+
+def test_packed_four_bit_weights_count_two_to_a_byte(tmp_path):
+    tensors = {
+        "layers.0.q.weight": torch.zeros(128, 1, dtype=torch.uint8),
+        "layers.0.q.weight.absmax": torch.zeros(4),
+    }
+    save_file(tensors, tmp_path / "m.safetensors")
+    layer = shape_files.read_shape(tmp_path / "m.safetensors").groups[0]
+    assert layer.active_params == 256 and layer.stored_bytes == 128 + 16
+
+
+def test_a_file_without_matrices_is_a_weights_error(tmp_path):
+    save_file({"layers.0.bias": torch.zeros(8)}, tmp_path / "m.safetensors")
+    with pytest.raises(WeightsError, match="nothing to plan"):
+        shape_files.read_shape(tmp_path / "m.safetensors")
+
+
 def header_file(path, header, data=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
@@ -314,3 +363,47 @@ def test_an_oversized_json_is_refused(tmp_path, monkeypatch):
     path.write_text(json.dumps({"weight_map": {f"t{i}": "a.safetensors" for i in range(50)}}))
     with pytest.raises(WeightsError, match="larger"):
         shape_files.read_shape(path)
+
+
+KEYS = ["_class_name", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "intermediate_size", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
+        "first_k_dense_replace", "vocab_size", "tie_word_embeddings", "num_layers", "num_single_layers", "attention_head_dim",
+        "ffn_dim", "dim", "n_layers", "n_refiner_layers", "text_config"]  # fmt: skip
+CLASSES = ["FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel", "ZImageTransformer2DModel"]  # fmt: skip
+values = st.one_of(
+    st.integers(-2, 200),
+    st.integers(),
+    st.none(),
+    st.text(max_size=3),
+    st.booleans(),
+    st.floats(),
+    st.sampled_from(CLASSES),
+)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.dictionaries(st.sampled_from(KEYS), values, max_size=len(KEYS)))
+def test_any_config_is_planned_or_refused_by_one_of_our_errors(tmp_path, config):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    try:
+        shape = shape_files.read_shape(path)
+        plan = paper_plan.plan(shape, Machine(presets.CARDS["rtx4090"], ram=64 << 30), Job("train"))
+    except CaromError:
+        return
+    json.dumps(paper_plan.to_dict(plan), allow_nan=False)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 255))
+def test_any_damage_to_a_file_is_read_or_refused_as_weights_error(tmp_path, noise, at, byte):
+    path = tmp_path / "m.safetensors"
+    if not path.exists():
+        tiny_llama(tmp_path, path.name)
+        (tmp_path / "good").write_bytes(path.read_bytes())
+    data = bytearray((tmp_path / "good").read_bytes())
+    data[at : at + len(noise)] = noise
+    data[(at * 7) % 300] = byte
+    path.write_bytes(data)
+    with contextlib.suppress(WeightsError):
+        assert shape_files.read_shape(path).params < 1 << 40
