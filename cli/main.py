@@ -13,6 +13,8 @@ from ..core.errors import CaromError
 COMMANDS: dict[str, str] = {
     "demo": "stream and train a model through a quarter of its size, and prove that nothing was lost",
     "bench": "Carom against no offloading, the roofline and installed peers, in one run",
+    "doctor": "what this machine can do, and what to fix",
+    "plan": "what a model would do on a card: what stays, what streams, how fast and why",
 }
 
 

@@ -1,0 +1,202 @@
+"""`carom plan MODEL`: what a model would do on a card, before one owns either."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import replace
+
+from ..core import hardware, host, paper_plan, presets, shape_files, shapes
+from ..core.errors import UnsupportedError
+from ..core.paper import Job, Machine
+from ..core.presets import GB, Card
+from ..core.sizes import parse_size
+from .plan_text import text
+
+# Without a GPU and without --gpu, plans are for the card the published measurements were made on; the output says so.
+REFERENCE = "rtx4090"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f".safetensors file, sharded folder, index.json, config.json, or one of: {', '.join(shapes.SHAPES)}",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=("infer", "train"),
+        default="infer",
+        help="train: LoRA on frozen weights, checkpointed",
+    )
+    parser.add_argument(
+        "--quant",
+        help=f"weights as: {', '.join(presets.QUANT_BITS)}; DENSE+EXPERTS for an MoE, as nf4+nf2 (default: as stored, or bf16)",
+    )
+    parser.add_argument(
+        "--gpu", help=f"probe (measure this machine, the default) or one of: {', '.join(presets.CARDS)}"
+    )
+    parser.add_argument(
+        "--vram", help="bound on the weights on the card, as 12GiB (default: all that is left of it)"
+    )
+    parser.add_argument(
+        "--ram", help="RAM of the machine, as 32GiB (default: of this machine with probe, else enough)"
+    )
+    parser.add_argument(
+        "--nvme",
+        help=f"drive to stream from: {', '.join(presets.DRIVES)}, a rate as 7GB (a second), or probe",
+    )
+    parser.add_argument(
+        "--gds", action="store_true", help="the drive reads to the card directly (GPUDirect Storage)"
+    )
+    parser.add_argument("--link", help="host to card, as 22GB (a second)")
+    parser.add_argument(
+        "--tokens", type=int, help="tokens of a step, batch x sequence (default: one image, clip or sequence)"
+    )
+    parser.add_argument("--rank", type=int, default=16, help="LoRA rank when training (default 16)")
+    parser.add_argument(
+        "--codec",
+        choices=("raw", "lossless"),
+        default="raw",
+        help="lossless: 16-bit weights packed to 70 %% on the way",
+    )
+    parser.add_argument(
+        "--compute", choices=("bf16", "nvfp4"), default="bf16", help="what the card computes in"
+    )
+    parser.add_argument("--plot", metavar="PNG", help="draw overhead over tokens, one line per configuration")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.plot and not args.plot.lower().endswith((".png", ".svg", ".pdf")):
+        raise ValueError(f"--plot {args.plot!r}: give a file name that ends in .png, .svg or .pdf")
+    shape = (
+        shape_files.read_shape(args.model)
+        if shape_files.is_path(args.model)
+        else shapes.find_shape(args.model)
+    )
+    machine, remarks = machine_of(args)
+    job = Job(
+        args.mode, args.tokens, _quant(args.quant, shape),
+        parse_size(args.vram, whole=machine.card.vram, setting="--vram") if args.vram else None,
+        args.rank, args.codec, args.compute,
+    )  # fmt: skip
+    plan = paper_plan.plan(shape, machine, job)
+    if args.plot:
+        from .plan_plot import draw
+
+        draw(plan, args.plot)
+    if args.json:
+        print(
+            json.dumps(
+                {**paper_plan.to_dict(plan), "remarks": remarks, "plot": args.plot}, indent=2, allow_nan=False
+            )
+        )
+    else:
+        print(text(plan, remarks))
+        if args.plot:
+            print(f"\nDrawn: {args.plot}")
+    return 0
+
+
+def _quant(asked: str | None, shape: shapes.Shape) -> presets.Quant | None:
+    if asked is not None:
+        return presets.find_quant(asked)
+    stored = any(group.stored_bytes is not None for group in shape.groups)
+    return None if stored else presets.find_quant("bf16")
+
+
+def _rate(value: str | None, setting: str) -> float | None:
+    if value is None:
+        return None
+    rate = float(parse_size(value.lower().removesuffix("/s"), setting=setting))
+    if rate < 1e6:
+        raise ValueError(f"{setting}={value!r} is less than 1 MB/s; write a rate such as 7GB")
+    return rate
+
+
+def machine_of(args: argparse.Namespace) -> tuple[Machine, list[str]]:
+    """The machine to plan for, and what the reader must know about where its figures come from."""
+    remarks: list[str] = []
+    probed = None
+    if args.gpu is None or args.gpu.lower() == "probe":
+        probed = hardware.probe(_folder(args.model), disk=args.nvme in (None, "probe"), extras=False)
+    if probed is not None and probed.gpu is None and args.gpu is not None:
+        raise UnsupportedError(
+            f"no GPU to probe here ({probed.gpu_reason}); name a card: --gpu {', '.join(presets.CARDS)}"
+        )
+    if probed is not None and probed.gpu is not None:
+        machine = measured_machine(probed)
+        remarks.append(f"Measured on this machine: {machine.card.title}.")
+    else:
+        card = presets.find("gpu", args.gpu or REFERENCE, presets.CARDS)
+        machine = Machine(card)
+        if args.gpu is None:
+            remarks.append(f"No GPU found here, so this is for a {card.title}; name yours with --gpu.")
+    if args.ram:
+        ram = parse_size(args.ram, whole=host.host_memory().total, setting="--ram")
+        machine = replace(machine, ram=ram, ram_usable=None)
+    if args.link:
+        machine = replace(
+            machine, card=replace(machine.card, link=_rate(args.link, "--link"), good_link=None)
+        )
+    if args.nvme and args.nvme != "probe":
+        machine = _with_drive(machine, args.nvme)
+    elif args.nvme == "probe" and machine.disk is None:
+        rate, reason = host.bounded(lambda: host.disk_rate(_folder(args.model)), 15.0, "the disk probe")
+        if rate is None:
+            raise UnsupportedError(f"the drive could not be measured ({reason}); name one: --nvme gen4")
+        machine = replace(
+            machine, disk=max(rate.one, rate.several), disk_title=f"the drive of {rate.folder} (measured)"
+        )
+    if args.gds and machine.disk is None:
+        raise ValueError("--gds needs a drive: name one with --nvme")
+    if args.gds and not machine.card.workstation and not machine.source:
+        remarks.append(
+            f"GPUDirect Storage is for workstation and data centre cards; a {machine.card.title} may not have it."
+        )
+    if machine.ram is None and machine.disk is not None:
+        remarks.append("No --ram given: every streamed byte is read from the drive each time.")
+    return replace(machine, gds=args.gds), remarks
+
+
+def _folder(model: str) -> str:
+    """Where the drive is measured: beside the model if it is on disk, else here."""
+    if os.path.isdir(model):
+        return model
+    return os.path.dirname(os.path.abspath(model)) if os.path.isfile(model) else "."
+
+
+def _with_drive(machine: Machine, asked: str) -> Machine:
+    if asked[:1].isdigit() and asked.lower() not in presets.DRIVES:
+        rate = _rate(asked, "--nvme")
+        return replace(machine, disk=rate, disk_title=f"a drive of {rate / GB:g} GB/s")
+    return paper_plan.with_drive(machine, presets.find("nvme", asked, presets.DRIVES))
+
+
+def measured_machine(probed: hardware.Hardware) -> Machine:
+    """A `Machine` from probed figures; what could not be measured comes from the preset of the same name, if any."""
+    gpu = probed.gpu
+    assert gpu is not None
+    try:
+        preset = presets.find("gpu", gpu.name, presets.CARDS)
+    except ValueError:
+        preset = None
+    link, flops, memory = gpu.link_rate(), gpu.flops, gpu.memory_rate
+    if preset is not None:
+        link, flops, memory = link or preset.link, flops or preset.bf16, memory or preset.memory
+    if not (link and flops and memory):
+        raise UnsupportedError(
+            f"{gpu.name} could not be measured ({'; '.join(gpu.failures.values())}); name a card with --gpu"
+        )
+    # The probe's own context is in use already, and the plan counts one again.
+    card = Card(
+        gpu.name, gpu.name, gpu.free + presets.CONTEXT_BYTES, flops, link, memory, "measured on this machine",
+        nvfp4=preset.nvfp4 if preset else None, workstation=True,
+    )  # fmt: skip
+    disk = probed.disk
+    rate = max(disk.one, disk.several) if disk is not None and disk.direct else None
+    return Machine(
+        card, probed.memory.total, rate, f"the drive of {disk.folder} (measured)" if rate and disk else "",
+        ram_usable=probed.memory.usable, source="measured on this machine",
+    )  # fmt: skip

@@ -1,0 +1,200 @@
+"""The words of `carom plan`, for someone who has never heard of residency or PCIe generations."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+
+from ..core import paper
+from ..core.paper import Machine
+from ..core.paper_plan import PaperPlan
+from ..core.presets import GB
+from ..core.sizes import format_size
+
+WIDTH = 100
+
+
+def size(count: float) -> str:
+    """Bytes in decimal GB, as cards and checkpoints are sold."""
+    return f"{count / GB:.1f} GB" if count >= GB / 10 else f"{count / 1e6:.0f} MB"
+
+
+def seconds(value: float) -> str:
+    return (
+        f"{value * 1e3:.0f} ms"
+        if value < 0.9995
+        else f"{value:.1f} s"
+        if value < 60
+        else f"{value / 60:.1f} min"
+    )
+
+
+def _tokens(value: float) -> str:
+    return "never" if math.isinf(value) else f"{math.ceil(value):,}"
+
+
+def text(plan: PaperPlan, remarks: list[str]) -> str:
+    """The plan in words a newcomer understands, then the figures."""
+    blocks = [
+        _headline(plan),
+        *remarks,
+        _where(plan),
+        _speed(plan),
+        _generation(plan),
+        _free_from(plan),
+        _vram(plan),
+    ]
+    blocks += [_batch(plan), _what_if(plan), _sources(plan)]
+    return "\n\n".join(_wrap(block) for block in blocks if block)
+
+
+def _wrap(block: str) -> str:
+    """Prose is wrapped; lines that start with blanks are a table and stay."""
+    return "\n".join(
+        line if line.startswith("  ") else textwrap.fill(line, WIDTH) for line in block.split("\n")
+    )
+
+
+def _around(machine: Machine) -> str:
+    ram = f", {format_size(machine.ram).replace('.00', '')} of RAM" if machine.ram is not None else ""
+    drive = f", {machine.disk_title}" if machine.disk is not None else ""
+    return f"{machine.card.title}{ram}{drive}"
+
+
+def _headline(plan: PaperPlan) -> str:
+    job = plan.job
+    doing = "Training a LoRA on" if job.mode == "train" else "Running"
+    quant = job.quant.name if job.quant else "as stored"
+    return f"{doing} {plan.shape.title} ({quant} weights) on: {_around(plan.machine)}"
+
+
+def _where(plan: PaperPlan) -> str:
+    place = plan.outcome.placement
+    fits = f"The weights are {size(plan.shape.bytes_in(plan.job.quant))}; the card has {size(plan.machine.card.vram)}"
+    if place.streamed_wire == 0:
+        return f"It fits. {fits}. All {plan.shape.layers} layers stay on the card; nothing needs to stream."
+    cached, drive = int(plan.outcome.work.cached_bytes), plan.from_drive_bytes
+    source = f"wait in RAM ({size(cached)})"
+    if drive:
+        source = f"wait on the drive ({size(drive)})" + (f" and in RAM ({size(cached)})" if cached else "")
+    return (
+        f"It runs, although it does not fit. {fits}. {plan.resident_layers} of {plan.shape.layers} layers stay on the card. "
+        f"The other {plan.streamed_layers} {source} and are copied to the card just before they are needed, while it "
+        "computes something else."
+    )
+
+
+def _sample(plan: PaperPlan, tokens: int) -> str:
+    samples, rest = divmod(tokens, plan.shape.sample_tokens)
+    if rest or not samples:
+        return f"{tokens:,} tokens"
+    return f"{tokens:,} tokens ({plan.shape.sample if samples == 1 else f'{samples} times a {plan.shape.sample}'})"
+
+
+WAITS = {
+    "link": "the copies from RAM to the card ({} GB/s)",
+    "disk": "the drive ({} GB/s)",
+}
+
+
+def _speed(plan: PaperPlan) -> str:
+    step, rates = plan.outcome.step, plan.machine.rates(plan.job)
+    name = "sampling step" if plan.shape.kind == "diffusion" else "pass"
+    name = "training step" if plan.job.mode == "train" else name
+    line = f"One {name} over {_sample(plan, plan.outcome.tokens)} takes about {seconds(step.seconds)}."
+    if plan.outcome.placement.streamed_wire == 0:
+        return line + " The card's own speed is the limit."
+    if step.overhead < 0.005:
+        return (
+            line
+            + " That is as fast as a card that holds the whole model: the copies hide behind the computing."
+        )
+    what = WAITS.get(step.bound_by, "unpacking the weights")
+    what = what.format(f"{(rates.disk or 0) / GB:g}" if step.bound_by == "disk" else f"{rates.link / GB:.3g}")
+    slower = (
+        f"{step.overhead + 1:.0f} times as long as"
+        if step.overhead >= 3
+        else f"{step.overhead * 100:.0f} % longer than"
+    )
+    return f"{line} That is {slower} on a card that holds the whole model ({seconds(step.compute_seconds)}): it waits for {what}."
+
+
+def _generation(plan: PaperPlan) -> str:
+    if plan.generation is None:
+        return ""
+    streams = (
+        " (every streamed layer is copied again for each)" if plan.outcome.placement.streamed_wire else ""
+    )
+    return f"After the prompt, one new token takes about {seconds(plan.generation.seconds)}{streams}."
+
+
+def _free_from(plan: PaperPlan) -> str:
+    if plan.outcome.placement.streamed_wire == 0:
+        return ""
+    rule, phase = plan.thresholds["published_rule"], plan.thresholds["by_phase"]
+    if math.isinf(phase):
+        return "With these layers on the card, no number of tokens hides the copies fully."
+    free = paper.reserve(plan.shape, plan.job, math.ceil(phase)).total + plan.outcome.vram.weights
+    room = " (so many take VRAM, and fewer layers could stay)" if free > plan.machine.card.vram else ""
+    return (
+        f"With these layers on the card, streaming costs nothing from about {_tokens(phase)} tokens a step on{room}. More "
+        "tokens give the card more to compute while copies arrive; tokens are batch times image or text length. The "
+        f"simpler published rule (one transfer a step, no attention) says {_tokens(rule)}."
+    )
+
+
+def _vram(plan: PaperPlan) -> str:
+    vram = plan.outcome.vram
+    rows = [
+        ("layers that stay", vram.resident), ("slots for layers that stream", vram.slots), ("LoRA adapters", vram.adapters),
+        ("their gradients", vram.gradients), ("optimizer (8-bit Adam)", vram.optimizer),
+        ("activations" + (" and KV cache" if plan.shape.kv_width and plan.job.mode == "infer" else ""), vram.activations),
+        ("driver and torch (context)", vram.context), ("together", vram.total),
+    ]  # fmt: skip
+    return "VRAM:\n" + "\n".join(f"  {name:<32}{size(count):>10}" for name, count in rows if count)
+
+
+def _batch(plan: PaperPlan) -> str:
+    best, now = plan.best, plan.outcome
+    if best is None or best.tokens == now.tokens:
+        return ""
+    sample = min(now.tokens, plan.shape.sample_tokens)
+    gain = best.tokens_per_second / now.tokens_per_second
+    resident = sum(
+        n for n, group in zip(best.placement.resident, plan.shape.groups, strict=True) if group.repeated
+    )
+    return (
+        f"Best batch: {best.tokens // sample} samples at once ({best.tokens:,} tokens) give {gain:.2f}x the throughput, with "
+        f"{resident} layers on the card instead of {plan.resident_layers} ({seconds(best.step.seconds)} a step)."
+    )
+
+
+def _what_if(plan: PaperPlan) -> str:
+    rows, same = [], []
+    for what, how, other in plan.what_if:
+        speedup = plan.outcome.step.seconds / other.step.seconds if other else 0.0
+        if other is None:
+            rows.append(f"  {what} ({how}): does not fit")
+        elif abs(speedup - 1) < 0.01:
+            same.append(f"{what} ({how})")
+        else:
+            rows.append(
+                f"  {speedup:4.1f}x the speed, {seconds(other.step.seconds):>7} a step:  {what} ({how})"
+            )
+    lines = ["What would change it:", *rows] if rows else []
+    if same:
+        lines.append(f"No difference: {'; '.join(same)}.")
+    return "\n".join(lines)
+
+
+def _sources(plan: PaperPlan) -> str:
+    machine = plan.machine
+    lines = [f"Figures: {plan.shape.source}. Card: {machine.source or machine.card.source}."]
+    if plan.shape.note:
+        lines.append(plan.shape.note)
+    lines.append(
+        "Only the model itself is planned: text encoders and VAE come on top, before and after it."
+        if plan.shape.kind == "diffusion"
+        else ""
+    )
+    return " ".join(line for line in lines if line)

@@ -1,0 +1,394 @@
+"""Probes of the accelerator: what it is, how fast it computes and copies, what other programs leave of it.
+
+torch is imported inside the probes, so that a broken installation is a finding and not a crash. Every probe is bounded
+in time and memory, draws no random number and changes no torch setting. Figures are medians; bytes/s and FLOP/s.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from . import host
+from .host import DiskRate, HostMemory
+from .sizes import MIB
+
+LINK_SIZES = tuple(mib * MIB for mib in (1, 8, 32, 128))
+PAGEABLE_SIZE = 32 * MIB
+# (tokens, inputs, outputs) of real layers: Flux.1's attention and MLP, a Llama-3-8B MLP.
+COMPUTE_SHAPES = ((4096, 3072, 3072), (4096, 3072, 12288), (4096, 12288, 3072), (2048, 4096, 14336))
+CPU_SHAPES = ((256, 1024, 1024),)
+GPU_SECONDS = (
+    20.0  # first use of a driver and its libraries can take long; the measurements themselves take about 2 s
+)
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The torch installation. `build`: "cuda 13.0", "rocm 7.1", "cpu", ...; `error`: why it cannot be imported."""
+
+    version: str | None
+    build: str
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class LinkSample:
+    """One copy size: `direction` "to device" or "to host"."""
+
+    direction: str
+    pinned: bool
+    size: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator, measured. `used_by_others` None: not known. `failures`: probe -> why it gave nothing."""
+
+    index: int
+    name: str
+    kind: str
+    driver: str | None
+    capability: str
+    total: int
+    free: int
+    used_by_others: int | None
+    link: tuple[LinkSample, ...] = ()
+    flops: float | None = None
+    flops_by_shape: tuple[tuple[tuple[int, int, int], float], ...] = ()
+    flops_dtype: str = "bf16"
+    memory_rate: float | None = None
+    pin_rate: float | None = None
+    register_rate: float | None = None
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def link_rate(self, direction: str = "to device", pinned: bool = True) -> float | None:
+        """The best rate over the sizes tried."""
+        rates = [s.rate for s in self.link if s.direction == direction and s.pinned == pinned]
+        return max(rates, default=None)
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An optional backend: usable, or the reason why not."""
+
+    name: str
+    usable: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Everything `carom doctor` reports."""
+
+    system: str
+    torch: Torch
+    memory: HostMemory
+    gpu: Gpu | None
+    gpu_reason: str | None
+    cpu_flops: float | None
+    disk: DiskRate | None
+    disk_reason: str | None
+    extras: tuple[Extra, ...]
+    seconds: float
+
+
+def torch_build() -> Torch:
+    """What torch is installed, without touching a device."""
+    try:
+        import torch
+    except Exception as error:  # a broken torch raises ImportError or OSError, and worse on some systems
+        return Torch(None, "none", f"{type(error).__name__}: {str(error)[:200]}")
+    if torch.version.hip:
+        return Torch(torch.__version__, f"rocm {torch.version.hip}")
+    if torch.version.cuda:
+        return Torch(torch.__version__, f"cuda {torch.version.cuda}")
+    return Torch(torch.__version__, "xpu" if hasattr(torch, "xpu") and torch.xpu.is_available() else "cpu")
+
+
+def _smi(query: str) -> str | None:
+    """One field of nvidia-smi, or None: where it is absent, slow (3 s) or speaks of several GPUs that differ in it."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    try:
+        done = subprocess.run(
+            [tool, f"--query-gpu={query}", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=3, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    values = {line.strip()[:80] for line in done.stdout.splitlines() if line.strip()}
+    return values.pop() if done.returncode == 0 and len(values) == 1 else None
+
+
+def driver_version() -> str | None:
+    """NVIDIA's or AMD's kernel driver version; None where there is none to be seen."""
+    for path in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
+        try:
+            text = Path(path).read_text("utf-8", "replace")[:1000]
+        except OSError:
+            continue
+        found = re.search(r"\d+\.\d+(\.\d+)*", text)
+        if found:
+            return found[0]
+    return _smi("driver_version")
+
+
+def _used_before_us() -> int | None:
+    """VRAM in use before this process takes its own context; None where that is past or not to be known."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return None
+    used = _smi("memory.used")
+    return int(used) * MIB if used and used.isdecimal() else None
+
+
+def _pattern(torch, shape, dtype, device):
+    """Varied values without the random generator: constant matrices would let the card clock higher than real work."""
+    count = shape[0] * shape[1]
+    values = torch.arange(count, device=device, dtype=torch.int32).remainder_(251).sub_(125)
+    return values.to(dtype).div_(125).reshape(shape)
+
+
+def _timed(torch, work: Callable[[], object], seconds: float, most: int = 20) -> float:
+    """Median seconds of one call, by device events, over at most `seconds` after one call to warm up."""
+    work()
+    torch.cuda.synchronize()
+    times: list[float] = []
+    deadline = time.monotonic() + seconds
+    while len(times) < 3 or (len(times) < most and time.monotonic() < deadline):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return max(median(times), 1e-9)
+
+
+def measure_link(torch, device, free: int, seconds: float = 0.04) -> tuple[LinkSample, ...]:
+    """Both ways, pinned at LINK_SIZES and pageable at one size; takes a sixteenth of the free VRAM at most."""
+    sizes = [size for size in LINK_SIZES if size <= max(free // 16, MIB)]
+    samples = []
+    for pinned in (True, False):
+        most = max(sizes) if pinned else min(PAGEABLE_SIZE, max(sizes))
+        there = torch.zeros(most, dtype=torch.uint8, device=device)
+        here = torch.zeros(most, dtype=torch.uint8, pin_memory=pinned)  # zeros: touched before it is timed
+        for size in sizes if pinned else [most]:
+            a, b = there[:size], here[:size]
+            down = _timed(torch, partial(a.copy_, b, non_blocking=True), seconds)
+            up = _timed(torch, partial(b.copy_, a, non_blocking=True), seconds)
+            samples += [
+                LinkSample("to device", pinned, size, size / down),
+                LinkSample("to host", pinned, size, size / up),
+            ]
+    return tuple(samples)
+
+
+def measure_compute(torch, device, dtype, shapes=COMPUTE_SHAPES, seconds: float = 0.1):
+    """((shape, FLOP/s), ...) of a linear on each shape."""
+    found = []
+    for tokens, inputs, outputs in shapes:
+        x = _pattern(torch, (tokens, inputs), dtype, device)
+        weight = _pattern(torch, (outputs, inputs), dtype, device)
+        took = _timed(torch, partial(torch.nn.functional.linear, x, weight), seconds)
+        found.append(((tokens, inputs, outputs), 2 * tokens * inputs * outputs / took))
+    return tuple(found)
+
+
+def combined_rate(by_shape) -> float:
+    """FLOP/s of doing each shape once: all FLOPs over all the time."""
+    flops = [2 * tokens * inputs * outputs for (tokens, inputs, outputs), _ in by_shape]
+    return sum(flops) / sum(n / rate for n, (_, rate) in zip(flops, by_shape, strict=True))
+
+
+def measure_cpu(seconds: float = 0.3) -> float:
+    """FLOP/s of a float32 linear on the CPU."""
+    import torch
+
+    tokens, inputs, outputs = CPU_SHAPES[0]
+    with torch.no_grad():
+        x = _pattern(torch, (tokens, inputs), torch.float32, "cpu")
+        weight = _pattern(torch, (outputs, inputs), torch.float32, "cpu")
+        best, deadline = float("inf"), time.monotonic() + seconds
+        for _ in range(50):
+            start = time.perf_counter()
+            torch.nn.functional.linear(x, weight)
+            best = min(best, time.perf_counter() - start)
+            if time.monotonic() > deadline:
+                break
+    return 2 * tokens * inputs * outputs / best
+
+
+def _pin_rates(torch, size: int) -> tuple[float, float | None]:
+    """Bytes/s of allocating pinned memory, and of registering memory that is touched already (None: not offered)."""
+    buffer = torch.zeros(size, dtype=torch.uint8)
+    start = time.perf_counter()
+    pinned = buffer.pin_memory()
+    took = time.perf_counter() - start
+    del pinned
+    runtime = torch.cuda.cudart()
+    if not hasattr(runtime, "cudaHostRegister"):
+        return size / took, None
+    start = time.perf_counter()
+    failed = int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
+    registered = time.perf_counter() - start
+    if failed:
+        return size / took, None
+    runtime.cudaHostUnregister(buffer.data_ptr())
+    return size / took, size / registered
+
+
+def probe_gpu(memory: HostMemory) -> Gpu:
+    """Measures the current CUDA or ROCm device in about 2 s, with at most 1 GiB of it. Raises where there is none."""
+    before = _used_before_us()
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no CUDA or ROCm device")
+    index = torch.cuda.current_device()
+    device = torch.device("cuda", index)
+    free, total = torch.cuda.mem_get_info(index)
+    properties = torch.cuda.get_device_properties(index)
+    hip = torch.version.hip is not None
+    capability = getattr(properties, "gcnArchName", "") if hip else f"sm_{properties.major}{properties.minor}"
+    bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = torch.bfloat16 if bf16 else torch.float16
+    failures: dict[str, str] = {}
+
+    def attempt(name: str, work: Callable[[], object]):
+        try:
+            return work()
+        except Exception as error:  # out of memory, refused pinning, ...: a finding each
+            failures[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            return None
+
+    with torch.no_grad(), torch.cuda.device(index):
+        link = attempt("link", lambda: measure_link(torch, device, free)) or ()
+        by_shape = attempt("compute", lambda: measure_compute(torch, device, dtype)) or ()
+        memory_rate = attempt("memory", lambda: _memory_rate(torch, device, min(256 * MIB, free // 16)))
+        # Pinning is timed on at most 256 MiB, and on less where little is free.
+        size = max(MIB, min(256 * MIB, memory.available // 16))
+        pin = attempt("pinning", lambda: _pin_rates(torch, size)) or (None, None)
+        torch.cuda.empty_cache()  # what the probes cached would count as ours in the next reading
+    return Gpu(
+        index, properties.name, "rocm" if hip else "cuda", driver_version(), capability, total, free, before,
+        link, combined_rate(by_shape) if by_shape else None, by_shape, "bf16" if bf16 else "fp16",
+        memory_rate, pin[0], pin[1], failures,
+    )  # fmt: skip
+
+
+def _memory_rate(torch, device, size: int) -> float:
+    """Device memory bytes/s: a copy reads and writes."""
+    a = torch.zeros(max(size, MIB), dtype=torch.uint8, device=device)
+    b = torch.empty_like(a)
+    return 2 * a.numel() / _timed(torch, lambda: b.copy_(a), 0.05)
+
+
+_AIMDO_PROBE = """
+import json
+out = {"init": False, "device": False}
+from comfy_aimdo import control
+out["init"] = bool(control.init())
+import torch
+torch.cuda.init()
+out["device"] = bool(out["init"] and control.init_devices([0]))
+print(json.dumps(out))
+"""
+
+
+def probe_aimdo(gpu: Gpu | None, seconds: float = 15.0) -> Extra:
+    """Whether comfy-aimdo's pool can be used; tried in a child process, because its hooks can take a process down."""
+    name = "comfy-aimdo"
+    if importlib.util.find_spec("comfy_aimdo") is None:
+        return Extra(name, False, "not installed")
+    version = _version("comfy-aimdo")
+    if gpu is None:
+        return Extra(name, False, f"{version} installed, but there is no GPU for it")
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments:true" in settings.lower().replace(" ", ""):
+        return Extra(
+            name, False, f"{version} installed, but expandable_segments is set, which it cannot hook"
+        )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _AIMDO_PROBE], capture_output=True, text=True, timeout=seconds, check=False
+        )
+        answer = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
+    except subprocess.TimeoutExpired:
+        return Extra(name, False, f"{version} did not answer within {seconds:g} s")
+    except (OSError, ValueError, IndexError) as error:
+        return Extra(name, False, f"{version}: the probe gave no answer ({type(error).__name__})")
+    if answer is None:
+        return Extra(name, False, f"{version} ended the probe with exit code {done.returncode}")
+    if not answer["init"]:
+        return Extra(
+            name, False, f"{version}: init() refused (no library in the wheel, no driver, or hooks refused)"
+        )
+    if not answer["device"]:
+        return Extra(name, False, f"{version}: init_devices() refused this GPU")
+    return Extra(name, True, f"{version} works here")
+
+
+def probe_kvikio(gpu: Gpu | None, nvidia_fs: str = "/proc/driver/nvidia-fs/stats") -> Extra:
+    """Whether kvikio can read from the drive to the device directly (GPUDirect Storage)."""
+    name = "kvikio (GPUDirect Storage)"
+    if sys.platform != "linux":
+        return Extra(name, False, "exists for Linux only")
+    if importlib.util.find_spec("kvikio") is None:
+        return Extra(name, False, "not installed")
+    version = _version("kvikio")
+    if gpu is None or gpu.kind != "cuda":
+        return Extra(name, False, f"{version} installed, but there is no NVIDIA GPU for it")
+    if not os.path.exists(nvidia_fs):
+        return Extra(
+            name,
+            False,
+            f"{version} installed, but the nvidia-fs kernel module is not loaded: reads pass through RAM",
+        )
+    return Extra(name, True, f"{version} installed and nvidia-fs is loaded")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown version"
+
+
+def probe(folder: str | os.PathLike = ".", *, disk: bool = True, extras: bool = True) -> Hardware:
+    """The whole machine in a few seconds; `folder` is where models lie (its drive is measured). Never raises."""
+    start = time.monotonic()
+    torch = torch_build()
+    memory = host.host_memory()
+    gpu: Gpu | None = None
+    reason: str | None = "torch cannot be imported"
+    cpu_flops = None
+    if torch.error is None:
+        gpu, reason = host.bounded(lambda: probe_gpu(memory), GPU_SECONDS, "the GPU probe")
+        if gpu is None:
+            cpu_flops, _ = host.bounded(measure_cpu, 5.0, "the CPU probe")
+    rate, disk_reason = (
+        host.bounded(lambda: host.disk_rate(folder), 15.0, "the disk probe")
+        if disk
+        else (None, "not asked for")
+    )
+    found = (probe_aimdo(gpu), probe_kvikio(gpu)) if extras else ()
+    return Hardware(
+        host.system_name(), torch, memory, gpu, reason, cpu_flops, rate, disk_reason, found,
+        time.monotonic() - start,
+    )  # fmt: skip

@@ -1,0 +1,346 @@
+"""A model's shape read from disk: a .safetensors file, a sharded folder, an index.json or a config.json.
+
+Reads headers only, never weights, and trusts nothing: every length is checked against a limit and against the file
+before it is used, shard names may not leave their folder, and no pickle is ever opened. Bad files raise WeightsError.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from . import shapes
+from .errors import UnsupportedError, WeightsError
+from .shapes import Group, Shape
+
+MAX_HEADER = 100_000_000  # the safetensors format's own limit
+MAX_JSON = 64 << 20
+MAX_CONFIG = 4 << 20
+MAX_SHARDS = 4096
+MAX_TENSORS = 1_000_000
+MAX_DIM = 1 << 32
+# Bits an element takes, by the format's dtype names.
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+_PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}
+_LAYER = re.compile(r"(?:^|\.)([a-zA-Z_][\w]*)\.(\d{1,5})\.")
+# What an image token does not pass: the text stream's own matrices, keys and values of text, and modulation (one vector a
+# sample), in the namings of diffusers and of the original checkpoints.
+_ASIDE = re.compile(
+    r"(?:^|[._])(?:txt_(?:attn|mlp|mod)|add_[qkv]_proj|to_add_out|ff_context|(?:img_)?mod(?:ulation)?\.|adaLN|"
+    r"norm1(?:_context)?\.linear|norm\.linear|attn2\.to_[kv]\.|cross_attn\.[kv]\.)"
+)
+_LANGUAGE = ("embed_tokens", "lm_head", "tok_embeddings", "shared.weight", "wte.weight")
+_EXPERT = re.compile(r"\.experts?\.")
+
+
+def is_path(model: str) -> bool:
+    """Whether `model` means something on disk rather than a named shape."""
+    return (
+        os.path.exists(model) or model.endswith((".safetensors", ".json", ".gguf", *_PICKLES)) or "/" in model
+    )
+
+
+def read_shape(path: str | os.PathLike) -> Shape:
+    """The shape of what `path` names. Raises WeightsError (bad, hostile, missing) or UnsupportedError (another format)."""
+    shape = _read(Path(path))
+    if shape.active_params <= 0 or shape.layers <= 0:
+        raise WeightsError(f"{path} holds no layers with matrices, so there is nothing to plan")
+    return shape
+
+
+def _read(path: Path) -> Shape:
+    if path.suffix.lower() in _PICKLES:
+        raise WeightsError(
+            f"{path} may hold a pickle, which is never opened; convert it to .safetensors first"
+        )
+    if path.suffix.lower() == ".gguf":
+        raise UnsupportedError(
+            f"{path}: GGUF files are not read here; name the shape and --quant q8_0 or q4_k instead"
+        )
+    try:
+        if path.is_dir():
+            return _read_folder(path)
+        if not path.is_file():
+            raise WeightsError(
+                f"{path} is not there (or is no regular file); name a file, a folder or a known model"
+            )
+        if path.name.endswith(".json"):
+            data = read_json(path, MAX_JSON)
+            if isinstance(data, dict) and "weight_map" in data:
+                return _read_index(path, data)
+            return shape_of_config(data, str(path))
+        return _shape_of_tensors(path.stem, str(path), read_header(path), _config_beside(path.parent))
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error}") from error
+
+
+def read_header(path: Path) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Name -> (bytes, shape) of each tensor of a safetensors file. Reads at most `MAX_HEADER` bytes of it."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
+            raise WeightsError(
+                f"{path} is no whole safetensors file: its header cannot be {length} bytes long"
+            )
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path}: its safetensors header is not JSON ({type(error).__name__})") from error
+    if not isinstance(header, dict) or len(header) > MAX_TENSORS:
+        raise WeightsError(
+            f"{path}: its safetensors header is not an object of at most {MAX_TENSORS} tensors"
+        )
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            tensors[name] = _checked(path, name, entry, size - 8 - length)
+    if not tensors:
+        raise WeightsError(f"{path} holds no tensors")
+    return tensors
+
+
+def _checked(path: Path, name: str, entry: Any, data: int) -> tuple[int, tuple[int, ...]]:
+    """One header entry, or WeightsError: types, known dtype, offsets inside the file, length equal to shape x dtype."""
+    try:
+        bits, dims, (begin, end) = DTYPE_BITS[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        good = len(dims) <= 16 and all(
+            type(n) is int and 0 <= n <= MAX_DIM for n in (*dims, *([0] if not dims else []))
+        )
+        good = good and type(begin) is int and type(end) is int and 0 <= begin <= end <= data
+        good = good and (end - begin) * 8 == math.prod(dims) * bits
+    except (KeyError, TypeError, ValueError):
+        good = False
+    if not good:
+        raise WeightsError(
+            f"{path}: tensor {name[:80]!r} has a bad dtype, shape or place in the file; fetch the file again"
+        )
+    return end - begin, tuple(dims)
+
+
+def read_json(path: Path, limit: int) -> Any:
+    """JSON of at most `limit` bytes; WeightsError otherwise."""
+    with open(path, "rb") as file:
+        text = file.read(limit + 1)
+    if len(text) > limit:
+        raise WeightsError(f"{path} is larger than {limit} bytes, which no such file needs to be")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path} is not JSON ({type(error).__name__})") from error
+
+
+def _config_beside(folder: Path) -> dict:
+    path = folder / "config.json"
+    data = read_json(path, MAX_CONFIG) if path.is_file() else {}
+    return data if isinstance(data, dict) else {}
+
+
+def _read_folder(folder: Path) -> Shape:
+    """Index, else the shards there are, else config.json, else the transformer or unet of a diffusers pipeline."""
+    entries = sorted(entry.name for _, entry in zip(range(MAX_SHARDS), os.scandir(folder), strict=False))
+    for name in entries:
+        if name.endswith(".safetensors.index.json"):
+            return _read_index(folder / name, read_json(folder / name, MAX_JSON))
+    shards = [folder / name for name in entries if name.endswith(".safetensors")]
+    if shards:
+        return _read_shards(folder, shards)
+    if "config.json" in entries:
+        return shape_of_config(read_json(folder / "config.json", MAX_CONFIG), str(folder))
+    for name in ("transformer", "unet"):
+        if name in entries and (folder / name).is_dir() and any((folder / name).iterdir()):
+            return _read_folder(folder / name)
+    raise WeightsError(f"{folder} holds no .safetensors file, no index and no config.json")
+
+
+def _read_index(path: Path, data: Any) -> Shape:
+    mapping = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
+        raise WeightsError(f"{path}: weight_map is missing or not an object of file names")
+    names = sorted(set(mapping.values()))
+    for name in names:
+        if name != os.path.basename(name) or not name.endswith(".safetensors"):
+            raise WeightsError(f"{path}: shard {name[:80]!r} is no .safetensors file of the same folder")
+    return _read_shards(path.parent, [path.parent / name for name in names])
+
+
+def _read_shards(folder: Path, shards: list[Path]) -> Shape:
+    if not 1 <= len(shards) <= MAX_SHARDS:
+        raise WeightsError(f"{folder}: {len(shards)} shards; between 1 and {MAX_SHARDS} are read")
+    tensors: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for shard in shards:
+        if not shard.is_file():
+            raise WeightsError(f"shard {shard} is not there; fetch the missing file")
+        tensors.update(read_header(shard))
+        if len(tensors) > MAX_TENSORS:
+            raise WeightsError(f"{folder}: more than {MAX_TENSORS} tensors")
+    return _shape_of_tensors(folder.name or str(folder), str(folder), tensors, _config_beside(folder))
+
+
+def _shape_of_tensors(name: str, source: str, tensors: dict, config: dict) -> Shape:
+    """Groups layers that hold the same shapes. A layer is the outermost `list.index.` of a tensor's name."""
+    layers: dict[tuple[str, int], list] = defaultdict(list)
+    outside = []
+    for tensor, (size, dims) in tensors.items():
+        if f"{tensor}.absmax" in tensors:  # bitsandbytes keeps two 4-bit weights in a byte
+            dims = (2 * dims[0], *dims[1:]) if dims else dims
+        match = _LAYER.search(tensor)
+        if match:
+            layers[tensor[: match.end(1)], int(match[2])].append((tensor, size, dims))
+        else:
+            outside.append((tensor, size, dims))
+    widths = Counter(min(dims) for _, dims in tensors.values() if len(dims) == 2 and min(dims) > 1)
+    # The width most matrices share is what passes from layer to layer; ties go to the larger.
+    hidden = max(widths, key=lambda width: (widths[width], width)) if widths else 1
+    used = config.get("num_experts_per_tok")
+    language = any(any(word in tensor for word in _LANGUAGE) for tensor in tensors)
+    kinds: dict[tuple, list] = defaultdict(list)
+    for (prefix, _), members in sorted(layers.items()):
+        kinds[prefix, tuple(sorted((size, dims) for _, size, dims in members))].append(members)
+    groups = [
+        _group(prefix.rpartition(".")[2], len(alike), alike[0], hidden, used, language)
+        for (prefix, _), alike in kinds.items()
+    ]
+    if outside:
+        rows = sum(math.prod(dims) for tensor, _, dims in outside if "head" in tensor and len(dims) == 2)
+        size, params = sum(size for _, size, _ in outside), sum(math.prod(dims) for _, _, dims in outside)
+        groups.append(Group("outside the layers", 1, params, rows, repeated=False, stored_bytes=size))
+    tokens = 1024 if language else 4096 + 512
+    return Shape(
+        name, name, f"read from {source}", "language" if language else "diffusion", tuple(groups), hidden, tokens,
+        "1024-token sequence" if language else "1024 x 1024 image with 512 text tokens",
+        note="" if used or not any(group.expert_params for group in groups)
+        else "Experts found but no num_experts_per_tok beside the file: all are counted as in use.",
+    )  # fmt: skip
+
+
+def _group(name: str, count: int, members: list, hidden: int, used: Any, language: bool) -> Group:
+    params = active = expert = routed = adapters = widest = 0
+    stored = sum(size for _, size, _ in members)
+    indices = set()
+    for tensor, _, dims in members:
+        elements = math.prod(dims)
+        params += elements
+        if _EXPERT.search(tensor):
+            expert += elements
+            match = re.search(r"\.experts?\.(\d{1,5})\.", tensor)
+            indices.add(match[1] if match else "all")
+            routed = max(routed, dims[0] if match is None and len(dims) == 3 else 0)
+        elif len(dims) >= 2:
+            active += elements if language or not _ASIDE.search(tensor) else 0
+            adapters += dims[0] + math.prod(dims[1:])
+            widest = max(widest, *dims[:2])
+    experts = max(len(indices), routed)
+    if expert:
+        share = used / experts if type(used) is int and 0 < used <= experts else 1.0
+        active += int(expert * share)
+    kept = shapes.widths(
+        hidden, hidden, hidden // 4 if language else hidden, widest, gated=language, modulated=not language
+    )
+    return Group(
+        name, count, params, active, expert, attention_width=hidden, adapter_width=adapters, stored_bytes=stored, **kept
+    )  # fmt: skip
+
+
+def _number(config: dict, *names: str, default: int | None = None, most: int = 1 << 24) -> int:
+    """A whole number of a config under the first of `names` that is there; WeightsError where absent or absurd."""
+    for name in names:
+        value = config.get(name)
+        if value is not None:
+            if type(value) is not int or not 0 <= value <= most:
+                raise WeightsError(
+                    f"config.json: {name}={str(value)[:40]!r} is no whole number from 0 to {most}"
+                )
+            return value
+    if default is None:
+        raise WeightsError(f"config.json: {names[0]} is missing, so the model's shape is not known")
+    return default
+
+
+def shape_of_config(config: Any, source: str) -> Shape:
+    """The shape a transformers or diffusers config.json describes."""
+    if not isinstance(config, dict):
+        raise WeightsError(f"{source}: not a JSON object")
+    cls, read = str(config.get("_class_name", ""))[:80], f"read from {source}"
+    name = Path(source).parent.name if source.endswith(".json") else Path(source).name
+    name = name or "model"
+    if cls in ("FluxTransformer2DModel", "Flux2Transformer2DModel"):
+        hidden = _number(config, "num_attention_heads", most=4096) * _number(
+            config, "attention_head_dim", most=4096
+        )
+        build = shapes.flux1 if cls.startswith("FluxT") else shapes.flux2
+        return build(
+            name, name, read, _layers(config), _number(config, "num_single_layers", most=10_000), hidden
+        )
+    if cls in ("QwenImageTransformer2DModel", "WanTransformer3DModel"):
+        hidden = _number(config, "num_attention_heads", most=4096) * _number(
+            config, "attention_head_dim", most=4096
+        )
+        if cls.startswith("Qwen"):
+            return shapes.qwen_image(name, name, read, _layers(config), hidden)
+        return shapes.wan(name, name, read, _layers(config), hidden, _number(config, "ffn_dim"))
+    if cls == "ZImageTransformer2DModel":
+        hidden, refiners = _number(config, "dim"), 2 * _number(config, "n_refiner_layers", most=10_000)
+        return shapes.z_image(
+            name, name, read, _layers(config, "n_layers"), refiners, hidden, hidden * 8 // 3
+        )
+    if cls:
+        raise UnsupportedError(
+            f"{source}: {cls} is not known by its config; give its .safetensors file or folder"
+        )
+    text = config.get("text_config")
+    return _language_config(text if isinstance(text, dict) else config, name, read)
+
+
+def _layers(config: dict, *names: str) -> int:
+    count = _number(config, *(names or ("num_layers",)), most=10_000)
+    if not count:
+        raise WeightsError("config.json: a model without layers")
+    return count
+
+
+def _language_config(config: dict, name: str, source: str) -> Shape:
+    hidden, layers = (
+        _number(config, "hidden_size", "d_model"),
+        _layers(config, "num_hidden_layers", "num_layers"),
+    )
+    heads = _number(config, "num_attention_heads", "num_heads", most=1 << 16)
+    if not hidden or not heads:
+        raise WeightsError("config.json: hidden_size and num_attention_heads must be at least 1")
+    kv_heads = _number(config, "num_key_value_heads", default=heads, most=1 << 16)
+    head_dim = _number(config, "head_dim", "d_kv", default=hidden // heads, most=1 << 16)
+    ff = _number(config, "intermediate_size", "d_ff")
+    experts = _number(config, "n_routed_experts", "num_local_experts", "num_experts", default=0, most=1 << 16)
+    used = min(_number(config, "num_experts_per_tok", default=experts, most=1 << 16), experts)
+    expert_ff = _number(config, "moe_intermediate_size", default=ff)
+    shared = _number(config, "n_shared_experts", default=0, most=1 << 10) * expert_ff
+    dense = min(
+        layers, _number(config, "first_k_dense_replace", default=0 if experts else layers, most=10_000)
+    )
+    groups = []
+    if dense or not experts:
+        groups.append(
+            shapes.language_layer("dense layer", dense or layers, hidden, heads, kv_heads, head_dim, ff)
+        )
+    if experts and layers > dense:
+        groups.append(
+            shapes.language_layer(
+                "MoE layer", layers - dense, hidden, heads, kv_heads, head_dim, ff,
+                experts=experts, used=used, expert_ff=expert_ff, shared_ff=shared,
+            )
+        )  # fmt: skip
+    return shapes.language_model(
+        name, name, source, tuple(groups), hidden, _number(config, "vocab_size", default=0), kv_heads * head_dim,
+        tied=config.get("tie_word_embeddings") is True,
+    )  # fmt: skip
