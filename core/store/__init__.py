@@ -1,0 +1,1 @@
+"""Where weights wait: the checkpoint's index, its readers, the packer, and host memory."""
