@@ -10,7 +10,9 @@ import sys
 from ..core.errors import CaromError
 
 # command -> help line; the module of the same name is imported only when it is asked for.
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "pack": "rewrite a checkpoint in streaming order, page-aligned and checksummed",
+}
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:

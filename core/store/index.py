@@ -15,11 +15,13 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedError, WeightsError
 from .header import MAX_HEADER_BYTES, MAX_TENSORS, check_ranges, parse_header, show
+
+if TYPE_CHECKING:
+    import torch
 
 PAD_PREFIX = "__pad__."
 PACK_KEY = "carom.pack"
@@ -84,6 +86,8 @@ class TensorEntry:
     @property
     def torch_dtype(self) -> torch.dtype:
         """Its torch dtype; UnsupportedError where this torch has none."""
+        import torch  # here, because packing works without torch and in a fraction of its memory
+
         found = getattr(torch, _TORCH_DTYPES.get(self.dtype, ""), None)
         if not isinstance(found, torch.dtype):
             raise UnsupportedError(

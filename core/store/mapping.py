@@ -118,7 +118,7 @@ def match_module(
         if segments is not None:
             used.update(s.entry.name for s in segments)
             used.update(keys[n].name for n in names if n in keys)
-            result = _bind(target, segments, names, adopt_dtype)
+            result = _bind(target, segments, names, keys, adopt_dtype)
             if isinstance(result, str):
                 wrong.append(result)
             else:
@@ -279,7 +279,7 @@ def _stacked_experts(
     if not match or len(shape) != 3 or shape[1] == shape[2]:
         return None
     kinds = ("gate_proj", "up_proj") if match[2] else ("down_proj",)
-    entries = []
+    entries: list[TensorEntry] = []
     for expert in range(shape[0]):
         part = _parts_rows([f"{match[1]}.{expert}.{kind}.weight" for kind in kinds], shape[1:], keys)
         if part is None:
@@ -288,13 +288,19 @@ def _stacked_experts(
     return _concatenate(entries) if len({e.dtype for e in entries}) == 1 else None
 
 
-def _bind(target: _Target, segments: tuple[Segment, ...], names: list[str], adopt_dtype: bool) -> Bound | str:
+def _bind(
+    target: _Target,
+    segments: tuple[Segment, ...],
+    names: list[str],
+    keys: Mapping[str, TensorEntry],
+    adopt_dtype: bool,
+) -> Bound | str:
     """The `Bound`, or what is wrong with it in words."""
     tensor, first = target.tensor, segments[0].entry
     shape = tuple(tensor.shape)
-    if first.name.endswith(tuple(names)) and len(segments) == 1 and segments[0].nbytes == first.nbytes:
-        if first.torch_shape != shape:
-            return f"{target.names[0]} has shape {list(shape)}, the file's {show(first.name)} {list(first.torch_shape)}"
+    itself = any(keys.get(name) is first for name in names)  # fused rules have compared shapes already
+    if itself and first.torch_shape != shape:
+        return f"{target.names[0]} has shape {list(shape)}, the file's {show(first.name)} {list(first.torch_shape)}"
     dtype = first.torch_dtype
     if dtype != tensor.dtype and not (adopt_dtype and tensor.device.type == "meta"):
         return f"{target.names[0]} is {tensor.dtype}, the file's {show(first.name)} {dtype}"

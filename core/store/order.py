@@ -88,8 +88,11 @@ def order_from_file(path: str | os.PathLike[str], names: Sequence[str]) -> list[
 
     What the file does not name follows in `order_of_use`. Raises WeightsError for a line that fits no tensor.
     """
-    with open(path, encoding="utf-8") as file:
-        text = file.read(1 << 26)
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(1 << 26)
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path}: the order cannot be read: {error}") from error
     try:
         lines = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
         lines = [line.strip() for line in lines]
