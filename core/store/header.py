@@ -110,17 +110,15 @@ class _Scanner:
 
     def string(self, limit: int | None = None) -> str:
         self.take(b'"')
-        start = end = self.at
+        start = part = self.at
         while True:
-            end = self.data.find(b'"', end)
+            end = self.data.find(b'"', part)
             if end < 0:
                 raise self.fail("a string never ends")
-            back = end
-            while back > start and self.data[back - 1] == ord("\\"):
-                back -= 1
-            if (end - back) % 2 == 0:
+            run = self.data[part:end]
+            if (len(run) - len(run.rstrip(b"\\"))) % 2 == 0:
                 break
-            end += 1
+            part = end + 1  # that quote was escaped
         if limit is not None and end - start > limit:
             raise self.fail(f"a name of {end - start} bytes; at most {limit} are taken")
         try:
