@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from ..errors import WeightsError
 from .header import show
 
-_DIGITS = re.compile(r"(\d+)")
+_DIGITS = re.compile(r"([0-9]+)")
 _MIDDLE, _LAST = 50, 90
 
 # (pattern, rank) tried in turn on a name's part outside any numbered block; smaller is used earlier.
@@ -23,8 +23,8 @@ _OUTER = [
     (re.compile(p), rank)
     for p, rank in (
         (r"(cond_stage_model|conditioner|text_encoders?|text_model|t5|clip).*", 10),
-        (r".*(embed|wte|wpe|embd).*", 20),
-        (r"(shared|tok_embeddings|conv_in|.*_in|x_proj_in|patch.*|time_.*|t_block|pe_embedder|mask_token|pos_.*)", 25),
+        (r"(shared|wte|.*(tok|word)_?embed.*|embed_tokens|conv_in|img_in|x_embedder|patch_embed.*)", 20),
+        (r"(.*(embed|wpe|embd).*|.*_in|patch.*|time_.*|t_block|pe_embedder|mask_token|pos_.*)", 25),
         (r"(encoder|input_blocks|down|down_blocks|double_blocks|transformer_blocks|noise_refiner|context_refiner)", 40),
         (r"(mid|mid_block|middle_block)", 60),
         (r"(decoder|output_blocks|up|up_blocks|single_blocks|single_transformer_blocks)", 70),
@@ -57,7 +57,9 @@ _INNER = [
 
 def natural_key(name: str) -> tuple:
     """Sort key under which numbers in ``name`` count as numbers: block 2 before block 10."""
-    return tuple((0, int(p), "") if p.isdigit() else (1, 0, p) for p in _DIGITS.split(name) if p)
+    # By length and then digit by digit, which is by value without making an integer of any length.
+    pieces = enumerate(_DIGITS.split(name))
+    return tuple((0, len(p.lstrip("0")), p.lstrip("0")) if i % 2 else (1, 0, p) for i, p in pieces if p)
 
 
 def use_key(name: str) -> tuple:
@@ -67,7 +69,7 @@ def use_key(name: str) -> tuple:
     for part in name.split("."):
         if part.isdigit() and part.isascii():
             inside = True
-            key.append((_MIDDLE, ((0, int(part), ""),)))
+            key.append((_MIDDLE, natural_key(part)))
             continue
         lower = part.lower()
         table = _INNER if inside else _OUTER

@@ -298,7 +298,7 @@ class _Run:
                             pieces.append(self._write_piece(out, piece, self.reserve[shard]))
                         copied += entry.nbytes
                         pending.append(Record(number, shard, tuple(pieces)))
-                        if out.unsynced >= _SYNC_BYTES:
+                        if out.uncommitted >= _SYNC_BYTES:
                             self._commit(out, place, pending)
                         if progress:
                             progress(copied, total)
@@ -325,7 +325,9 @@ class _Run:
         return Written(piece.name, piece.dtype, piece.shape, begin, end, digest.hexdigest())
 
     def _commit(self, out: _Output, place: Workplace, pending: list[Record]) -> None:
-        out.sync()
+        if out.unsynced:
+            out.sync()
+        out.uncommitted = 0
         for record in pending:
             place.add(record)
         self.done.extend(pending)
@@ -372,7 +374,7 @@ class _Output:
 
     def __init__(self, path: str) -> None:
         self._file = open(path, "r+b" if os.path.exists(path) else "w+b", buffering=0)  # noqa: SIM115
-        self.at = self.unsynced = 0
+        self.at = self.unsynced = self.uncommitted = 0
 
     def resume(self, at: int) -> None:
         """Go on at byte ``at``; what stands after it was not finished."""
@@ -387,7 +389,8 @@ class _Output:
             view = view[count:]
             self.at += count
             self.unsynced += count
-            if self.unsynced >= 2 * _SYNC_BYTES:  # inside a large tensor
+            self.uncommitted += count
+            if self.unsynced >= _SYNC_BYTES:
                 self.sync()
 
     def sync(self) -> None:
