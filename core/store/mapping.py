@@ -37,7 +37,7 @@ PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transfo
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:base_layer|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 )
-_EXPERT = re.compile(r"(.*\.experts)\.(?:(gate_up_proj)|(down_proj))(?:\.weight)?")
+_EXPERT = re.compile(r"((?:.*\.)?experts)\.(?:(gate_up_proj)|(down_proj))(?:\.weight)?")
 
 
 @dataclass(frozen=True, slots=True)
