@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from carom.core.errors import UnsupportedError, WeightsError
-from carom.core.store import writer
+from carom.core.store import output, writer
 from carom.core.store.index import open_index
 from carom.core.store.journal import PackError
 from carom.core.store.loading import load_file
@@ -116,7 +116,7 @@ DTYPES = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.dictionaries(
         st.text(st.characters(exclude_categories=("Cs",)), max_size=12).filter(lambda n: not n.startswith("__")),
@@ -305,7 +305,7 @@ def work_folder(folder: Path) -> Path:
 
 
 def test_interrupted_run_is_resumed_to_the_same_bytes(source: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(writer, "_SYNC_BYTES", 1)
+    monkeypatch.setattr(output, "SYNC_BYTES", 1)
     target = tmp_path / "packed.safetensors"
     with pytest.raises(Stop):
         pack(source, target, progress=stop_at(0.5))
@@ -323,7 +323,7 @@ def test_interrupted_run_is_resumed_to_the_same_bytes(source: Path, tmp_path: Pa
 def test_journal_that_cannot_be_trusted_costs_work_never_truth(
     damage: str, source: Path, tmp_path: Path, monkeypatch
 ):
-    monkeypatch.setattr(writer, "_SYNC_BYTES", 1)
+    monkeypatch.setattr(output, "SYNC_BYTES", 1)
     target = tmp_path / "packed.safetensors"
     with pytest.raises(Stop):
         pack(source, target, progress=stop_at(0.5))
@@ -352,8 +352,8 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 import conftest
-from carom.core.store import writer
-writer._SYNC_BYTES = 1
+from carom.core.store import output, writer
+output.SYNC_BYTES = 1
 def progress(done, total):
     if done >= {share} * total:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -399,7 +399,7 @@ def test_too_little_space_is_said_before_anything_is_written(source: Path, tmp_p
 
 
 def test_disk_that_fills_up_meanwhile_is_said_and_resumed(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(writer, "_SYNC_BYTES", 1)
+    monkeypatch.setattr(output, "SYNC_BYTES", 1)
     source, small = tmp_path / "source.safetensors", tmp_path / "small"
     values = {f"layers.{i}.weight": torch.randn(64, 1024) for i in range(16)}  # 4 MiB
     save_file(values, source)
@@ -434,7 +434,7 @@ def test_full_disk_on_the_last_bytes_is_said(source: Path, tmp_path: Path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer._Output, "finish", full)
+        patch.setattr(output.OutputFile, "finish", full)
         with pytest.raises(PackError, match="became full"):
             pack(source, tmp_path / "packed.safetensors")
     assert pack(source, tmp_path / "packed.safetensors", verify=True).resumed_tensors > 0
@@ -444,7 +444,7 @@ def test_file_too_large_for_the_file_system_advises_shards(source: Path, tmp_pat
     def large(self, data):
         raise OSError(errno.EFBIG, "File too large")
 
-    monkeypatch.setattr(writer._Output, "write", large)
+    monkeypatch.setattr(output.OutputFile, "write", large)
     with pytest.raises(PackError, match="--shard-size"):
         pack(source, tmp_path / "packed.safetensors")
 
@@ -467,7 +467,7 @@ def test_one_flipped_bit_is_found_and_named(source: Path, tmp_path: Path):
 
 
 def test_bytes_that_the_drive_changed_do_not_get_the_name(source: Path, tmp_path: Path, monkeypatch):
-    true_finish = writer._Output.finish
+    true_finish = output.OutputFile.finish
 
     def finish(self, header, room):
         true_finish(self, header, room)
@@ -475,7 +475,7 @@ def test_bytes_that_the_drive_changed_do_not_get_the_name(source: Path, tmp_path
         self._file.write(b"\xde\xad")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer._Output, "finish", finish)
+        patch.setattr(output.OutputFile, "finish", finish)
         with pytest.raises(PackError, match="differ from what was packed"):
             pack(source, tmp_path / "packed.safetensors", verify=True)
     assert os.listdir(tmp_path) == ["source.safetensors"]

@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import stat
-import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from typing import Protocol
 
 from ..errors import CaromError, UnsupportedError, WeightsError
 from ..sizes import format_size
+from . import output
 from .header import MAX_HEADER_BYTES, show
 from .index import PAD_PREFIX, Index, TensorEntry, open_index, read_header
 from .journal import PackError, Record, Workplace
@@ -35,10 +35,10 @@ from .layout import (
     whole_pages_first,
 )
 from .order import order_from_file, order_of_use
+from .output import OutputFile, sync_folder
 from .rawio import ALIGN
 from .verify import Chunks, verify_packed
 
-_SYNC_BYTES = 64 << 20  # dirty pages kept at most, and work lost by a kill beyond the tensor under way
 _SIDE_SUFFIXES = (
     ".json", ".txt", ".model", ".md", ".jinja", ".tiktoken", ".yaml", ".yml", ".vocab", ".merges", ".py",
 )  # fmt: skip
@@ -287,7 +287,7 @@ class _Run:
                 first = next((i for i, (_, s) in enumerate(self.order) if s == shard), len(self.order))
                 mine = [r for r in self.done if r.shard == shard]
                 written = [w for r in mine for w in r.written]
-                with _Output(os.path.join(place.output, self._file_name(shard))) as out:
+                with OutputFile(os.path.join(place.output, self._file_name(shard))) as out:
                     at = max((w.end for w in written), default=0)
                     out.resume(self.reserve[shard] + (whole_pages(at) if self.pad else at))
                     pending: list[Record] = []
@@ -298,7 +298,7 @@ class _Run:
                             pieces.append(self._write_piece(out, piece, self.reserve[shard]))
                         copied += entry.nbytes
                         pending.append(Record(number, shard, tuple(pieces)))
-                        if out.uncommitted >= _SYNC_BYTES:
+                        if out.uncommitted >= output.SYNC_BYTES:
                             self._commit(out, place, pending)
                         if progress:
                             progress(copied, total)
@@ -314,7 +314,7 @@ class _Run:
                         self.reserve[shard],
                     )
 
-    def _write_piece(self, out: _Output, piece: Piece, data: int) -> Written:
+    def _write_piece(self, out: OutputFile, piece: Piece, data: int) -> Written:
         begin, digest = out.at - data, hashlib.sha256()
         for part in piece.parts:
             out.write(part)
@@ -324,7 +324,7 @@ class _Run:
             out.write(bytes(-out.at % ALIGN))
         return Written(piece.name, piece.dtype, piece.shape, begin, end, digest.hexdigest())
 
-    def _commit(self, out: _Output, place: Workplace, pending: list[Record]) -> None:
+    def _commit(self, out: OutputFile, place: Workplace, pending: list[Record]) -> None:
         if out.unsynced:
             out.sync()
         out.uncommitted = 0
@@ -357,7 +357,7 @@ class _Run:
             _copy_side_files(self.index.path, place.output)
             _check_destination(self.target)
             os.rename(place.output, self.target)
-        _sync_folder(os.path.dirname(self.target))
+        sync_folder(os.path.dirname(self.target))
 
     def _write_map(self, place: Workplace, files: list[str]) -> None:
         weight_map = {w.name: files[r.shard] for r in self.done for w in r.written}
@@ -367,55 +367,6 @@ class _Run:
             os.path.join(place.output, f"{self.stem}.safetensors.index.json"), "w", encoding="utf-8"
         ) as file:
             json.dump(value, file, indent=2, ensure_ascii=False)
-
-
-class _Output:
-    """A file written from front to back, its pages not left in the page cache, its header put in last."""
-
-    def __init__(self, path: str) -> None:
-        self._file = open(path, "r+b" if os.path.exists(path) else "w+b", buffering=0)  # noqa: SIM115
-        self.at = self.unsynced = self.uncommitted = 0
-
-    def resume(self, at: int) -> None:
-        """Go on at byte ``at``; what stands after it was not finished."""
-        self._file.truncate(at)
-        self._file.seek(at)
-        self.at = at
-
-    def write(self, data: memoryview | bytes) -> None:
-        view = memoryview(data)
-        while len(view):
-            count = self._file.write(view)
-            view = view[count:]
-            self.at += count
-            self.unsynced += count
-            self.uncommitted += count
-            if self.unsynced >= _SYNC_BYTES:
-                self.sync()
-
-    def sync(self) -> None:
-        """Bring what was written to the drive, and drop it from the page cache."""
-        fd = self._file.fileno()
-        os.fsync(fd)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        self.unsynced = 0
-
-    def finish(self, header: bytes, room: int) -> None:
-        if len(header) > room:
-            raise RuntimeError(f"the header needs {len(header)} bytes, {room} were kept")
-        filled = struct.pack("<Q", room - 8) + header[8:].ljust(room - 8)
-        self._file.seek(0)
-        view = memoryview(filled)
-        while len(view):
-            view = view[self._file.write(view) :]
-        self.sync()
-
-    def __enter__(self) -> _Output:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
 
 def _stem(index: Index) -> str:
@@ -475,12 +426,3 @@ def _explain(error: OSError | ValueError, target: str, needed: int) -> PackError
     if hasattr(errno, "EDQUOT"):
         advice[errno.EDQUOT] = advice[errno.ENOSPC].replace("drive became full", "quota is used up")
     return PackError(f"{target[:300]}: {advice.get(number or 0, f'cannot be written: {error}')}")
-
-
-def _sync_folder(folder: str) -> None:
-    if os.name != "nt":
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
