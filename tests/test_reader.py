@@ -242,7 +242,7 @@ def test_short_reads_and_passing_errors_end_in_true_bytes(direct: bool, tmp_path
             return min(len(buffer), rng.choice((1, 100, ALIGN, ALIGN + 1, 3 * ALIGN)))
         return None
 
-    reader, _ = faulty(
+    reader, made = faulty(
         play, ReaderPolicy(workers=3, chunk=4 * ALIGN, retries=12, backoff=0.0001, direct=direct)
     )
     with reader:
@@ -251,6 +251,7 @@ def test_short_reads_and_passing_errors_end_in_true_bytes(direct: bool, tmp_path
             reader.submit(entry, target).result(60)
             assert bytes(target) == data
         assert reader.stats().retries > 0
+        assert made[0].direct == (direct and direct_works(tmp_path)), "no read was off its boundary"
 
 
 @pytest.mark.parametrize("verdict", [OSError(errno.EIO, "Input/output error"), 0, 1])
