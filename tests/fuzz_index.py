@@ -17,6 +17,7 @@ import struct
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 if "carom" not in sys.modules:
@@ -189,11 +190,25 @@ def main() -> None:
     except ImportError:
         print(json.dumps(fuzz(args.seconds, args.seed, args.corpus)))
         return
-    path = os.path.join(tempfile.mkdtemp(), "input.safetensors")
-    atheris.instrument_all()
-    options = [sys.argv[0], f"-max_total_time={int(args.seconds)}", *([args.corpus] if args.corpus else [])]
-    atheris.Setup(options, lambda data: check(data, path) and None)
-    atheris.Fuzz()
+    for owner in (header, index, header._Scanner):
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, types.FunctionType) and value.__module__ in (
+                header.__name__,
+                index.__name__,
+            ):
+                setattr(owner, name, atheris.instrument_func(value))
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "input.safetensors")
+        started = Path(folder, "seeds")
+        started.mkdir()
+        for number, seed in enumerate(seeds()):
+            (started / str(number)).write_bytes(seed)
+        folders = [args.corpus] if args.corpus else []
+        options = [f"-max_total_time={int(args.seconds)}", f"-seed={args.seed + 1}", "-max_len=65536"]
+        atheris.Setup(
+            [sys.argv[0], *options, *folders, str(started)], lambda data: check(data, path) and None
+        )
+        atheris.Fuzz()
 
 
 if __name__ == "__main__":
