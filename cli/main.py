@@ -11,6 +11,7 @@ from ..core.errors import CaromError
 
 # command -> help line; the module of the same name is imported only when it is asked for.
 COMMANDS: dict[str, str] = {
+    "bench": "Carom against no offloading, the roofline and installed peers, in one run",
     "pack": "rewrite a checkpoint in streaming order, page-aligned and checksummed",
 }
 

@@ -1,1 +1,1 @@
-"""Where weights wait: the checkpoint's index, its readers, the packer, and host memory."""
+"""Where bytes wait: host memory now; files join it in `index`, `reader` and `writer`."""

@@ -1,0 +1,156 @@
+"""PURE: one case of the bench, its sizes in bytes, and the budget Carom is given for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+ENGINES = ("none", "carom", "ramtorch", "diffusers", "accelerate", "ai-toolkit", "musubi")
+MODES = ("infer", "train")
+KINDS = ("step", "link", "touch")
+ADAPTER_DTYPES = ("bfloat16", "float32")
+CHECKPOINTS = ("outside", "inside", "off")
+WEIGHT_BYTES = 2  # bfloat16
+BLOCK_SQUARES = 18  # modulation 6, qkv 3, projection 1, feed-forward 4 + 4, each d x d
+ADAPTED = ((1, 3), (1, 1), (1, 4), (4, 1))  # (in, out) of the four adapted linears, in units of d
+CHANNELS = 64
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one worker process runs. Sizes: `d` features, `tokens` a sample, `resident` blocks kept on the device.
+
+    `kind`: "step" times the model, "link" the pinned copy of one block, "touch" only grows the machine's memory.
+    `vram` overrides the budget that `resident` and `slots` imply (bytes). `limit_s` is the process's time limit.
+    """
+
+    engine: str = "none"
+    mode: str = "infer"
+    kind: str = "step"
+    d: int = 256
+    depth: int = 6
+    tokens: int = 64
+    batch: int = 1
+    rank: int = 16
+    heads: int = 0
+    resident: int = 0
+    slots: int = 3
+    vram: int | None = None
+    steps: int = 8
+    warmup: int = 3
+    device: str = "cpu"
+    codec: str = "raw"
+    granularity: str = "auto"
+    adapter_dtype: str = "bfloat16"
+    checkpoint: str = "outside"
+    seed: int = 0
+    verify: bool = True
+    touch_bytes: int = 0
+    limit_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        choices = {"engine": ENGINES, "mode": MODES, "kind": KINDS, "codec": ("raw", "lossless", "auto"),
+                   "adapter_dtype": ADAPTER_DTYPES, "checkpoint": CHECKPOINTS}  # fmt: skip
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}; choose from {', '.join(allowed)}")
+        bounds = {"d": (16, 1 << 15), "depth": (1, 4096), "tokens": (1, 1 << 20), "batch": (1, 4096),
+                  "rank": (0, 4096), "heads": (0, 1024), "slots": (1, 4096), "steps": (0, 1_000_000),
+                  "warmup": (0, 100_000), "resident": (0, self.depth), "touch_bytes": (0, 1 << 40)}  # fmt: skip
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise ValueError(f"{name}={value!r} must be a whole number from {low} to {high}")
+        if self.d % self.head_count:
+            raise ValueError(f"d={self.d} is not divisible by heads={self.head_count}")
+        if self.mode == "train" and self.rank == 0:
+            raise ValueError("rank=0 leaves nothing to train; give a rank of at least 1")
+        if self.vram is not None and (not isinstance(self.vram, int) or self.vram < 0):
+            raise ValueError(f"vram={self.vram!r} must be a number of bytes")
+        if not self.limit_s > 0:
+            raise ValueError(f"limit_s={self.limit_s!r} must be more than 0 seconds")
+
+    @property
+    def head_count(self) -> int:
+        """Attention heads; 128 features a head (64 for narrow models) unless `heads` says otherwise."""
+        if self.heads:
+            return self.heads
+        return next((self.d // width for width in (128, 64, 16) if self.d % width == 0), 1)
+
+    @property
+    def block_bytes(self) -> int:
+        """Frozen weights of one block, in bytes."""
+        return BLOCK_SQUARES * self.d * self.d * WEIGHT_BYTES
+
+    @property
+    def outside_bytes(self) -> int:
+        """Frozen weights outside the blocks (input and output projection), in bytes."""
+        return 2 * CHANNELS * self.d * WEIGHT_BYTES
+
+    @property
+    def weight_bytes(self) -> int:
+        """All frozen weights, in bytes."""
+        return self.depth * self.block_bytes + self.outside_bytes
+
+    @property
+    def streamed(self) -> int:
+        """Blocks that wait on the host."""
+        return self.depth - self.resident
+
+    @property
+    def budget_bytes(self) -> int:
+        """VRAM for `resident` blocks, `slots` slots in one region, and what lies outside the blocks.
+
+        Each resident block, the region and the rest are rounded up to the page of the device's allocator: 2 MiB on
+        CUDA and ROCm, 64 KiB (more than any alignment) on the host.
+        """
+        if self.vram is not None:
+            return self.vram
+        page = 64 << 10 if self.device == "cpu" else 2 * MIB
+        region = _round_up(min(self.slots, self.streamed) * self.block_bytes, page)
+        return (
+            self.resident * _round_up(self.block_bytes, page) + region + _round_up(self.outside_bytes, page)
+        )
+
+    def label(self) -> str:
+        """The case in a few words, for progress lines."""
+        if self.kind != "step":
+            return self.kind
+        where = "all resident" if self.resident == self.depth else f"{self.resident}/{self.depth} resident"
+        if self.engine == "none":
+            where = "no offloading"
+        elif self.engine == "carom":
+            where += f", {self.slots} slots, {self.codec}"
+        return f"{self.engine} {self.mode} d={self.d} {self.tokens} tokens, {where}"
+
+    def to_json(self) -> str:
+        """One line of JSON that `from_json` reads back."""
+        return json.dumps(asdict(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """The case in `text`; ValueError names what is wrong with it."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the case is not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise ValueError("the case must be a JSON object")
+        unknown = set(data) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"unknown options in the case: {', '.join(sorted(unknown))}")
+        return cls(**data)
+
+    def but(self, **changes: Any) -> Case:
+        """A copy with `changes`."""
+        return replace(self, **changes)
+
+
+def _round_up(count: int, step: int) -> int:
+    return -(-count // step) * step

@@ -1,0 +1,218 @@
+"""PURE: the figures to reach, each computed from named results of one run and held against its target.
+
+Cases are looked up by the keys that `suite.py` gives them. GB are 10^9 bytes, GiB 2^30.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .case import Case
+from .roofline import Roofline, roofline
+from .tables import exactness
+
+GIB = 1 << 30
+
+
+class Missing(Exception):
+    """A result that a figure needs is not there; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """`measure` gives the value; it is reached when `value <= target` (or >= where `at_least`)."""
+
+    name: str
+    target: float
+    measure: Callable[[Results], float]
+    at_least: bool = False
+    unit: str = ""
+
+    def judge(self, results: Results) -> dict[str, Any]:
+        """name, target, measured value, and reached (None where it could not be measured, with the reason)."""
+        words = f"{'>=' if self.at_least else '<='} {self.target:g}{self.unit}"
+        try:
+            value = self.measure(results)
+        except Missing as missing:
+            return {
+                "figure": self.name,
+                "target": words,
+                "measured": None,
+                "reached": None,
+                "reason": str(missing),
+            }
+        reached = value >= self.target if self.at_least else value <= self.target
+        return {
+            "figure": self.name,
+            "target": words,
+            "measured": value,
+            "reached": reached,
+            "unit": self.unit,
+        }
+
+
+class Results:
+    """The cases of a run and their results, by key."""
+
+    def __init__(self, cases: dict[str, Case], results: dict[str, dict[str, Any]]) -> None:
+        self.cases = cases
+        self.results = results
+
+    def get(self, key: str) -> dict[str, Any]:
+        """The result of `key`; Missing unless it is ok."""
+        result = self.results.get(key)
+        if result is None:
+            raise Missing(f"{key}: not run")
+        if result["status"] != "ok":
+            raise Missing(f"{key}: {result['status']}: {result.get('reason', '')}")
+        return result
+
+    def ms(self, key: str) -> float:
+        return self.get(key)["ms_per_step"]
+
+    def reserved(self, key: str) -> int:
+        value = self.get(key).get("peak_reserved_bytes")
+        if value is None:
+            raise Missing(f"{key}: no device allocator to ask")
+        return value
+
+    def link(self) -> float:
+        return self.get("link")["link_bytes_per_second"]
+
+    def roofline(self, key: str, base: str) -> Roofline:
+        """The bound on case `key`, from the resident run `base` and the link."""
+        return roofline(self.cases[key], self.get(base)["phases_ms"], self.link())
+
+
+def ratio(results: Results, key: str, to: str) -> float:
+    """Time of case `key` over that of case `to`."""
+    return results.ms(key) / results.ms(to)
+
+
+def reserved_gb(results: Results, key: str) -> float:
+    """Peak reserved device memory of the steps, in GB."""
+    return results.reserved(key) / 1e9
+
+
+def link_share(results: Results, key: str) -> float:
+    """Bytes that crossed in a step over what the link could carry in that time."""
+    result = results.get(key)
+    crossed = (result.get("report") or {}).get("wire_bytes_per_step")
+    if crossed is None:
+        case = results.cases[key]
+        crossed = case.streamed * case.block_bytes
+    return crossed / (1e-3 * result["ms_per_step"]) / results.link()
+
+
+def of_roofline(results: Results, key: str, base: str) -> float:
+    """Time of case `key` over its bound."""
+    return results.ms(key) / results.roofline(key, base).ms
+
+
+def transfers_over_ideal(results: Results, key: str) -> float:
+    """The report's transfers per weight less the ideal: two a step, less what the slots hold at both turns."""
+    case = results.cases[key]
+    report = results.get(key).get("report") or {}
+    if report.get("transfers_per_weight") is None:
+        raise Missing(f"{key}: the report has no transfers_per_weight")
+    ideal = 2 * max(0, case.streamed - case.slots) / case.streamed
+    return report["transfers_per_weight"] - ideal
+
+
+def reserved_over_promise(results: Results, pairs: dict[str, str]) -> float:
+    """The worst, over `pairs` (case: resident run), of reserved / (budget + the resident run's own activations)."""
+    worst = []
+    for key, base in pairs.items():
+        try:
+            own = results.reserved(base) - results.cases[base].weight_bytes
+            worst.append(results.reserved(key) / (results.cases[key].budget_bytes + own))
+        except Missing:
+            continue
+    if not worst:
+        raise Missing("no case of Carom and its resident run are both there")
+    return max(worst)
+
+
+def growth(results: Results, key: str) -> float:
+    """MB of reserved memory gained from step 50 to the last."""
+    result = results.get(key)
+    if result.get("held_at_step_50_bytes") is None:
+        raise Missing(f"{key}: fewer than 50 steps")
+    return (result["held_at_end_bytes"] - result["held_at_step_50_bytes"]) / 1e6
+
+
+def host_share(results: Results, key: str) -> float:
+    """Host memory that building and attaching took, over the weights.
+
+    Resident memory of the process; where pinned memory is not charged to it, the fall of the machine's available
+    memory instead, which is coarser.
+    """
+    result = results.get(key)
+    charged = result["host_attached_rss_bytes"] - result["host_base_rss_bytes"]
+    if charged < 0.9 * result["weight_bytes"]:
+        charged = max(charged, result["host_available_drop_bytes"])
+    return charged / result["weight_bytes"]
+
+
+def attach_rate(results: Results, key: str) -> float:
+    """GiB of weights placed a second."""
+    result = results.get(key)
+    return result["weight_bytes"] / result["attach_seconds"] / GIB
+
+
+def host_overhead(results: Results, keys: list[str], base: str) -> float:
+    """Microseconds of wall time added a block where the host binds; the worst of `keys` over the resident `base`."""
+    base_ms = results.get(base)["wall_ms_per_step"]
+    return max(1e3 * (results.get(k)["wall_ms_per_step"] - base_ms) / results.cases[k].depth for k in keys)
+
+
+def within_memory(results: Results, keys: list[str], base: str, limit_bytes: float) -> float:
+    """Time over the resident `base` of the best of `keys` that reserves no more than `limit_bytes`."""
+    fitting = []
+    for key in keys:
+        try:
+            if results.reserved(key) <= limit_bytes:
+                fitting.append(ratio(results, key, base))
+        except Missing:
+            continue
+    if not fitting:
+        raise Missing(f"no case reserves {limit_bytes / 1e9:.2f} GB or less")
+    return min(fitting)
+
+
+def differing(results: Results, pairs: dict[str, str]) -> float:
+    """How many cases of Carom differ in any bit from their resident runs."""
+    verdicts = []
+    for key, base in pairs.items():
+        try:
+            verdicts.append(exactness(results.get(key), results.get(base)))
+        except Missing:
+            continue
+    known = [verdict for verdict in verdicts if verdict is not None]
+    if not known:
+        raise Missing("nothing to compare")
+    return float(sum(not verdict for verdict in known))
+
+
+def render(judged: list[dict[str, Any]]) -> str:
+    """A short table of target against measured."""
+    lines = [("figure", "target", "measured", "")]
+    for row in judged:
+        if row["measured"] is None:
+            lines.append((row["figure"], row["target"], "-", row["reason"][:70]))
+        else:
+            lines.append(
+                (
+                    row["figure"],
+                    row["target"],
+                    f"{row['measured']:.3f}{row['unit']}",
+                    "ok" if row["reached"] else "MISSED",
+                )
+            )
+    widths = [max(len(line[i]) for line in lines) for i in range(3)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,192 @@
+"""Timing, memory and fingerprints, the same for every engine and for CUDA, ROCm and CPU."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+
+SAMPLE = 256  # values kept of a tensor, so that two processes can say how far apart they are
+FLAT_FROM = 50  # memory is settled by this step
+
+
+class HostEvent:
+    """Stands in for a device event where the device is the host."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Nothing is ever pending on the host."""
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def make_event(device: torch.device) -> Any:
+    """A timing event of `device`."""
+    return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostEvent()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Marks:
+    """Events that split one step into named phases; each name marks its phase's end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.events: list[tuple[str, Any]] = []
+
+    def __call__(self, name: str) -> None:
+        event = make_event(self.device)
+        event.record()
+        self.events.append((name, event))
+
+
+def time_steps(
+    step: Callable[[Marks], None], steps: int, warmup: int, device: torch.device
+) -> dict[str, Any]:
+    """Run `step` back to back; medians and minima in ms over the last `steps` runs.
+
+    A step's device time runs from the end of the one before to its own end, so that nothing between steps is
+    lost. The host stays at most one step ahead, as in a trainer that logs its last loss: the wall time of a
+    step is the gap between two completions. `host_ms` is what the host spends inside the call itself.
+    """
+    reserved_early: int | None = None
+    previous_end = make_event(device)
+    previous_end.record()
+    records: list[tuple[Any, list[tuple[str, Any]], float]] = []
+    # When step i - 1 was seen complete; a host device completes step i itself before it returns.
+    behind = device.type == "cuda"
+    walls: list[float] = [] if behind else [time.perf_counter()]
+    for index in range(warmup + steps):
+        marks = Marks(device)
+        started = time.perf_counter()
+        step(marks)
+        host = 1e3 * (time.perf_counter() - started)
+        end = make_event(device)
+        end.record()
+        previous_end.synchronize()
+        walls.append(time.perf_counter())
+        records.append((previous_end, [*marks.events, ("end", end)], host))
+        previous_end = end
+        if index + 1 == FLAT_FROM:
+            reserved_early = memory_held(device)
+    synchronize(device)
+    if behind:
+        walls.append(time.perf_counter())
+    device_ms: list[float] = []
+    host_ms: list[float] = []
+    phases: dict[str, list[float]] = {}
+    for start, events, host in records[warmup:]:
+        device_ms.append(start.elapsed_time(events[-1][1]))
+        host_ms.append(host)
+        for name, event in events[:-1]:
+            phases.setdefault(name, []).append(start.elapsed_time(event))
+            start = event
+    wall_ms = [1e3 * (after - before) for before, after in zip(walls, walls[1:], strict=False)][warmup:]
+    return {
+        "ms_per_step": statistics.median(device_ms),
+        "ms_min": min(device_ms),
+        "wall_ms_per_step": statistics.median(wall_ms),
+        "wall_ms_min": min(wall_ms),
+        "host_ms_per_step": statistics.median(host_ms),
+        "phases_ms": {name: statistics.median(values) for name, values in phases.items()},
+        "held_at_step_50_bytes": reserved_early,
+        "held_at_end_bytes": memory_held(device),
+    }
+
+
+def memory_held(device: torch.device) -> int:
+    """Bytes the process holds now: reserved by the device's allocator, or resident where the device is the host."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else host_rss()
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Give unused blocks back and start the peaks anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def device_memory(device: torch.device) -> dict[str, int | None]:
+    """Peaks since `reset_peaks`, and what the whole card has in use, in bytes; None where there is no such device."""
+    if device.type != "cuda":
+        return {"peak_allocated_bytes": None, "peak_reserved_bytes": None, "card_used_bytes": None}
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "card_used_bytes": total - free,
+    }
+
+
+def host_rss() -> int:
+    """Resident host bytes of this process."""
+    return psutil.Process().memory_info().rss
+
+
+def host_available() -> int:
+    """Host bytes the system could still give; falls when memory is pinned, whoever accounts it."""
+    return psutil.virtual_memory().available
+
+
+def measure_link(nbytes: int, device: torch.device, repeats: int = 12) -> float:
+    """Host-to-device bytes per second of one pinned buffer of `nbytes`, median over `repeats`."""
+    source = torch.zeros(nbytes, dtype=torch.uint8)
+    source.random_(0, 255) if nbytes < 1 << 24 else source.fill_(7)
+    if device.type == "cuda":
+        source = source.pin_memory()
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    rates = []
+    for _ in range(repeats + 2):
+        start, end = make_event(device), make_event(device)
+        start.record()
+        target.copy_(source, non_blocking=True)
+        end.record()
+        synchronize(device)
+        rates.append(nbytes / (1e-3 * max(start.elapsed_time(end), 1e-6)))
+    return statistics.median(rates[2:])
+
+
+def fingerprint(tensors: list[torch.Tensor]) -> dict[str, Any]:
+    """SHA-256 over the bytes of `tensors` in order, and an even sample of their values (float32)."""
+    digest = hashlib.sha256()
+    values = []
+    share = max(1, SAMPLE // max(1, len(tensors)))
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+        values.append(flat[:: max(1, flat.numel() // share)][:share].float())
+    sample = torch.cat(values) if values else torch.empty(0)
+    return {"sha256": digest.hexdigest(), "sample": [round(v, 8) for v in sample[:SAMPLE].tolist()]}
+
+
+@contextmanager
+def deterministic():
+    """Deterministic kernels inside; the setting is as it was after."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_before = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill_before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill_before  # type: ignore[attr-defined]

@@ -1,0 +1,82 @@
+"""PURE: what no raw-bytes engine can beat, phase by phase, from compute and link measured in the same run.
+
+Slack in the forward cannot pay for the backward beyond what the slots hold, so a training step is bounded by
+max(compute, wire) of its forward plus max(compute, wire) of its backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .case import Case
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Times in ms, bytes that cross the link in each phase. The optimizer counts into the backward's compute."""
+
+    compute_forward_ms: float
+    compute_backward_ms: float
+    forward_bytes: int
+    backward_bytes: int
+    link_bytes_per_second: float
+
+    @property
+    def wire_forward_ms(self) -> float:
+        return 1e3 * self.forward_bytes / self.link_bytes_per_second
+
+    @property
+    def wire_backward_ms(self) -> float:
+        return 1e3 * self.backward_bytes / self.link_bytes_per_second
+
+    @property
+    def ms(self) -> float:
+        """The bound on a step."""
+        return max(self.compute_forward_ms, self.wire_forward_ms) + max(
+            self.compute_backward_ms, self.wire_backward_ms
+        )
+
+    def to_dict(self) -> dict[str, float | int]:
+        return {
+            **asdict(self),
+            "wire_forward_ms": self.wire_forward_ms,
+            "wire_backward_ms": self.wire_backward_ms,
+            "ms": self.ms,
+        }
+
+
+def crossing_bytes(case: Case, report: dict[str, Any] | None = None) -> tuple[int, int]:
+    """Raw bytes that must cross in the forward and in the backward of one step.
+
+    Inference: every streamed block once a pass. Training: what the slots hold at each of the two turns is not
+    fetched again, so `slots` blocks fewer in either phase. Where the case names a budget in bytes instead of
+    blocks and slots, what the engine's `report` says it made of that budget.
+    """
+    streamed, held = case.streamed * case.block_bytes, case.slots * case.block_bytes
+    if case.vram is not None and report:
+        streamed = max(0, case.weight_bytes - report["resident_bytes"])
+        held = report["slot_bytes"]
+    if case.mode == "infer":
+        return (0 if held >= streamed else streamed), 0
+    crossing = max(0, streamed - held)
+    return crossing, crossing
+
+
+def roofline(
+    case: Case,
+    phases_ms: dict[str, float],
+    link_bytes_per_second: float,
+    report: dict[str, Any] | None = None,
+) -> Roofline:
+    """The bound for `case`; `phases_ms` are the resident run's forward, backward and optimizer times."""
+    if not link_bytes_per_second > 0:
+        raise ValueError(f"link_bytes_per_second={link_bytes_per_second!r} must be above 0")
+    forward_bytes, backward_bytes = crossing_bytes(case, report)
+    return Roofline(
+        compute_forward_ms=phases_ms["forward"],
+        compute_backward_ms=phases_ms.get("backward", 0.0) + phases_ms.get("optimizer", 0.0),
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
+        link_bytes_per_second=link_bytes_per_second,
+    )

@@ -1,0 +1,176 @@
+"""Runs cases one after the other, each in a fresh process; no child outlives this process, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from .case import Case
+
+LAUNCH = Path(__file__).resolve().parent / "launch.py"
+STDERR_KEPT = 4000  # characters of a failed worker's stderr that go into the record
+
+
+def run_case(case: Case, limit_s: float | None = None) -> dict[str, Any]:
+    """The worker's result for `case`: `status` is ok, skipped, failed or timeout; `seconds` is the process's life.
+
+    On KeyboardInterrupt (or any exception here) the child and its children are killed first.
+    """
+    limit = case.limit_s if limit_s is None else min(case.limit_s, limit_s)
+    command = [sys.executable, str(LAUNCH), "worker", "--watch-stdin", case.to_json()]
+    started = time.perf_counter()
+    # A file, not a pipe: a full pipe would stop the worker, and the tail is all that is wanted.
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,  # never written: its end tells the worker that we are gone
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=os.name == "posix",  # Ctrl-C reaches us alone; we end the group
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        try:
+            out = _read_output(child, limit)
+        finally:
+            kill_group(child)
+        seconds = time.perf_counter() - started
+        if out is None:
+            result = {"status": "timeout", "reason": f"not done after {limit:.0f} s"}
+        else:
+            result = _parse(out, child.returncode)
+        if result["status"] in ("failed", "timeout"):
+            errors.seek(0, os.SEEK_END)
+            errors.seek(max(0, errors.tell() - STDERR_KEPT))
+            result["stderr_tail"] = errors.read()
+    return {**result, "seconds": seconds}
+
+
+def _read_output(child: subprocess.Popen, limit: float) -> bytes | None:
+    """All of the child's stdout, or None when `limit` seconds have passed."""
+    # `communicate` would close stdin at once, which means "die" to the worker; a thread reads instead.
+    chunks: list[bytes] = []
+    assert child.stdout is not None
+    stdout = child.stdout
+    reader = threading.Thread(target=lambda: chunks.append(stdout.read()), daemon=True)
+    reader.start()
+    try:
+        child.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        return None
+    reader.join(timeout=5)
+    return b"".join(chunks)
+
+
+def _parse(out: bytes, code: int) -> dict[str, Any]:
+    lines = out.decode("utf-8", "replace").strip().splitlines()
+    try:
+        result = json.loads(lines[-1])
+        if isinstance(result, dict) and "status" in result:
+            return result
+    except (IndexError, json.JSONDecodeError):
+        pass
+    return {"status": "failed", "reason": f"the worker left no result (exit code {code})"}
+
+
+def kill_group(child: subprocess.Popen) -> None:
+    """End the child and what it started, and wait for it."""
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.name == "posix":
+                os.killpg(child.pid, signal.SIGKILL)
+            else:
+                child.kill()
+    child.wait()
+    for stream in (child.stdin, child.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+@contextlib.contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt inside, so that a stop from outside cleans up like Ctrl-C."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_cases(
+    cases: dict[str, Case],
+    *,
+    time_limit_s: float | None = None,
+    least_s: float = 20.0,
+    progress: TextIO | None = None,
+    on_result: Callable[[str, dict[str, Any]], None] | None = None,
+) -> tuple[dict[str, dict[str, Any]], bool]:
+    """Results by key, in order, and whether it was interrupted.
+
+    With a time limit, cases that would start with less than `least_s` seconds left are skipped with that reason.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    began = time.perf_counter()
+    with terminate_as_interrupt():
+        for number, (key, case) in enumerate(cases.items(), 1):
+            left = None if time_limit_s is None else time_limit_s - (time.perf_counter() - began)
+            try:
+                reason = unavailable(case)
+                if reason is not None:
+                    result: dict[str, Any] = {"status": "skipped", "reason": reason, "seconds": 0.0}
+                elif left is not None and left < least_s:
+                    result = {"status": "skipped", "reason": "the time limit was reached", "seconds": 0.0}
+                else:
+                    result = run_case(case, left)
+            except KeyboardInterrupt:
+                if progress:
+                    print("interrupted; what is done is kept", file=progress, flush=True)
+                return results, True
+            results[key] = result
+            if progress:
+                print(f"[{number}/{len(cases)}] {case.label()}: {outcome(result)}", file=progress, flush=True)
+            if on_result:
+                on_result(key, result)
+    return results, False
+
+
+def unavailable(case: Case) -> str | None:
+    """Why the case cannot run here, as far as that is known without starting it."""
+    if case.kind != "step":
+        return None
+    from .peers import get_engine
+
+    return get_engine(case.engine).unavailable(case)
+
+
+def outcome(result: dict[str, Any]) -> str:
+    """A result in a few words."""
+    if result["status"] != "ok":
+        return f"{result['status']}: {result.get('reason', '')}"
+    took = f" ({result['seconds']:.0f} s)"
+    if "link_bytes_per_second" in result:
+        return f"{result['link_bytes_per_second'] / 1e9:.1f} GB/s" + took
+    if "touched_bytes" in result:
+        return f"{result['touched_bytes'] / 1e9:.0f} GB touched" + took
+    if "ms_per_step" not in result:
+        return f"attached in {result['attach_seconds']:.2f} s" + took
+    peak = result.get("peak_reserved_bytes")
+    memory = f", {peak / 1e9:.2f} GB reserved" if peak else ""
+    return f"{result['ms_per_step']:.1f} ms a step{memory}" + took

@@ -1,0 +1,209 @@
+"""Every figure to reach, in one run under a time limit: target against measured, and the record behind it.
+
+    python -m carom.benchmarks.suite --out DIR --limit-s 570
+    python3 benchmarks/launch.py suite --out DIR        # the same where carom is not installed
+
+Cases run in the order of their importance; what no longer fits into the limit is skipped and says so. `--tiny`
+runs the whole list in miniature, on any machine, to see that the harness works; its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from . import figures as f
+from .case import Case
+from .figures import Figure, Results, render
+from .record import add_result, new_record, write_record
+from .runner import run_cases
+from .tables import chart, table
+
+PEERS_INFER = ("musubi", "ai-toolkit", "ramtorch", "diffusers", "accelerate")
+INSTEAD = " (in its place where musubi cannot run)"
+MUSUBI_HALF = 5.3e9  # bytes musubi's ring reserves with half the blocks resident, as the issue states it
+
+
+def suite_cases(device: str, tiny: bool = False) -> dict[str, Case]:
+    """All cases by key, most important first. Keys: engine-mode-tokens, then what is special about the case."""
+    big = Case(device=device, d=3072, depth=20, steps=8, warmup=3, limit_s=120.0)
+    if tiny:
+        big = big.but(d=256, depth=4, steps=2, warmup=1)
+    half = big.depth // 2
+    short, middle, long = (1024, 4096, 16384) if not tiny else (16, 32, 64)
+    infer, train = big.but(mode="infer"), big.but(mode="train")
+    host = Case(device=device, d=256, depth=20, tokens=16, steps=200, warmup=30, slots=4)
+    flat = Case(
+        device=device, engine="carom", mode="train", d=1536, depth=12, tokens=512, steps=500, verify=False
+    )
+    if tiny:
+        host = host.but(depth=4, steps=3, warmup=1)
+        flat = flat.but(d=256, depth=4, tokens=16, steps=55)
+
+    def none(case: Case, tokens: int) -> Case:
+        return case.but(engine="none", tokens=tokens, resident=case.depth)
+
+    def carom(case: Case, tokens: int, **changes: Any) -> Case:
+        return case.but(engine="carom", tokens=tokens, **changes)
+
+    return {
+        "link": big.but(kind="link"),
+        "none-infer-4096": none(infer, middle),
+        "carom-infer-4096": carom(infer, middle, slots=2),
+        "none-train-4096": none(train, middle),
+        "carom-train-4096": carom(train, middle),
+        "musubi-train-4096": train.but(engine="musubi", tokens=middle),
+        "none-train-1024": none(train, short),
+        "carom-train-1024": carom(train, short),
+        "musubi-train-1024": train.but(engine="musubi", tokens=short),
+        "carom-train-4096-half": carom(train, middle, resident=half, slots=2),
+        "ai-toolkit-train-4096": train.but(engine="ai-toolkit", tokens=middle, steps=big.steps // 2),
+        "ai-toolkit-train-1024": train.but(engine="ai-toolkit", tokens=short, steps=big.steps // 2),
+        "carom-infer-4096-half": carom(infer, middle, resident=half, slots=2),
+        "none-infer-16384": none(infer, long).but(steps=big.steps // 2),
+        "carom-infer-16384": carom(infer, long).but(steps=big.steps // 2),
+        "none-host-infer": none(host.but(mode="infer"), host.tokens),
+        "carom-host-infer-resident": carom(host.but(mode="infer"), host.tokens, resident=host.depth),
+        "carom-host-infer-streamed": carom(host.but(mode="infer"), host.tokens),
+        "none-host-train": none(host.but(mode="train"), host.tokens),
+        "carom-host-train-resident": carom(host.but(mode="train"), host.tokens, resident=host.depth),
+        "carom-host-train-streamed": carom(host.but(mode="train"), host.tokens),
+        "carom-flat": flat,
+        "carom-attach-24GB": carom(infer, middle, depth=70 if not tiny else 8, steps=0, verify=False),
+        "musubi-train-4096-half": train.but(engine="musubi", tokens=middle, resident=half),
+        "carom-train-4096-half-3": carom(train, middle, resident=half - 1, slots=3),
+        "musubi-infer-4096": infer.but(engine="musubi", tokens=middle),
+        "ramtorch-train-4096": train.but(engine="ramtorch", tokens=middle, slots=2, steps=big.steps // 2),
+        "ai-toolkit-infer-4096": infer.but(engine="ai-toolkit", tokens=middle),
+        "ramtorch-infer-4096": infer.but(engine="ramtorch", tokens=middle, slots=2),
+        "diffusers-infer-4096": infer.but(engine="diffusers", tokens=middle),
+        "accelerate-infer-4096": infer.but(engine="accelerate", tokens=middle, steps=big.steps // 2),
+        "musubi-infer-4096-half": infer.but(engine="musubi", tokens=middle, resident=half),
+        "carom-infer-4096-3": carom(infer, middle, slots=3),
+        "ramtorch-train-1024": train.but(engine="ramtorch", tokens=short, slots=2, steps=big.steps // 2),
+        "ai-toolkit-train-4096-half": train.but(engine="ai-toolkit", tokens=middle, resident=half),
+    }  # fmt: skip
+
+
+PAIRS = {
+    "carom-infer-4096": "none-infer-4096",
+    "carom-train-4096": "none-train-4096",
+    "carom-train-1024": "none-train-1024",
+    "carom-train-4096-half": "none-train-4096",
+    "carom-train-4096-half-3": "none-train-4096",
+    "carom-infer-4096-half": "none-infer-4096",
+    "carom-infer-16384": "none-infer-16384",
+    "carom-infer-4096-3": "none-infer-4096",
+}
+
+
+def suite_figures() -> list[Figure]:
+    """The figures to reach on one H200, in the order in which the project states them."""
+    found = [
+        Figure("exact: cases that differ from no offloading", 0, partial(f.differing, pairs=PAIRS)),
+        Figure("infer 4096, all streamed: share of the link", 0.98,
+               partial(f.link_share, key="carom-infer-4096"), at_least=True),
+        Figure("infer 4096, all streamed: reserved", 1.2, partial(f.reserved_gb, key="carom-infer-4096"), unit=" GB"),
+        Figure("infer 4096, half resident: of the roofline", 1.02,
+               partial(f.of_roofline, key="carom-infer-4096-half", base="none-infer-4096")),
+    ]  # fmt: skip
+    for tokens in (1024, 4096):
+        mine, base = f"carom-train-{tokens}", f"none-train-{tokens}"
+        found += [
+            Figure(f"train {tokens}, all streamed: of musubi's ring", 0.97,
+                   partial(f.ratio, key=mine, to=f"musubi-train-{tokens}")),
+            Figure(f"train {tokens}, all streamed: of the roofline{INSTEAD}", 1.03,
+                   partial(f.of_roofline, key=mine, base=base)),
+            Figure(f"train {tokens}, all streamed: of ai-toolkit", 0.70,
+                   partial(f.ratio, key=mine, to=f"ai-toolkit-train-{tokens}")),
+            Figure(f"train {tokens}: transfers per weight over two less the turns", 0.0005,
+                   partial(f.transfers_over_ideal, key=mine)),
+        ]  # fmt: skip
+    halves = ["carom-train-4096-half", "carom-train-4096-half-3"]
+    host = {
+        mode: [f"carom-host-{mode}-{kind}" for kind in ("resident", "streamed")]
+        for mode in ("infer", "train")
+    }
+    return [
+        *found,
+        Figure("train 4096, half resident, within 5.3 GB: of no offloading", 1.03,
+               partial(f.within_memory, keys=halves, base="none-train-4096", limit_bytes=MUSUBI_HALF)),
+        Figure("infer 16384, all streamed: of no offloading", 1.01,
+               partial(f.ratio, key="carom-infer-16384", to="none-infer-16384")),
+        Figure("reserved over budget + resident run's activations", 1.05, partial(f.reserved_over_promise, pairs=PAIRS)),
+        Figure("reserved memory gained, step 50 to 500", 0.0, partial(f.growth, key="carom-flat"), unit=" MB"),
+        Figure("host memory after attach over the weights", 1.05, partial(f.host_share, key="carom-attach-24GB")),
+        Figure("weights placed in the pinned store", 10.0, partial(f.attach_rate, key="carom-attach-24GB"),
+               at_least=True, unit=" GiB/s"),
+        Figure("host time added a block, infer", 50.0,
+               partial(f.host_overhead, keys=host["infer"], base="none-host-infer"), unit=" us"),
+        Figure("host time added a block, train", 150.0,
+               partial(f.host_overhead, keys=host["train"], base="none-host-train"), unit=" us"),
+    ]  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the suite; 0 when every figure that could be measured is reached, 1 otherwise."""
+    parser = argparse.ArgumentParser(prog="suite", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="where suite.json and suite.png go"
+    )
+    parser.add_argument("--limit-s", type=float, default=570.0, help="seconds for all of it (default: 570)")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT,...",
+        help="run the cases whose key holds one of these (and the link)",
+    )
+    parser.add_argument("--device", help="default: the GPU if there is one")
+    parser.add_argument(
+        "--touch-gb", type=float, default=40.0, help="host memory to grow first, on a GPU (default: 40 GB)"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="the same list in miniature; the figures mean nothing"
+    )
+    args = parser.parse_args(argv)
+    import torch
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    cases = suite_cases(device, args.tiny)
+    wanted = [word for word in args.only.split(",") if word]
+    if wanted:
+        cases = {k: c for k, c in cases.items() if k == "link" or any(word in k for word in wanted)}
+    if device != "cpu" and args.touch_gb > 0:
+        touch = Case(kind="touch", device="cpu", touch_bytes=int(args.touch_gb * 1e9), limit_s=90.0)
+        cases = {"touch": touch, **cases}
+    record = new_record("carom benchmark suite" + (" (tiny)" if args.tiny else ""), sys.argv[1:])
+    path = args.out / "suite.json"
+    results: dict[str, dict[str, Any]] = {}
+
+    def keep(key: str, result: dict[str, Any]) -> None:
+        results[key] = result
+        add_result(record, key, cases[key], result)
+        write_record(record, path)
+
+    _, record["interrupted"] = run_cases(
+        cases, time_limit_s=args.limit_s, progress=sys.stderr, on_result=keep
+    )
+    judged = [figure.judge(Results(cases, results)) for figure in suite_figures()]
+    record["figures"] = judged
+    write_record(record, path)
+    if any("ms_per_step" in result for result in results.values()):
+        chart([e for e in record["cases"] if e["case"]["d"] == 3072 or args.tiny], args.out / "suite.png")
+    # The small shapes serve two figures below and would only crowd the table.
+    print(table([e for e in record["cases"] if "host" not in e["key"] and e["key"] != "carom-flat"]))
+    print()
+    print(render(judged))
+    print(json.dumps({"record": str(path), "interrupted": record["interrupted"]}))
+    missed = [
+        row for row in judged if row["reached"] is False and "of the roofline (where" not in row["figure"]
+    ]
+    return 1 if missed or record["interrupted"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

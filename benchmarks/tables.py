@@ -1,0 +1,192 @@
+"""The rows, tables and chart of a record's cases: plain data in, text or picture out. GB are 10^9 bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .case import Case
+from .roofline import Roofline, roofline
+
+HEADERS = ("mode", "tokens", "resident", "engine", "ms/step", "x roofline", "device GB", "host GB", "exact")
+REASON = 70  # characters of a reason that a table shows; the record has all of it
+
+
+def compare_fingerprints(mine: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+    """Are two fingerprints the same bit for bit, and how far apart are their samples at most?"""
+    pairs = list(zip(mine["sample"], reference["sample"], strict=False))
+    return {
+        "bit_exact": mine["sha256"] == reference["sha256"],
+        "max_abs_diff_of_sample": max((abs(a - b) for a, b in pairs), default=0.0),
+    }
+
+
+def rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a timed case, with the roofline and the exactness that the same run allows.
+
+    `entries` are a record's cases. The roofline needs the link and the resident run of the same shape; where they
+    are missing its fields are None.
+    """
+    link = next((e["result"]["link_bytes_per_second"] for e in entries if _ok(e, "link")), None)
+    resident = {_shape(e["case"]): e["result"] for e in entries if _ok(e) and e["case"]["engine"] == "none"}
+    found = []
+    for entry in entries:
+        case = Case(**entry["case"])
+        if case.kind != "step":
+            continue
+        result = entry["result"]
+        base = resident.get(_shape(entry["case"]))
+        bound: Roofline | None = None
+        if link and base and "phases_ms" in base and case.engine != "none":
+            bound = roofline(case, base["phases_ms"], link, result.get("report"))
+        found.append(
+            {
+                "key": entry["key"],
+                "case": case,
+                "status": result["status"],
+                "reason": result.get("reason"),
+                "ms": result.get("ms_per_step"),
+                "attach_seconds": result.get("attach_seconds"),
+                "roofline": bound,
+                "of_roofline": result["ms_per_step"] / bound.ms
+                if bound and "ms_per_step" in result
+                else None,
+                "device_bytes": device_bytes(result),
+                "host_bytes": result.get("host_rss_bytes"),
+                "bit_exact": exactness(result, base),
+            }
+        )
+    return found
+
+
+def device_bytes(result: dict[str, Any]) -> int | None:
+    """Peak device bytes: the allocator's, or by Carom's own account where the device is the host."""
+    if result.get("peak_reserved_bytes") is not None:
+        return result["peak_reserved_bytes"]
+    return (result.get("report") or {}).get("vram_peak_bytes")
+
+
+def exactness(result: dict[str, Any], base: dict[str, Any] | None) -> bool | None:
+    """Does every fingerprint of `result` equal the resident run's? None where there is nothing to compare."""
+    mine = result.get("fingerprint")
+    reference = (base or {}).get("fingerprint")
+    if not mine or not reference or result is base:
+        return None
+    names = [name for name in reference if name != "passes_agree"]
+    return all(compare_fingerprints(mine[name], reference[name])["bit_exact"] for name in names)
+
+
+def table(entries: list[dict[str, Any]], markdown: bool = False) -> str:
+    """The rows as text columns, or as a Markdown table; Carom's roofline stands below each group of its shape."""
+    lines: list[tuple[str, ...]] = []
+    bounds: dict[tuple[str, ...], Roofline] = {}
+    for row in rows(entries):
+        case: Case = row["case"]
+        engine = case.engine
+        place: tuple[str, ...] = (case.mode, str(case.tokens), f"{case.resident}/{case.depth}")
+        if engine == "none":
+            place = (*place[:2], "all")
+        elif engine == "carom":
+            engine = f"carom, {case.slots} slots" + ("" if case.codec == "raw" else f", {case.codec}")
+            if row["roofline"]:
+                bounds[(*place, f"roofline, {case.slots} slots")] = row["roofline"]
+        if row["ms"] is None:
+            words = row["reason"] or ""
+            if row["attach_seconds"] is not None:
+                words = f"attached in {row['attach_seconds']:.2f} s"
+            lines.append((*place, engine, row["status"], words[:REASON], "", "", ""))
+            continue
+        exact = {True: "yes", False: "NO", None: ""}[row["bit_exact"]]
+        lines.append(
+            (*place, engine, f"{row['ms']:.1f}", _number(row["of_roofline"]),
+             _number(row["device_bytes"], 1e9), _number(row["host_bytes"], 1e9), exact)
+        )  # fmt: skip
+    lines += [(*key, f"{bound.ms:.1f}", "1.00", "", "", "") for key, bound in bounds.items()]
+    lines.sort(key=lambda line: (line[0], int(line[1])))
+    return _markdown(HEADERS, lines) if markdown else _columns(HEADERS, lines)
+
+
+def _columns(headers: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+    # A reason is a sentence: it may run over the columns to its right, so it sets no width.
+    short = [line for line in lines if line[4] not in ("ok", "skipped", "failed", "timeout")]
+    widths = [max(len(line[i]) for line in (headers, *short)) for i in range(len(headers))]
+    widths[3] = max(len(line[3]) for line in (headers, *lines))
+    widths[4] = max(widths[4], 7)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (headers, *lines)
+    )
+
+
+def _markdown(headers: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+    split = ["---"] * len(headers)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (headers, split, *lines))
+
+
+def _number(value: float | None, unit: float = 1.0) -> str:
+    return "" if value is None else f"{value / unit:.2f}"
+
+
+def _ok(entry: dict[str, Any], kind: str = "step") -> bool:
+    return entry["case"]["kind"] == kind and entry["result"]["status"] == "ok"
+
+
+def _shape(case: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("mode", "d", "depth", "tokens", "batch", "rank", "heads", "device", "adapter_dtype", "seed")
+    return tuple(case[name] for name in names if not (name == "rank" and case["mode"] == "infer"))
+
+
+def chart(entries: list[dict[str, Any]], path: Path) -> None:
+    """Bars of ms a step by engine, one panel a shape, the roofline as a line; temporary name first, then renamed."""
+    from matplotlib.figure import Figure
+
+    panels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    all_rows = [row for row in rows(entries) if row["ms"] is not None]
+    for row in all_rows:
+        case = row["case"]
+        if case.engine != "none":
+            panels.setdefault((case.mode, case.tokens, case.d, case.depth, case.resident), []).append(row)
+    for key, members in panels.items():  # the resident run belongs to every panel of its shape
+        members[:0] = [r for r in all_rows if r["case"].engine == "none" and _of(r["case"]) == key[:4]]
+    if not panels:
+        panels = {(*_of(row["case"]), row["case"].resident): [row] for row in all_rows}
+    columns = min(3, max(1, len(panels)))
+    lines = -(-max(1, len(panels)) // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.4 * lines), layout="constrained")
+    for index, (key, members) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(lines, columns, index)
+        members = sorted(members, key=lambda row: row["ms"])
+        names = [_bar_name(row["case"]) for row in members]
+        colours = ["#c2452d" if row["case"].engine == "carom" else "#9aa5ad" for row in members]
+        bars = axes.barh(range(len(members)), [row["ms"] for row in members], color=colours)
+        axes.set_yticks(range(len(members)), names, fontsize=8)
+        axes.bar_label(bars, [_bar_text(row) for row in members], fontsize=7, padding=2)
+        axes.margins(x=0.35)
+        bounds = [row["roofline"].ms for row in members if row["roofline"] and row["case"].engine == "carom"]
+        bounds = bounds or [row["roofline"].ms for row in members if row["roofline"]]
+        if bounds:
+            axes.axvline(min(bounds), color="black", linewidth=1, linestyle="--", label="roofline")
+            axes.legend(fontsize=7, loc="lower right")
+        mode, tokens, d, depth, resident = key
+        axes.set_title(f"{mode}, {tokens} tokens, d={d}, {resident} of {depth} blocks resident", fontsize=8)
+        axes.set_xlabel("ms a step", fontsize=8)
+        axes.invert_yaxis()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    figure.savefig(temporary, format=path.suffix.lstrip(".") or "png", dpi=130)
+    temporary.replace(path)
+
+
+def _of(case: Case) -> tuple[str, int, int, int]:
+    return case.mode, case.tokens, case.d, case.depth
+
+
+def _bar_name(case: Case) -> str:
+    if case.engine != "carom":
+        return "no offloading" if case.engine == "none" else case.engine
+    return f"carom, {case.slots} slots" + ("" if case.codec == "raw" else f", {case.codec}")
+
+
+def _bar_text(row: dict[str, Any]) -> str:
+    memory = f", {row['device_bytes'] / 1e9:.1f} GB" if row["device_bytes"] else ""
+    return f"{row['ms']:.1f}{memory}"

@@ -1,0 +1,176 @@
+"""`carom bench`: Carom beside no offloading, the roofline and installed peers, in one run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..benchmarks.case import ENGINES, MODES, Case
+from ..core.sizes import parse_size
+
+# A GPU gets the DiT of the issue's figures; a machine without one the same shape, small enough for seconds.
+_GPU: dict[str, Any] = {"d": 3072, "depth": 20, "tokens": "4096", "steps": 8}
+_CPU: dict[str, Any] = {"d": 512, "depth": 8, "tokens": "64", "steps": 5}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `carom bench`."""
+    add = parser.add_argument
+    add(
+        "--engines",
+        default="all",
+        metavar="LIST",
+        help=f"comma-separated, of {', '.join(ENGINES)} (default: all that can run)",
+    )
+    add("--mode", default="infer,train", metavar="LIST", help="infer, train or both (default: both)")
+    add(
+        "--d",
+        type=int,
+        help="features (default: 3072 on a GPU, 512 on a CPU); a block has 18 d^2 bf16 weights",
+    )
+    add("--depth", type=int, help="blocks (default: 20 on a GPU, 8 on a CPU)")
+    add("--tokens", metavar="LIST", help="tokens a sample, one or more (default: 4096 on a GPU, 64 on a CPU)")
+    add("--batch", type=int, default=1, help="samples a step (default: 1)")
+    add("--rank", type=int, default=16, help="LoRA rank when training (default: 16)")
+    add("--heads", type=int, default=0, help="attention heads (default: 128 features each)")
+    add(
+        "--resident",
+        default="0",
+        metavar="LIST",
+        help="share of the blocks kept on the device, 0 to 1, one or more (default: 0)",
+    )
+    add("--vram", help="Carom's budget, e.g. 2GiB, instead of what --resident and --slots imply")
+    add("--slots", type=int, default=3, help="blocks in flight beside the resident ones (default: 3)")
+    add("--codec", default="raw", choices=("raw", "lossless", "auto"), help="Carom's codec (default: raw)")
+    add("--steps", type=int, help="timed steps (default: 8 on a GPU, 5 on a CPU)")
+    add("--warmup", type=int, default=3, help="steps before the timed ones (default: 3)")
+    add("--device", help="cpu, cuda, cuda:1, ... (default: the GPU if there is one)")
+    add("--seed", type=int, default=0, help="of weights and inputs (default: 0)")
+    add(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="limit for each case's process (default: 300)",
+    )
+    add("--show", type=Path, metavar="RECORD", help="run nothing: print (and --chart) a kept record")
+    add("--out", type=Path, metavar="DIR", help="write the whole record to DIR/bench.json")
+    add("--chart", type=Path, metavar="PNG", help="draw the comparison")
+    add("--markdown", action="store_true", help="print the table as Markdown")
+
+
+def make_cases(args: argparse.Namespace, device: str) -> dict[str, Case]:
+    """The cases asked for, by key, the link first and the resident runs before what is held against them."""
+    defaults = _CPU if device == "cpu" else _GPU
+    engines = _names(args.engines, ENGINES, "--engines") if args.engines != "all" else list(ENGINES)
+    modes = _names(args.mode, MODES, "--mode")
+    depth = defaults["depth"] if args.depth is None else args.depth
+    base = Case(
+        d=defaults["d"] if args.d is None else args.d,
+        depth=depth,
+        batch=args.batch,
+        rank=args.rank,
+        heads=args.heads,
+        slots=args.slots,
+        vram=None if args.vram is None else parse_size(args.vram, setting="--vram"),
+        steps=defaults["steps"] if args.steps is None else args.steps,
+        warmup=args.warmup,
+        device=device,
+        codec=args.codec,
+        seed=args.seed,
+        limit_s=args.timeout,
+    )
+    cases = {"link": base.but(kind="link")}
+    for mode in modes:
+        for tokens in _numbers(args.tokens or defaults["tokens"], int, "--tokens"):
+            if "none" in engines:
+                cases[f"none-{mode}-{tokens}"] = base.but(mode=mode, tokens=tokens, resident=depth)
+            for share in _numbers(args.resident, float, "--resident"):
+                if not 0 <= share <= 1:
+                    raise ValueError(
+                        f"--resident {share} is not a share; write 0 (stream all) to 1 (stream none)"
+                    )
+                for engine in engines:
+                    if engine != "none":
+                        cases[f"{engine}-{mode}-{tokens}-{share:g}"] = base.but(
+                            engine=engine, mode=mode, tokens=tokens, resident=round(share * depth)
+                        )
+    return cases
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the cases; exit code 0 unless Carom was asked for and failed, or the run was interrupted."""
+    import torch
+
+    from ..benchmarks.record import add_result, new_record, write_record
+    from ..benchmarks.runner import run_cases
+    from ..benchmarks.tables import chart, rows, table
+
+    if args.show:
+        return _show(args)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"--device {device!r} is no device; write cpu, cuda or cuda:1") from None
+    cases = make_cases(args, device)
+    record = new_record("carom bench", sys.argv[1:])
+    path = args.out / "bench.json" if args.out else None
+
+    def keep(key: str, result: dict[str, Any]) -> None:
+        add_result(record, key, cases[key], result)
+        if path:
+            write_record(record, path)
+
+    _, record["interrupted"] = run_cases(cases, progress=sys.stderr, on_result=keep)
+    found = rows(record["cases"])
+    record["rooflines"] = {row["key"]: row["roofline"].to_dict() for row in found if row["roofline"]}
+    record["bit_exact"] = {row["key"]: row["bit_exact"] for row in found if row["bit_exact"] is not None}
+    if path:
+        write_record(record, path)
+    if args.chart and found:
+        chart(record["cases"], args.chart)
+    if args.json:
+        print(json.dumps(record))
+    else:
+        print(table(record["cases"], markdown=args.markdown))
+        link: dict[str, Any] = next((e["result"] for e in record["cases"] if e["key"] == "link"), {})
+        if link.get("status") == "ok":
+            print(
+                f"link: {link['link_bytes_per_second'] / 1e9:.1f} GB/s, pinned, one block; GB are 10^9 bytes"
+            )
+        if path:
+            print(f"record: {path}")
+    ours = [e["result"]["status"] for e in record["cases"] if e["case"]["engine"] in ("none", "carom")]
+    bad = "failed" in ours or "timeout" in ours
+    wrong = any(row["bit_exact"] is False for row in found if row["case"].engine == "carom")
+    return 1 if bad or wrong or record["interrupted"] else 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from ..benchmarks.record import read_record
+    from ..benchmarks.tables import chart, table
+
+    record = read_record(args.show)
+    if args.chart:
+        chart(record["cases"], args.chart)
+    print(json.dumps(record) if args.json else table(record["cases"], markdown=args.markdown))
+    return 0
+
+
+def _names(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
+    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    wrong = [name for name in names if name not in allowed]
+    if wrong or not names:
+        raise ValueError(f"{option} {text!r}: choose from {', '.join(allowed)}")
+    return names
+
+
+def _numbers(text: object, kind: type, option: str) -> list[Any]:
+    try:
+        return list(dict.fromkeys(kind(part) for part in str(text).split(",")))
+    except ValueError:
+        raise ValueError(f"{option} {text!r}: write one number, or several with commas between") from None

@@ -1,0 +1,199 @@
+"""Put a plan into effect on a module, and take it back: where every tensor lives, and who is told.
+
+`Placement` owns the changes to tensors (host blocks, device buffers, classes), `hooks` the changes to
+modules. Both are undone in the reverse order, whatever failed in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .ops import HostParameter, HostTensor
+from .plan import SMALL_UNIT, Plan, round_up
+from .store.arena import HostArena, fill, storage_bytes, workers
+from .streamer import Owner, Streamed
+from .transfer import Engine
+from .units import Carving, Entry, Unit
+
+
+@dataclass(eq=False)
+class _Moved:
+    """A tensor that went to the device, and where it has to return to."""
+
+    tensor: torch.Tensor
+    home: torch.device
+
+
+class Placement:
+    """Moves a carving's tensors to where a plan wants them; `undo` brings every one back."""
+
+    def __init__(self, engine: Engine, arena: HostArena) -> None:
+        self._engine, self._arena = engine, arena
+        self._moved: list[_Moved] = []
+        self._worn: list[tuple[torch.Tensor, type, torch.device]] = []
+        self.streamed: list[Streamed] = []
+        self.resident_bytes = 0  # device bytes, as the allocator reserves them
+        self.adapter_bytes = 0
+        self.streamed_host_bytes = 0
+
+    # -- residents
+
+    def keep(self, units: list[Unit], entries: list[Entry]) -> None:
+        """Resident units and entries: large units in a buffer each, everything small in one."""
+        large = [unit for unit in units if unit.nbytes >= SMALL_UNIT]
+        for unit in large:
+            self._together(unit.entries)
+        small = [entry for unit in units if unit.nbytes < SMALL_UNIT for entry in unit.entries]
+        alone = []
+        for entry in entries:
+            (small if entry.nbytes < SMALL_UNIT and _plain(entry.tensor) else alone).append(entry)
+        self._together(small)
+        for entry in alone:
+            self.resident_bytes += self._move(entry.tensor)
+
+    def _together(self, entries: list[Entry]) -> None:
+        """One device buffer for several tensors; those already there stay where they are."""
+        there = [entry for entry in entries if self._is_here(entry.tensor)]
+        self.resident_bytes += sum(entry.nbytes for entry in there)
+        entries = [entry for entry in entries if not self._is_here(entry.tensor)]
+        layout = Unit("", "", [])
+        at = {}
+        for entry in entries:
+            at[id(entry)] = layout.nbytes
+            layout.nbytes += -(-entry.nbytes // 512) * 512
+        if not entries:
+            return
+        buffer = self._engine.allocate(layout.nbytes)
+        self.resident_bytes += round_up(layout.nbytes, self._engine.grain)
+        for entry in entries:
+            tensor, start = entry.tensor, at[id(entry)]
+            with torch.inference_mode(False), torch.no_grad():
+                piece = self._engine.alias(buffer, start, entry.nbytes).view(tensor.dtype)
+                view = piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset())
+                view.copy_(tensor.detach())
+            self._moved.append(_Moved(tensor, tensor.device))
+            tensor.data = view
+
+    def adapt(self, entry: Entry) -> None:
+        """A trainable tensor that stays on the device, gradient included."""
+        self.adapter_bytes += self._move(entry.tensor)
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        # The CPU as a session's device has slots and buffers of its own: its tensors move like any.
+        return self._engine.device.type != "cpu" and tensor.device == self._engine.device
+
+    def _move(self, tensor: torch.Tensor) -> int:
+        size = tensor.numel() * tensor.element_size()
+        if tensor.device != self._engine.device:
+            home = tensor.device
+            _relocate(tensor, self._engine.device)
+            self._moved.append(_Moved(tensor, home))
+        return size
+
+    # -- streamed units
+
+    def stream(self, units: list[Unit], make: Callable[[Unit, int, Any], Streamed]) -> list[Streamed]:
+        """Copy units to blocks of their own in host memory, pin them, and let the tensors stand there.
+
+        Each unit's old memory is given back before the next is copied, so the host holds the weights once.
+        """
+        with ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool:
+            for unit in units:
+                self._stream_one(unit, make, pool)
+        return self.streamed
+
+    def _stream_one(self, unit: Unit, make: Callable[[Unit, int, Any], Streamed], pool: ThreadPoolExecutor) -> None:
+        block = self._arena.allocate(unit.nbytes)
+        pieces = []
+        views = []
+        for entry in unit.entries:
+            tensor = entry.tensor
+            piece = block.data[entry.offset : entry.offset + entry.nbytes]
+            with torch.inference_mode(False), torch.no_grad():
+                # A storage of its own, so that saving one tensor saves no other.
+                own = torch.frombuffer(piece.numpy(), dtype=torch.uint8).view(tensor.dtype)
+                view = own.as_strided(tensor.shape, tensor.stride())
+                if tensor.device.type == "cpu":
+                    pieces.append((piece, storage_bytes(tensor)))
+                else:
+                    view.copy_(tensor.detach())
+            views.append(view)
+        fill(pieces, pool)
+        del pieces
+        self._arena.pin(block)
+        streamed = make(unit, len(self.streamed), block)
+        self.streamed.append(streamed)
+        self.streamed_host_bytes += unit.nbytes
+        for entry, view in zip(unit.entries, views, strict=True):
+            tensor = entry.tensor
+            worn = type(tensor)
+            self._worn.append((tensor, worn, tensor.device))
+            if tensor.device.type == "cpu":
+                tensor.data = view
+            else:
+                _replace(tensor, view)
+            owner = Owner(streamed.streamer, streamed, entry, tensor.detach())
+            streamed.owners.append(owner)
+            tensor._carom = owner  # type: ignore[attr-defined]
+            tensor.__class__ = HostParameter if isinstance(tensor, nn.Parameter) else HostTensor
+        streamed.trainable = any(owner.trainable for owner in streamed.owners)
+
+    # -- the way back
+
+    def undo(self) -> None:
+        """Every tensor as it was: object, class, device; values as they are now. Pinned memory is given back."""
+        for tensor, worn, home in reversed(self._worn):
+            tensor.__class__ = worn
+            tensor.__dict__.pop("_carom", None)
+            if home.type != "cpu":
+                _replace(tensor, tensor.detach().to(home))
+        self._worn.clear()
+        for moved in reversed(self._moved):
+            back = moved.home if moved.tensor.device != moved.home else None
+            if back is not None:
+                _relocate(moved.tensor, back)
+            else:  # the CPU as device: leave the session's buffer for memory of its own
+                moved.tensor.data = moved.tensor.data.clone(memory_format=torch.preserve_format)
+        self._moved.clear()
+        for streamed in self.streamed:
+            streamed.block.unpin()
+        self.streamed = []
+        self.resident_bytes = self.adapter_bytes = self.streamed_host_bytes = 0
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    strided = tensor.layout == torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
+    return strided and tensor.numel() > 0 and storage_is_dense(tensor)
+
+
+def storage_is_dense(tensor: torch.Tensor) -> bool:
+    from .units import _dense
+
+    return _dense(tensor)
+
+
+def _relocate(tensor: torch.Tensor, device: torch.device) -> None:
+    """Move values and gradient; the object stays."""
+    grad = tensor.grad if tensor.is_leaf else None
+    if grad is not None:
+        tensor.grad = None
+    _replace(tensor, tensor.detach().to(device))
+    if grad is not None:
+        tensor.grad = grad.to(device)
+
+
+def _replace(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    tensor.data = new
+
+
+def wanted_residents(carving: Carving, plan: Plan) -> tuple[list[Unit], list[Unit]]:
+    """(resident units, streamed units) of a plan, in order."""
+    resident = [unit for index, unit in enumerate(carving.units) if index in plan.resident]
+    streamed = [unit for index, unit in enumerate(carving.units) if index not in plan.resident]
+    return resident, streamed

@@ -1,0 +1,163 @@
+"""How a session enters modules' forwards: an instance's ``forward`` stands in front of the module's own.
+
+Unlike forward hooks this survives KeyboardInterrupt (always_call hooks see only Exceptions), costs less,
+and also sees ``module.forward(x)``. torch.compile is told to leave these frames alone and to compile
+what they call, so a graph breaks at a unit's edge and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from .session import Session
+    from .streamer import Streamed
+
+
+try:
+    from torch._C._dynamo.eval_frame import skip_code as _skip_code
+except ImportError:  # a torch without it traces our frames and breaks there all the same
+    _skip_code = None  # type: ignore[assignment]
+
+
+class Wrapped:
+    """The forwards a session stands in front of; `undo` steps aside, also where others stepped in front since."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def forward(self, module: nn.Module, make: Callable[[Callable], Callable]) -> None:
+        """Let ``make(inner)`` run instead of ``module``'s forward, which is ``inner``."""
+        before = module.__dict__.get("forward")
+        front = _Forward(make(module.forward), module.forward)
+        module.forward = front  # type: ignore[method-assign]
+
+        def undo() -> None:
+            front.live = False
+            if module.__dict__.get("forward") is front:
+                if before is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.forward = before  # type: ignore[method-assign]
+
+        self._undo.append(undo)
+
+    def attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an instance attribute for as long as the session lasts."""
+        before = module.__dict__.get(name)
+        module.__dict__[name] = value
+
+        def undo() -> None:
+            if module.__dict__.get(name) is value:
+                if before is None:
+                    del module.__dict__[name]
+                else:
+                    module.__dict__[name] = before
+
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+class _Forward:
+    """Runs ``run`` while ``live``, else ``inner``. A deep copy of the module gets its own plain forward."""
+
+    def __init__(self, run: Callable, inner: Callable) -> None:
+        functools.update_wrapper(self, inner)
+        self.live = True
+        self._run, self._inner = run, inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs) if self.live else self._inner(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return _without_session(self._inner, memo)
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError("a streamed module cannot be pickled whole; save its state_dict() or close the session")
+
+
+def _without_session(inner: Callable, memo: dict) -> Callable:
+    """``inner`` bound to the copy of its module that a running deepcopy is making."""
+    owner = getattr(inner, "__self__", None)
+    copy = memo.get(id(owner))
+    if copy is None:
+        return inner
+    return functools.partial(type(copy).forward, copy)
+
+
+def quiet(function: Callable) -> Callable:
+    """``function`` and all it calls kept out of torch.compile's graphs, without importing the compiler."""
+    guarded: list[Callable] = []
+
+    @_untraced
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if guarded:
+            return guarded[0](*args, **kwargs)
+        if "torch._dynamo" in sys.modules:  # only now can anything be compiling
+            guarded.append(torch._dynamo.disable(function))
+        return function(*args, **kwargs) if not guarded else guarded[0](*args, **kwargs)
+
+    return call
+
+
+def _untraced(function: Callable) -> Callable:
+    """Neither inlined into a graph nor compiled as a frame of its own; what it calls may be."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    if _skip_code is not None:
+        _skip_code(function.__code__)
+    return function
+
+
+_untraced(_Forward.__call__)
+
+
+def unit_forward(unit: Streamed) -> Callable[[Callable], Callable]:
+    """Around a unit's forward: its slot is entered and left, exception, interrupt or not."""
+    streamer = unit.streamer
+    enter, leave = quiet(streamer.enter), quiet(streamer.leave)
+
+    def make(inner: Callable) -> Callable:
+        @_untraced
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            slot, gradient = enter(unit)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                leave(unit, slot, gradient)
+
+        return forward
+
+    return make
+
+
+def root_forward(session: Session) -> Callable[[Callable], Callable]:
+    """Around the root's forward: a pass begins and ends, the tree is looked over for what is new."""
+    begin, end = quiet(session._begin), quiet(session._end)
+
+    def make(inner: Callable) -> Callable:
+        @_untraced
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            watch = begin()
+            failed = True
+            try:
+                with watch:
+                    result = inner(*args, **kwargs)
+                failed = False
+                return result
+            finally:
+                end(failed)
+
+        return forward
+
+    return make

@@ -1,0 +1,223 @@
+"""What a session did: bytes and copies counted on the host, times taken from events that are read later.
+
+Nothing here waits for the device: a step's events are turned into figures once they are all reached.
+A step is one root forward or, when training, everything from the first forward after a backward to
+that backward's end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from .report import Span
+from .transfer import Engine
+
+_KEPT_STEPS = 64  # figures the medians are taken over
+_OPEN_STEPS = 6  # steps whose events may be outstanding before the oldest loses its timing
+_FORWARDS = 8  # forwards that may precede a backward before they count as inference
+
+
+@dataclass
+class _Copy:
+    name: str
+    started: Any
+    done: Any
+    nbytes: int
+    raw_bytes: int
+    backward: bool
+
+
+@dataclass
+class _Step:
+    begin: Any
+    gradient: bool
+    end: Any = None
+    turn: Any = None  # event where the backward begins
+    forwards: int = 1
+    transfers: int = 0
+    copies: list[_Copy] = field(default_factory=list)
+    waits: list[tuple[Any, Any, str, bool]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Seconds and bytes of one finished step."""
+
+    train: bool
+    seconds: float
+    stall_seconds: float
+    copy_seconds: float
+    wire_bytes: int
+    raw_bytes: int
+    transfers: int
+    compute_by_phase: tuple[float, float]
+    bytes_by_phase: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Medians:
+    """Medians over the steps of the latest kind; None where nothing was measured."""
+
+    train: bool = False
+    steps: int = 0
+    seconds: float | None = None
+    stall_seconds: float | None = None
+    compute_seconds: float | None = None
+    roofline_seconds: float | None = None
+    hidden_fraction: float | None = None
+    link_bytes_per_second: float | None = None
+    wire_bytes: float = 0
+    raw_bytes: float = 0
+    transfers: float = 0
+
+
+class Meter:
+    """Collects a session's steps. Called under the streamer's lock."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._open: _Step | None = None
+        self._waiting: deque[_Step] = deque()
+        self._figures: deque[StepFigures] = deque(maxlen=_KEPT_STEPS)
+        self.spans: tuple[Span, ...] = ()
+        self.total_bytes = 0
+        self.total_transfers = 0
+
+    # -- what happens
+
+    def forward_begins(self, gradient: bool) -> None:
+        """The root's forward starts; ``gradient``: a backward may follow."""
+        step = self._open
+        if step is not None and step.end is not None:
+            if gradient and step.gradient and step.turn is None and step.forwards < _FORWARDS:
+                step.end = None  # a further forward before the backward
+                step.forwards += 1
+                return
+            self._close()
+        self._open = _Step(self._engine.record(), gradient)
+
+    def forward_ends(self) -> None:
+        if self._open is not None:
+            self._open.end = self._engine.record()
+            if not self._open.gradient:
+                self._close()
+
+    def backward_begins(self) -> None:
+        if self._open is not None and self._open.turn is None:
+            self._open.turn = self._engine.record()
+
+    def backward_ends(self) -> None:
+        if self._open is not None:
+            self._open.end = self._engine.record()
+            self._close()
+
+    def abandon(self) -> None:
+        """The step failed: what was measured of it is not a step."""
+        self._open = None
+
+    def copied(self, name: str, started: Any, done: Any, nbytes: int, raw_bytes: int, backward: bool) -> None:
+        self.total_bytes += nbytes
+        self.total_transfers += 1
+        if self._open is not None:
+            self._open.transfers += 1
+            self._open.copies.append(_Copy(name, started, done, nbytes, raw_bytes, backward))
+
+    def waited(self, before: Any, after: Any, name: str, backward: bool) -> None:
+        if self._open is not None:
+            self._open.waits.append((before, after, name, backward))
+
+    # -- what comes of it
+
+    def _close(self) -> None:
+        step, self._open = self._open, None
+        if step is not None and step.end is not None:
+            self._waiting.append(step)
+        while self._waiting and self._reached(self._waiting[0]):
+            self._figures.append(self._read(self._waiting.popleft()))
+        while len(self._waiting) > _OPEN_STEPS:
+            self._waiting.popleft()
+
+    def _reached(self, step: _Step) -> bool:
+        return self._engine.done(step.end) and all(self._engine.done(copy.done) for copy in step.copies)
+
+    def _read(self, step: _Step) -> StepFigures:
+        between = self._engine.elapsed
+        seconds = between(step.begin, step.end)
+        stalls = [0.0, 0.0]
+        for before, after, _, backward in step.waits:
+            stalls[backward] += max(0.0, between(before, after))
+        forward = between(step.begin, step.turn) if step.turn is not None else seconds
+        copies = [(copy, max(0.0, between(copy.started, copy.done))) for copy in step.copies]
+        self.spans = self._timeline(step, seconds)
+        return StepFigures(
+            train=step.turn is not None,
+            seconds=seconds,
+            stall_seconds=sum(stalls),
+            copy_seconds=sum(time for _, time in copies),
+            wire_bytes=sum(copy.nbytes for copy, _ in copies),
+            raw_bytes=sum(copy.raw_bytes for copy, _ in copies),
+            transfers=step.transfers,
+            compute_by_phase=(max(0.0, forward - stalls[0]), max(0.0, seconds - forward - stalls[1])),
+            bytes_by_phase=(
+                sum(copy.nbytes for copy, _ in copies if not copy.backward),
+                sum(copy.nbytes for copy, _ in copies if copy.backward),
+            ),
+        )
+
+    def _timeline(self, step: _Step, seconds: float) -> tuple[Span, ...]:
+        at = lambda event: self._engine.elapsed(step.begin, event)  # noqa: E731
+        spans = [Span("link", c.name, at(c.started), at(c.done), c.nbytes) for c in step.copies]
+        cursor = 0.0
+        for before, after, name, _ in sorted(step.waits, key=lambda wait: at(wait[0])):
+            start, end = at(before), at(after)
+            if end > start:
+                spans.append(Span("stall", name, start, end))
+                if start > cursor:
+                    spans.append(Span("compute", "compute", cursor, start))
+                cursor = max(cursor, end)
+        if seconds > cursor:
+            spans.append(Span("compute", "compute", cursor, seconds))
+        return tuple(spans)
+
+    def finish(self) -> None:
+        """Wait for the device and read what is outstanding."""
+        self._engine.synchronize()
+        if self._open is not None and self._open.end is not None:
+            self._close()
+        while self._waiting:
+            self._figures.append(self._read(self._waiting.popleft()))
+
+    def medians(self) -> Medians:
+        """Medians over the recorded steps of the latest kind (inference or training)."""
+        if not self._figures:
+            return Medians()
+        train = self._figures[-1].train
+        steps = [figures for figures in self._figures if figures.train == train]
+        # The first steps learn the order and fill caches; they are left out once there are others.
+        steps = steps[2:] or steps[-1:]
+        copy_seconds = sum(step.copy_seconds for step in steps)
+        link = sum(step.wire_bytes for step in steps) / copy_seconds if copy_seconds > 0 else None
+
+        def roofline(step: StepFigures) -> float:
+            wire = [count / link if link else 0.0 for count in step.bytes_by_phase]
+            return sum(max(pair) for pair in zip(step.compute_by_phase, wire, strict=True))
+
+        return Medians(
+            train=train,
+            steps=len(steps),
+            seconds=median(step.seconds for step in steps),
+            stall_seconds=median(step.stall_seconds for step in steps),
+            compute_seconds=median(sum(step.compute_by_phase) for step in steps),
+            roofline_seconds=median(roofline(step) for step in steps),
+            hidden_fraction=median(
+                max(0.0, 1 - step.stall_seconds / step.copy_seconds) if step.copy_seconds > 0 else 1.0
+                for step in steps
+            ),
+            link_bytes_per_second=link,
+            wire_bytes=median(step.wire_bytes for step in steps),
+            raw_bytes=median(step.raw_bytes for step in steps),
+            transfers=median(step.transfers for step in steps),
+        )

@@ -1,0 +1,230 @@
+"""Bouncing operators: any operator may use a streamed weight, and its autograd node keeps a handle, not the weight.
+
+Two mechanisms, no list of operators and no list of modules:
+
+*Handles.* While gradients are recorded, a saved-tensor hook replaces whatever an autograd node saves
+of a slot (the weight, a transpose, a slice) by a `Handle`: which unit, and where in it. Backward asks
+for the unit again and gets the same view of wherever it landed. torch's own kernels and backward
+formulas run, so results are the resident run's bit for bit; activations go to whatever hook was
+there before (checkpointing's, the user's), in the same order as without Carom, so both kinds of
+checkpointing work as they are.
+
+*Bounce.* A streamed parameter's host tensor wears a class whose ``__torch_function__`` sees every
+operator that is given it outside its unit's own run (``F.linear(x, other.weight)``, attention's
+fused path, a checkpoint inside a block). In a step the operator gets the slot instead; outside one
+it is an ordinary host tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from .streamer import Streamed, Streamer
+
+_hooks_api = torch._C._autograd
+_push_hooks = _hooks_api._push_saved_tensors_default_hooks
+_pop_hooks = _hooks_api._pop_saved_tensors_default_hooks
+_top_hooks = getattr(_hooks_api, "_top_saved_tensors_default_hooks", None)
+HANDLES_SUPPORTED = _top_hooks is not None
+
+
+class Handle:
+    """What autograd keeps of a streamed weight: where it is in its unit, never its bytes."""
+
+    __slots__ = ("streamer", "unit", "dtype", "shape", "stride", "start")
+
+    def __init__(self, streamer: Streamer, unit: Streamed, saved: torch.Tensor, start: int) -> None:
+        self.streamer, self.unit = streamer, unit
+        self.dtype, self.shape, self.stride = saved.dtype, saved.shape, saved.stride()
+        self.start = start  # bytes from the unit's beginning
+
+    def view(self, base: torch.Tensor) -> torch.Tensor:
+        """The saved tensor again, on ``base`` (uint8, the unit's slot)."""
+        with torch.inference_mode(False), torch.no_grad():
+            typed = base.view(self.dtype)
+            offset = typed.storage_offset() + self.start // typed.element_size()
+            return typed.as_strided(self.shape, self.stride, offset)
+
+
+def push_handles(streamer: Streamer) -> None:
+    """From here to `pop_handles`, what this thread's autograd nodes save of slots is kept as handles."""
+    outer: Any = _top_hooks(False) if _top_hooks is not None else None
+    low, high, find = streamer.low, streamer.high, streamer.handle
+
+    if outer is None:
+
+        def pack(tensor: torch.Tensor) -> Any:
+            address = _address(tensor)
+            return find(tensor, address) if low <= address < high else tensor
+
+        _push_hooks(pack, _unpack)
+        return
+
+    outer_pack, outer_unpack = outer
+
+    def pack_through(tensor: torch.Tensor) -> Any:
+        address = _address(tensor)
+        return find(tensor, address) if low <= address < high else outer_pack(tensor)
+
+    def unpack_through(packed: Any) -> Any:
+        return packed.streamer.unpack(packed) if type(packed) is Handle else outer_unpack(packed)
+
+    _push_hooks(pack_through, unpack_through)
+
+
+def pop_handles() -> None:
+    _pop_hooks()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a tensor without storage of its own (fake, functional, sparse)
+        return 0
+
+
+def _unpack(packed: Any) -> Any:
+    return packed.streamer.unpack(packed) if type(packed) is Handle else packed
+
+
+# -- bounce
+
+_ATTRIBUTES = {
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_floating_point",
+    "is_complex", "is_contiguous", "is_signed", "storage_offset", "untyped_storage", "storage", "data_ptr",
+    "__len__", "__repr__", "__format__", "__hash__", "requires_grad_", "register_hook", "is_pinned", "pin_memory",
+    "register_post_accumulate_grad_hook", "__deepcopy__", "__reduce_ex__", "get_device", "is_inference",
+    "is_set_to", "has_names", "is_same_size", "_is_view", "is_shared", "share_memory_", "zero_grad",
+}  # fmt: skip
+_VIEW_GETTERS = {
+    torch.Tensor.T.__get__, torch.Tensor.mT.__get__, torch.Tensor.H.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.mH.__get__, torch.Tensor.real.__get__, torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+}  # fmt: skip
+_GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_GET_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _bounced(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    """What ``func`` does with a streamed tensor: the slot's bytes in a step, the host's outside one."""
+    kwargs = kwargs or {}
+    name = getattr(func, "__name__", "")
+    streamed = getattr(args[0], "_carom", None) if args else None
+    if streamed is not None and name in ("__get__", "__set__"):
+        streamer = streamed.streamer
+        if func in (_GET_DEVICE, _GET_IS_CUDA) and not streamed.trainable:
+            # Hosts place inputs by the first parameter's device: say where the model computes.
+            return streamer.engine.device if func == _GET_DEVICE else streamer.engine.device.type == "cuda"
+        if func == _SET_DATA:
+            return streamer.set_data(streamed, args[0], args[1])
+        if func == _GET_DATA and not streamer.computing():
+            streamed.unit.epoch += 1  # may be written through: what is kept is no longer trusted
+        if func == _SET_REQUIRES_GRAD:
+            streamer.set_trainable(streamed, bool(args[1]))
+        if func not in _VIEW_GETTERS or not streamer.computing():
+            return plain(func, args, kwargs)
+    elif name in _ATTRIBUTES:
+        if streamed is not None and name == "requires_grad_":
+            streamed.streamer.set_trainable(streamed, bool((*args, kwargs.get("requires_grad", True))[1]))
+        return plain(func, args, kwargs)
+    leaves = tree_leaves((args, kwargs))
+    found = [leaf for leaf in leaves if isinstance(leaf, _Bounced) and getattr(leaf, "_carom", None) is not None]
+    if not found:
+        return plain(func, args, kwargs)
+    streamer = found[0]._carom.streamer
+    device = streamer.engine.device
+    on_device = device.type != "cpu" and any(
+        isinstance(leaf, torch.Tensor) and not isinstance(leaf, _Bounced) and leaf.device == device and leaf.dim() > 0
+        for leaf in leaves
+    )
+    if not (streamer.computing() or on_device) or streamer.closed:
+        return plain(func, args, kwargs)
+    return streamer.bounce(func, args, kwargs, found)
+
+
+def plain(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """``func`` on the host tensors themselves."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+class _Bounced:
+    """Marks streamed host tensors; ``_carom`` (an `Owner`) leads to the streamer while attached."""
+
+    _carom: Any
+
+    __torch_function__ = classmethod(_bounced)
+
+
+class HostParameter(_Bounced, nn.Parameter):
+    """The class a streamed Parameter wears while attached; the object stays the same."""
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        with torch._C.DisableTorchFunctionSubclass():
+            copy = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(proto)
+
+
+class HostTensor(_Bounced, torch.Tensor):
+    """The same for buffers."""
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            copy = self.detach().clone(memory_format=torch.preserve_format)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().__reduce_ex__(proto)
+
+
+def substitute(args: tuple, kwargs: dict, slots: dict[int, torch.Tensor]) -> tuple[tuple, dict]:
+    """``args`` and ``kwargs`` with streamed host tensors replaced by their slots, by identity."""
+
+    def replace(leaf: Any) -> Any:
+        return slots.get(id(leaf), leaf)
+
+    return tree_map(replace, (args, kwargs))
+
+
+# -- gradients of trainable streamed weights
+
+
+class Deliver(torch.autograd.Function):
+    """Stands between a trainable streamed weight's slot and its operators; sends the gradient to the host."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, slot: torch.Tensor, owner: Any) -> torch.Tensor:
+        ctx.owner = owner
+        return slot.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (gradient,) = grads
+        ctx.owner.streamer.deliver(ctx.owner, gradient)
+        return None, None, None
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass (checkpointing's recomputation included)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def alive(references: list[weakref.ref]) -> bool:
+    """Whether autograd still holds any of the tensors it was given."""
+    return any(reference() is not None for reference in references)

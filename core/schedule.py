@@ -1,0 +1,93 @@
+"""PURE. The order in which units are used: learnt, verified at every access, relearnt on a surprise.
+
+The history of accesses predicts itself: after a pass the same units come again one period later, so a
+pointer follows the history one period behind the present, and what came after it then is expected
+now. While each access is what the pointer expected nothing is searched. On a surprise the pointer
+jumps to the past place whose preceding accesses agree longest with the latest ones. That covers a
+sampler's repeated calls, the forward/backward turn, gradient accumulation, several forwards before a
+backward, and training and sampling by turns, without being told which of them it is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+NEVER = 1 << 60
+
+
+class Order:
+    """Accesses are (unit, backward) pairs; ``initial`` is the order expected before anything is known."""
+
+    def __init__(self, initial: Sequence[int], *, limit: int = 1 << 15, context: int = 512) -> None:
+        self._limit = limit  # accesses remembered
+        self._context = context  # accesses compared on a surprise
+        self.surprises = 0
+        self._history: list[int] = [2 * unit for unit in initial]
+        self._places: dict[int, list[int]] = {}
+        self._index()
+        self._at = -1  # place in the history that corresponds to now
+
+    def access(self, unit: int, backward: bool = False) -> bool:
+        """Note that ``unit`` is used now; True when that was expected."""
+        key = 2 * unit + backward
+        history = self._history
+        expected = self._at + 1 < len(history) and history[self._at + 1] == key
+        if expected:
+            self._at += 1
+        else:
+            self.surprises += 1
+            self._at = self._resync(key)
+        self._places.setdefault(key, []).append(len(history))
+        history.append(key)
+        if len(history) > 2 * self._limit:
+            self._forget()
+        return expected
+
+    def upcoming(self) -> Iterator[int]:
+        """Units expected next, nearest first, over one period (units may repeat)."""
+        history = self._history
+        for place in range(self._at + 1, len(history)):
+            yield history[place] >> 1
+
+    def next_use(self, unit: int) -> int:
+        """Accesses until ``unit`` is expected again (1: the very next), NEVER when it is not expected."""
+        best = NEVER
+        for key in (2 * unit, 2 * unit + 1):
+            places = self._places.get(key)
+            if places:
+                found = bisect_right(places, self._at)
+                if found < len(places):
+                    best = min(best, places[found] - self._at)
+        return best
+
+    def _resync(self, key: int) -> int:
+        """The most recent past place of ``key`` with the longest agreeing context; -1: none."""
+        history = self._history
+        end = len(history) - 1  # the last access before this one
+        best, longest = -1, -1
+        for place in reversed(self._places.get(key, ())[-64:]):
+            length = 0
+            while (
+                length < self._context
+                and place - 1 - length >= 0
+                and history[place - 1 - length] == history[end - length]
+            ):
+                length += 1
+            if length > longest:
+                best, longest = place, length
+        if best < 0:  # never seen: nothing is expected until it is
+            return len(history)
+        return best
+
+    def _index(self) -> None:
+        self._places = {}
+        for place, key in enumerate(self._history):
+            self._places.setdefault(key, []).append(place)
+
+    def _forget(self) -> None:
+        """Drop the oldest accesses, keeping what the pointer still needs."""
+        drop = min(len(self._history) - self._limit, max(0, self._at))
+        del self._history[:drop]
+        self._at -= drop
+        self._index()

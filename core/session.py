@@ -1,0 +1,472 @@
+"""`carom.stream`: attach a module to a device under a budget, run it, report, detach."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import hooks, ops
+from .attach import Placement, wanted_residents
+from .errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
+from .meter import Meter
+from .plan import Plan, UnitSize, plan_residency, resident_cost
+from .report import Report, UnitPlace
+from .simulated import SimulatedEngine
+from .slots import ALIGN
+from .sizes import GIB, format_size, parse_size
+from .store.arena import HostArena
+from .streamer import Streamed, Streamer
+from .transfer import Engine, make_engine
+from .tree import Tree
+from .units import Carving, Entry, Unit, carve
+
+logger = logging.getLogger("carom")
+
+GRANULARITIES = ("auto", "block", "phase", "layer")
+_sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+
+
+def stream(
+    module: nn.Module,
+    *,
+    device: Any = None,
+    vram: int | str = "auto",
+    ram: int | str = "auto",
+    weights: Any = None,
+    granularity: str = "auto",
+    codec: str = "auto",
+    pool: str = "auto",
+    host: str = "auto",
+    training: str | None = None,
+) -> Session:
+    """Run ``module`` on ``device`` with at most ``vram`` bytes of weights there; the rest waits on the host.
+
+    ``module``: on the CPU or on the device; it is used as before, and is itself again after `Session.close`
+    (also by ``with``). ``device``: default the current accelerator, else the CPU; or a `SimulatedDevice`.
+    ``vram``, ``ram``: bytes, "8GiB", "8GB", "50%" of what is free, or "auto": for ``vram`` 70 % of what
+    is free on the device less 1 GiB for activations, for ``ram`` 80 % of what is available (it bounds
+    pinned memory; what does not fit is streamed from pageable memory, more slowly).
+    ``granularity``: "block", "phase", "layer", or "auto" (blocks, split where two would not fit).
+    ``codec``: "raw" or "auto" (raw in this version). ``pool``: "torch" or "auto" (torch in this version).
+    ``host``: "raw" or "auto": a streamed parameter is its raw host tensor outside its unit's run.
+    ``training``: "resident" or "stream" for trainable weights; None keeps them resident unless they
+    alone exceed the budget, then they stream and their gradients arrive on the host.
+
+    Raises BudgetError (with the least budget that works), UnsupportedError, WeightsError, PinError.
+    """
+    return Session(
+        module, device=device, vram=vram, ram=ram, weights=weights, granularity=granularity,
+        codec=codec, pool=pool, host=host, training=training,
+    )  # fmt: skip
+
+
+class Session:
+    """A module attached to a device. Made by `stream`; a context manager that closes itself."""
+
+    def __init__(
+        self, module: nn.Module, *, device: Any, vram: int | str, ram: int | str, weights: Any, granularity: str,
+        codec: str, pool: str, host: str, training: str | None,
+    ) -> None:  # fmt: skip
+        _check_choices(module, weights, granularity, codec, pool, host, training)
+        self.module = module
+        self._granularity, self._training = granularity, training
+        self._engine: Engine = make_engine(device)
+        self._vram = _vram_budget(vram, self._engine)
+        self._ram = _ram_budget(ram)
+        self._lock = threading.RLock()
+        self._closed = True  # until attached
+        self._parked = False
+        self._wrapped = hooks.Wrapped()
+        self._watch: Callable[[], Any] = self._engine.step
+        self._peak = 0
+        self._attach()
+        _sessions[module] = self
+
+    # -- attach and detach
+
+    def _attach(self) -> None:
+        self._arena = HostArena(self._engine.pinner, self._ram)
+        self._placement = Placement(self._engine, self._arena)
+        self._meter = Meter(self._engine)
+        try:
+            self._carving, self.plan = self._decide()
+            resident, streamed = wanted_residents(self._carving, self.plan)
+            self._placement.keep(resident, [entry for entry, _ in self._carving.resident])
+            for entry in self._carving.adapters:
+                self._placement.adapt(entry)
+            self._streamer = Streamer(self._engine, self.plan.region_bytes, self._meter)
+            self._placement.stream(streamed, self._streamer.add)
+            self._streamer.start(self._arena)
+            self._stand_in_front(self._placement.streamed)
+            self._tree = Tree(self.module)
+            self._account()
+            self._closed = False
+        except BaseException:
+            self._detach()
+            raise
+        logger.info("carom: %s", self._decision())
+
+    def _decide(self) -> tuple[Carving, Plan]:
+        """Units and residency: blocks where they fit, finer units where they do not."""
+        stream_trainable = self._training == "stream"
+        attempts: list[int | None] = [None]
+        if self._granularity == "auto":
+            attempts += [self._vram // 3, self._vram // 6, 1]
+        error: BudgetError | None = None
+        for limit in attempts:
+            carving = carve(
+                self.module, granularity=self._granularity, limit=limit, stream_trainable=stream_trainable
+            )
+            adapters = sum(entry.nbytes for entry in carving.adapters)
+            if adapters > self._vram and self._training is None and not stream_trainable:
+                stream_trainable = True  # full fine-tuning: the weights themselves are trainable
+                carving = carve(self.module, granularity=self._granularity, limit=limit, stream_trainable=True)
+            grain = self._engine.grain
+            fixed = resident_cost([-(-entry.nbytes // ALIGN) * ALIGN for entry, _ in carving.resident], grain)
+            units = [
+                UnitSize(unit.name, unit.nbytes, unit.kind == "loose", unit.kind not in ("loose", "stem"))
+                for unit in carving.units
+            ]
+            try:
+                plan = plan_residency(units, self._vram, fixed, grain=grain)
+            except BudgetError as reason:
+                error = reason
+                continue
+            # One slot overlaps nothing: prefer finer units while there are any.
+            if plan.slots >= 2 or plan.all_resident or limit == attempts[-1]:
+                return carving, plan
+        if error is None:
+            return carving, plan
+        raise error
+
+    def _stand_in_front(self, streamed: list[Streamed]) -> None:
+        for unit in streamed:
+            if isinstance(self._engine, SimulatedEngine):
+                self._engine.guard(unit.block.data, unit.name)
+            for module in unit.unit.modules:
+                self._wrapped.forward(module, hooks.unit_forward(unit))
+        self._wrapped.forward(self.module, hooks.root_forward(self))
+        self._wrapped.attribute(self.module, "_apply", _Apply(self))
+
+    def _detach(self) -> None:
+        self._wrapped.undo()
+        streamer = self.__dict__.get("_streamer")
+        if streamer is not None:
+            streamer.close()
+        if isinstance(self._engine, SimulatedEngine):
+            for unit in self._placement.streamed:
+                self._engine.unguard(unit.block.data)
+        self._placement.undo()
+        self._closed = True
+
+    def close(self) -> None:
+        """Give the module back as it was: objects, classes, devices; values as they are now. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._final = self._report()
+            self._detach()
+            self._parked = False
+        if _sessions.get(self.module) is self:
+            del _sessions[self.module]
+
+    def __enter__(self) -> Session:
+        self._need_open()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def _need_open(self) -> None:
+        if self._closed:
+            raise CaromError("this session is closed; call carom.stream(module, ...) for a new one")
+
+    # -- passes
+
+    def _begin(self) -> Any:
+        if self._parked:
+            self.unpark()
+        if self._tree.changed():
+            self._adopt()
+        self._streamer.root_begins()
+        return self._engine.step()
+
+    def _end(self, failed: bool) -> None:
+        self._streamer.root_ends(failed)
+
+    def _adopt(self) -> None:
+        """The tree changed: adapters and small tensors that came move to the device; weights are laid out anew."""
+        with self._lock:
+            known = {id(entry.tensor) for entry in self._known()}
+            fresh = [entry for entry in self._tree.entries() if id(entry.tensor) not in known]
+            gone = known - {id(entry.tensor) for entry in self._tree.entries()}
+            weights = [entry for entry in fresh if not entry.trainable]
+            if gone or sum(entry.nbytes for entry in weights) > self._vram - self._held_bytes():
+                logger.info("carom: the module's weights changed; laying them out anew")
+                self._again()
+                return
+            for entry in fresh:
+                if entry.trainable:
+                    self._placement.adapt(entry)
+                    self._carving.adapters.append(entry)
+                else:
+                    self._placement.keep([], [entry])
+                    self._carving.resident.append((entry, "appeared after stream"))
+            self._tree = Tree(self.module)
+            self._account()
+
+    def _known(self) -> list[Entry]:
+        carving = self._carving
+        units = [entry for unit in carving.units for entry in unit.entries]
+        return units + [entry for entry, _ in carving.resident] + carving.adapters
+
+    def _again(self) -> None:
+        """Detach and attach under the present settings."""
+        self._detach()
+        self._wrapped = hooks.Wrapped()
+        self._attach()
+
+    # -- settings and bytes
+
+    def set_budget(self, vram: int | str | None = None, ram: int | str | None = None) -> None:
+        """Change budgets between steps; the old ones stay when the new ones are impossible.
+
+        Raises BudgetError with the least budget that works.
+        """
+        with self._lock:
+            self._need_open()
+            before = self._vram, self._ram
+            if vram is not None:
+                self._vram = _vram_budget(vram, self._engine, self._held_bytes())
+            if ram is not None:
+                self._ram = _ram_budget(ram)
+            try:
+                self._decide()
+            except BaseException:
+                self._vram, self._ram = before
+                raise
+            self._again()
+
+    def park(self) -> None:
+        """Release the device; the module stays attached and returns at its next forward."""
+        with self._lock:
+            self._need_open()
+            if not self._parked:
+                self._detach_for_parking()
+
+    def _detach_for_parking(self) -> None:
+        self._detach()
+        self._wrapped = hooks.Wrapped()
+        # Only the root is watched while parked: its next forward brings everything back.
+        self._wrapped.forward(self.module, hooks.root_forward(self))
+        self._wrapped.attribute(self.module, "_apply", _Apply(self))
+        self._closed, self._parked = False, True
+
+    def unpark(self) -> None:
+        """Bring a parked module back to the device."""
+        with self._lock:
+            if self._parked:
+                self._parked = False
+                self._again()
+
+    def refresh(self, module: nn.Module | None = None) -> None:
+        """Do not trust copies of host weights (below ``module``) kept on the device: they changed unseen.
+
+        Resident weights have no other copy; what changes them changes them on the device.
+        """
+        self._need_open()
+        if self._parked:
+            return
+        below = None if module is None else {id(m) for m in module.modules()}
+        units = [
+            unit
+            for unit in self._placement.streamed
+            if below is None
+            or any(id(site.module) in below for entry in unit.unit.entries for site in entry.sites)
+        ]
+        self._streamer.refresh(units)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The true value of parameter or buffer ``name``: a copy on the CPU. Raises WeightsError if unknown."""
+        self._need_open()
+        return self._tensor(name).detach().cpu().clone()
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Set parameter or buffer ``name``. Raises WeightsError for an unknown name, another shape or dtype."""
+        self._need_open()
+        target = self._tensor(name)
+        if target.shape != tensor.shape or target.dtype != tensor.dtype:
+            raise WeightsError(
+                f"{name} is {target.dtype} {tuple(target.shape)}; cannot write {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            target.copy_(tensor)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        path, _, leaf = name.rpartition(".")
+        with contextlib.suppress(AttributeError):
+            module = self.module.get_submodule(path)
+            found = module._parameters.get(leaf)
+            found = module._buffers.get(leaf) if found is None else found
+            if found is not None:
+                return found
+        raise WeightsError(f"{name!r} is no parameter or buffer of the module")
+
+    # -- accounts
+
+    def _held_bytes(self) -> int:
+        return self._placement.resident_bytes + self._streamer.region.nbytes
+
+    def _account(self) -> None:
+        self._peak = max(self._peak, self._held_bytes())
+
+    def report(self) -> Report:
+        """Figures since attaching (waits for the device); of a closed session, its last."""
+        with self._lock:
+            if self._closed:
+                return self._final
+            return self._report()
+
+    def _report(self) -> Report:
+        self._meter.finish()
+        figures = self._meter.medians()
+        carving, plan, placement = self._carving, self.plan, self._placement
+        places = []
+        for index, unit in enumerate(carving.units):
+            places.append(UnitPlace(unit.name, unit.raw_bytes, index in plan.resident, plan.resident.get(index, "")))
+        need = tuple(UnitPlace(entry.name, entry.nbytes, True, reason) for entry, reason in carving.resident)
+        count = len(placement.streamed)
+        return Report(
+            vram_budget_bytes=self._vram,
+            vram_peak_bytes=self._peak,
+            resident_bytes=placement.resident_bytes,
+            slot_bytes=self._streamer.region.nbytes if not self._parked else 0,
+            pinned_bytes=self._arena.pinned_bytes,
+            pinned_peak_bytes=self._arena.pinned_peak_bytes,
+            raw_bytes_per_step=figures.raw_bytes,
+            wire_bytes_per_step=figures.wire_bytes,
+            transfers_per_weight=figures.transfers / count if count else 0.0,
+            step_seconds=figures.seconds,
+            compute_seconds=figures.compute_seconds,
+            stall_seconds=figures.stall_seconds,
+            roofline_seconds=figures.roofline_seconds,
+            hidden_fraction=figures.hidden_fraction,
+            link_bytes_per_second=figures.link_bytes_per_second,
+            units=len(carving.units),
+            resident_by_choice=tuple(place for place in places if place.resident),
+            resident_by_need=need,
+            adapter_bytes=placement.adapter_bytes,
+            streamed_bytes=placement.streamed_host_bytes,
+            pageable_bytes=self._arena.pageable_bytes,
+            steps=figures.steps,
+            device=self._engine.name,
+            kind="train" if figures.train else "infer",
+            notes=tuple(self._arena.notes),
+            spans=self._meter.spans,
+            places=tuple(places),
+        )
+
+    def _decision(self) -> str:
+        plan, count = self.plan, len(self._carving.units)
+        if plan.all_resident:
+            return f"all {count} units fit into {format_size(self._vram)} and stay on {self._engine.name}"
+        return (
+            f"{count - len(plan.resident)} of {count} units stream through {plan.slots} slots "
+            f"({format_size(plan.region_bytes)}) on {self._engine.name}, {len(plan.resident)} stay; "
+            f"budget {format_size(self._vram)}"
+        )
+
+
+class _Apply:
+    """Stands for the root's ``_apply``, through which .to(), .cuda(), .half() and the like go."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __call__(self, function: Callable, recurse: bool = True) -> nn.Module:
+        session = self._session
+        device, engine = None, session._engine
+        for dtype in {entry.tensor.dtype for entry in session._known()}:
+            before = torch.empty(0, dtype=dtype)
+            after = function(before)
+            if after.dtype != dtype:
+                raise UnsupportedError(
+                    f"a streamed module cannot become {after.dtype}; close the session, convert, and stream again"
+                )
+            device = after.device
+        if device is None or device == engine.device or (device.type, device.index) == (engine.device.type, None):
+            session.unpark()
+        elif device.type == "cpu":
+            session.park()
+        else:
+            raise UnsupportedError(
+                f"the module streams on {engine.device}; it cannot move to {device}: close the session first"
+            )
+        return session.module
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        import functools
+
+        copy = memo.get(id(self._session.module))
+        return functools.partial(type(copy)._apply, copy)
+
+
+def _check_choices(
+    module: Any, weights: Any, granularity: str, codec: str, pool: str, host: str, training: str | None
+) -> None:
+    def choose(setting: str, value: Any, allowed: tuple, later: tuple = ()) -> None:
+        if value in later:
+            raise UnsupportedError(f"{setting}={value!r} is not in this version; use {setting}='auto'")
+        if value not in allowed:
+            raise UnsupportedError(f"{setting}={value!r}: choose one of {', '.join(map(repr, allowed))}")
+
+    if not isinstance(module, nn.Module):
+        raise UnsupportedError(f"carom.stream takes an nn.Module, not {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError("a scripted module hides its forwards; stream the eager module")
+    if weights is not None:
+        raise UnsupportedError("weights= (streaming straight from files) is not in this version; load the module first")
+    choose("granularity", granularity, GRANULARITIES)
+    choose("codec", codec, ("auto", "raw"), ("lossless",))
+    choose("pool", pool, ("auto", "torch"), ("aimdo",))
+    choose("host", host, ("auto", "raw"))
+    choose("training", training, (None, "resident", "stream"))
+    for part in module.modules():
+        if part in _sessions:
+            raise UnsupportedError(
+                f"{'this module' if part is module else f'its part {type(part).__name__}'} is streamed already; "
+                "close that session first"
+            )
+    if any(isinstance(p, (ops.HostParameter, ops.HostTensor)) for p in (*module.parameters(), *module.buffers())):
+        raise UnsupportedError("weights of this module are streamed as part of another; close that session first")
+
+
+def _vram_budget(value: int | str, engine: Engine, mine: int = 0) -> int:
+    free = engine.free_bytes() + mine
+    if value == "auto":
+        return max(0, int(free * 0.7) - GIB)
+    return _size(value, free, "vram")
+
+
+def _ram_budget(value: int | str) -> int | None:
+    import psutil
+
+    available = psutil.virtual_memory().available
+    return int(available * 0.8) if value == "auto" else _size(value, available, "ram")
+
+
+def _size(value: int | str, whole: int, setting: str) -> int:
+    try:
+        return parse_size(value, whole=whole, setting=setting)
+    except ValueError as error:
+        raise BudgetError(str(error)) from error
+
+
+__all__ = ["PinError", "Session", "Unit", "stream"]

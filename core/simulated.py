@@ -1,0 +1,294 @@
+"""The simulated device: streams, events and a clock over CPU tensors, to test what no GPU test can.
+
+Kernels run when they are issued; copies land as late ("late"), as early ("early") or as arbitrarily
+("random") as the events allow, so a missing wait reads poison. Every slot read and every overwrite is
+also checked against happens-before (vector clocks over the streams), which finds a missing wait under
+any timing. Freed slots are filled with NaN. While a step computes, a dispatch mode raises when an
+operator computes with the host copy of a streamed weight: nothing passes because host and device are
+one memory. The clock is virtual: copies take latency + bytes / link, operators take flops / rate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .errors import CaromError, UnsupportedError
+from .slots import ALIGN
+from .store.arena import Pinner
+from .transfer import host_alias
+
+
+class SimulatedRaceError(CaromError):
+    """An access that some legal timing of a real device would have made wrong."""
+
+
+@dataclass(frozen=True)
+class SimulatedDevice:
+    """Pass as ``device=``. Rates are of the imagined hardware: bytes/s, seconds, flops/s.
+
+    ``refuse_pinning`` imagines a system without pinned memory, ``memory_bytes`` its free memory.
+    """
+
+    seed: int = 0
+    timing: str = "late"
+    link_bytes_per_second: float = 25e9
+    copy_latency_seconds: float = 10e-6
+    flops: float = 50e12
+    kernel_seconds: float = 2e-6
+    memory_bytes: int = 1 << 34
+    refuse_pinning: bool = False
+
+    def __post_init__(self) -> None:
+        if self.timing not in ("late", "early", "random"):
+            raise UnsupportedError(f"timing={self.timing!r}: choose 'late', 'early' or 'random'")
+
+
+@dataclass
+class _Stream:
+    name: str
+    clock: float = 0.0
+    issued: int = 0
+    seen: dict[str, int] = field(default_factory=dict)  # stream -> how much of it happened before
+
+
+@dataclass(frozen=True)
+class _Event:
+    stream: str
+    time: float
+    seen: dict[str, int]
+
+
+@dataclass
+class _Copy:
+    number: int
+    target: torch.Tensor
+    source: torch.Tensor
+
+
+class SimulatedEngine:
+    """An `Engine` over CPU tensors. Also counts what crossed, for tests: ``copies`` and ``bytes_in``."""
+
+    blocking = False
+    grain = ALIGN
+
+    def __init__(self, config: SimulatedDevice) -> None:
+        self.config = config
+        self.device = torch.device("cpu")
+        self.name = f"simulated({config.timing}, seed={config.seed})"
+        self.pinner = Pinner(self._register, lambda address: None)
+        self.copies = 0
+        self.bytes_in = 0
+        self._random = random.Random(config.seed)
+        self._streams = {name: _Stream(name) for name in ("compute", "in", "out")}
+        self._pending: list[_Copy] = []
+        self._reads: dict[tuple[int, int, str], int] = {}
+        self._regions: list[tuple[int, int]] = []
+        self._guarded: dict[int, tuple[int, int, str]] = {}
+        self._local = threading.local()
+
+    def _register(self, address: int, size: int) -> str | None:
+        return "the simulated system pins nothing" if self.config.refuse_pinning else None
+
+    # -- memory
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        with self.unwatched(), torch.inference_mode(False):
+            buffer = torch.full((nbytes,), 255, dtype=torch.uint8)
+        self._regions.append((buffer.data_ptr(), buffer.data_ptr() + nbytes))
+        return buffer
+
+    def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+        return host_alias(buffer, offset, nbytes)
+
+    def guard(self, data: torch.Tensor, name: str) -> None:
+        """Operators that compute with these host bytes during a step raise."""
+        self._guarded[data.data_ptr()] = (data.data_ptr(), data.data_ptr() + data.numel(), name)
+
+    def unguard(self, data: torch.Tensor) -> None:
+        self._guarded.pop(data.data_ptr(), None)
+
+    def free_bytes(self) -> int:
+        return self.config.memory_bytes
+
+    # -- streams and events
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]) -> tuple[_Event, _Event]:
+        stream = self._streams["in"]
+        for event in after:
+            self._merge(stream, event)
+        self._check_overwrite(target, stream)
+        started = self._event(stream)
+        stream.clock += self.config.copy_latency_seconds + source.numel() / self.config.link_bytes_per_second
+        stream.issued += 1
+        self.copies += 1
+        self.bytes_in += source.numel()
+        self._pending.append(_Copy(stream.issued, target, source))
+        done = self._event(stream)
+        with self.unwatched():
+            target.fill_(255)  # bytes in flight are worth nothing yet
+            if self.config.timing == "early" or (self.config.timing == "random" and self._random.random() < 0.5):
+                self._land(stream.issued)
+        return started, done
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> _Event:
+        out, compute = self._streams["out"], self._streams["compute"]
+        self._merge(out, self._event(compute))
+        out.clock += self.config.copy_latency_seconds + source.numel() * source.element_size() / (
+            self.config.link_bytes_per_second
+        )
+        out.issued += 1
+        with self.unwatched():
+            target.copy_(source)
+        return self._event(out)
+
+    def stream(self) -> str:
+        return "compute"
+
+    def record(self, stream: Any = None) -> _Event:
+        self._some_land()
+        return self._event(self._streams[stream or "compute"])
+
+    def wait(self, event: _Event) -> None:
+        self._merge(self._streams["compute"], event)
+
+    def done(self, event: _Event) -> bool:
+        return True
+
+    def synchronize(self, event: _Event | None = None) -> None:
+        for stream in self._streams.values():
+            for other in [event] if event is not None else [self._event(s) for s in self._streams.values()]:
+                self._merge(stream, other)
+
+    def elapsed(self, first: _Event, last: _Event) -> float:
+        return last.time - first.time
+
+    def _event(self, stream: _Stream) -> _Event:
+        return _Event(stream.name, stream.clock, {**stream.seen, stream.name: stream.issued})
+
+    def _merge(self, stream: _Stream, event: _Event) -> None:
+        stream.clock = max(stream.clock, event.time)
+        for name, count in event.seen.items():
+            stream.seen[name] = max(stream.seen.get(name, 0), count)
+        with self.unwatched():
+            self._land(event.seen.get("in", 0))
+
+    def _land(self, up_to: int) -> None:
+        while self._pending and self._pending[0].number <= up_to:
+            copy = self._pending.pop(0)
+            copy.target.copy_(copy.source)
+
+    def _some_land(self) -> None:
+        if self.config.timing == "random" and self._pending and self._random.random() < 0.5:
+            with self.unwatched():
+                self._land(self._pending[0].number)
+
+    # -- what may be read and overwritten
+
+    def freed(self, target: torch.Tensor) -> None:
+        with self.unwatched():
+            target.fill_(255)
+
+    def read(self, target: torch.Tensor) -> None:
+        low = target.data_ptr()
+        reach = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
+        high = low + (reach + 1) * target.element_size()
+        for copy in self._pending:
+            start = copy.target.data_ptr()
+            if low < start + copy.target.numel() and start < high:
+                raise SimulatedRaceError("a slot is read before the event of the copy that fills it")
+        compute = self._streams["compute"]
+        compute.issued += 1
+        self._reads[(low, high, "compute")] = compute.issued
+
+    def _check_overwrite(self, target: torch.Tensor, stream: _Stream) -> None:
+        low, high = target.data_ptr(), target.data_ptr() + target.numel()
+        for (start, end, name), count in list(self._reads.items()):
+            if low < end and start < high:
+                if stream.seen.get(name, 0) < count:
+                    raise SimulatedRaceError("a slot is overwritten before the event of the last kernel that reads it")
+                del self._reads[(start, end, name)]
+
+    # -- watching operators
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        if getattr(self._local, "watching", False):
+            yield
+            return
+        self._local.watching = True
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            self._local.watching = False
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """The engine's own work is not the model's."""
+        before = getattr(self._local, "quiet", False)
+        self._local.quiet = True
+        try:
+            yield
+        finally:
+            self._local.quiet = before
+
+    def _operator(self, func: Any, tensors: list[torch.Tensor]) -> None:
+        view = func.is_view
+        for index, tensor in enumerate(tensors):
+            low = tensor.data_ptr()
+            for start, end, name in self._guarded.values():
+                # Views compute nothing; a first argument that is written in place is a host write.
+                if start <= low < end and not view and not (index == 0 and func._schema.is_mutable):
+                    raise SimulatedRaceError(
+                        f"{func} computes with the host copy of {name}, which is streamed, instead of its slot"
+                    )
+            if not view and tensor.numel() and any(start <= low < end for start, end in self._regions):
+                self.read(tensor)
+
+    def _spend(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        from torch.utils.flop_counter import flop_registry
+
+        count = flop_registry.get(func._overloadpacket)
+        seconds = self.config.kernel_seconds
+        if count is not None:
+            with contextlib.suppress(Exception):  # a formula that does not fit a call costs a kernel, no more
+                seconds = max(seconds, count(*args, **kwargs, out_val=result) / self.config.flops)
+        self._streams["compute"].clock += seconds
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operator of a step."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        engine = self._engine
+        if getattr(engine._local, "quiet", False):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            leaves = tree_leaves((args, kwargs))
+            tensors = [t for t in leaves if isinstance(t, torch.Tensor) and _plain(t)]
+            engine._operator(func, tensors)
+        result = func(*args, **kwargs)
+        if not func.is_view:
+            engine._spend(func, args, kwargs, result)
+        return result
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has CPU storage of its own (wrapper subclasses have not)."""
+    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
+    own = dispatch is None or dispatch is torch._C._disabled_torch_dispatch_impl
+    return own and tensor.device.type == "cpu" and tensor.layout == torch.strided

@@ -1,0 +1,296 @@
+"""Copy engines: how bytes reach the device, and what "after" means there.
+
+An engine owns the copy streams and makes events; it knows nothing of units. `StreamEngine` serves
+CUDA, ROCm and any accelerator with torch streams; `PlainEngine` serves the CPU and accelerators
+without streams, where every copy is done when the call returns. The simulated one is in simulated.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from .errors import UnsupportedError
+from .plan import GRAIN
+from .slots import ALIGN
+from .store.arena import Pinner
+
+
+class Engine(Protocol):
+    """What the streamer asks of a device. Events are opaque outside the engine that made them."""
+
+    device: torch.device
+    name: str
+    pinner: Pinner | None
+    blocking: bool  # copies are done when the call returns: the host waits for each
+    grain: int  # bytes the device's allocator rounds large buffers up to
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """uint8 device memory, contents undefined."""
+
+    def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+        """``buffer[offset:offset+nbytes]``, where possible as a storage of its own (so that its uses can be counted)."""
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]) -> tuple[Any, Any]:
+        """Host to device on the copy stream, once ``after`` is reached; returns (started, done) events."""
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Device to host after what the current stream has been given; returns the done event."""
+
+    def stream(self) -> Any:
+        """The stream the current thread computes on (hashable)."""
+
+    def record(self, stream: Any = None) -> Any:
+        """An event after everything ``stream`` (default: the current one) has been given."""
+
+    def wait(self, event: Any) -> None:
+        """The current stream goes on only after ``event``; the host does not wait."""
+
+    def done(self, event: Any) -> bool:
+        """Whether ``event`` has been reached."""
+
+    def synchronize(self, event: Any = None) -> None:
+        """The host waits for ``event``, or for everything."""
+
+    def elapsed(self, first: Any, last: Any) -> float:
+        """Seconds between two reached events."""
+
+    def freed(self, target: torch.Tensor) -> None:
+        """A slot's bytes were given up (the simulated device poisons them)."""
+
+    def read(self, target: torch.Tensor) -> None:
+        """The current stream is about to read a slot (the simulated device checks that it may)."""
+
+    def step(self) -> AbstractContextManager:
+        """Held while a step computes (the simulated device watches the operators)."""
+
+    def free_bytes(self) -> int:
+        """Device memory that could be had now."""
+
+
+class StreamEngine:
+    """CUDA, ROCm (torch's cuda module is HIP there) and other accelerators with streams."""
+
+    blocking = False
+    grain = GRAIN
+
+    def __init__(self, device: torch.device) -> None:
+        self._api = torch.get_device_module(device)
+        if device.index is None:
+            device = torch.device(device.type, self._api.current_device())
+        self.device, self.name = device, str(device)
+        with self._on():
+            # High priority: a copy that is waited for goes before one that is only foreseen elsewhere.
+            self._in = self._api.Stream(device=device, priority=-1)
+            self._out = self._api.Stream(device=device)
+        self.pinner = _runtime_pinner() if device.type == "cuda" else None
+        self._countable = device.type == "cuda"
+
+    def _on(self) -> AbstractContextManager:
+        return self._api.device(self.device)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+        piece = buffer[offset : offset + nbytes]
+        if not self._countable or nbytes == 0:
+            return piece
+        return torch.as_tensor(_DeviceArray(piece), device=self.device)
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]) -> tuple[Any, Any]:
+        stream = self._in
+        for event in after:
+            stream.wait_event(event)
+        started, done = self._event(), self._event()
+        started.record(stream)
+        with self._api.stream(stream):
+            target.copy_(source, non_blocking=True)
+        done.record(stream)
+        return started, done
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        ready = self.record()
+        self._out.wait_event(ready)
+        with self._api.stream(self._out):
+            target.copy_(source, non_blocking=True)
+        source.record_stream(self._out)
+        return self.record(self._out)
+
+    def stream(self) -> Any:
+        return self._api.current_stream(self.device)
+
+    def _event(self) -> Any:
+        return self._api.Event(enable_timing=True)
+
+    def record(self, stream: Any = None) -> Any:
+        event = self._event()
+        event.record(self.stream() if stream is None else stream)
+        return event
+
+    def wait(self, event: Any) -> None:
+        self.stream().wait_event(event)
+
+    def done(self, event: Any) -> bool:
+        return event.query()
+
+    def synchronize(self, event: Any = None) -> None:
+        if event is None:
+            self._api.synchronize(self.device)
+        else:
+            event.synchronize()
+
+    def elapsed(self, first: Any, last: Any) -> float:
+        return first.elapsed_time(last) / 1e3
+
+    def freed(self, target: torch.Tensor) -> None:
+        pass
+
+    def read(self, target: torch.Tensor) -> None:
+        pass
+
+    def step(self) -> AbstractContextManager:
+        return contextlib.nullcontext()
+
+    def free_bytes(self) -> int:
+        free, _ = self._api.mem_get_info(self.device)
+        cached = self._api.memory_reserved(self.device) - self._api.memory_allocated(self.device)
+        return free + cached
+
+
+class PlainEngine:
+    """The CPU, and accelerators without streams: every copy is finished when the call returns."""
+
+    pinner: Pinner | None = None
+    blocking = True
+    grain = ALIGN
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.name = device, str(device)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+        return host_alias(buffer, offset, nbytes) if self.device.type == "cpu" else buffer[offset : offset + nbytes]
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any]) -> tuple[float, float]:
+        started = time.perf_counter()
+        target.copy_(source)
+        return started, time.perf_counter()
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> float:
+        target.copy_(source)
+        return time.perf_counter()
+
+    def stream(self) -> str:
+        return self.name
+
+    def record(self, stream: Any = None) -> float:
+        return time.perf_counter()
+
+    def wait(self, event: Any) -> None:
+        pass
+
+    def done(self, event: Any) -> bool:
+        return True
+
+    def synchronize(self, event: Any = None) -> None:
+        pass
+
+    def elapsed(self, first: float, last: float) -> float:
+        return last - first
+
+    def freed(self, target: torch.Tensor) -> None:
+        pass
+
+    def read(self, target: torch.Tensor) -> None:
+        pass
+
+    def step(self) -> AbstractContextManager:
+        return contextlib.nullcontext()
+
+    def free_bytes(self) -> int:
+        import psutil
+
+        return psutil.virtual_memory().available
+
+
+class _DeviceArray:
+    """A piece of device memory in the interface torch.as_tensor reads without copying; keeps its owner alive."""
+
+    def __init__(self, piece: torch.Tensor) -> None:
+        self._owner = piece
+        self.__cuda_array_interface__ = {
+            "shape": (piece.numel(),), "typestr": "|u1", "data": (piece.data_ptr(), False), "version": 2,
+        }  # fmt: skip
+
+
+def host_alias(buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+    """A piece of host memory as a storage of its own; the owner stays alive with it."""
+    if nbytes == 0:
+        return buffer[offset:offset]
+    memory = (ctypes.c_char * nbytes).from_address(buffer.data_ptr() + offset)
+    memory._owner = buffer  # ctypes instances take attributes; the new storage holds the instance
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def storage_uses(tensor: torch.Tensor) -> int | None:
+    """How many tensors share ``tensor``'s storage, None where torch cannot tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return None if count is None else count(tensor.untyped_storage()._cdata)
+
+
+def _runtime_pinner() -> Pinner:
+    """Registers memory with the CUDA or HIP runtime that torch loaded (the same names on both)."""
+    runtime: Any = torch.cuda.cudart()
+
+    def register(address: int, size: int) -> str | None:
+        code = int(runtime.cudaHostRegister(address, size, 0))
+        return None if code == 0 else f"cudaHostRegister of {size} bytes failed with error {code}"
+
+    def unregister(address: int) -> None:
+        runtime.cudaHostUnregister(address)
+
+    return Pinner(register, unregister)
+
+
+def make_engine(device: Any) -> Engine:
+    """The engine for a device, a device name, a `SimulatedDevice`, or None (the current accelerator, else the CPU).
+
+    Raises UnsupportedError for a device that does not exist here.
+    """
+    from .simulated import SimulatedDevice, SimulatedEngine
+
+    if isinstance(device, SimulatedDevice):
+        return SimulatedEngine(device)
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = accelerator or "cpu"
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UnsupportedError(f"device={device!r} is not a device torch knows: {error}") from error
+    if wanted.type == "cpu":
+        return PlainEngine(torch.device("cpu"))
+    if wanted.type == "meta":
+        raise UnsupportedError("device='meta' cannot compute; name an accelerator or 'cpu'")
+    try:
+        torch.empty(1, device=wanted)
+    except Exception as error:
+        count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        raise UnsupportedError(
+            f"device={str(wanted)!r} is not there ({count} accelerators found): {type(error).__name__}: {error}"
+        ) from error
+    api = torch.get_device_module(wanted)
+    if hasattr(api, "Stream") and hasattr(api, "Event") and wanted.type != "mps":
+        return StreamEngine(wanted)
+    return PlainEngine(wanted)

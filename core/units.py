@@ -1,0 +1,270 @@
+"""Carve a module tree into units: what is fetched, used and given up as one.
+
+Blocks are found by structure: containers whose children repeat (lists, dicts, numbered attributes),
+wherever they are and of however many kinds. What lies outside blocks becomes units of its own
+("stem"). A unit larger than the limit is split into phases (its children), then layers. No class
+names are looked at. What cannot be streamed safely is listed with the reason and stays resident.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from .errors import UnsupportedError
+from .slots import ALIGN
+
+SMALL_BUFFER = 256 << 10  # bytes; buffers below it are often state (statistics, caches), so they stay resident
+_NUMBERED = re.compile(r"(.*?)(\d+)$")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in the tree that names a tensor."""
+
+    module: nn.Module
+    name: str
+    buffer: bool
+
+    @property
+    def table(self) -> dict[str, torch.Tensor | None]:
+        return self.module._buffers if self.buffer else self.module._parameters
+
+
+@dataclass(eq=False)
+class Entry:
+    """A parameter or buffer: one tensor, however many sites share it."""
+
+    name: str
+    tensor: torch.Tensor
+    sites: list[Site]
+    offset: int = 0  # bytes, within its unit
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def trainable(self) -> bool:
+        return self.tensor.requires_grad
+
+
+@dataclass(eq=False)
+class Unit:
+    """Entries that cross in one copy, and the modules whose forward needs them (none: used by operators only)."""
+
+    name: str
+    kind: str  # "block" | "phase" | "layer" | "stem" | "loose"
+    modules: list[nn.Module]
+    entries: list[Entry] = field(default_factory=list)
+    nbytes: int = 0  # aligned, as it lies in a slot
+    raw_bytes: int = 0
+
+    def add(self, entry: Entry) -> None:
+        entry.offset = self.nbytes
+        self.entries.append(entry)
+        self.nbytes += -(-entry.nbytes // ALIGN) * ALIGN
+        self.raw_bytes += entry.nbytes
+
+
+@dataclass(eq=False)
+class Carving:
+    """``units`` in registration order; ``resident``: (entry, reason) that must stay; ``adapters``: trainable entries."""
+
+    units: list[Unit]
+    resident: list[tuple[Entry, str]]
+    adapters: list[Entry]
+
+    @property
+    def largest(self) -> int:
+        return max((unit.nbytes for unit in self.units), default=0)
+
+
+def collect(root: nn.Module) -> list[Entry]:
+    """Every parameter and buffer of the tree once, with all its sites, in registration order."""
+    found: dict[int, Entry] = {}
+    for prefix, module in root.named_modules():
+        for buffer, table in ((False, module._parameters), (True, module._buffers)):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                entry = found.get(id(tensor))
+                if entry is None:
+                    entry = found[id(tensor)] = Entry(f"{prefix}.{name}" if prefix else name, tensor, [])
+                entry.sites.append(Site(module, name, buffer))
+    return list(found.values())
+
+
+def why_not_streamed(entry: Entry) -> str | None:
+    """The reason why a tensor has to stay resident, None when it can stream."""
+    tensor = entry.tensor
+    if type(tensor) not in (nn.Parameter, torch.Tensor):
+        return f"tensor subclass {type(tensor).__name__}: its inner tensors are not streamed in this version"
+    if tensor.layout != torch.strided:
+        return f"layout {tensor.layout}"
+    if entry.nbytes == 0:
+        return "empty"
+    if not _dense(tensor):
+        return "its elements overlap or leave gaps in memory"
+    if any(site.buffer for site in entry.sites) and entry.nbytes < SMALL_BUFFER:
+        return "small buffer: may be written by the model"
+    return None
+
+
+def carve(
+    root: nn.Module, *, granularity: str = "auto", limit: int | None = None, stream_trainable: bool = False
+) -> Carving:
+    """Units of ``root`` of at most ``limit`` bytes where they can be split ("auto", "phase", "layer").
+
+    Raises UnsupportedError for meta and inference tensors, naming them.
+    """
+    carver = _Carver(root, granularity, limit, stream_trainable)
+    carver.visit(root, "", top=True)
+    carver.share_tied()
+    order = {id(entry): index for index, entry in enumerate(carver.entries)}
+    units = [unit for unit in carver.units if unit.entries]
+    units.sort(key=lambda unit: order[id(unit.entries[0])])
+    return Carving(units, carver.resident, carver.adapters)
+
+
+class _Carver:
+    def __init__(self, root: nn.Module, granularity: str, limit: int | None, stream_trainable: bool) -> None:
+        self.granularity, self.limit = granularity, limit
+        self.units: list[Unit] = []
+        self.resident: list[tuple[Entry, str]] = []
+        self.adapters: list[Entry] = []
+        self.entries = collect(root)
+        own: dict[int, list[Entry]] = {}
+        for entry in self.entries:
+            if entry.tensor.is_meta:
+                raise UnsupportedError(
+                    f"{entry.name} is on the meta device and no weights were given; load the module's weights "
+                    "first (streaming straight from files is not in this version)"
+                )
+            if entry.tensor.is_inference():
+                raise UnsupportedError(
+                    f"{entry.name} was made under torch.inference_mode and cannot be managed; build or clone "
+                    "the module outside it"
+                )
+            reason = why_not_streamed(entry)
+            if entry.trainable and not stream_trainable:
+                self.adapters.append(entry)
+            elif reason is not None:
+                self.resident.append((entry, reason))
+            else:
+                for module in {id(site.module): site.module for site in entry.sites}.values():
+                    own.setdefault(id(module), []).append(entry)
+        self._own = own
+        self._bytes: dict[int, int] = {}
+        self._nested: dict[int, bool] = {}
+        self.total = self.bytes(root)
+        self._taken: dict[int, Unit] = {}  # entry -> the unit that has it
+        self._tied: list[tuple[Entry, Unit]] = []
+
+    def bytes(self, module: nn.Module) -> int:
+        """Streamable bytes below ``module``."""
+        if id(module) not in self._bytes:
+            seen = {id(e): e.nbytes for m in module.modules() for e in self._own.get(id(m), ())}
+            self._bytes[id(module)] = sum(seen.values())
+        return self._bytes[id(module)]
+
+    def repeats(self, module: nn.Module) -> set[str]:
+        """Names of children that repeat: numbered ones of a container, or attributes that differ by a number."""
+        weighty = {name: child for name, child in module.named_children() if self.bytes(child)}
+        groups: dict[object, list[str]] = {}
+        for name, child in weighty.items():
+            match = _NUMBERED.fullmatch(name)
+            if isinstance(module, nn.ModuleDict) or (match and not match[1]):
+                groups.setdefault("container", []).append(name)
+            elif match:
+                groups.setdefault((match[1], type(child)), []).append(name)
+        found = {name for names in groups.values() if len(names) > 1 for name in names}
+        return {name for name in found if not self.leaf(weighty[name])}
+
+    def leaf(self, module: nn.Module) -> bool:
+        """Whether at most one module of the subtree owns streamable weights."""
+        return sum(1 for m in module.modules() if self._own.get(id(m))) <= 1
+
+    def nested(self, module: nn.Module) -> bool:
+        """Whether repeats are found anywhere below ``module``."""
+        if id(module) not in self._nested:
+            self._nested[id(module)] = any(self.repeats(m) for m in module.modules())
+        return self._nested[id(module)]
+
+    def visit(self, module: nn.Module, name: str, *, top: bool = False) -> None:
+        """Descend to the repeats; what is met on the way becomes stem units."""
+        repeats = self.repeats(module)
+        if not top and not repeats and not self.nested(module):
+            self.emit(module, name, "stem")
+            return
+        if top and self.leaf(module):
+            self.emit(module, name, "stem")
+            return
+        self.loose(module, name)
+        for child_name, child in module.named_children():
+            if not self.bytes(child):
+                continue
+            path = f"{name}.{child_name}" if name else child_name
+            if child_name in repeats and not (self.nested(child) and self.bytes(child) * 8 > self.total):
+                self.emit(child, path, "block")
+            else:
+                self.visit(child, path)
+
+    def emit(self, module: nn.Module, name: str, kind: str) -> None:
+        """One unit for the whole subtree, or its parts when it is too large or finer ones were asked for."""
+        size = self.bytes(module)
+        too_large = self.limit is not None and size > self.limit and self.granularity != "block"
+        finer = self.granularity == "layer" or (self.granularity == "phase" and kind in ("block", "stem"))
+        if (too_large or finer) and not self.leaf(module):
+            self.loose(module, name)
+            part = "phase" if kind in ("block", "stem") else "layer"
+            for child_name, child in module.named_children():
+                if self.bytes(child):
+                    self.emit(child, f"{name}.{child_name}" if name else child_name, part)
+            return
+        unit = Unit(name or type(module).__name__, kind, [module])
+        for m in module.modules():
+            for entry in self._own.get(id(m), ()):
+                self.take(entry, unit)
+        self.units.append(unit)
+
+    def loose(self, module: nn.Module, name: str) -> None:
+        """Weights that a module with parts owns itself: its forward is too wide to be a unit's run."""
+        for entry in self._own.get(id(module), ()):
+            unit = Unit(entry.name, "loose", [])
+            self.take(entry, unit)
+            self.units.append(unit)
+
+    def take(self, entry: Entry, unit: Unit) -> None:
+        owner = self._taken.setdefault(id(entry), unit)
+        if owner is unit:
+            if entry not in unit.entries:
+                unit.add(entry)
+        else:
+            self._tied.append((entry, unit))
+
+    def share_tied(self) -> None:
+        """A tensor that several units name becomes a unit of its own, entered by every module that owns it."""
+        for entry in {id(entry): entry for entry, _ in self._tied}.values():
+            first = self._taken[id(entry)]
+            rest = [e for e in first.entries if e is not entry]
+            first.entries, first.nbytes, first.raw_bytes = [], 0, 0
+            for other in rest:
+                first.add(other)
+            owners = list({id(site.module): site.module for site in entry.sites}.values())
+            shared = Unit(entry.name, "stem", owners)
+            shared.add(entry)
+            self.units.append(shared)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one stretch of memory without overlap (any order of dimensions)."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
