@@ -1,10 +1,15 @@
 """Carom: models larger than VRAM, weights bouncing through a few device slots while the GPU computes."""
 
-from .core.errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
-from .core.plan import Plan
-from .core.report import Report
-from .core.session import Session, stream
-from .core.simulated import SimulatedDevice
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .core.errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
+    from .core.plan import Plan
+    from .core.report import Report
+    from .core.session import Session, stream
+    from .core.simulated import SimulatedDevice
+    from .core.store.loading import load_file
 
 __version__ = "0.1.0"
 
@@ -18,5 +23,28 @@ __all__ = [
     "SimulatedDevice",
     "UnsupportedError",
     "WeightsError",
+    "load_file",
     "stream",
 ]
+
+# Imported when first asked for: torch alone holds hundreds of MiB, and commands like `carom pack` need none of it.
+_HOME = {
+    "Plan": "core.plan",
+    "Report": "core.report",
+    "Session": "core.session",
+    "SimulatedDevice": "core.simulated",
+    "load_file": "core.store.loading",
+    "stream": "core.session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME.get(name, 'core.errors')}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -15,6 +15,7 @@ COMMANDS: dict[str, str] = {
     "bench": "Carom against no offloading, the roofline and installed peers, in one run",
     "doctor": "what this machine can do, and what to fix",
     "plan": "what a model would do on a card: what stays, what streams, how fast and why",
+    "pack": "rewrite a checkpoint in streaming order, page-aligned and checksummed",
 }
 
 

@@ -1,0 +1,118 @@
+"""`carom pack`: rewrite a checkpoint in streaming order, or check one that was rewritten."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import psutil
+
+from ..core.errors import UnsupportedError
+from ..core.sizes import format_size, parse_size
+from ..core.store.verify import verify_packed
+from ..core.store.writer import pack
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "src", metavar="SRC", help="a .safetensors file, a folder of shards, or its index.json"
+    )
+    parser.add_argument(
+        "dst", metavar="DST", nargs="?",
+        help="a new .safetensors file or a new folder; without it, --verify checks SRC itself",
+    )  # fmt: skip
+    parser.add_argument("--codec", default="raw", help="how bytes are stored: raw (default)")
+    parser.add_argument("--quant", help="not in this version")
+    parser.add_argument(
+        "--order", default="auto", metavar="FILE",
+        help="auto (default: by the tensors' names) or a file with one name or glob a line",
+    )  # fmt: skip
+    parser.add_argument(
+        "--verify", action="store_true", help="read the result back from the drive and compare"
+    )
+    parser.add_argument(
+        "--shard-size", metavar="SIZE", help="split into files of at most SIZE (8GiB); DST is a folder"
+    )
+    parser.add_argument(
+        "--no-pad", action="store_true",
+        help="add no __pad__ tensors, for readers that refuse unknown names; small tensors are then not page-aligned",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.quant is not None or args.codec != "raw":
+        asked = "--quant" if args.quant is not None else f"--codec {args.codec}"
+        raise UnsupportedError(
+            f"{asked}: this version of carom packs raw only; leave it out or say --codec raw"
+        )
+    if args.dst is None and not args.verify:
+        raise ValueError("name a destination: carom pack SRC DST (or: carom pack SRC --verify)")
+    shard_bytes = None if args.shard_size is None else parse_size(args.shard_size, setting="--shard-size")
+    with _Progress(quiet=args.json) as progress:
+        if args.dst is None:
+            tensors, nbytes = verify_packed(args.src, progress)
+            result = {"source": args.src, "tensors": tensors, "tensor_bytes": nbytes, "verified": True}
+            text = f"{args.src}: {tensors} tensors ({format_size(nbytes)}) match their checksums"
+        else:
+            report = pack(
+                args.src, args.dst, order=args.order, shard_bytes=shard_bytes,
+                pad=not args.no_pad, verify=args.verify, progress=progress,
+            )  # fmt: skip
+            result = report.to_dict()
+            rate = report.tensor_bytes / max(report.seconds, 1e-9)
+            resumed = (
+                f", {report.resumed_tensors} of them by an earlier run" if report.resumed_tensors else ""
+            )
+            text = (
+                f"{report.destination}: {report.tensors} tensors{resumed}, {format_size(report.tensor_bytes)} "
+                f"+ {format_size(report.padding_bytes)} of padding in {len(report.files)} file(s), "
+                f"{report.seconds:.1f} s ({format_size(rate)}/s){', verified' if report.verified else ''}"
+            )
+    peak = peak_rss_bytes()
+    print(
+        json.dumps({**result, "peak_rss_bytes": peak})
+        if args.json
+        else f"{text}; peak memory {format_size(peak)}"
+    )
+    return 0
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has held, in bytes, as the operating system counts it."""
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    if sys.platform == "linux":
+        # Not getrusage: its maximum includes the parent's pages that a forked child shared before it ran this.
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class _Progress:
+    """A bar on standard error where that is a terminal; silent elsewhere."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._on, self._done = not quiet and sys.stderr.isatty(), 0
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if not self._on:
+            return
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, initial=done)
+            self._done = done
+        self._bar.update(done - self._done)
+        self._done = done
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

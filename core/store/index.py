@@ -1,0 +1,437 @@
+"""The index of a checkpoint: which bytes of which file each tensor is. Reads headers, never weights.
+
+A model of any size is indexed in the time its headers take to read. Everything is validated before anything is
+trusted, and each file's identity is kept, so that a file replaced or cut while in use is noticed (`SourceFile.check`).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from ..errors import UnsupportedError, WeightsError
+from .header import MAX_HEADER_BYTES, MAX_TENSORS, check_ranges, parse_header, show
+
+if TYPE_CHECKING:
+    import torch
+
+PAD_PREFIX = "__pad__."
+PACK_KEY = "carom.pack"
+CHECKSUM_KEY = "carom.sha256"
+MAX_FILES = 10_000
+
+_PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
+_SHARD = re.compile(r"(.*)-(\d{5,6})-of-(\d{5,6})\.safetensors")
+# Where a folder holds several: the names transformers and diffusers load by default.
+_DEFAULT_NAMES = ("model", "diffusion_pytorch_model")
+
+_TORCH_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2", "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16",
+    "I32": "int32", "U32": "uint32", "F32": "float32", "I64": "int64", "U64": "uint64", "F64": "float64",
+    "C64": "complex64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file as it was when its header was read; ``size`` in bytes, ``mtime_ns`` in nanoseconds."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    inode: int
+    device: int
+
+    def check(self, found: os.stat_result | None = None) -> None:
+        """Raise WeightsError unless the path (or ``found``, an fstat of it) is still this very file, unchanged."""
+        if found is None:
+            try:
+                found = os.stat(self.path)
+            except OSError as error:
+                raise WeightsError(
+                    f"{self.path}: gone while in use ({error.strerror}); put it back and load it again"
+                ) from error
+        if (found.st_ino, found.st_dev) != (self.inode, self.device):
+            what = "was replaced by another file"
+        elif found.st_size != self.size:
+            what = f"changed from {self.size} to {found.st_size} bytes"
+        elif found.st_mtime_ns != self.mtime_ns:
+            what = "was written to"
+        else:
+            return
+        raise WeightsError(f"{self.path}: {what} while in use; leave weights files alone and load it again")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor: ``dtype`` is the format's code ("BF16"), ``offset`` counts bytes from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: SourceFile
+    offset: int
+    nbytes: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Its torch dtype; UnsupportedError where this torch has none."""
+        import torch  # here, because packing works without torch and in a fraction of its memory
+
+        found = getattr(torch, _TORCH_DTYPES.get(self.dtype, ""), None)
+        if not isinstance(found, torch.dtype):
+            raise UnsupportedError(
+                f"tensor {show(self.name)}: torch {torch.__version__} has no dtype for {self.dtype}; "
+                "a newer torch may"
+            )
+        return found
+
+    @property
+    def torch_shape(self) -> tuple[int, ...]:
+        """Its shape in torch, where two 4-bit elements count as one."""
+        if self.dtype == "F4" and self.shape:
+            return (*self.shape[:-1], self.shape[-1] // 2)
+        return self.shape
+
+
+@dataclass(frozen=True)
+class Index:
+    """All tensors of one checkpoint by name, in file order; padding of packed files is left out.
+
+    ``metadata`` are the files' ``__metadata__`` in the order of ``files``.
+    """
+
+    path: str
+    files: tuple[SourceFile, ...]
+    entries: Mapping[str, TensorEntry]
+    metadata: tuple[Mapping[str, str], ...] = field(repr=False)
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        try:
+            return self.entries[name]
+        except KeyError:
+            raise WeightsError(f"{self.path}: no tensor named {show(name)}{_similar(name, self)}") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, padding and headers left out."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    @property
+    def codec(self) -> str:
+        """What the bytes are: "raw" unless `carom pack` wrote these files with another codec."""
+        names = {str(_pack_info(m, self.path).get("codec", "raw")) for m in self.metadata if PACK_KEY in m}
+        if len(names) > 1:
+            raise WeightsError(
+                f"{self.path}: files packed with different codecs {sorted(names)}; pack them again"
+            )
+        return names.pop() if names else "raw"
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 (hex) of each tensor's bytes where `carom pack` recorded one."""
+        found: dict[str, str] = {}
+        for metadata in self.metadata:
+            if CHECKSUM_KEY in metadata:
+                part = _small_json(metadata[CHECKSUM_KEY], f"{self.path}: {CHECKSUM_KEY}")
+                if not all(isinstance(v, str) and re.fullmatch("[0-9a-f]{64}", v) for v in part.values()):
+                    raise WeightsError(f"{self.path}: {CHECKSUM_KEY} is damaged; pack the checkpoint again")
+                found.update(part)
+        return found
+
+    def check(self) -> None:
+        """Raise WeightsError if any file was replaced, cut or written to since the index was read."""
+        for file in self.files:
+            file.check()
+
+
+def open_index(path: str | os.PathLike[str]) -> Index:
+    """Index of a .safetensors file, of a folder of them, or of a `*.index.json`.
+
+    Raises WeightsError for what cannot be read or believed, and UnsupportedError for pickle checkpoints, which are
+    never opened. Symbolic links are followed (Hugging Face caches are made of them).
+    """
+    try:
+        text = os.fsdecode(os.fspath(path))
+        mode = os.stat(text).st_mode
+    except (OSError, ValueError, TypeError) as error:
+        raise _unreadable(str(path), error) from error
+    if stat.S_ISDIR(mode):
+        return _open_folder(text)
+    if text.endswith(".json"):
+        return _open_map(text)
+    return _assemble(text, [text], None)
+
+
+def read_header(path: str) -> tuple[SourceFile, list[TensorEntry], dict[str, str]]:
+    """Identity, tensors (in order of their bytes) and metadata of one file; see `open_index` for errors."""
+    _refuse_pickle_name(path)
+    try:
+        # O_NONBLOCK: opening a FIFO must not wait for its writer.
+        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+        fd = os.open(path, flags | getattr(os, "O_BINARY", 0))
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise WeightsError(f"{path}: not a regular file; name a .safetensors file or a folder of them")
+        file = SourceFile(path, found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
+        data = _read_header_bytes(fd, file)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    finally:
+        os.close(fd)
+    raw, metadata = parse_header(data, path)
+    start = 8 + len(data)
+    check_ranges(raw, file.size - start, path)
+    raw.sort(key=lambda t: (t.begin, t.end))
+    entries = [
+        TensorEntry(t.name, t.dtype, t.shape, file, start + t.begin, t.end - t.begin)
+        for t in raw
+        if not (t.name.startswith(PAD_PREFIX) and PACK_KEY in metadata)
+    ]
+    return file, entries, metadata
+
+
+def _read_header_bytes(fd: int, file: SourceFile) -> bytes:
+    start = os.read(fd, 9)
+    if len(start) < 8:
+        raise WeightsError(
+            f"{file.path}: {file.size} bytes are no safetensors file; download or copy it again"
+        )
+    length = struct.unpack("<Q", start[:8])[0]
+    if start[8:] != b"{":
+        _refuse_other_formats(start, file.path)
+    if length > MAX_HEADER_BYTES:
+        raise WeightsError(
+            f"{file.path}: its header claims {length} bytes; at most {MAX_HEADER_BYTES} are taken. "
+            "This is no safetensors file, or a damaged one; download or convert it again."
+        )
+    if length < 2 or 8 + length > file.size:
+        raise WeightsError(
+            f"{file.path}: its header claims {length} bytes, the file holds {max(file.size - 8, 0)} after the length. "
+            "It is truncated or damaged; download or copy it again."
+        )
+    parts, left = [start[8:]], length - len(start[8:])
+    while left > 0:
+        part = os.read(fd, min(left, 1 << 24))
+        if not part:
+            raise WeightsError(f"{file.path}: became shorter while its header was read; copy it again")
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def _assemble(root: str, paths: Iterable[str], weight_map: Mapping[str, str] | None) -> Index:
+    """Read every file of ``paths``; ``weight_map`` (name -> file name) decides where a name stands twice."""
+    files: list[SourceFile] = []
+    merged: dict[str, TensorEntry] = {}
+    metadata: list[Mapping[str, str]] = []
+    for path in paths:
+        file, entries, meta = read_header(path)
+        files.append(file)
+        metadata.append(MappingProxyType(meta))
+        for entry in entries:
+            chosen = weight_map.get(entry.name) if weight_map else None
+            if chosen is not None and chosen != os.path.basename(path):
+                continue
+            if entry.name in merged:
+                raise WeightsError(
+                    f"{root}: tensor {show(entry.name)} stands in {os.path.basename(merged[entry.name].file.path)!r} "
+                    f"and in {os.path.basename(path)!r}; name one file, or the index.json that decides"
+                )
+            merged[entry.name] = entry
+            if len(merged) > MAX_TENSORS:
+                raise WeightsError(f"{root}: more than {MAX_TENSORS} tensors")
+    if weight_map:
+        absent = [name for name in weight_map if name not in merged]
+        if absent:
+            raise WeightsError(
+                f"{root}: {len(absent)} tensors are not in the file the index names, first {show(absent[0])} in "
+                f"{weight_map[absent[0]]!r}; download the folder again"
+            )
+    return Index(root, tuple(files), MappingProxyType(merged), tuple(metadata))
+
+
+def _open_map(path: str) -> Index:
+    """A `*.index.json` as transformers and diffusers write it: {"weight_map": {name: file name}}."""
+    try:
+        with open(path, "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise WeightsError(f"{path}: not a regular file")
+            data = file.read(MAX_HEADER_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    if len(data) > MAX_HEADER_BYTES:
+        raise WeightsError(f"{path}: an index of more than {MAX_HEADER_BYTES} bytes is not taken")
+    try:
+        weight_map = _small_json(data.decode("utf-8"), path).get("weight_map")
+    except UnicodeError:
+        raise WeightsError(f"{path}: not UTF-8; download it again") from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{path}: has no weight_map; name the index.json of a safetensors checkpoint")
+    for name, shard in weight_map.items():
+        if isinstance(shard, str):
+            _refuse_pickle_name(shard)
+        if not isinstance(shard, str) or shard in ("", ".", "..") or re.search(r"[/\\\0:]", shard):
+            raise WeightsError(
+                f"{path}: tensor {show(name)} is said to be in {shard!r:.200}, which is no file name; "
+                "shards stand beside their index"
+            )
+    shards = sorted(set(weight_map.values()))
+    if len(shards) > MAX_FILES:
+        raise WeightsError(f"{path}: names {len(shards)} files; at most {MAX_FILES} are taken")
+    folder = os.path.dirname(path)
+    return _assemble(path, [os.path.join(folder, shard) for shard in shards], weight_map)
+
+
+def _open_folder(folder: str) -> Index:
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    maps = [n for n in names if n.endswith(".safetensors.index.json")]
+    files = [n for n in names if n.endswith(".safetensors") and not n.startswith(".")]
+    for stem in _DEFAULT_NAMES:
+        if f"{stem}.safetensors.index.json" in maps:
+            return _open_map(os.path.join(folder, f"{stem}.safetensors.index.json"))
+        if f"{stem}.safetensors" in files:
+            return _assemble(folder, [os.path.join(folder, f"{stem}.safetensors")], None)
+    if len(maps) == 1:
+        return _open_map(os.path.join(folder, maps[0]))
+    if len(maps) > 1:
+        raise WeightsError(f"{folder}: several checkpoints ({', '.join(maps[:5])}); name one of these files")
+    if not files:
+        raise _nothing_here(folder, names)
+    _require_all_shards(folder, files)
+    return _assemble(folder, [os.path.join(folder, name) for name in files[: MAX_FILES + 1]], None)
+
+
+def _require_all_shards(folder: str, files: list[str]) -> None:
+    """Files called x-00001-of-00003 come in complete sets; without an index.json only their names tell."""
+    if len(files) > MAX_FILES:
+        raise WeightsError(f"{folder}: {len(files)} safetensors files; at most {MAX_FILES} are taken")
+    sets: dict[tuple[str, str], set[int]] = {}
+    for name in files:
+        match = _SHARD.fullmatch(name)
+        if match:
+            sets.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    for (stem, total), present in sets.items():
+        if len(present) < int(total):
+            first = next(i for i in range(1, int(total) + 1) if i not in present)
+            raise WeightsError(
+                f"{folder}: {int(total) - len(present)} of {int(total)} shards are missing, first "
+                f"{stem}-{first:0{len(total)}d}-of-{total}.safetensors; download the folder again"
+            )
+
+
+def _nothing_here(folder: str, names: list[str]) -> Exception:
+    pickles = [n for n in names if n.lower().endswith(_PICKLE_SUFFIXES)]
+    if pickles:
+        return _pickle_error(os.path.join(folder, pickles[0]))
+    inner = [n for n in names if os.path.isdir(os.path.join(folder, n))]
+    holding = [
+        n for n in inner[:100] if any(f.endswith(".safetensors") for f in _list(os.path.join(folder, n)))
+    ]
+    hint = f"; its subfolders {', '.join(holding[:8])} do: name one of them" if holding else ""
+    return WeightsError(f"{folder}: holds no .safetensors file{hint}")
+
+
+def _list(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _refuse_pickle_name(path: str) -> None:
+    if path.lower().endswith(_PICKLE_SUFFIXES):
+        raise _pickle_error(path)
+
+
+def _refuse_other_formats(start: bytes, path: str) -> None:
+    if start[:4] == b"PK\x03\x04" or (
+        start[:1] == b"\x80" and 1 < start[1] < 6 and start[2:3] in (b"\x8a", b"}", b"c", b"\x95", b"]")
+    ):
+        raise _pickle_error(path)
+    if start[:4] == b"GGUF":
+        raise UnsupportedError(
+            f"{path}: a GGUF file; Carom reads safetensors (the GGUF's source model has one)"
+        )
+    if start.startswith(b"version "):
+        raise WeightsError(f"{path}: a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
+
+
+def _pickle_error(path: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{path}: a pickle checkpoint. Loading one can run any code, so Carom never opens it. Convert it once, on a "
+        'machine you trust it on: python -c "import sys, torch, safetensors.torch as s; w = torch.load(sys.argv[1], '
+        "map_location='cpu', weights_only=True); w = w.get('state_dict', w); s.save_file({k: v.clone().contiguous() "
+        f"for k, v in w.items() if torch.is_tensor(v)}}, sys.argv[2], {{'format': 'pt'}})\" {path!r} model.safetensors"
+    )
+
+
+def _unreadable(path: str, error: Exception) -> WeightsError:
+    number = getattr(error, "errno", None)
+    advice = {
+        errno.ENOENT: "no such file or folder; check the path",
+        errno.EACCES: "no permission to read it; change its permissions or run as its owner",
+        errno.EPERM: "no permission to read it; change its permissions or run as its owner",
+        errno.ENAMETOOLONG: "the path is too long for this system; move it to a shorter one",
+        errno.ELOOP: "its symbolic links go in a circle; name the file they should lead to",
+        errno.ENOTDIR: "part of the path is a file, not a folder; check the path",
+        errno.EIO: "the drive reports an input/output error; check the drive (dmesg) and copy the file again",
+    }.get(number or 0, f"cannot be read: {error}")
+    return WeightsError(f"{path[:300]}: {advice}")
+
+
+def _small_json(text: str, where: str) -> dict:
+    """A JSON object whose equal keys, deep nesting and odd numbers are refused."""
+
+    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(items)
+        if len(found) != len(items):
+            raise WeightsError(f"{where}: a key stands twice")
+        return found
+
+    def number(digits: str) -> int:
+        if len(digits) > 20:
+            raise ValueError("an integer of more than 20 digits")
+        return int(digits)
+
+    try:
+        value = json.loads(text, object_pairs_hook=pairs, parse_int=number)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{where}: not valid JSON ({str(error)[:100]}); download it again") from None
+    if not isinstance(value, dict):
+        raise WeightsError(f"{where}: not a JSON object")
+    return value
+
+
+def _pack_info(metadata: Mapping[str, str], where: str) -> dict:
+    return _small_json(metadata[PACK_KEY], f"{where}: {PACK_KEY}")
+
+
+def _similar(name: str, names: Iterable[str]) -> str:
+    tail = name.rsplit(".", 2)[-2:]
+    near = next((n for n in names if n.rsplit(".", 2)[-2:] == tail), None)
+    return f"; there is {show(near)}" if near else ""
