@@ -1,0 +1,1 @@
+"""What bytes look like on the wire."""
