@@ -1,1 +1,15 @@
-"""What bytes look like on the wire."""
+"""What bytes look like on the wire: raw, lossless, and k-bit codebooks (lossy). The formats: docs/codec.md.
+
+One tensor: `encode`, `decode`, `verify`, `get`. All tensors of a unit on the device: `UnitDecoder`.
+"""
+
+from __future__ import annotations
+
+from .packed import METADATA_KEY, Packed, read_metadata, write_metadata
+from .registry import NAMES, Codec, codec_of, decode, decoded_nbytes, encode, get, verify
+from .unit import Entry, Tuning, UnitDecoder, triton_works
+
+__all__ = [
+    "METADATA_KEY", "NAMES", "Codec", "Entry", "Packed", "Tuning", "UnitDecoder", "codec_of", "decode",
+    "decoded_nbytes", "encode", "get", "read_metadata", "triton_works", "verify", "write_metadata",
+]  # fmt: skip

@@ -19,12 +19,22 @@ import numpy as np
 import torch
 
 from .lossless_format import (
-    DEFAULT_LANES, HEADER_BYTES, KIND_BY_DTYPE, MOST_SHIFT, WIDE_BIT, Header, Kind, checksum,
+    DEFAULT_LANES,
+    HEADER_BYTES,
+    KIND_BY_DTYPE,
+    MOST_SHIFT,
+    WIDE_BIT,
+    Header,
+    Kind,
+    checksum,
 )  # fmt: skip
+from .packed import raw_bytes
 
 CHUNK = 1 << 17  # elements that a thread holds at once
 SAMPLE_RUNS, SAMPLE_RUN = 256, 2048  # larger tensors: exponents are counted in evenly spread runs
-ESCAPE_PENALTY = 8.0  # bits of size that one escape may cost before a wider code is taken: escapes decode slowly
+ESCAPE_PENALTY = (
+    8.0  # bits of size that one escape may cost before a wider code is taken: escapes decode slowly
+)
 _BYTE_ONES = np.uint64(0x0101010101010101)
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -95,7 +105,7 @@ def encode(
     kind = KIND_BY_DTYPE.get(tensor.dtype)
     if kind is None or tensor.numel() < 8 or lanes not in (32, 64, 128, 256):
         return None
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().view(_UNSIGNED[kind.itemsize])
+    flat = raw_bytes(tensor).numpy().view(_UNSIGNED[kind.itemsize])
     if code is None:
         code = choose_code(_count_exponents(kind, flat), kind, 32 * lanes)
     tail = flat[len(flat) // 8 * 8 :].tobytes().ljust(32, b"\0")
@@ -126,7 +136,7 @@ def encode(
     blob[header.tiles_at + 8 * header.tiles : header.escapes_at] = 0
     del encoder
     blob.resize(header.total, refcheck=False)
-    header = header.with_crc(checksum(header, memoryview(blob)[HEADER_BYTES:]))
+    header = header.with_crc(checksum(header, blob.data[HEADER_BYTES:]))
     blob[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
     return torch.from_numpy(blob)
 
@@ -210,7 +220,9 @@ class _Chunks:
 
     def _escapes(self, mask: np.ndarray, exponent: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         tiles, lanes = mask.shape
-        found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little").view(np.bool_)).astype(np.int32)
+        found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little").view(np.bool_)).astype(
+            np.int32
+        )
         by_lane = np.bincount(found >> 5, minlength=tiles * lanes).reshape(tiles, lanes)
         counts, most = by_lane.sum(1), by_lane.max(1)
         lane_bits = self.header.lanes.bit_length() - 1

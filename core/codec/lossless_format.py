@@ -146,12 +146,13 @@ def checksum(header: Header, body: memoryview) -> int:
     return zlib.crc32(body, zlib.crc32(header.with_crc(0).pack()))
 
 
-def parse_header(blob: memoryview, name: str) -> Header:
-    """The validated header of ``blob`` (bytes). Nothing is allocated from what it declares.
+def parse_header(blob: memoryview, name: str, length: int | None = None) -> Header:
+    """The validated header of ``blob`` (bytes; or only its first 128, with the blob's true ``length``). Nothing is allocated from what it declares.
 
     Raises WeightsError naming ``name`` for anything that version 1 cannot have written, and UnsupportedError
     for a version that this Carom does not read.
     """
+    length = len(blob) if length is None else length
     if len(blob) < HEADER_BYTES:
         raise WeightsError(
             f"tensor {name!r}: packed data is truncated: {len(blob)} bytes are less than the {HEADER_BYTES} of its "
@@ -179,8 +180,8 @@ def parse_header(blob: memoryview, name: str) -> Header:
         or header.pack() != bytes(blob[:HEADER_BYTES])
     ):
         raise _bad(name, "the fields of its header contradict each other")
-    if total != len(blob):
-        raise _bad(name, f"{len(blob)} bytes are there, its header declares {total}")
+    if total != length:
+        raise _bad(name, f"{length} bytes are there, its header declares {total}")
     return header
 
 

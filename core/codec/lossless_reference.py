@@ -25,14 +25,18 @@ def decode_reference(blob: np.ndarray, header: Header) -> np.ndarray:
     where = elements_of_bits(header.lanes)
     fields = np.zeros((header.planes, header.tiles * header.tile), np.uint32)
     exponent = np.zeros(header.tiles * header.tile, np.uint32)
-    bits = blob[header.bits_at : header.tiles_at].view("<u4").reshape(header.tiles, header.planes, header.lanes)
+    bits = (
+        blob[header.bits_at : header.tiles_at].view("<u4").reshape(header.tiles, header.planes, header.lanes)
+    )
     table = blob[header.tiles_at : header.tiles_at + 8 * header.tiles].view("<i8")
     stream = blob[header.escapes_at : header.escapes_at + header.escape_bytes]
     for tile in range(header.tiles):
         begin = tile * header.tile
         for plane in range(header.planes):
             fields[plane, begin + where] = (bits[tile, plane][:, None] >> np.arange(32, dtype=np.uint32)) & 1
-        code = sum(fields[j, begin : begin + header.tile] << j for j in range(header.k))
+        code = np.zeros(header.tile, np.uint32)
+        for j in range(header.k):
+            code |= fields[j, begin : begin + header.tile] << j
         exponent[begin : begin + header.tile] = header.base + code
         escaped = where[(code == (1 << header.k) - 1)[where]]  # row by row: lane, then bit
         entry = int(table[tile])
@@ -67,7 +71,9 @@ def encode_reference(raw: np.ndarray, header: Header) -> np.ndarray:
     m, window = kind.mantissa_bits, (1 << header.k) - 1
     exponent = value >> m & (1 << kind.exponent_bits) - 1
     rest = value >> (m + kind.exponent_bits) << m | value & (1 << m) - 1
-    code = np.where((exponent >= header.base) & (exponent < header.base + window), exponent - header.base, window)
+    code = np.where(
+        (exponent >= header.base) & (exponent < header.base + window), exponent - header.base, window
+    )
     code[coded:] = 0
     fields = [code >> j & 1 for j in range(header.k)]
     fields += [rest >> (8 * kind.byte_planes + j) & 1 for j in range(kind.rest_bits)]
@@ -86,7 +92,9 @@ def encode_reference(raw: np.ndarray, header: Header) -> np.ndarray:
         else:
             nibbles = [header.escape_table.index(e) for e in escaped] + [0] * (len(escaped) % 2)
             stream += bytes(low | high << 4 for low, high in zip(nibbles[::2], nibbles[1::2], strict=True))
-    planes = [(rest[:coded] >> 8 * plane & 255).astype(np.uint8).tobytes() for plane in range(kind.byte_planes)]
+    planes = [
+        (rest[:coded] >> 8 * plane & 255).astype(np.uint8).tobytes() for plane in range(kind.byte_planes)
+    ]
     sections = [*planes, np.stack(words).tobytes(), np.array(table, "<i8").tobytes(), bytes(stream)]
     body = b"".join(section + b"\0" * (-len(section) % ALIGN) for section in sections)
     header = replace(header, escape_bytes=len(stream), most_escapes=most)

@@ -75,7 +75,10 @@ def _patch(
     offset = (entries & ((1 << OFFSET_BITS) - 1)).view(tiles, 1)
     # Escape number in the stream counted in nibbles; wide escapes take two.
     at = 2 * offset + ((torch.cumsum(count, 1) - count) << wide)
-    first = torch.arange(tiles, device=device).view(tiles, 1) * header.tile + torch.arange(lanes, device=device) * 8
+    first = (
+        torch.arange(tiles, device=device).view(tiles, 1) * header.tile
+        + torch.arange(lanes, device=device) * 8
+    )
     mask = mask.to(torch.int64) & 0xFFFFFFFF
     spare, last = exponent.numel() - 1, stream.numel() - 1
     for _ in range(header.most_escapes):

@@ -59,7 +59,9 @@ class UnitDecoder:
     to the device once; after it, calls allocate nothing with Triton and never synchronise.
     """
 
-    def __init__(self, entries: Sequence[Entry], *, method: str = "auto", tuning: Tuning | None = None) -> None:
+    def __init__(
+        self, entries: Sequence[Entry], *, method: str = "auto", tuning: Tuning | None = None
+    ) -> None:
         for entry in entries:
             if entry.wire_at % ALIGN or entry.wire_at < 0 or entry.out_at < 0:
                 raise WeightsError(
