@@ -11,7 +11,7 @@ memory is about 2 MB a thread whatever the tensor's size.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -48,15 +48,15 @@ class Code:
     table: bytes
 
 
-def choose_code(counts: np.ndarray, kind: Kind, tile: int) -> Code:
+def choose_code(counts: np.ndarray, kind: Kind, tile: int, widths: Sequence[int] | None = None) -> Code:
     """The code with the least expected bits for exponents seen ``counts[e]`` times (with a price on escapes).
 
-    Escapes take 4 bits if all those of their tile are among the 16 commonest ones, else 8.
+    ``widths``: the code widths to choose from, all that the dtype allows by default. Escapes take 4 bits if all those of their tile are among the 16 commonest ones, else 8.
     """
     share = counts.astype(np.float64) / max(1, int(counts.sum()))
     fields = 1 << kind.exponent_bits
     best: tuple[float, Code] | None = None
-    for k in range(1, kind.max_k + 1):
+    for k in widths or range(1, kind.max_k + 1):
         window = (1 << k) - 1
         inside = np.convolve(share[:fields], np.ones(window), "valid")[: fields - window]
         base = int(np.argmax(inside))

@@ -18,6 +18,7 @@ from functools import cached_property
 import torch
 
 from ..errors import UnsupportedError, WeightsError
+from .packed import corrupt
 
 MAGIC = b"CRML"
 VERSION = 1
@@ -161,7 +162,7 @@ def parse_header(blob: memoryview, name: str, length: int | None = None) -> Head
     fields = _HEADER.unpack(blob[:HEADER_BYTES])
     magic, version, code, k, lanes_log2, base, tail_count, most, crc, numel, total, escape_bytes = fields[:12]
     if magic != MAGIC:
-        raise _bad(name, "it does not start with a lossless header")
+        raise corrupt(name, "it does not start with a lossless header")
     if version != VERSION:
         raise UnsupportedError(
             f"tensor {name!r} is packed in version {version} of Carom's lossless format; this Carom reads version "
@@ -169,7 +170,7 @@ def parse_header(blob: memoryview, name: str, length: int | None = None) -> Head
         )
     kind = _KIND_BY_CODE.get(code)
     if kind is None or not 1 <= k <= kind.max_k or not 5 <= lanes_log2 <= 8:
-        raise _bad(name, "its header has an unknown dtype or code width")
+        raise corrupt(name, "its header has an unknown dtype or code width")
     header = Header(kind, k, 1 << lanes_log2, base, numel, escape_bytes, fields[12], fields[13], most, crc)
     if (
         numel < 8
@@ -179,11 +180,7 @@ def parse_header(blob: memoryview, name: str, length: int | None = None) -> Head
         or total != header.total
         or header.pack() != bytes(blob[:HEADER_BYTES])
     ):
-        raise _bad(name, "the fields of its header contradict each other")
+        raise corrupt(name, "the fields of its header contradict each other")
     if total != length:
-        raise _bad(name, f"{length} bytes are there, its header declares {total}")
+        raise corrupt(name, f"{length} bytes are there, its header declares {total}")
     return header
-
-
-def _bad(name: str, why: str) -> WeightsError:
-    return WeightsError(f"tensor {name!r}: packed data is corrupt: {why}; copy or download the file again")

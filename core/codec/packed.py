@@ -51,6 +51,11 @@ class Packed:
         return self.blob.numel()
 
 
+def corrupt(name: str, why: str) -> WeightsError:
+    """The error for bytes of tensor ``name`` that no Carom can have written."""
+    return WeightsError(f"tensor {name!r}: packed data is corrupt: {why}; copy or download the file again")
+
+
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor of any shape and strides, 1-D uint8; a view of its storage where it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)

@@ -13,23 +13,14 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from ..errors import UnsupportedError, WeightsError
+from ..errors import UnsupportedError
 from . import kbit, lossless
-from .lossless_format import (
-    HEADER_BYTES,
-    KIND_BY_DTYPE,
-    MOST_SHIFT,
-    OFFSET_BITS,
-    WIDE_BIT,
-    Header,
-    checksum,
-    parse_header,
-)  # fmt: skip
+from .lossless_check import check_tiles
+from .lossless_format import HEADER_BYTES, KIND_BY_DTYPE, Header, checksum, parse_header
 from .lossless_torch import decode_torch
-from .packed import Packed, check_blob, check_version, describe, parse_meta, raw_bytes
+from .packed import Packed, check_blob, check_version, corrupt, describe, parse_meta, raw_bytes
 
 NAMES = ("raw", "lossless", "nf4", "nf3", "nf2")
 
@@ -95,10 +86,6 @@ def decoded_nbytes(meta: Mapping[str, Any], name: str = "tensor") -> int:
     return codec_of(meta, name).decoded_nbytes(meta, name)
 
 
-def _corrupt(name: str, why: str) -> WeightsError:
-    return WeightsError(f"tensor {name!r}: packed data is corrupt: {why}; copy or download the file again")
-
-
 def _target(nbytes: int, like: torch.Tensor, out: torch.Tensor | None, name: str) -> torch.Tensor:
     if out is None:
         return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
@@ -131,7 +118,7 @@ class RawCodec(_Base):
 
     def encode(self, tensor: torch.Tensor, name: str = "tensor") -> Packed:
         blob = raw_bytes(tensor)
-        crc = zlib.crc32(memoryview(blob.cpu().numpy()))
+        crc = zlib.crc32(blob.cpu().numpy().data)
         return Packed(describe(self.name, self.version, tensor, crc32=crc), blob)
 
     def _check(self, packed: Packed, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -139,13 +126,13 @@ class RawCodec(_Base):
         check_blob(packed, name)
         dtype, shape, nbytes = parse_meta(packed.meta, name)
         if packed.blob.numel() != nbytes:
-            raise _corrupt(name, f"{packed.blob.numel()} bytes are there, shape and dtype need {nbytes}")
+            raise corrupt(name, f"{packed.blob.numel()} bytes are there, shape and dtype need {nbytes}")
         return dtype, shape
 
     def verify(self, packed: Packed, name: str = "tensor") -> None:
         self._check(packed, name)
         if zlib.crc32(packed.blob.numpy().data) != packed.meta.get("crc32"):
-            raise _corrupt(name, "its checksum differs")
+            raise corrupt(name, "its checksum differs")
 
     def decode(self, packed: Packed, name: str = "tensor", out: torch.Tensor | None = None) -> torch.Tensor:
         dtype, shape = self._check(packed, name)
@@ -176,14 +163,14 @@ class LosslessCodec(_Base):
         head = packed.blob[:HEADER_BYTES].cpu().numpy()
         header = parse_header(head.data, name, packed.blob.numel())
         if KIND_BY_DTYPE.get(dtype) is not header.kind or header.raw_nbytes != nbytes:
-            raise _corrupt(name, "its header does not fit the dtype and shape in the file's metadata")
+            raise corrupt(name, "its header does not fit the dtype and shape in the file's metadata")
         return header
 
     def verify(self, packed: Packed, name: str = "tensor") -> None:
         header = self.header(packed, name)
         blob = packed.blob.numpy()
         if checksum(header, blob.data[HEADER_BYTES:]) != header.crc:
-            raise _corrupt(name, "its checksum differs")
+            raise corrupt(name, "its checksum differs")
         check_tiles(blob, header, name)
 
     def decode(self, packed: Packed, name: str = "tensor", out: torch.Tensor | None = None) -> torch.Tensor:
@@ -193,38 +180,6 @@ class LosslessCodec(_Base):
         blob = packed.blob if packed.blob.storage_offset() % 8 == 0 else packed.blob.clone()
         decode_torch(blob, header, raw)
         return _as_tensor(raw, dtype, shape)
-
-
-def check_tiles(blob: np.ndarray, header: Header, name: str) -> None:
-    """Raises WeightsError unless every tile's escapes lie where a decoder will look, so that no decoder leaves the blob.
-
-    A checksum cannot tell this of a file that was made on purpose. Costs one pass over the bit planes.
-    """
-    # bit_count of a uint32 needs NumPy 2; a table of bytes works everywhere.
-    ones = np.array([bin(i).count("1") for i in range(256)], np.uint8)
-    table = blob[header.tiles_at : header.tiles_at + 8 * header.tiles].copy().view("<u8")
-    offsets = (table & np.uint64((1 << OFFSET_BITS) - 1)).astype(np.int64)
-    wide = (table >> np.uint64(WIDE_BIT) & np.uint64(1)).astype(np.int64)
-    most = (table >> np.uint64(MOST_SHIFT)).astype(np.int64)
-    known = offsets | wide << WIDE_BIT | most << MOST_SHIFT
-    bits = blob[header.bits_at : header.tiles_at].reshape(header.tiles, header.planes, header.lanes * 4)
-    end = 0
-    step = max(1, (1 << 22) // header.tile)
-    for first in range(0, header.tiles, step):
-        part = slice(first, first + step)
-        mask = np.bitwise_and.reduce(bits[part, : header.k], axis=1)
-        by_lane = ones[mask].reshape(len(mask), header.lanes, 4).sum(2, dtype=np.int64)
-        sizes = ((by_lane.sum(1) << wide[part]) + 1) >> 1
-        ends = end + np.cumsum(sizes)
-        if (offsets[part] != ends - sizes).any() or (most[part] != by_lane.max(1)).any():
-            raise _corrupt(name, "its tile table does not fit its escapes")
-        end = int(ends[-1])
-    if (
-        end != header.escape_bytes
-        or (known != table.astype(np.int64)).any()
-        or int(most.max()) != header.most_escapes
-    ):
-        raise _corrupt(name, "its tile table does not fit its escapes")
 
 
 class KbitCodec(_Base):
@@ -238,7 +193,7 @@ class KbitCodec(_Base):
 
     def encode(self, tensor: torch.Tensor, name: str = "tensor", block: int = kbit.DEFAULT_BLOCK) -> Packed:
         blob = kbit.quantize(tensor, self.codebook, block, name)
-        crc = zlib.crc32(memoryview(blob.cpu().numpy()))
+        crc = zlib.crc32(blob.cpu().numpy().data)
         return Packed(describe(self.name, self.version, tensor, block=block, lossy=True, crc32=crc), blob)
 
     def layout(self, packed: Packed, name: str = "tensor") -> kbit.Layout:
@@ -248,16 +203,16 @@ class KbitCodec(_Base):
         dtype, shape, nbytes = parse_meta(packed.meta, name)
         block = packed.meta.get("block")
         if dtype not in kbit.DTYPES or type(block) is not int or block not in kbit.BLOCKS:
-            raise _corrupt(name, "its metadata has no valid dtype or block size")
+            raise corrupt(name, "its metadata has no valid dtype or block size")
         layout = kbit.Layout(self.codebook, nbytes // dtype.itemsize, block)
         if packed.blob.numel() != layout.total:
-            raise _corrupt(name, f"{packed.blob.numel()} bytes are there, its shape needs {layout.total}")
+            raise corrupt(name, f"{packed.blob.numel()} bytes are there, its shape needs {layout.total}")
         return layout
 
     def verify(self, packed: Packed, name: str = "tensor") -> None:
         self.layout(packed, name)
         if zlib.crc32(packed.blob.numpy().data) != packed.meta.get("crc32"):
-            raise _corrupt(name, "its checksum differs")
+            raise corrupt(name, "its checksum differs")
 
     def decode(self, packed: Packed, name: str = "tensor", out: torch.Tensor | None = None) -> torch.Tensor:
         layout = self.layout(packed, name)
