@@ -58,7 +58,7 @@ def choose_code(counts: np.ndarray, kind: Kind, tile: int, widths: Sequence[int]
     best: tuple[float, Code] | None = None
     for k in widths or range(1, kind.max_k + 1):
         window = (1 << k) - 1
-        inside = np.convolve(share[:fields], np.ones(window), "valid")[: fields - window]
+        inside = np.convolve(share[:fields], np.ones(window), "valid")[: kind.max_base(k) + 1]
         base = int(np.argmax(inside))
         outside = share[:fields].copy()
         outside[base : base + window] = 0
@@ -95,12 +95,17 @@ def split(kind: Kind, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray | Non
 
 
 def encode(
-    tensor: torch.Tensor, *, lanes: int = DEFAULT_LANES, threads: int | None = None, code: Code | None = None
+    tensor: torch.Tensor,
+    *,
+    lanes: int = DEFAULT_LANES,
+    threads: int | None = None,
+    code: Code | None = None,
+    limit: int | None = None,
 ) -> torch.Tensor | None:
-    """The lossless blob of a CPU tensor (1-D uint8), or None where it would not be smaller than the raw bytes.
+    """The lossless blob of a CPU tensor (1-D uint8), or None where it would not be smaller than ``limit`` (the raw bytes).
 
     Any shape and strides; dtypes bf16, fp16, fp32, fp8 e4m3fn and e5m2 (others: None). ``lanes`` (32 to 256) sets
-    the tile, 32 * lanes elements; ``threads`` defaults to the cores; ``code`` overrides the choice, for tests.
+    the tile, 32 * lanes elements; ``threads`` defaults to the cores; ``code`` overrides what `choose_code` chooses.
     """
     kind = KIND_BY_DTYPE.get(tensor.dtype)
     if kind is None or tensor.numel() < 8 or lanes not in (32, 64, 128, 256):
@@ -110,7 +115,7 @@ def encode(
         code = choose_code(_count_exponents(kind, flat), kind, 32 * lanes)
     tail = flat[len(flat) // 8 * 8 :].tobytes().ljust(32, b"\0")
     header = Header(kind, code.k, lanes, code.base, len(flat), 0, code.table, tail, 0)
-    limit = header.raw_nbytes
+    limit = header.raw_nbytes if limit is None else limit
     if header.total >= limit:
         return None
     blob = np.empty(limit, np.uint8)  # pages beyond what is written are never touched, and given back below

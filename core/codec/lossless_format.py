@@ -52,6 +52,10 @@ class Kind:
         """The widest exponent code that can gain anything and fits a byte together with the rest bits."""
         return min(self.exponent_bits - 1, 8 - self.rest_bits, 6)
 
+    def max_base(self, k: int) -> int:
+        """The highest exponent of code 0: all codes are exponents, and base + the escape's code still fits a byte."""
+        return min((1 << self.exponent_bits) + 1, 256) - (1 << k)
+
 
 KINDS = (
     Kind(1, "bf16", torch.bfloat16, 2, 8, 7, 1, 0),
@@ -174,7 +178,7 @@ def parse_header(blob: memoryview, name: str, length: int | None = None) -> Head
     header = Header(kind, k, 1 << lanes_log2, base, numel, escape_bytes, fields[12], fields[13], most, crc)
     if (
         numel < 8
-        or base > (1 << kind.exponent_bits) - (1 << k)
+        or base > kind.max_base(k)
         or most > 32
         or tail_count != header.tail_count
         or total != header.total
