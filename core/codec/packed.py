@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,12 +64,32 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided((flat.numel(),), (1,), flat.storage_offset()).view(torch.uint8)
 
 
-def describe(codec: str, version: int, tensor: torch.Tensor, **more: Any) -> dict[str, Any]:
-    """The ``meta`` of ``tensor`` under ``codec``. Raises UnsupportedError for a dtype that cannot be named."""
+def describe(codec: str, version: int, tensor: torch.Tensor, data: memoryview, **more: Any) -> dict[str, Any]:
+    """The ``meta`` of ``tensor`` under ``codec``, with ``crc32`` over itself and ``data``.
+
+    Raises UnsupportedError for a dtype that cannot be named.
+    """
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise UnsupportedError(f"a tensor of dtype {tensor.dtype} cannot be packed; keep it as it is")
-    return {"codec": codec, "version": version, "dtype": dtype, "shape": list(tensor.shape), **more}
+    meta = {"codec": codec, "version": version, "dtype": dtype, "shape": list(tensor.shape), **more}
+    return {**meta, "crc32": _seal(meta, data)}
+
+
+def _seal(meta: Mapping[str, Any], data: memoryview) -> int:
+    others = {key: value for key, value in meta.items() if key != "crc32"}
+    text = json.dumps(others, separators=(",", ":"), sort_keys=True)
+    return zlib.crc32(data, zlib.crc32(text.encode()))
+
+
+def check_seal(meta: Mapping[str, Any], data: memoryview, name: str) -> None:
+    """Raises WeightsError where ``meta`` or ``data`` is not what `describe` saw."""
+    try:
+        whole = _seal(meta, data) == meta.get("crc32")
+    except (TypeError, ValueError, RecursionError):
+        whole = False
+    if not whole:
+        raise corrupt(name, "its checksum differs")
 
 
 def parse_meta(meta: Mapping[str, Any], name: str) -> tuple[torch.dtype, tuple[int, ...], int]:

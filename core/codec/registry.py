@@ -9,7 +9,6 @@ Decoding many tensors of a unit on the device, from a wire buffer into a slot, i
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ from . import kbit, lossless
 from .lossless_check import check_tiles
 from .lossless_format import HEADER_BYTES, KIND_BY_DTYPE, Header, checksum, parse_header
 from .lossless_torch import decode_torch
-from .packed import Packed, check_blob, check_version, corrupt, describe, parse_meta, raw_bytes
+from .packed import Packed, check_blob, check_seal, check_version, corrupt, describe, parse_meta, raw_bytes
 
 NAMES = ("raw", "lossless", "nf4", "nf3", "nf2")
 
@@ -118,8 +117,7 @@ class RawCodec(_Base):
 
     def encode(self, tensor: torch.Tensor, name: str = "tensor") -> Packed:
         blob = raw_bytes(tensor)
-        crc = zlib.crc32(blob.cpu().numpy().data)
-        return Packed(describe(self.name, self.version, tensor, crc32=crc), blob)
+        return Packed(describe(self.name, self.version, tensor, blob.cpu().numpy().data), blob)
 
     def _check(self, packed: Packed, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         check_version(packed.meta, self.version, name)
@@ -131,8 +129,7 @@ class RawCodec(_Base):
 
     def verify(self, packed: Packed, name: str = "tensor") -> None:
         self._check(packed, name)
-        if zlib.crc32(packed.blob.numpy().data) != packed.meta.get("crc32"):
-            raise corrupt(name, "its checksum differs")
+        check_seal(packed.meta, packed.blob.numpy().data, name)
 
     def decode(self, packed: Packed, name: str = "tensor", out: torch.Tensor | None = None) -> torch.Tensor:
         dtype, shape = self._check(packed, name)
@@ -150,7 +147,7 @@ class LosslessCodec(_Base):
         blob = lossless.encode(tensor.cpu())
         if blob is None:
             return _CODECS["raw"].encode(tensor, name)
-        return Packed(describe(self.name, self.version, tensor), blob)
+        return Packed(describe(self.name, self.version, tensor, blob.numpy().data[:HEADER_BYTES]), blob)
 
     def header(self, packed: Packed, name: str = "tensor") -> Header:
         """The parsed header, checked against the metadata; copies 128 bytes where the blob is on a device."""
@@ -169,6 +166,7 @@ class LosslessCodec(_Base):
     def verify(self, packed: Packed, name: str = "tensor") -> None:
         header = self.header(packed, name)
         blob = packed.blob.numpy()
+        check_seal(packed.meta, blob.data[:HEADER_BYTES], name)
         if checksum(header, blob.data[HEADER_BYTES:]) != header.crc:
             raise corrupt(name, "its checksum differs")
         check_tiles(blob, header, name)
@@ -193,8 +191,8 @@ class KbitCodec(_Base):
 
     def encode(self, tensor: torch.Tensor, name: str = "tensor", block: int = kbit.DEFAULT_BLOCK) -> Packed:
         blob = kbit.quantize(tensor, self.codebook, block, name)
-        crc = zlib.crc32(blob.cpu().numpy().data)
-        return Packed(describe(self.name, self.version, tensor, block=block, lossy=True, crc32=crc), blob)
+        data = blob.cpu().numpy().data
+        return Packed(describe(self.name, self.version, tensor, data, block=block, lossy=True), blob)
 
     def layout(self, packed: Packed, name: str = "tensor") -> kbit.Layout:
         """Where codes and scales lie, checked against the blob's size."""
@@ -211,8 +209,7 @@ class KbitCodec(_Base):
 
     def verify(self, packed: Packed, name: str = "tensor") -> None:
         self.layout(packed, name)
-        if zlib.crc32(packed.blob.numpy().data) != packed.meta.get("crc32"):
-            raise corrupt(name, "its checksum differs")
+        check_seal(packed.meta, packed.blob.numpy().data, name)
 
     def decode(self, packed: Packed, name: str = "tensor", out: torch.Tensor | None = None) -> torch.Tensor:
         layout = self.layout(packed, name)
