@@ -156,7 +156,7 @@ def timings(modules, mib: int, deadline: float, device: str = "cuda") -> list[di
         if time.monotonic() > deadline:
             return rows
         lossless, kinds = modules["lossless"], modules["lossless_format"].KIND_BY_DTYPE
-        counts = lossless._count_exponents(
+        counts = lossless.count_exponents(
             kinds[torch.bfloat16], parts[0][1].view(torch.int16).numpy().view("u2")
         )
         code = lossless.choose_code(counts, kinds[torch.bfloat16], 32 * lanes, (k,))

@@ -18,6 +18,7 @@ codec = importlib.import_module("carom.core.codec")
 errors = importlib.import_module("carom.core.errors")
 lossless = importlib.import_module("carom.core.codec.lossless")
 formats = importlib.import_module("carom.core.codec.lossless_format")
+device_encoder = importlib.import_module("carom.core.codec.lossless_device")
 reference = importlib.import_module("carom.core.codec.lossless_reference")
 torch_decoder = importlib.import_module("carom.core.codec.lossless_torch")
 
@@ -145,7 +146,7 @@ def test_tiles_switch_to_wide_escapes_only_where_an_exponent_is_not_in_the_table
     tensor = (torch.randn(5 * 4096, generator=torch.Generator().manual_seed(2)) * 0.02).bfloat16()
     tensor[2 * 4096 + 17] = 1e30
     code = lossless.choose_code(
-        lossless._count_exponents(formats.KINDS[0], raw(tensor[:4096]).view(np.uint16)),
+        lossless.count_exponents(formats.KINDS[0], raw(tensor[:4096]).view(np.uint16)),
         formats.KINDS[0],
         4096,
     )
@@ -203,6 +204,20 @@ def test_threads_chunks_and_strides_do_not_change_the_blob(monkeypatch):
     monkeypatch.setattr(lossless, "CHUNK", 1 << 13)
     assert torch.equal(once, lossless.encode(tensor, threads=5))
     assert torch.equal(once, lossless.encode(tensor.t().contiguous().t(), threads=2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_device_encoder_writes_the_same_bytes(dtype, monkeypatch):
+    monkeypatch.setattr(device_encoder, "SCRATCH_ELEMENTS", 3 * 4096)
+    for label, tensor in {
+        **specials(dtype),
+        "noise": torch.randint(0, 256, (50_000,)).to(torch.uint8).view(dtype),
+    }.items():
+        want, got = lossless.encode(tensor), device_encoder.encode_on_device(tensor)
+        assert (want is None) == (got is None), label
+        assert want is None or torch.equal(want, got), label
+    large = torch.randn(3 << 19).to(dtype)  # sampled, not counted whole
+    assert torch.equal(lossless.encode(large), device_encoder.encode_on_device(large))
 
 
 def test_decoding_in_several_pieces_gives_the_same_bits(monkeypatch):

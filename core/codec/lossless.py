@@ -112,7 +112,9 @@ def encode(
         return None
     flat = raw_bytes(tensor).numpy().view(_UNSIGNED[kind.itemsize])
     if code is None:
-        code = choose_code(_count_exponents(kind, flat), kind, 32 * lanes)
+        runs = sample_starts(len(flat))
+        sample = flat if runs is None else np.concatenate([flat[at : at + n] for at, n in runs])
+        code = choose_code(count_exponents(kind, sample), kind, 32 * lanes)
     tail = flat[len(flat) // 8 * 8 :].tobytes().ljust(32, b"\0")
     header = Header(kind, code.k, lanes, code.base, len(flat), 0, code.table, tail, 0)
     limit = header.raw_nbytes if limit is None else limit
@@ -156,10 +158,15 @@ def _in_order(pool: ThreadPoolExecutor, encoder: _Chunks, starts: range, step: i
             pending.append(pool.submit(encoder, starts[position + ahead], step))
 
 
-def _count_exponents(kind: Kind, flat: np.ndarray) -> np.ndarray:
-    if len(flat) > SAMPLE_RUNS * SAMPLE_RUN * 2:
-        starts = np.linspace(0, len(flat) - SAMPLE_RUN, SAMPLE_RUNS).astype(np.int64)
-        flat = np.concatenate([flat[start : start + SAMPLE_RUN] for start in starts])
+def sample_starts(count: int) -> list[tuple[int, int]] | None:
+    """(first element, elements) of the runs that exponents are counted in; None for all of a smaller tensor."""
+    if count <= SAMPLE_RUNS * SAMPLE_RUN * 2:
+        return None
+    return [(int(start), SAMPLE_RUN) for start in np.linspace(0, count - SAMPLE_RUN, SAMPLE_RUNS)]
+
+
+def count_exponents(kind: Kind, flat: np.ndarray) -> np.ndarray:
+    """int64 [256]: how often each exponent field occurs among ``flat`` (elements as unsigned integers)."""
     counts = np.zeros(256, np.int64)
     for start in range(0, len(flat), CHUNK):
         counts += np.bincount(split(kind, flat[start : start + CHUNK])[2], minlength=256)

@@ -58,6 +58,13 @@ def _spread(planes: torch.Tensor, base: int) -> torch.Tensor:
     return flat
 
 
+def popcount(mask: torch.Tensor) -> torch.Tensor:
+    """Set bits of each int32."""
+    count = mask - ((mask >> 1) & 0x55555555)
+    count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
+    return (((count + (count >> 4)) & 0x0F0F0F0F) * _ONES) >> 24
+
+
 def _patch(
     exponent: torch.Tensor, codes: torch.Tensor, entries: torch.Tensor, stream: torch.Tensor, table: torch.Tensor,
     header: Header,
@@ -68,9 +75,7 @@ def _patch(
         mask = mask & codes[:, j]
     tiles, lanes = mask.shape
     device = mask.device
-    count = mask - ((mask >> 1) & 0x55555555)
-    count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
-    count = (((count + ((count >> 4) & 0x0FFFFFFF)) & 0x0F0F0F0F) * _ONES) >> 24
+    count = popcount(mask)
     wide = (entries >> WIDE_BIT & 1).view(tiles, 1)
     offset = (entries & ((1 << OFFSET_BITS) - 1)).view(tiles, 1)
     # Escape number in the stream counted in nibbles; wide escapes take two.

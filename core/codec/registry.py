@@ -17,6 +17,7 @@ import torch
 from ..errors import UnsupportedError
 from . import kbit, lossless
 from .lossless_check import check_tiles
+from .lossless_device import encode_on_device
 from .lossless_format import HEADER_BYTES, KIND_BY_DTYPE, Header, checksum, parse_header
 from .lossless_torch import decode_torch
 from .packed import Packed, check_blob, check_seal, check_version, corrupt, describe, parse_meta, raw_bytes
@@ -144,7 +145,7 @@ class LosslessCodec(_Base):
     name = "lossless"
 
     def encode(self, tensor: torch.Tensor, name: str = "tensor") -> Packed:
-        blob = lossless.encode(tensor.cpu())
+        blob = lossless.encode(tensor) if tensor.device.type == "cpu" else encode_on_device(tensor)
         if blob is None:
             return _CODECS["raw"].encode(tensor, name)
         return Packed(describe(self.name, self.version, tensor, blob.numpy().data[:HEADER_BYTES]), blob)
