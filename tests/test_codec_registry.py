@@ -209,3 +209,34 @@ def test_small_and_empty_shapes_survive_every_codec(name, shape):
     assert back.shape == tensor.shape and torch.equal(back, tensor)
     strided = torch.ones(4, 4)[:, :1][:1]
     assert torch.equal(codec.decode(codec.encode(strided, name)), strided)
+
+
+def test_a_unit_of_all_codecs_is_decoded_into_its_slot_and_nothing_else_is_touched():
+    tensors = [(name, codec.encode(WEIGHTS[: i + 1].clone(), name)) for i, name in enumerate(codec.NAMES[:3])]
+    tensors += [(name, PACKED[name]) for name in codec.NAMES]
+    entries, wire_at, out_at = [], 0, 16
+    wire = torch.full((1 << 18,), 0x5A, dtype=torch.uint8)
+    for name, packed in tensors:
+        entries.append(codec.entry_of(packed, wire_at, out_at, name))
+        wire[wire_at : wire_at + packed.wire_nbytes] = packed.blob
+        wire_at += formats.align(packed.wire_nbytes)
+        out_at += formats.align(codec.decoded_nbytes(packed.meta)) + 32
+    slot = torch.full((out_at,), 0xA5, dtype=torch.uint8)
+    codec.UnitDecoder(entries)(wire, slot)
+    free = torch.ones(out_at, dtype=torch.bool)
+    for entry, (name, packed) in zip(entries, tensors, strict=True):
+        want = packed_module.raw_bytes(codec.decode(packed))
+        assert torch.equal(slot[entry.out_at : entry.out_at + len(want)], want), name
+        free[entry.out_at : entry.out_at + len(want)] = False
+    assert free.sum() >= 32 * len(tensors) and (slot[free] == 0xA5).all()
+
+
+def test_a_unit_refuses_what_it_cannot_decode_in_place():
+    bad = PACKED["lossless"].blob.clone()
+    bad[-1] ^= 1
+    with pytest.raises(errors.WeightsError, match="blk"):
+        codec.entry_of(codec.Packed(PACKED["lossless"].meta, bad), 0, 0, "blk")
+    with pytest.raises(errors.WeightsError, match="multiple of 16"):
+        codec.UnitDecoder([codec.entry_of(PACKED["raw"], 8, 0)])
+    with pytest.raises(ValueError, match="16 bytes in the slot"):
+        codec.UnitDecoder([codec.entry_of(PACKED["lossless"], 0, 2)], method="triton")

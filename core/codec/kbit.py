@@ -12,6 +12,7 @@ paper's appendix E; the paper stops there, NF3 and NF2 are the same formula at k
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from ..errors import UnsupportedError, WeightsError
+from .backends import triton_works
 
 DEFAULT_BLOCK = 64
 BLOCKS = (32, 64, 128, 256, 512, 1024)
@@ -100,6 +102,12 @@ class Layout:
         return self.scales_at + 4 * self.blocks
 
 
+@functools.cache
+def codebook_on(codebook: Codebook, device: torch.device) -> torch.Tensor:
+    """The values as a float32 tensor on ``device``; copied there once."""
+    return torch.tensor(codebook.values, dtype=torch.float32, device=device)
+
+
 def quantize(tensor: torch.Tensor, codebook: Codebook, block: int, name: str = "tensor") -> torch.Tensor:
     """The blob (1-D uint8, on the tensor's device) of a bf16, fp16 or fp32 tensor of any shape.
 
@@ -115,7 +123,7 @@ def quantize(tensor: torch.Tensor, codebook: Codebook, block: int, name: str = "
     layout = Layout(codebook, flat.numel(), block)
     blob = torch.zeros(layout.total, dtype=torch.uint8, device=flat.device)
     scales = blob[layout.scales_at :].view(torch.float32)
-    values = torch.tensor(codebook.values, dtype=torch.float32, device=flat.device)
+    values = codebook_on(codebook, flat.device)
     middles = (values[1:] + values[:-1]) / 2
     for start in range(0, flat.numel(), CHUNK):
         part = flat[start : start + CHUNK].float()
@@ -171,7 +179,7 @@ def dequantize_torch(blob: torch.Tensor, layout: Layout, out: torch.Tensor, begi
 
     Starts at element ``begin``, a multiple of 8.
     """
-    values = torch.tensor(layout.codebook.values, dtype=torch.float32).to(blob.device, non_blocking=True)
+    values = codebook_on(layout.codebook, blob.device)
     scales = blob[layout.scales_at :]
     scales = (scales if scales.storage_offset() % 4 == 0 else scales.clone()).view(torch.float32)
     for start in range(begin, layout.numel, CHUNK):
@@ -185,8 +193,6 @@ def dequantize_torch(blob: torch.Tensor, layout: Layout, out: torch.Tensor, begi
 
 def dequantize(blob: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
     """`dequantize_torch`, or the Triton kernel where it can run. Same bits."""
-    from .unit import triton_works
-
     aligned = blob.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     if layout.numel and blob.is_cuda and aligned and triton_works():
         from .kbit_triton import dequantize_triton

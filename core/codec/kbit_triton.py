@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .kbit import Layout, dequantize_torch
+from .kbit import Layout, codebook_on, dequantize_torch
 
 
 @triton.jit
@@ -91,7 +91,6 @@ def _dequantize(
 
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-_tables: dict[tuple[str, torch.device], torch.Tensor] = {}
 
 
 def dequantize_triton(blob: torch.Tensor, layout: Layout, out: torch.Tensor, warps: int = 4) -> None:
@@ -99,16 +98,13 @@ def dequantize_triton(blob: torch.Tensor, layout: Layout, out: torch.Tensor, war
 
     The last ``numel % 8`` elements, which weights rarely have, are decoded by torch operations.
     """
-    key = layout.codebook.name, blob.device
-    if key not in _tables:
-        _tables[key] = torch.tensor(layout.codebook.values, dtype=torch.float32, device=blob.device)
     full = layout.numel // 8
     # Triton's interpreter truncates to bf16 where hardware rounds to nearest even: there rounding is spelt out.
     # One group a lane: with more, Triton would exchange values through shared memory.
     groups = 32 * warps
     if full:
         _dequantize[(triton.cdiv(full, groups),)](
-            blob, out, _tables[key], full, layout.scales_at // 16, layout.plane_stride // 16,
+            blob, out, codebook_on(layout.codebook, blob.device), full, layout.scales_at // 16, layout.plane_stride // 16,
             BITS=layout.codebook.bits, BLOCK=layout.block, GROUPS=groups, DTYPE=_DTYPES[out.dtype],
             SIZE=out.element_size(), BY_HAND=out.dtype == torch.bfloat16 and not blob.is_cuda, num_warps=warps,
         )  # fmt: skip

@@ -12,6 +12,8 @@ Import this module only where triton is importable. With TRITON_INTERPRET=1 it r
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -198,6 +200,14 @@ def _decode(
         tl.store(end + i, tl.load(header + 64 + i, mask=i < tail * SIZE, other=0), mask=i < tail * SIZE)
 
 
+@functools.cache
+def _lanes_of_a_warp(device: torch.device) -> int:
+    """32, but 64 on AMD's data-centre cards."""
+    if device.type != "cuda":
+        return 32
+    return int(getattr(torch.cuda.get_device_properties(device), "warp_size", 32))
+
+
 def decode_group(
     wire: torch.Tensor, out: torch.Tensor, table: torch.Tensor, programs: int, kind: str, k: int, lanes: int,
     tiles: int = 1, warps: int | None = None, asm: bool | None = None,
@@ -212,5 +222,5 @@ def decode_group(
     _decode[(programs,)](
         wire, out, table, table.shape[0],
         ROWS=triton.next_power_of_2(table.shape[0]), KIND=kind, K=k, LANES=lanes, TILES=tiles, ASM=asm,
-        num_warps=warps or max(1, lanes // 32),
+        num_warps=warps or max(1, lanes // _lanes_of_a_warp(wire.device)),
     )  # fmt: skip

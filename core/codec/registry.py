@@ -21,6 +21,7 @@ from .lossless_device import encode_on_device
 from .lossless_format import HEADER_BYTES, KIND_BY_DTYPE, Header, checksum, parse_header
 from .lossless_torch import decode_torch
 from .packed import Packed, check_blob, check_seal, check_version, corrupt, describe, parse_meta, raw_bytes
+from .unit import AnyEntry, Entry, KbitEntry, RawEntry
 
 NAMES = ("raw", "lossless", "nf4", "nf3", "nf2")
 
@@ -84,6 +85,22 @@ def decode(packed: Packed, name: str = "tensor", out: torch.Tensor | None = None
 def decoded_nbytes(meta: Mapping[str, Any], name: str = "tensor") -> int:
     """Bytes that a packed tensor decodes to."""
     return codec_of(meta, name).decoded_nbytes(meta, name)
+
+
+def entry_of(packed: Packed, wire_at: int, out_at: int, name: str = "tensor") -> AnyEntry:
+    """What a `UnitDecoder` needs of a tensor that lies at these bytes of its wire buffer and slot.
+
+    Verifies the blob where it is on the host; a blob on a device must have been verified before.
+    """
+    codec = codec_of(packed.meta, name)
+    if packed.blob.device.type == "cpu":
+        codec.verify(packed, name)
+    if isinstance(codec, LosslessCodec):
+        return Entry(codec.header(packed, name), wire_at, out_at)
+    dtype, _, nbytes = parse_meta(packed.meta, name)
+    if isinstance(codec, KbitCodec):
+        return KbitEntry(codec.layout(packed, name), dtype, wire_at, out_at)
+    return RawEntry(nbytes, wire_at, out_at)
 
 
 def _target(nbytes: int, like: torch.Tensor, out: torch.Tensor | None, name: str) -> torch.Tensor:

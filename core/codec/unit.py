@@ -6,19 +6,18 @@ dtype, code width and tile size share one Triton launch (in practice: one launch
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..errors import WeightsError
+from .backends import triton_works
+from .kbit import Layout, dequantize, dequantize_torch
 from .lossless_format import ALIGN, Header
 from .lossless_torch import decode_torch
 
 ROW_FIELDS = 16
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,24 +30,42 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class RawEntry:
+    """One tensor that travels as it is: ``nbytes`` from ``wire_at`` to ``out_at``."""
+
+    nbytes: int
+    wire_at: int
+    out_at: int
+
+
+@dataclass(frozen=True)
+class KbitEntry:
+    """One tensor quantised by a codebook (lossy): its checked layout and the dtype it is decoded to."""
+
+    layout: Layout
+    dtype: torch.dtype
+    wire_at: int
+    out_at: int
+
+
+AnyEntry = Entry | RawEntry | KbitEntry
+
+
+def sizes(entry: AnyEntry) -> tuple[int, int]:
+    """(bytes on the wire, bytes in the slot)."""
+    if isinstance(entry, RawEntry):
+        return entry.nbytes, entry.nbytes
+    if isinstance(entry, KbitEntry):
+        return entry.layout.total, entry.layout.numel * entry.dtype.itemsize
+    return entry.header.total, entry.header.raw_nbytes
+
+
+@dataclass(frozen=True)
 class Tuning:
-    """Launch parameters of the Triton decoder: tiles a program, warps (None: one per 32 lanes)."""
+    """Launch parameters of the Triton decoder: tiles a program, warps (None: as many as cover the lanes)."""
 
     tiles: int = 1
     warps: int | None = None
-
-
-@functools.cache
-def triton_works() -> bool:
-    """Whether Triton kernels can be launched here: Triton imports, and there is a CUDA or ROCm device to run on."""
-    if not torch.cuda.is_available():
-        return False
-    try:
-        from . import lossless_triton  # noqa: F401
-    except Exception as error:  # a broken Triton fails in many ways at import; plain torch always works
-        log.info("Triton is not usable (%s): packed weights are decoded by plain torch operations", error)
-        return False
-    return True
 
 
 class UnitDecoder:
@@ -72,9 +89,10 @@ class UnitDecoder:
         self.entries = tuple(entries)
         self.method = method
         self.tuning = tuning or Tuning()
-        self.wire_bytes = max((e.wire_at + e.header.total for e in entries), default=0)
-        self.out_bytes = max((e.out_at + e.header.raw_nbytes for e in entries), default=0)
-        self._aligned = all(e.out_at % ALIGN == 0 for e in entries)
+        self.wire_bytes = max((e.wire_at + sizes(e)[0] for e in entries), default=0)
+        self.out_bytes = max((e.out_at + sizes(e)[1] for e in entries), default=0)
+        self._packed = [entry for entry in entries if isinstance(entry, Entry)]
+        self._aligned = all(e.out_at % ALIGN == 0 for e in entries if not isinstance(e, RawEntry))
         if method == "triton" and not self._aligned:
             raise ValueError("the Triton decoder needs every tensor at a multiple of 16 bytes in the slot")
         self._groups = self._make_groups()
@@ -87,7 +105,7 @@ class UnitDecoder:
 
     def _make_groups(self) -> list[tuple[Header, torch.Tensor, int]]:
         grouped: dict[tuple[str, int, int], list[Entry]] = {}
-        for entry in self.entries:
+        for entry in self._packed:
             header = entry.header
             grouped.setdefault((header.kind.name, header.k, header.lanes), []).append(entry)
         groups = []
@@ -123,7 +141,19 @@ class UnitDecoder:
             self.method == "auto" and self._aligned and wire.is_cuda and triton_works()
             and wire.data_ptr() % ALIGN == 0 and out.data_ptr() % ALIGN == 0
         )  # fmt: skip
-        if use_triton:
+        for entry in self.entries:
+            if isinstance(entry, Entry):
+                continue
+            wire_bytes, out_bytes = sizes(entry)
+            blob = wire[entry.wire_at : entry.wire_at + wire_bytes]
+            target = out[entry.out_at : entry.out_at + out_bytes]
+            if isinstance(entry, RawEntry):
+                target.copy_(blob)
+            elif use_triton:
+                dequantize(blob, entry.layout, target.view(entry.dtype))
+            else:
+                dequantize_torch(blob, entry.layout, target.view(entry.dtype))
+        if use_triton and self._groups:
             from .lossless_triton import decode_group
 
             self.prepare(wire.device)
@@ -133,7 +163,7 @@ class UnitDecoder:
                     self.tuning.tiles, self.tuning.warps,
                 )  # fmt: skip
             return
-        for entry in self.entries:
+        for entry in self._packed:
             header = entry.header
             blob = wire[entry.wire_at : entry.wire_at + header.total]
             decode_torch(blob, header, out[entry.out_at : entry.out_at + header.raw_nbytes])
