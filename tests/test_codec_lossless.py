@@ -23,7 +23,7 @@ reference = importlib.import_module("carom.core.codec.lossless_reference")
 torch_decoder = importlib.import_module("carom.core.codec.lossless_torch")
 
 DTYPES = [kind.dtype for kind in formats.KINDS]
-QUICK = settings(max_examples=120, deadline=None)
+QUICK = settings(max_examples=80, deadline=None)
 
 
 def raw(tensor: torch.Tensor) -> np.ndarray:
@@ -96,7 +96,7 @@ def test_any_code_table_is_exact_however_badly_it_fits(tensor, k, base, table):
 
 
 def specials(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    gaussian = (torch.randn(40_001, generator=torch.Generator().manual_seed(1)) * 0.02).to(dtype)
+    gaussian = (torch.randn(24_601, generator=torch.Generator().manual_seed(1)) * 0.02).to(dtype)
     rare = gaussian.clone()
     rare[::701] = 0.0
     rare[3::907] = float("nan")
@@ -110,9 +110,9 @@ def specials(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         "rare": rare,
         "payloads": payloads.view(dtype),
         "half zeros": zeros,
-        "constant": torch.full((40_000,), -3.0).to(dtype),
-        "all zero": torch.zeros(40_000).to(dtype),
-        "all nan": torch.full((40_000,), float("nan")).to(dtype),
+        "constant": torch.full((24_600,), -3.0).to(dtype),
+        "all zero": torch.zeros(24_600).to(dtype),
+        "all nan": torch.full((24_600,), float("nan")).to(dtype),
     }
 
 
@@ -125,8 +125,10 @@ def test_special_values_come_back_and_mostly_pack(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_bit_pattern_of_16_bits_and_every_exponent_comes_back(dtype):
     everything = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.uint8).copy())
-    common = torch.zeros(3 << 18, dtype=torch.uint8)  # enough of one exponent that packing gains
-    assert assert_exact(torch.cat([common, everything, common]).view(dtype)) is not None
+    common = torch.zeros(
+        40_000, dtype=torch.uint8
+    )  # tiles with few escapes, wide and narrow, and tiles full of them
+    assert assert_exact(torch.cat([common, everything, common]).view(dtype), limit=LARGE) is not None
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 15, 4095, 4096, 4097, 8191, 12289])
