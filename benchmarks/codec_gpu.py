@@ -93,7 +93,7 @@ def differences(modules, device, small) -> list[str]:
     """Labels of everything that decodes to other bytes than were packed."""
     wrong = []
     tensors = list(hard_tensors(small))
-    for lanes, tiles in ((128, 1), (32, 3)) if small else ((32, 1), (64, 3), (128, 1), (256, 2)):
+    for lanes, tiles in ((128, 1), (32, 3)):  # the others are compared where they are timed
         entries, wire, raws, size = packed_unit(modules, tensors, device, lanes)
         for method in ("triton", "torch"):
             out = torch.full((size,), 0xA5, dtype=torch.uint8, device=device)
