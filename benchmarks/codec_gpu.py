@@ -1,0 +1,232 @@
+"""Checks and times the device decoders of Carom's codecs on one GPU, in under a minute.
+
+Run by path from anywhere, nothing needs to be installed but torch, triton and numpy:
+
+    python benchmarks/codec_gpu.py [--mib 320] [--seconds 50] [--json FILE]
+
+The checkout is loaded as the package ``carom`` whatever its folder is called (the shim below does what
+tests/conftest.py does). First every kind of tensor is decoded by Triton (several tile sizes) and by plain torch, and compared
+byte for byte; a difference ends the run with exit code 1. Then the timings, in GB/s of decoded output, medians of CUDA
+events; a plain device copy of the same output bytes is the yardstick (it reads and writes 2 bytes a byte, the lossless
+decoder 1.7). With TRITON_INTERPRET=1 and no GPU only the checks run, on a few small tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load_checkout():
+    """The checkout's codec package, imported as carom.core.codec."""
+    if "carom" not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            "carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+        )
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["carom"] = module
+        spec.loader.exec_module(module)
+    return {
+        name: importlib.import_module(f"carom.core.codec.{name}")
+        for name in ("lossless", "lossless_format", "unit", "kbit", "registry")
+    }
+
+
+def hard_tensors(small: bool):
+    """(label, tensor) of every dtype with odd sizes, escapes of both widths, NaN, infinities, subnormals, constants."""
+    generator = torch.Generator().manual_seed(0)
+    count = 4201 if small else 1_000_003
+    for dtype in (
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ):
+        plain = torch.randn(count, generator=generator) * 0.02
+        yield f"gaussian {dtype}", plain.to(dtype)
+        rare = plain.clone()
+        rare[::997] = 0
+        rare[5::3001] *= 1e-9
+        rare[7::5003] = float("nan")
+        rare[11::7001] = float("inf")
+        rare[13::911] = 1e-40
+        yield f"rare values {dtype}", rare.to(dtype)
+        yield f"constant {dtype}", torch.full((count // 3,), -1.5).to(dtype)
+        bits = torch.randint(0, 256, (count // 9 * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+        bits[: count // 20 * dtype.itemsize] = 0
+        yield f"random bits {dtype}", bits.view(dtype)
+
+
+def packed_unit(modules, tensors, device, lanes, code=None):
+    """(entries, wire buffer on the device, raw bytes per entry, bytes of the slot) of tensors packed one after another."""
+    entries, blobs, raws, wire_at, out_at = [], [], [], 0, 0
+    for _, tensor in tensors:
+        blob = modules["lossless"].encode(tensor, lanes=lanes, code=code)
+        if blob is None:
+            continue
+        header = modules["lossless_format"].parse_header(blob.numpy().data, "benchmark")
+        entries.append(modules["unit"].Entry(header, wire_at, out_at))
+        blobs.append(blob)
+        raws.append(tensor.view(torch.uint8))
+        wire_at += blob.numel()
+        out_at += modules["lossless_format"].align(header.raw_nbytes)
+    return entries, torch.cat(blobs).to(device), raws, out_at
+
+
+def decoder(modules, entries, method, tiles=1, warps=None):
+    unit = modules["unit"]
+    return unit.UnitDecoder(entries, method=method, tuning=unit.Tuning(tiles=tiles, warps=warps))
+
+
+def differences(modules, device, small) -> list[str]:
+    """Labels of everything that decodes to other bytes than were packed."""
+    wrong = []
+    tensors = list(hard_tensors(small))
+    for lanes, tiles in ((128, 1), (32, 3)):  # the others are compared where they are timed
+        entries, wire, raws, size = packed_unit(modules, tensors, device, lanes)
+        for method in ("triton", "torch"):
+            out = torch.full((size,), 0xA5, dtype=torch.uint8, device=device)
+            decoder(modules, entries, method, tiles)(wire, out)
+            host = out.cpu()
+            for entry, raw in zip(entries, raws, strict=True):
+                if not torch.equal(host[entry.out_at : entry.out_at + raw.numel()], raw):
+                    wrong.append(f"{method} lanes={lanes} {entry.header.kind.name} n={entry.header.numel}")
+                after = host[entry.out_at + raw.numel() : entry.out_at + -(-raw.numel() // 16) * 16]
+                if not bool((after == 0xA5).all()):
+                    wrong.append(f"{method} lanes={lanes} {entry.header.kind.name} wrote beyond its tensor")
+    from_triton = importlib.import_module("carom.core.codec.kbit_triton").dequantize_triton
+    kbit, get = modules["kbit"], modules["registry"].get
+    for name in kbit.CODEBOOKS:
+        for dtype in kbit.DTYPES:
+            tensor = (torch.randn(1003 if small else 1_000_003) * 0.02).to(dtype)
+            packed = get(name).encode(tensor)
+            layout = get(name).layout(packed)
+            want = torch.empty_like(tensor)
+            kbit.dequantize_torch(packed.blob, layout, want)
+            got = torch.empty_like(tensor, device=device)
+            from_triton(packed.blob.to(device), layout, got)
+            if not torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)):
+                wrong.append(f"{name} {dtype}")
+    return wrong
+
+
+def gigabytes_per_second(call, nbytes, repeats=15) -> float:
+    """Median rate of ``call`` on the device."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return nbytes / statistics.median(times) / 1e9
+
+
+def timings(modules, mib: int, deadline: float, device: str = "cuda") -> list[dict]:
+    """Rows of {what, lanes, tiles, warps, ratio, gb_per_s}; stops quietly at ``deadline`` (time.monotonic)."""
+    rows: list[dict] = []
+
+    def add(what, call, nbytes, **more):
+        row = {"what": what, **more, "gb_per_s": round(gigabytes_per_second(call, nbytes), 1)}
+        rows.append(row)
+        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+
+    count = mib << 19
+    weights = (torch.randn(count, device=device) * 0.02).bfloat16()
+    copy = torch.empty_like(weights)
+    add("device copy", lambda: copy.copy_(weights), 2 * count)
+    parts = [("", part) for part in weights.cpu().chunk(8)]
+    raw = weights.view(torch.uint8)
+    out = copy.view(torch.uint8)
+    for k, lanes in ((3, 128), (4, 128), (3, 64), (3, 32), (3, 256), (4, 64), (4, 32), (4, 256)):
+        if time.monotonic() > deadline:
+            return rows
+        lossless, kinds = modules["lossless"], modules["lossless_format"].KIND_BY_DTYPE
+        counts = lossless.count_exponents(
+            kinds[torch.bfloat16], parts[0][1].view(torch.int16).numpy().view("u2")
+        )
+        code = lossless.choose_code(counts, kinds[torch.bfloat16], 32 * lanes, (k,))
+        start = time.perf_counter()
+        entries, wire, _, _ = packed_unit(modules, parts, device, lanes, code)
+        encoded = 2 * count / (time.perf_counter() - start) / 1e9
+        ratio = round(wire.numel() / (2 * count), 4)
+        print(
+            f"-- k={code.k} lanes={lanes}: {ratio} of the bytes, packed at {encoded:.2f} GB/s (with the copy)"
+        )
+        variants = [("triton", 1, None), ("triton", 4, None)]
+        if lanes == 128:
+            variants += [("triton", 2, None), ("triton", 1, 2), ("triton", 1, 8), ("torch", 1, None)]
+        for method, tiles, warps in variants:
+            decode = decoder(modules, entries, method, tiles, warps)
+            out.zero_()
+            decode(wire, out)
+            if not torch.equal(out, raw):
+                raise SystemExit(f"NOT EXACT: k={k} lanes={lanes} tiles={tiles} warps={warps} {method}")
+            add(method, lambda d=decode, w=wire: d(w, out), 2 * count, k=code.k, lanes=lanes, tiles=tiles,
+                warps=warps or lanes // 32, ratio=ratio)  # fmt: skip
+    from_triton = importlib.import_module("carom.core.codec.kbit_triton").dequantize_triton
+    for name in modules["kbit"].CODEBOOKS:
+        packed = modules["registry"].get(name).encode(weights)
+        layout = modules["registry"].get(name).layout(packed)
+        for warps in (1, 2, 4, 8):
+            if time.monotonic() > deadline:
+                return rows
+            add(
+                name,
+                lambda b=packed.blob, y=layout, w=warps: from_triton(b, y, copy, w),
+                2 * count,
+                warps=warps,
+            )
+    try:
+        functional = importlib.import_module("bitsandbytes.functional")
+    except ImportError:
+        print("bitsandbytes is not installed: its NF4 is not timed")
+        return rows
+    quantised, state = functional.quantize_4bit(weights, quant_type="nf4", blocksize=64)
+    add("bitsandbytes nf4", lambda: functional.dequantize_4bit(quantised, state, out=copy), 2 * count)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=int, default=320, help="MiB of bf16 weights that are timed")
+    parser.add_argument("--seconds", type=float, default=50, help="no new timing is begun after this")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    modules = load_checkout()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    wrong = differences(modules, device, small=device == "cpu")
+    print(
+        f"exact: {'no: ' + '; '.join(wrong) if wrong else 'yes'} ({time.monotonic() - start:.0f} s)",
+        flush=True,
+    )
+    if wrong:
+        return 1
+    if device == "cpu":
+        print("no GPU here: nothing is timed")
+        return 0
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    rows = timings(modules, arguments.mib, start + arguments.seconds)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    print(f"done in {time.monotonic() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

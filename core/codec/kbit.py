@@ -1,0 +1,220 @@
+"""NF4, NF3 and NF2: block-wise codebook quantisation with absmax scales. LOSSY.
+
+From QLoRA (Dettmers et al. 2023, arXiv:2305.14314, section 3 and appendix E): each block of 64 weights is divided by
+its largest magnitude and every quotient replaced by the nearest of 2**k codebook values, which are quantiles of the
+standard normal, so that all codes are about equally common for Gaussian weights; zero is exact.
+
+The codebook for k bits (`derive_codebook`): with delta = 1 - (1 / 2**(k+1) + 1 / (2 * (2**k - 1))) / 2 (for k = 4:
+0.9677083), 2**(k-1) positive quantiles at evenly spaced probabilities from delta down to (not with) 1/2, 2**(k-1) - 1
+negative ones likewise, and 0; divided by the largest. NF4 below is the published table of bitsandbytes and of the
+paper's appendix E; the paper stops there, NF3 and NF2 are the same formula at k = 3 and k = 2.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+import torch
+
+from ..errors import UnsupportedError, WeightsError
+from .backends import triton_works
+
+DEFAULT_BLOCK = 64
+BLOCKS = (32, 64, 128, 256, 512, 1024)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SMALLEST_SCALE = 2.0**-100  # blocks below are stored as zeros, so that no decoder meets subnormal products
+CHUNK = 1 << 20  # elements quantised or dequantised at once
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """``values``: 2**bits ascending float32 numbers from -1 to 1 (as Python floats)."""
+
+    name: str
+    bits: int
+    values: tuple[float, ...]
+
+
+CODEBOOKS = {
+    book.name: book
+    for book in (
+        Codebook("nf4", 4, (
+            -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+            -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+            0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+        )),
+        Codebook("nf3", 3, (-1.0, -0.5350227355957031, -0.24693143367767334, 0.0, 0.1833374798297882, 0.38199394941329956, 0.6229857206344604, 1.0)),
+        Codebook("nf2", 2, (-1.0, 0.0, 0.4358181655406952, 1.0)),
+    )
+}  # fmt: skip
+
+
+def derive_codebook(bits: int) -> tuple[float, ...]:
+    """The NF codebook of ``bits`` bits from the formula in this file's docstring, in double precision."""
+    count, inverse = 1 << bits, NormalDist().inv_cdf
+    delta = 1 - (1 / (2 * count) + 1 / (2 * (count - 1))) / 2
+
+    def quantiles(number: int) -> list[float]:
+        return [inverse(delta + (0.5 - delta) * i / number) for i in range(number)]
+
+    values = [-q for q in quantiles(count // 2 - 1)] + [0.0] + quantiles(count // 2)
+    return tuple(sorted(value / max(values) for value in values))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a blob of ``numel`` elements keeps codes and scales (bytes). Codes are in groups of 8 elements:
+
+    nf4: 4 bytes, element 2i in the upper half of byte i and 2i + 1 in the lower (as bitsandbytes packs);
+    nf3: one byte in each of three planes, bit i of plane j is bit j of element i's code;
+    nf2: 2 bytes, little-endian, element i at bits 2i and 2i + 1.
+    Scales: float32, one a block, at ``scales_at``. Codes of elements that do not exist are that of zero.
+    """
+
+    codebook: Codebook
+    numel: int
+    block: int
+
+    @property
+    def groups(self) -> int:
+        return -(-self.numel // 8)
+
+    @property
+    def plane_stride(self) -> int:
+        """nf3: bytes from one plane to the next."""
+        return -(-self.groups // 16) * 16
+
+    @property
+    def scales_at(self) -> int:
+        if self.codebook.bits == 3:
+            return 3 * self.plane_stride
+        return -(-self.groups * self.codebook.bits // 16) * 16
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.numel // self.block)
+
+    @property
+    def total(self) -> int:
+        return self.scales_at + 4 * self.blocks
+
+
+@functools.cache
+def codebook_on(codebook: Codebook, device: torch.device) -> torch.Tensor:
+    """The values as a float32 tensor on ``device``; copied there once."""
+    return torch.tensor(codebook.values, dtype=torch.float32, device=device)
+
+
+def quantize(tensor: torch.Tensor, codebook: Codebook, block: int, name: str = "tensor") -> torch.Tensor:
+    """The blob (1-D uint8, on the tensor's device) of a bf16, fp16 or fp32 tensor of any shape.
+
+    Raises WeightsError naming ``name`` where a value is not finite, UnsupportedError for other dtypes.
+    """
+    if tensor.dtype not in DTYPES:
+        raise UnsupportedError(
+            f"tensor {name!r}: {codebook.name} takes bf16, fp16 or fp32, not {tensor.dtype}"
+        )
+    if block not in BLOCKS:
+        raise ValueError(f"block={block!r}; choose one of {BLOCKS}")
+    flat = tensor.detach().contiguous().reshape(-1)
+    layout = Layout(codebook, flat.numel(), block)
+    blob = torch.zeros(layout.total, dtype=torch.uint8, device=flat.device)
+    scales = blob[layout.scales_at :].view(torch.float32)
+    values = codebook_on(codebook, flat.device)
+    middles = (values[1:] + values[:-1]) / 2
+    for start in range(0, flat.numel(), CHUNK):
+        part = flat[start : start + CHUNK].float()
+        blocks = torch.nn.functional.pad(part, (0, -len(part) % block)).view(-1, block)
+        scale = blocks.abs().amax(1)
+        if not bool(torch.isfinite(scale).all()):
+            raise WeightsError(
+                f"tensor {name!r} holds NaN or infinities, which {codebook.name} cannot express; pack it lossless or raw"
+            )
+        scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)
+        scales[start // block : start // block + len(scale)] = scale
+        quotient = blocks / torch.where(scale == 0, 1.0, scale)[:, None]
+        quotient *= (scale != 0)[:, None]
+        codes = torch.bucketize(quotient.view(-1), middles, out_int32=True).to(torch.uint8)
+        _pack(codes[: -(-len(part) // 8) * 8].view(-1, 8), blob, layout, start // 8)
+    return blob
+
+
+def _pack(codes: torch.Tensor, blob: torch.Tensor, layout: Layout, first: int) -> None:
+    """Writes uint8 ``codes`` [groups, 8] as groups ``first`` and later."""
+    bits, count = layout.codebook.bits, len(codes)
+    if bits == 4:
+        blob[first * 4 : (first + count) * 4] = ((codes[:, 0::2] << 4) | codes[:, 1::2]).view(-1)
+    elif bits == 2:
+        pairs = codes[:, 0::4] | codes[:, 1::4] << 2 | codes[:, 2::4] << 4 | codes[:, 3::4] << 6
+        blob[first * 2 : (first + count) * 2] = pairs.view(-1)
+    else:
+        weights = 1 << torch.arange(8, dtype=torch.uint8, device=codes.device)
+        for plane in range(3):
+            at = plane * layout.plane_stride + first
+            blob[at : at + count] = ((codes >> plane & 1) * weights).sum(1, dtype=torch.uint8)
+
+
+def _unpack(blob: torch.Tensor, layout: Layout, first: int, count: int) -> torch.Tensor:
+    """uint8 codes [count * 8] of groups ``first`` and later."""
+    bits = layout.codebook.bits
+    if bits == 4:
+        packed = blob[first * 4 : (first + count) * 4]
+        return torch.stack((packed >> 4, packed & 15), 1).view(-1)
+    if bits == 2:
+        packed = blob[first * 2 : (first + count) * 2]
+        return torch.stack((packed & 3, packed >> 2 & 3, packed >> 4 & 3, packed >> 6), 1).view(-1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=blob.device)
+    codes = torch.zeros(count, 8, dtype=torch.uint8, device=blob.device)
+    for plane in range(3):
+        at = plane * layout.plane_stride + first
+        codes |= (blob[at : at + count, None] >> shifts & 1) << plane
+    return codes.view(-1)
+
+
+def dequantize_torch(blob: torch.Tensor, layout: Layout, out: torch.Tensor, begin: int = 0) -> None:
+    """codebook[code] * scale in float32, rounded to nearest even into ``out`` ([numel], bf16, fp16 or fp32).
+
+    Starts at element ``begin``, a multiple of 8.
+    """
+    values = codebook_on(layout.codebook, blob.device)
+    scales = blob[layout.scales_at :]
+    scales = (scales if scales.storage_offset() % 4 == 0 else scales.clone()).view(torch.float32)
+    for start in range(begin, layout.numel, CHUNK):
+        end = min(start + CHUNK, layout.numel)
+        codes = _unpack(blob, layout, start // 8, -(-(end - start) // 8))[: end - start]
+        block = start // layout.block
+        scale = scales[block : -(-end // layout.block)].repeat_interleave(layout.block)
+        first = start - block * layout.block
+        out[start:end] = values[codes.to(torch.int32)] * scale[first : first + end - start]
+
+
+def dequantize(blob: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
+    """`dequantize_torch`, or the Triton kernel where it can run. Same bits."""
+    aligned = blob.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
+    if layout.numel and blob.is_cuda and aligned and triton_works():
+        from .kbit_triton import dequantize_triton
+
+        dequantize_triton(blob, layout, out)
+    else:
+        dequantize_torch(blob, layout, out)
+
+
+def dequantize_reference(blob: np.ndarray, layout: Layout) -> np.ndarray:
+    """float32 [numel], one element at a time: codebook[code] * scale in float32, before rounding to the dtype."""
+    scales = blob[layout.scales_at :].view("<f4")
+    values = np.array(layout.codebook.values, np.float32)
+    out = np.empty(layout.numel, np.float32)
+    for i in range(layout.numel):
+        group, at = divmod(i, 8)
+        if layout.codebook.bits == 4:
+            byte = int(blob[group * 4 + at // 2])
+            code = byte & 15 if at % 2 else byte >> 4
+        elif layout.codebook.bits == 2:
+            code = int(blob[group * 2 + at // 4]) >> 2 * (at % 4) & 3
+        else:
+            code = sum((int(blob[p * layout.plane_stride + group]) >> at & 1) << p for p in range(3))
+        out[i] = values[code] * scales[i // layout.block]
+    return out

@@ -1,0 +1,134 @@
+"""Lossless encoder in torch operations, for tensors that are on a device already. Writes the CPU encoder's bytes.
+
+Weights that are being loaded lie in host memory and are packed there (core/codec/lossless.py); this is for those
+that were made or changed on the device. The blob is handed back in host memory, where it will wait.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .lossless import Code, choose_code, count_exponents, sample_starts
+from .lossless_format import (
+    DEFAULT_LANES,
+    HEADER_BYTES,
+    KIND_BY_DTYPE,
+    MOST_SHIFT,
+    WIDE_BIT,
+    Header,
+    Kind,
+    checksum,
+)
+from .lossless_torch import popcount
+from .packed import raw_bytes
+
+SCRATCH_ELEMENTS = 1 << 24
+_ONES = 0x01010101
+
+
+def split_torch(
+    kind: Kind, elements: torch.Tensor
+) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor]:
+    """uint8 [n, itemsize] -> (byte planes, rest bits or None, exponents), all uint8 [n]."""
+    high = elements[:, -1].contiguous()
+    if kind.name in ("bf16", "fp32"):
+        low = elements[:, -2]
+        planes = [elements[:, p] for p in range(kind.itemsize - 2)]
+        return [*planes, (high & 0x80) | (low & 0x7F)], None, (high << 1) | (low >> 7)
+    if kind.name == "e4m3":
+        return [], (high >> 7 << 3) | (high & 7), high >> 3 & 15
+    return [elements[:, p] for p in range(kind.itemsize - 1)], (high >> 7 << 2) | (high & 3), high >> 2 & 31
+
+
+def encode_on_device(
+    tensor: torch.Tensor, *, lanes: int = DEFAULT_LANES, code: Code | None = None
+) -> torch.Tensor | None:
+    """As `lossless.encode`, for a tensor on any device: the blob (1-D uint8, host memory) or None."""
+    kind = KIND_BY_DTYPE.get(tensor.dtype)
+    if kind is None or tensor.numel() < 8:
+        return None
+    elements = raw_bytes(tensor).view(-1, kind.itemsize)
+    if code is None:
+        starts = sample_starts(len(elements))
+        sample = elements if starts is None else torch.cat([elements[s : s + n] for s, n in starts])
+        host = sample.cpu().numpy().reshape(-1).view(f"u{kind.itemsize}")
+        code = choose_code(count_exponents(kind, host), kind, 32 * lanes)
+    coded = len(elements) // 8 * 8
+    tail = bytes(elements[coded:].cpu().numpy().tobytes()).ljust(32, b"\0")
+    header = Header(kind, code.k, lanes, code.base, len(elements), 0, code.table, tail, 0)
+    if header.total >= header.raw_nbytes:
+        return None
+    device = elements.device
+    fixed = torch.zeros(header.escapes_at, dtype=torch.uint8, device=device)
+    bits = fixed[header.bits_at : header.tiles_at].view(torch.int32)
+    bits = bits.view(header.tiles, header.planes, lanes)
+    entries = fixed[header.tiles_at : header.tiles_at + 8 * header.tiles].view(torch.int64)
+    nibble_of = torch.full((256,), 255, dtype=torch.uint8)
+    nibble_of[torch.tensor(list(code.table))] = torch.arange(16, dtype=torch.uint8)
+    nibble_of = nibble_of.to(device)
+    streams, written, most = [], 0, 0
+    step = max(1, SCRATCH_ELEMENTS // header.tile)
+    for first in range(0, header.tiles, step):
+        tiles = min(step, header.tiles - first)
+        begin, end = first * header.tile, min((first + tiles) * header.tile, coded)
+        planes, rest, exponent = split_torch(kind, elements[begin:end])
+        for p, plane in enumerate(planes):
+            at = HEADER_BYTES + p * header.byte_plane_stride
+            fixed[at + begin : at + end] = plane
+        escape = (1 << code.k) - 1
+        combined = (exponent - code.base).clamp_(max=escape)
+        if rest is not None:
+            combined |= rest << code.k
+        combined = torch.nn.functional.pad(combined, (0, tiles * header.tile - (end - begin)))
+        part = bits[first : first + tiles]
+        words = combined.view(torch.int32).view(tiles, 4, lanes, 2)
+        for j in range(header.planes):
+            for r in range(8):
+                part[:, j] |= ((words[:, r // 2, :, r % 2] >> j) & _ONES) << r
+        mask = part[:, 0]
+        for j in range(1, code.k):
+            mask = mask & part[:, j]
+        stream, tile_entries, fullest = _escapes(mask, exponent, nibble_of)
+        entries[first : first + tiles] = tile_entries + written
+        streams.append(stream)
+        written += len(stream)
+        most = max(most, fullest)
+        if header.escapes_at + written >= header.raw_nbytes:
+            return None
+    header = Header(kind, code.k, lanes, code.base, len(elements), written, code.table, tail, most)
+    if header.total >= header.raw_nbytes:
+        return None
+    blob = torch.zeros(header.total, dtype=torch.uint8)
+    blob[: header.escapes_at] = fixed
+    blob[header.escapes_at : header.escapes_at + written] = torch.cat(streams)
+    header = header.with_crc(checksum(header, blob.numpy().data[HEADER_BYTES:]))
+    blob[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+    return blob
+
+
+def _escapes(
+    mask: torch.Tensor, exponent: torch.Tensor, nibble_of: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Escape bytes of the tiles of ``mask`` (int32 [tiles, lanes]), their table entries, the fullest lane."""
+    tiles, lanes = mask.shape
+    device = mask.device
+    by_lane = popcount(mask)
+    counts, most = by_lane.sum(1), by_lane.amax(1).to(torch.int64)
+    shifts = torch.arange(32, dtype=torch.int32, device=device)
+    found = ((mask.reshape(-1, 1) >> shifts) & 1).to(torch.bool).view(-1).nonzero().view(-1)
+    bit, lane, tile = found & 31, (found >> 5) % lanes, (found >> 5) // lanes
+    element = tile * (32 * lanes) + ((bit >> 1 & 3) * lanes + lane) * 8 + (bit & 1) * 4 + (bit >> 3)
+    values = exponent[element]
+    nibbles = nibble_of[values.to(torch.int32)]
+    wide = torch.zeros(tiles, dtype=torch.int64, device=device)
+    wide[tile[nibbles == 255]] = 1
+    sizes = ((counts << wide) + 1) >> 1
+    offsets = torch.cumsum(sizes, 0) - sizes
+    rank = torch.arange(len(found), device=device) - (torch.cumsum(counts, 0) - counts)[tile]
+    of_wide = wide[tile] == 1
+    at = 2 * offsets[tile] + (rank << wide[tile])
+    half = torch.zeros(2 * int(sizes.sum()), dtype=torch.uint8, device=device)
+    half[at] = torch.where(of_wide, values & 15, nibbles)
+    half[at[of_wide] + 1] = values[of_wide] >> 4
+    entries = offsets | wide << WIDE_BIT | most << MOST_SHIFT
+    return half[0::2] | (half[1::2] << 4), entries, int(most.max())

@@ -1,0 +1,190 @@
+"""The lossless wire format, version 1: header, sections, sizes. Pure: bytes and integers only.
+
+docs/codec.md describes the format to the bit; this file is its only implementation of the layout. A blob is
+
+    header | byte planes | bit planes | tile table | escapes        (each section 16-byte aligned)
+
+and holds the floats of one tensor split into exponent codes of ``k`` bits and the remaining bits (sign and
+mantissa). Exponents ``base .. base + 2**k - 2`` have a code; the last code, all ones, is the *escape*.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from ..errors import UnsupportedError, WeightsError
+from .packed import corrupt
+
+MAGIC = b"CRML"
+VERSION = 1
+HEADER_BYTES = 128
+ALIGN = 16
+TABLE_AT, TAIL_AT = 48, 64
+OFFSET_BITS, WIDE_BIT, MOST_SHIFT = 40, 40, 48
+DEFAULT_LANES = 128
+_HEADER = struct.Struct("<4sHBBBBBBIQQQ8x16s32s32x")
+assert _HEADER.size == HEADER_BYTES
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one float dtype is split: ``itemsize`` bytes = sign, ``exponent_bits``, ``mantissa_bits``.
+
+    Of the sign and mantissa, whole bytes go to ``byte_planes`` planes and the other ``rest_bits`` to bit planes.
+    """
+
+    code: int
+    name: str
+    dtype: torch.dtype
+    itemsize: int
+    exponent_bits: int
+    mantissa_bits: int
+    byte_planes: int
+    rest_bits: int
+
+    @property
+    def max_k(self) -> int:
+        """The widest exponent code that can gain anything and fits a byte together with the rest bits."""
+        return min(self.exponent_bits - 1, 8 - self.rest_bits, 6)
+
+    def max_base(self, k: int) -> int:
+        """The highest exponent of code 0: all codes are exponents, and base + the escape's code still fits a byte."""
+        return min((1 << self.exponent_bits) + 1, 256) - (1 << k)
+
+
+KINDS = (
+    Kind(1, "bf16", torch.bfloat16, 2, 8, 7, 1, 0),
+    Kind(2, "fp16", torch.float16, 2, 5, 10, 1, 3),
+    Kind(3, "fp32", torch.float32, 4, 8, 23, 3, 0),
+    Kind(4, "e4m3", torch.float8_e4m3fn, 1, 4, 3, 0, 4),
+    Kind(5, "e5m2", torch.float8_e5m2, 1, 5, 2, 0, 3),
+)
+KIND_BY_DTYPE = {kind.dtype: kind for kind in KINDS}
+_KIND_BY_CODE = {kind.code: kind for kind in KINDS}
+
+
+def align(count: int) -> int:
+    """``count`` rounded up to the alignment of sections."""
+    return -(-count // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class Header:
+    """The parsed header of one blob; sizes and offsets in bytes from the blob's start follow from it."""
+
+    kind: Kind
+    k: int
+    lanes: int
+    base: int
+    numel: int
+    escape_bytes: int
+    escape_table: bytes
+    tail: bytes
+    most_escapes: int
+    crc: int = 0
+
+    @property
+    def words(self) -> int:
+        """Groups of 4 elements that are coded; the last ``numel % 8`` elements travel raw in the header."""
+        return self.numel // 8 * 2
+
+    @property
+    def tile(self) -> int:
+        """Elements in a tile."""
+        return 32 * self.lanes
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.words * 4 // self.tile)
+
+    @property
+    def planes(self) -> int:
+        """Bit planes: k of the exponent code, then the rest bits."""
+        return self.k + self.kind.rest_bits
+
+    @property
+    def byte_plane_stride(self) -> int:
+        return align(self.words * 4)
+
+    @cached_property
+    def bits_at(self) -> int:
+        return HEADER_BYTES + self.kind.byte_planes * self.byte_plane_stride
+
+    @cached_property
+    def tiles_at(self) -> int:
+        return self.bits_at + self.tiles * self.planes * self.lanes * 4
+
+    @cached_property
+    def escapes_at(self) -> int:
+        return align(self.tiles_at + self.tiles * 8)
+
+    @cached_property
+    def total(self) -> int:
+        return align(self.escapes_at + self.escape_bytes)
+
+    @property
+    def raw_nbytes(self) -> int:
+        return self.numel * self.kind.itemsize
+
+    @property
+    def tail_count(self) -> int:
+        return self.numel % 8
+
+    def pack(self) -> bytes:
+        """The 128 bytes of the header."""
+        return _HEADER.pack(
+            MAGIC, VERSION, self.kind.code, self.k, self.lanes.bit_length() - 1, self.base, self.tail_count,
+            self.most_escapes, self.crc, self.numel, self.total, self.escape_bytes, self.escape_table, self.tail,
+        )  # fmt: skip
+
+    def with_crc(self, crc: int) -> Header:
+        return replace(self, crc=crc)
+
+
+def checksum(header: Header, body: memoryview) -> int:
+    """CRC-32 (zlib) of the whole blob, with the header's own crc field counted as zero."""
+    return zlib.crc32(body, zlib.crc32(header.with_crc(0).pack()))
+
+
+def parse_header(blob: memoryview, name: str, length: int | None = None) -> Header:
+    """The validated header of ``blob`` (bytes; or only its first 128, with the blob's true ``length``). Nothing is allocated from what it declares.
+
+    Raises WeightsError naming ``name`` for anything that version 1 cannot have written, and UnsupportedError
+    for a version that this Carom does not read.
+    """
+    length = len(blob) if length is None else length
+    if len(blob) < HEADER_BYTES:
+        raise WeightsError(
+            f"tensor {name!r}: packed data is truncated: {len(blob)} bytes are less than the {HEADER_BYTES} of its "
+            "header; copy or download the file again"
+        )
+    fields = _HEADER.unpack(blob[:HEADER_BYTES])
+    magic, version, code, k, lanes_log2, base, tail_count, most, crc, numel, total, escape_bytes = fields[:12]
+    if magic != MAGIC:
+        raise corrupt(name, "it does not start with a lossless header")
+    if version != VERSION:
+        raise UnsupportedError(
+            f"tensor {name!r} is packed in version {version} of Carom's lossless format; this Carom reads version "
+            f"{VERSION} (Carom 0.1 and later): " + ("update Carom" if version > VERSION else "pack it again")
+        )
+    kind = _KIND_BY_CODE.get(code)
+    if kind is None or not 1 <= k <= kind.max_k or not 5 <= lanes_log2 <= 8:
+        raise corrupt(name, "its header has an unknown dtype or code width")
+    header = Header(kind, k, 1 << lanes_log2, base, numel, escape_bytes, fields[12], fields[13], most, crc)
+    if (
+        numel < 8
+        or base > kind.max_base(k)
+        or most > 32
+        or tail_count != header.tail_count
+        or total != header.total
+        or header.pack() != bytes(blob[:HEADER_BYTES])
+    ):
+        raise corrupt(name, "the fields of its header contradict each other")
+    if total != length:
+        raise corrupt(name, f"{length} bytes are there, its header declares {total}")
+    return header

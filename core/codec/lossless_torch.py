@@ -1,0 +1,111 @@
+"""Decoder of the lossless format in plain torch operations: any device, no Triton, no host synchronisation.
+
+It does what core/codec/lossless_triton.py does, word by word, on a bounded number of tiles at a time, and writes the
+same bits. The escapes are patched in as many turns as the header says that the fullest lane needs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .lossless_format import HEADER_BYTES, OFFSET_BITS, TABLE_AT, WIDE_BIT, Header
+
+SCRATCH_ELEMENTS = 1 << 24  # elements decoded at once: about 4 bytes of scratch each
+_ONES = 0x01010101
+
+
+def decode_torch(blob: torch.Tensor, header: Header, out: torch.Tensor) -> None:
+    """Writes the raw bytes of ``blob`` (uint8, 8-byte aligned) into ``out`` (uint8 [raw_nbytes], same device).
+
+    ``header`` must come from `parse_header` of the same bytes on the host and the blob must have been verified.
+    """
+    kind, coded = header.kind, header.words * 4
+    bits = blob[header.bits_at : header.tiles_at].view(torch.int32)
+    bits = bits.view(header.tiles, header.planes, header.lanes)
+    entries = blob[header.tiles_at : header.tiles_at + 8 * header.tiles].view(torch.int64)
+    table = blob[TABLE_AT : TABLE_AT + 16]
+    stream = blob[header.escapes_at : header.escapes_at + header.escape_bytes]
+    elements = out[: coded * kind.itemsize].view(coded, kind.itemsize)
+    step = max(1, SCRATCH_ELEMENTS // header.tile)
+    for first in range(0, header.tiles, step):
+        tiles = min(step, header.tiles - first)
+        begin, end = first * header.tile, min((first + tiles) * header.tile, coded)
+        part = bits[first : first + tiles]
+        exponent = _spread(part[:, : header.k], header.base)
+        if header.most_escapes:
+            _patch(exponent, part[:, : header.k], entries[first : first + tiles], stream, table, header)
+        exponent = exponent[: end - begin]
+        bytes_ = [
+            blob[HEADER_BYTES + p * header.byte_plane_stride :][begin:end] for p in range(kind.byte_planes)
+        ]
+        rest = _spread(part[:, header.k :], 0)[: end - begin] if kind.rest_bits else None
+        for at, byte in enumerate(_join(kind.name, bytes_, rest, exponent)):
+            elements[begin:end, at] = byte
+    if header.tail_count:
+        out[coded * kind.itemsize :] = blob[64 : 64 + header.tail_count * kind.itemsize]
+
+
+def _spread(planes: torch.Tensor, base: int) -> torch.Tensor:
+    """int32 bit planes [tiles, p, lanes] -> uint8 field values + ``base``, in element order, with 16 spare bytes."""
+    tiles, count, lanes = planes.shape
+    flat = torch.empty(tiles * lanes * 32 + 16, dtype=torch.uint8, device=planes.device)
+    words = flat[:-16].view(torch.int32).view(tiles, 4, lanes, 2)
+    for r in range(8):
+        value = ((planes[:, 0] >> r) & _ONES) + base * _ONES
+        for j in range(1, count):
+            value += ((planes[:, j] >> r) & _ONES) << j
+        words[:, r // 2, :, r % 2] = value
+    return flat
+
+
+def popcount(mask: torch.Tensor) -> torch.Tensor:
+    """Set bits of each int32."""
+    count = mask - ((mask >> 1) & 0x55555555)
+    count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
+    return (((count + (count >> 4)) & 0x0F0F0F0F) * _ONES) >> 24
+
+
+def _patch(
+    exponent: torch.Tensor, codes: torch.Tensor, entries: torch.Tensor, stream: torch.Tensor, table: torch.Tensor,
+    header: Header,
+) -> None:  # fmt: skip
+    """Overwrites the exponents of escapes: per turn, one escape of every lane that still has one."""
+    mask = codes[:, 0]
+    for j in range(1, header.k):
+        mask = mask & codes[:, j]
+    tiles, lanes = mask.shape
+    device = mask.device
+    count = popcount(mask)
+    wide = (entries >> WIDE_BIT & 1).view(tiles, 1)
+    offset = (entries & ((1 << OFFSET_BITS) - 1)).view(tiles, 1)
+    # Escape number in the stream counted in nibbles; wide escapes take two.
+    at = 2 * offset + ((torch.cumsum(count, 1) - count) << wide)
+    first = (
+        torch.arange(tiles, device=device).view(tiles, 1) * header.tile
+        + torch.arange(lanes, device=device) * 8
+    )
+    mask = mask.to(torch.int64) & 0xFFFFFFFF
+    spare, last = exponent.numel() - 1, stream.numel() - 1
+    for _ in range(header.most_escapes):
+        lowest = mask & -mask
+        mask = mask ^ lowest
+        byte = stream[(at >> 1).clamp_(max=last)]
+        short = table[((byte >> ((at & 1) * 4).to(torch.uint8)) & 15).to(torch.int32)]
+        value = torch.where(wide == 1, byte, short)
+        # log2 of a power of two below 2**32 is exact: its float64 exponent field.
+        bit = (lowest.to(torch.float64).view(torch.int64) >> 52) - 1023
+        element = first + (bit >> 1 & 3) * (8 * lanes) + (bit & 1) * 4 + (bit >> 3)
+        exponent.scatter_(0, torch.where(lowest == 0, spare, element).view(-1), value.view(-1))
+        at = at + 1 + wide
+
+
+def _join(
+    name: str, planes: list[torch.Tensor], rest: torch.Tensor | None, exponent: torch.Tensor
+) -> list[torch.Tensor]:
+    """The bytes of each element, lowest first."""
+    if rest is None:
+        signed = planes[-1]
+        return [*planes[:-1], (signed & 0x7F) | (exponent << 7), (signed & 0x80) | (exponent >> 1)]
+    if name == "e4m3":
+        return [((rest & 8) << 4) | (exponent << 3) | (rest & 7)]
+    return [*planes, ((rest & 4) << 5) | (exponent << 2) | (rest & 3)]

@@ -1,0 +1,226 @@
+"""Triton decoder of the lossless format, for CUDA and ROCm: all tensors of a unit in one launch.
+
+Why it is fast: one lane owns one 32-bit word of every bit plane, that is 32 elements, laid out so that (1) the bits of
+four neighbouring elements come out of a plane word already one a byte (`(word >> r) & 0x01010101`), so exponents are
+assembled four at a time; (2) neighbouring lanes read 8 and write 16 neighbouring bytes; (3) a lane's escapes are the
+set bits of one register; (4) every tensor is one-dimensional over lanes, so Triton has no layouts to convert. Escapes are then patched in registers, one a lane and turn, for as many turns as the fullest
+lane of the tile needs (the tile table says how many; 4 for Gaussian weights of 4096 elements); ranks need
+one prefix sum over lanes, never over elements.
+
+Import this module only where triton is importable. With TRITON_INTERPRET=1 it runs on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+ROW_FIELDS = 16  # int64 fields of a descriptor row, see core/codec/unit.py
+_R = tl.constexpr(ROW_FIELDS)
+
+
+@triton.jit
+def _interleave(low, high, ASM: tl.constexpr):
+    """The bytes of two words of four bytes as (low, high) pairs: 64 bits, first element lowest."""
+    if ASM:
+        first = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+        second = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7362;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        first = (low & 0xFF) | ((high & 0xFF) << 8) | ((low & 0xFF00) << 8) | ((high & 0xFF00) << 16)
+        second = ((low >> 16) & 0xFF) | ((high >> 8) & 0xFF00) | ((low >> 8) & 0xFF0000) | (high & -16777216)
+    return first, second
+
+
+@triton.jit
+def _widen(first, second):
+    """Two 32-bit words as one of 64 bits, the first one low."""
+    return first.to(tl.uint32, bitcast=True).to(tl.int64) | (second.to(tl.int64) << 32)
+
+
+@triton.jit
+def _add_plane(e0, e1, e2, e3, e4, e5, e6, e7, plane, value):
+    """Adds ``value`` to the bytes of a lane's eight words where ``plane`` has a bit: word r owns bits r, 8+r, 16+r, 24+r."""
+    ONES: tl.constexpr = 0x01010101
+    e0 += (plane & ONES) * value
+    e1 += ((plane >> 1) & ONES) * value
+    e2 += ((plane >> 2) & ONES) * value
+    e3 += ((plane >> 3) & ONES) * value
+    e4 += ((plane >> 4) & ONES) * value
+    e5 += ((plane >> 5) & ONES) * value
+    e6 += ((plane >> 6) & ONES) * value
+    e7 += ((plane >> 7) & ONES) * value
+    return e0, e1, e2, e3, e4, e5, e6, e7
+
+
+@triton.jit
+def _store(
+    bytes_, data, target, stride, at, live, e_even, e_odd, r_even, r_odd,
+    KIND: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Joins exponents and rest of two neighbouring words a lane (8 elements; pair number ``at``) and writes them."""
+    z = tl.arange(0, 2)[None, :]
+    if KIND == "bf16" or KIND == "fp32":
+        even = bytes_.to(tl.int32)
+        odd = (bytes_ >> 32).to(tl.int32)
+        low_even = (even & 0x7F7F7F7F) | ((e_even << 7) & -2139062144)
+        low_odd = (odd & 0x7F7F7F7F) | ((e_odd << 7) & -2139062144)
+        high_even = (even & -2139062144) | ((e_even >> 1) & 0x7F7F7F7F)
+        high_odd = (odd & -2139062144) | ((e_odd >> 1) & 0x7F7F7F7F)
+    elif KIND == "e4m3":
+        high_even = ((r_even & 0x08080808) << 4) | (e_even << 3) | (r_even & 0x07070707)
+        high_odd = ((r_odd & 0x08080808) << 4) | (e_odd << 3) | (r_odd & 0x07070707)
+    else:
+        high_even = ((r_even & 0x04040404) << 5) | (e_even << 2) | (r_even & 0x03030303)
+        high_odd = ((r_odd & 0x04040404) << 5) | (e_odd << 2) | (r_odd & 0x03030303)
+    if KIND == "fp16":
+        low_even = bytes_.to(tl.int32)
+        low_odd = (bytes_ >> 32).to(tl.int32)
+
+    words = target.to(tl.pointer_type(tl.int64))
+    if KIND == "e4m3" or KIND == "e5m2":
+        tl.store(words + at, _widen(high_even, high_odd), mask=live)
+    else:
+        a, b = _interleave(low_even, high_even, ASM)
+        c, d = _interleave(low_odd, high_odd, ASM)
+        if KIND == "fp32":
+            byte0 = tl.load(data.to(tl.pointer_type(tl.int64)) + at, mask=live, other=0)
+            byte1 = tl.load((data + stride).to(tl.pointer_type(tl.int64)) + at, mask=live, other=0)
+            f, g = _interleave(byte0.to(tl.int32), byte1.to(tl.int32), ASM)
+            h, i = _interleave((byte0 >> 32).to(tl.int32), (byte1 >> 32).to(tl.int32), ASM)
+            even = tl.join(_halves(f, a), _halves(g, b))
+            odd = tl.join(_halves(h, c), _halves(i, d))
+            tl.store(words + at[:, None] * 4 + z, even, mask=live[:, None])
+            tl.store(words + at[:, None] * 4 + 2 + z, odd, mask=live[:, None])
+        else:
+            tl.store(words + at[:, None] * 2 + z, tl.join(_widen(a, b), _widen(c, d)), mask=live[:, None])
+
+
+@triton.jit
+def _halves(low, high):
+    """The 16-bit halves of two words as (low, high) pairs: two 32-bit elements in 64 bits."""
+    return _widen((low & 0xFFFF) | (high << 16), ((low >> 16) & 0xFFFF) | (high & -65536))
+
+
+@triton.jit
+def _decode(
+    wire, out, table, tensors,
+    ROWS: tl.constexpr, KIND: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr,
+    TILES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    # Which tensor this program works on: the last one whose first program is not beyond it.
+    pid = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    starts = tl.load(table + rows * _R, mask=rows < tensors, other=1 << 62)
+    row = table + (tl.sum((starts <= pid).to(tl.int32), axis=0) - 1) * _R
+    index = (pid - tl.load(row)).to(tl.int32)
+    pairs = tl.load(row + 1)
+    data = wire + tl.load(row + 2) * 16
+    bits = (wire + tl.load(row + 3) * 16).to(tl.pointer_type(tl.int32))
+    tile_table = (wire + tl.load(row + 4) * 16).to(tl.pointer_type(tl.int64))
+    escapes = wire + tl.load(row + 5) * 16
+    header = wire + tl.load(row + 6) * 16
+    target = out + tl.load(row + 7) * 16
+    base = tl.load(row + 8).to(tl.int32)
+    tail = tl.load(row + 9).to(tl.int32)
+    stride = tl.load(row + 10) * 16
+    tiles = tl.load(row + 11).to(tl.int32)
+
+    REST: tl.constexpr = 3 if KIND == "fp16" or KIND == "e5m2" else (4 if KIND == "e4m3" else 0)
+    SIZE: tl.constexpr = 4 if KIND == "fp32" else (2 if KIND == "bf16" or KIND == "fp16" else 1)
+    BYTES: tl.constexpr = 3 if KIND == "fp32" else (1 if KIND == "bf16" or KIND == "fp16" else 0)
+    ESCAPE: tl.constexpr = (1 << K) - 1
+    lane = tl.arange(0, LANES)
+
+    for step in range(TILES):
+        tile = index * TILES + step
+        if tile < tiles:
+            planes = bits + tile.to(tl.int64) * ((K + REST) * LANES) + lane
+            entry = tl.load(tile_table + tile)
+            mask = tl.load(planes)
+            # The last byte plane (sign and top mantissa bits, or fp16's low byte), asked for before anything waits.
+            first = tile.to(tl.int64) * (4 * LANES)
+            left = pairs - first
+            src = data + first * 8
+            b0, b1, b2, b3 = pairs, pairs, pairs, pairs
+            if BYTES > 0:
+                top = (src + (BYTES - 1) * stride).to(tl.pointer_type(tl.int64)) + lane
+                b0 = tl.load(top, mask=lane < left, other=0)
+                b1 = tl.load(top + LANES, mask=lane + LANES < left, other=0)
+                b2 = tl.load(top + 2 * LANES, mask=lane + 2 * LANES < left, other=0)
+                b3 = tl.load(top + 3 * LANES, mask=lane + 3 * LANES < left, other=0)
+            e0 = tl.zeros_like(mask) + base * 0x01010101
+            e1, e2, e3, e4, e5, e6, e7 = e0, e0, e0, e0, e0, e0, e0
+            e0, e1, e2, e3, e4, e5, e6, e7 = _add_plane(e0, e1, e2, e3, e4, e5, e6, e7, mask, 1)
+            for j in tl.static_range(1, K):
+                plane = tl.load(planes + j * LANES)
+                mask = mask & plane
+                e0, e1, e2, e3, e4, e5, e6, e7 = _add_plane(e0, e1, e2, e3, e4, e5, e6, e7, plane, 1 << j)
+            r0 = tl.zeros_like(mask)
+            r1, r2, r3, r4, r5, r6, r7 = r0, r0, r0, r0, r0, r0, r0
+            for j in tl.static_range(0, REST):
+                plane = tl.load(planes + (K + j) * LANES)
+                r0, r1, r2, r3, r4, r5, r6, r7 = _add_plane(r0, r1, r2, r3, r4, r5, r6, r7, plane, 1 << j)
+
+            most = (entry >> 48).to(tl.int32) & 0xFF
+            if most > 0:
+                wide = (entry >> 40).to(tl.int32) & 1
+                stream = escapes + (entry & 0xFFFFFFFFFF)
+                count = mask - ((mask >> 1) & 0x55555555)
+                count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
+                count = (count + (count >> 4)) & 0x0F0F0F0F
+                count = (count * 0x01010101) >> 24
+                rank = tl.cumsum(count, axis=0) - count
+                for turn in range(most):
+                    lowest = mask & (0 - mask)
+                    active = mask != 0
+                    mask ^= lowest
+                    nibble = (rank + turn) << wide
+                    byte = tl.load(stream + (nibble >> 1), mask=active, other=0).to(tl.int32)
+                    value = (byte >> ((nibble & 1) * 4)) & 15
+                    value = tl.load(header + 48 + value, mask=active, other=0).to(tl.int32)
+                    value = tl.where(wide != 0, byte, value) - (base + ESCAPE)
+                    e0, e1, e2, e3, e4, e5, e6, e7 = _add_plane(e0, e1, e2, e3, e4, e5, e6, e7, lowest, value)
+
+            dst = target + first * (8 * SIZE)
+            _store(b0, src, dst, stride, lane, lane < left, e0, e1, r0, r1, KIND, ASM)
+            _store(b1, src, dst, stride, lane + LANES, lane + LANES < left, e2, e3, r2, r3, KIND, ASM)
+            _store(b2, src, dst, stride, lane + 2 * LANES, lane + 2 * LANES < left, e4, e5, r4, r5, KIND, ASM)
+            _store(b3, src, dst, stride, lane + 3 * LANES, lane + 3 * LANES < left, e6, e7, r6, r7, KIND, ASM)
+
+    if (index == 0) & (tail > 0):
+        i = tl.arange(0, 32)
+        end = target + pairs * (8 * SIZE)
+        tl.store(end + i, tl.load(header + 64 + i, mask=i < tail * SIZE, other=0), mask=i < tail * SIZE)
+
+
+@functools.cache
+def _lanes_of_a_warp(device: torch.device) -> int:
+    """32, but 64 on AMD's data-centre cards."""
+    if device.type != "cuda":
+        return 32
+    return int(getattr(torch.cuda.get_device_properties(device), "warp_size", 32))
+
+
+def decode_group(
+    wire: torch.Tensor, out: torch.Tensor, table: torch.Tensor, programs: int, kind: str, k: int, lanes: int,
+    tiles: int = 1, warps: int | None = None, asm: bool | None = None,
+) -> None:  # fmt: skip
+    """Launches one kernel on the current stream for all rows of ``table`` (int64 [tensors, ROW_FIELDS], on the device).
+
+    ``wire`` and ``out`` are 1-D uint8 tensors on the device, 16-byte aligned; ``tiles`` is how many tiles a program
+    decodes, with ``programs`` counted accordingly. The rows must come from validated headers: the kernel checks nothing.
+    """
+    if asm is None:
+        asm = wire.is_cuda and torch.version.hip is None
+    _decode[(programs,)](
+        wire, out, table, table.shape[0],
+        ROWS=triton.next_power_of_2(table.shape[0]), KIND=kind, K=k, LANES=lanes, TILES=tiles, ASM=asm,
+        num_warps=warps or max(1, lanes // _lanes_of_a_warp(wire.device)),
+    )  # fmt: skip

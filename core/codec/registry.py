@@ -1,0 +1,246 @@
+"""Codecs by name: what bytes look like on the wire, one tensor at a time.
+
+    packed = get("lossless").encode(weight)          # Packed(meta, blob); codec "raw" where that is not smaller
+    codec_of(packed.meta).verify(packed, "name")     # once, on the host, for bytes that were read from anywhere
+    weight = decode(packed, "name")
+
+Decoding many tensors of a unit on the device, from a wire buffer into a slot, is `core/codec/unit.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import UnsupportedError
+from . import kbit, lossless
+from .lossless_check import check_tiles
+from .lossless_device import encode_on_device
+from .lossless_format import HEADER_BYTES, KIND_BY_DTYPE, Header, checksum, parse_header
+from .lossless_torch import decode_torch
+from .packed import Packed, check_blob, check_seal, check_version, corrupt, describe, parse_meta, raw_bytes
+from .unit import AnyEntry, Entry, KbitEntry, RawEntry
+
+NAMES = ("raw", "lossless", "nf4", "nf3", "nf2")
+
+
+class Codec(Protocol):
+    """One way to write a tensor. ``lossy`` codecs change values; all others give back every bit."""
+
+    name: str
+    lossy: bool
+
+    def encode(self, tensor: torch.Tensor, name: str = "tensor") -> Packed:
+        """Packs a tensor of any shape; ``name`` is for error messages."""
+
+    def verify(self, packed: Packed, name: str = "tensor") -> None:
+        """Raises WeightsError naming ``name`` unless the blob (on the host) is whole and safe to decode."""
+
+    def decode(self, packed: Packed, name: str = "tensor", out: torch.Tensor | None = None) -> torch.Tensor:
+        """The tensor, on the blob's device; ``out`` (1-D uint8, at least the decoded bytes) receives its bytes if given."""
+
+    def decoded_nbytes(self, meta: Mapping[str, Any], name: str = "tensor") -> int:
+        """Bytes of the decoded tensor."""
+
+
+def get(name: str) -> Codec:
+    """The codec called ``name``; ValueError lists the known ones."""
+    codec = _CODECS.get(name)
+    if codec is None:
+        raise ValueError(f"codec={str(name)[:40]!r} is unknown; choose one of {', '.join(NAMES)}")
+    return codec
+
+
+def codec_of(meta: Mapping[str, Any], name: str = "tensor") -> Codec:
+    """The codec that a packed tensor names; UnsupportedError where this Carom has none of that name."""
+    codec = _CODECS.get(meta["codec"]) if isinstance(meta.get("codec"), str) else None
+    if codec is None:
+        raise UnsupportedError(
+            f"tensor {name!r} is packed with codec {str(meta.get('codec'))[:40]!r}; this Carom reads "
+            f"{', '.join(NAMES)}: update Carom"
+        )
+    return codec
+
+
+def encode(tensor: torch.Tensor, codec: str = "lossless", name: str = "tensor") -> Packed:
+    """`get(codec).encode(tensor, name)`."""
+    return get(codec).encode(tensor, name)
+
+
+def verify(packed: Packed, name: str = "tensor") -> None:
+    """Checks a packed tensor of any codec; see `Codec.verify`."""
+    codec_of(packed.meta, name).verify(packed, name)
+
+
+def decode(packed: Packed, name: str = "tensor", out: torch.Tensor | None = None) -> torch.Tensor:
+    """Verifies where the blob is on the host, then decodes; see `Codec.decode`."""
+    codec = codec_of(packed.meta, name)
+    if packed.blob.device.type == "cpu":
+        codec.verify(packed, name)
+    return codec.decode(packed, name, out)
+
+
+def decoded_nbytes(meta: Mapping[str, Any], name: str = "tensor") -> int:
+    """Bytes that a packed tensor decodes to."""
+    return codec_of(meta, name).decoded_nbytes(meta, name)
+
+
+def entry_of(packed: Packed, wire_at: int, out_at: int, name: str = "tensor") -> AnyEntry:
+    """What a `UnitDecoder` needs of a tensor that lies at these bytes of its wire buffer and slot.
+
+    Verifies the blob where it is on the host; a blob on a device must have been verified before.
+    """
+    codec = codec_of(packed.meta, name)
+    if packed.blob.device.type == "cpu":
+        codec.verify(packed, name)
+    if isinstance(codec, LosslessCodec):
+        return Entry(codec.header(packed, name), wire_at, out_at)
+    dtype, _, nbytes = parse_meta(packed.meta, name)
+    if isinstance(codec, KbitCodec):
+        return KbitEntry(codec.layout(packed, name), dtype, wire_at, out_at)
+    return RawEntry(nbytes, wire_at, out_at)
+
+
+def _target(nbytes: int, like: torch.Tensor, out: torch.Tensor | None, name: str) -> torch.Tensor:
+    if out is None:
+        return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+    if out.dtype != torch.uint8 or out.dim() != 1 or out.numel() < nbytes or out.device != like.device:
+        raise ValueError(
+            f"tensor {name!r}: out must be 1-D uint8 on {like.device} with at least {nbytes} elements"
+        )
+    return out[:nbytes]
+
+
+def _as_tensor(raw: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if raw.storage_offset() % dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(dtype).view(shape)
+
+
+class _Base:
+    name: str
+    version = 1
+    lossy = False
+
+    def decoded_nbytes(self, meta: Mapping[str, Any], name: str = "tensor") -> int:
+        return parse_meta(meta, name)[2]
+
+
+class RawCodec(_Base):
+    """The tensor's own bytes."""
+
+    name = "raw"
+
+    def encode(self, tensor: torch.Tensor, name: str = "tensor") -> Packed:
+        blob = raw_bytes(tensor)
+        return Packed(describe(self.name, self.version, tensor, blob.cpu().numpy().data), blob)
+
+    def _check(self, packed: Packed, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        check_version(packed.meta, self.version, name)
+        check_blob(packed, name)
+        dtype, shape, nbytes = parse_meta(packed.meta, name)
+        if packed.blob.numel() != nbytes:
+            raise corrupt(name, f"{packed.blob.numel()} bytes are there, shape and dtype need {nbytes}")
+        return dtype, shape
+
+    def verify(self, packed: Packed, name: str = "tensor") -> None:
+        self._check(packed, name)
+        check_seal(packed.meta, packed.blob.numpy().data, name)
+
+    def decode(self, packed: Packed, name: str = "tensor", out: torch.Tensor | None = None) -> torch.Tensor:
+        dtype, shape = self._check(packed, name)
+        raw = _target(packed.blob.numel(), packed.blob, out, name)
+        raw.copy_(packed.blob)
+        return _as_tensor(raw, dtype, shape)
+
+
+class LosslessCodec(_Base):
+    """k-bit exponent codes with in-order escapes: every bit comes back. Falls back to `raw` where it does not gain."""
+
+    name = "lossless"
+
+    def encode(self, tensor: torch.Tensor, name: str = "tensor") -> Packed:
+        blob = lossless.encode(tensor) if tensor.device.type == "cpu" else encode_on_device(tensor)
+        if blob is None:
+            return _CODECS["raw"].encode(tensor, name)
+        return Packed(describe(self.name, self.version, tensor, blob.numpy().data[:HEADER_BYTES]), blob)
+
+    def header(self, packed: Packed, name: str = "tensor") -> Header:
+        """The parsed header, checked against the metadata; copies 128 bytes where the blob is on a device."""
+        check_version(packed.meta, self.version, name)
+        check_blob(packed, name)
+        dtype, _, nbytes = parse_meta(packed.meta, name)
+        if packed.blob.numel() < HEADER_BYTES:
+            head = packed.blob.cpu().numpy()
+            return parse_header(head.data, name)
+        head = packed.blob[:HEADER_BYTES].cpu().numpy()
+        header = parse_header(head.data, name, packed.blob.numel())
+        if KIND_BY_DTYPE.get(dtype) is not header.kind or header.raw_nbytes != nbytes:
+            raise corrupt(name, "its header does not fit the dtype and shape in the file's metadata")
+        return header
+
+    def verify(self, packed: Packed, name: str = "tensor") -> None:
+        header = self.header(packed, name)
+        blob = packed.blob.numpy()
+        check_seal(packed.meta, blob.data[:HEADER_BYTES], name)
+        if checksum(header, blob.data[HEADER_BYTES:]) != header.crc:
+            raise corrupt(name, "its checksum differs")
+        check_tiles(blob, header, name)
+
+    def decode(self, packed: Packed, name: str = "tensor", out: torch.Tensor | None = None) -> torch.Tensor:
+        header = self.header(packed, name)
+        dtype, shape, nbytes = parse_meta(packed.meta, name)
+        raw = _target(nbytes, packed.blob, out, name)
+        blob = packed.blob if packed.blob.storage_offset() % 8 == 0 else packed.blob.clone()
+        decode_torch(blob, header, raw)
+        return _as_tensor(raw, dtype, shape)
+
+
+class KbitCodec(_Base):
+    """Lossy: block-wise codebook quantisation, see core/codec/kbit.py."""
+
+    lossy = True
+
+    def __init__(self, codebook: kbit.Codebook) -> None:
+        self.codebook = codebook
+        self.name = codebook.name
+
+    def encode(self, tensor: torch.Tensor, name: str = "tensor", block: int = kbit.DEFAULT_BLOCK) -> Packed:
+        blob = kbit.quantize(tensor, self.codebook, block, name)
+        data = blob.cpu().numpy().data
+        return Packed(describe(self.name, self.version, tensor, data, block=block, lossy=True), blob)
+
+    def layout(self, packed: Packed, name: str = "tensor") -> kbit.Layout:
+        """Where codes and scales lie, checked against the blob's size."""
+        check_version(packed.meta, self.version, name)
+        check_blob(packed, name)
+        dtype, shape, nbytes = parse_meta(packed.meta, name)
+        block = packed.meta.get("block")
+        if dtype not in kbit.DTYPES or type(block) is not int or block not in kbit.BLOCKS:
+            raise corrupt(name, "its metadata has no valid dtype or block size")
+        layout = kbit.Layout(self.codebook, nbytes // dtype.itemsize, block)
+        if packed.blob.numel() != layout.total:
+            raise corrupt(name, f"{packed.blob.numel()} bytes are there, its shape needs {layout.total}")
+        return layout
+
+    def verify(self, packed: Packed, name: str = "tensor") -> None:
+        self.layout(packed, name)
+        check_seal(packed.meta, packed.blob.numpy().data, name)
+
+    def decode(self, packed: Packed, name: str = "tensor", out: torch.Tensor | None = None) -> torch.Tensor:
+        layout = self.layout(packed, name)
+        dtype, shape, nbytes = parse_meta(packed.meta, name)
+        raw = _target(nbytes, packed.blob, out, name)
+        if raw.storage_offset() % dtype.itemsize:
+            raise ValueError(f"tensor {name!r}: out must start at a multiple of {dtype.itemsize} bytes")
+        kbit.dequantize(packed.blob, layout, raw.view(dtype))
+        return raw.view(dtype).view(shape)
+
+
+_CODECS: dict[str, Any] = {
+    "raw": RawCodec(),
+    "lossless": LosslessCodec(),
+    **{book.name: KbitCodec(book) for book in kbit.CODEBOOKS.values()},
+}
