@@ -16,7 +16,9 @@ NOT_PACKAGES = {"tests", "docs", "build", "dist"}
 
 
 def test_every_folder_with_an_init_is_listed(root: Path):
-    listed = set(tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"])
+    listed = set(
+        tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"]
+    )
     found = {"carom"}
     for init in root.glob("*/**/__init__.py"):
         parts = init.parent.relative_to(root).parts

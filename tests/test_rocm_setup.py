@@ -11,12 +11,20 @@ from pathlib import Path
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location("rocm_trees", Path(__file__).parent / "rocm_fakes" / "trees.py")
+_spec = importlib.util.spec_from_file_location(
+    "rocm_trees", Path(__file__).parent / "rocm_fakes" / "trees.py"
+)
 assert _spec and _spec.loader
 trees = importlib.util.module_from_spec(_spec)
 sys.modules["rocm_trees"] = trees
 _spec.loader.exec_module(trees)
-Tree, FakeRunner, Result, events, failed = trees.Tree, trees.FakeRunner, trees.Result, trees.events, trees.failed
+Tree, FakeRunner, Result, events, failed = (
+    trees.Tree,
+    trees.FakeRunner,
+    trees.Result,
+    trees.events,
+    trees.failed,
+)
 EXITS = trees.FINDINGS.EXITS
 
 
@@ -63,7 +71,7 @@ def _file(where, data=b"x"):
 
 
 def _set(**values):
-    return lambda tree: [setattr(tree, name, value) for name, value in values.items()]
+    return lambda tree: tree.__dict__.update(values)
 
 
 def _facts(**values):
@@ -77,7 +85,9 @@ def _own_library_missing(tree):
 
 def _no_disk(tree):
     host = tree.host
-    tree.host = lambda: type("Full", (type(host()),), {"free_disk": lambda self, path: 5 << 20})(**vars(host()))
+    tree.host = lambda: type("Full", (type(host()),), {"free_disk": lambda self, path: 5 << 20})(
+        **vars(host())
+    )
 
 
 SITE = "ComfyUI/venv/Lib/site-packages/"
@@ -151,8 +161,12 @@ CASES = [
 ELSEWHERE = {"driver", "bad_use", "internal", "interrupted"}  # tests of their own below
 
 
-@pytest.mark.parametrize(("name", "case", "change", "argv", "probe", "pip"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
-def test_each_case_ends_with_its_exit_code_and_changes_nothing(name, case, change, argv, probe, pip, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "case", "change", "argv", "probe", "pip"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES]
+)
+def test_each_case_ends_with_its_exit_code_and_changes_nothing(
+    name, case, change, argv, probe, pip, tmp_path, capsys, monkeypatch
+):
     tree = Tree(tmp_path).healthy()
     if change:
         change(tree)
@@ -197,7 +211,9 @@ def test_linux_without_the_compute_device_names_the_driver(broken, tmp_path, cap
     assert code == EXITS["driver"].code and "kfd" in report["missing"][0]
 
 
-@pytest.mark.parametrize("argv", [["--check", "--dry-run"], ["--nonsense"], ["--timeout", "0"], ["--timeout", "nan"]])
+@pytest.mark.parametrize(
+    "argv", [["--check", "--dry-run"], ["--nonsense"], ["--timeout", "0"], ["--timeout", "nan"]]
+)
 def test_bad_use_exits_with_2(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         trees.SETUP.main(argv)
@@ -205,7 +221,9 @@ def test_bad_use_exits_with_2(argv, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("error", "name"), [(RuntimeError("odd \udcff"), "internal"), (KeyboardInterrupt(), "interrupted")])
+@pytest.mark.parametrize(
+    ("error", "name"), [(RuntimeError("odd \udcff"), "internal"), (KeyboardInterrupt(), "interrupted")]
+)
 def test_an_unforeseen_error_is_a_line_and_never_a_traceback(error, name, tmp_path, capsys):
     tree = Tree(tmp_path).healthy()
     runner = FakeRunner(tree)
@@ -223,7 +241,9 @@ def test_an_unforeseen_error_is_a_line_and_never_a_traceback(error, name, tmp_pa
 @pytest.mark.parametrize("folder", ["plain", "with spaces (x86) & co", "имя-日本-ü"])
 def test_environments_are_found_wherever_they_lie(kind, folder, tmp_path, capsys):
     tree = Tree(tmp_path / folder, kind).healthy()
-    code, report, _ = run(tree, "--check", "--comfyui", str(tree.base if kind == "portable" else tree.comfyui), capsys=capsys)
+    code, report, _ = run(
+        tree, "--check", "--comfyui", str(tree.base if kind == "portable" else tree.comfyui), capsys=capsys
+    )
     assert report["python"]["executable"] == str(tree.python)
     assert report["python"]["portable"] is (kind == "portable")
     assert report["exit_name"] == "no_carom", "only the node is missing"
@@ -263,7 +283,9 @@ def test_a_nightly_that_leaves_hip_unset_still_counts_as_amd(tmp_path, capsys):
     _torch(version="2.13.0a0+rocm7.15.0a20260701", hip=None)(tree)
     report = run(tree, "--check", capsys=capsys)[1]
     assert report["exit_name"] == "ready"
-    assert any("rocm-sdk-core is 7.14.0" in f["what"] for f in report["findings"]), "mismatched SDK is warned of"
+    assert any("rocm-sdk-core is 7.14.0" in f["what"] for f in report["findings"]), (
+        "mismatched SDK is warned of"
+    )
 
 
 def test_warnings_do_not_change_the_exit_code(tmp_path, capsys):

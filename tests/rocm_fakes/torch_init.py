@@ -9,8 +9,11 @@ import os
 import time
 from pathlib import Path
 
-from . import cuda, nn
-from .version import __version__
+import numpy as np
+
+from . import cuda as cuda
+from . import nn as nn
+from .version import __version__ as __version__
 
 FAKE = os.environ.get("CAROM_FAKE", "")
 int32, uint8 = "int32", "uint8"
@@ -22,34 +25,35 @@ for _file in Path(__file__).parent.parent.glob("**/libamdhip64.so*"):
 
 
 class Tensor:
-    def __init__(self, data):
-        self.data = list(data)
-        self.shape = (len(self.data),)
+    """numpy with torch's names. A copy "to the device" is where wrong_tensor strikes."""
 
-    def _map(self, action):
-        return Tensor(action(v) for v in self.data)
+    def __init__(self, data):
+        self.data = np.array(data)
+        self.shape = self.data.shape
 
     def __add__(self, n):
-        return self._map(lambda v: v + n)
+        return Tensor(self.data + n)
 
     def __mul__(self, n):
-        return self._map(lambda v: v * n + (FAKE == "wrong_tensor"))
+        return Tensor(self.data * n)
 
     def __mod__(self, n):
-        return self._map(lambda v: v % n)
+        return Tensor(self.data % n)
 
     def __truediv__(self, n):
-        return self._map(lambda v: v / n)
+        return Tensor(self.data / n)
 
     def to(self, *where, **how):
+        return Tensor(self.data + (FAKE == "wrong_tensor" and where == ("cuda",)))
+
+    def cpu(self):
         return Tensor(self.data)
 
-    cpu = pin_memory = to
+    pin_memory = cpu
 
     def copy_(self, other, non_blocking=False):
-        self.data[:] = other.data
-        if FAKE == "wrong_pinned" and non_blocking:
-            self.data[0] += 1
+        self.data = other.data.copy()
+        self.data[0] += FAKE == "wrong_pinned" and non_blocking
         return self
 
 
@@ -58,12 +62,12 @@ class Generator:
         return self
 
 
-def device(name, index=None):
+def device(name, index=None):  # "cuda" stands for the GPU
     return name
 
 
 def arange(n, dtype=None):
-    return Tensor(range(n))
+    return Tensor(np.arange(n))
 
 
 def randn(*shape, generator=None):
@@ -75,7 +79,7 @@ def empty_like(other, pin_memory=False):
 
 
 def equal(a, b):
-    return a.data == b.data
+    return np.array_equal(a.data, b.data)
 
 
 no_grad = contextlib.nullcontext

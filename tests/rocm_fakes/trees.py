@@ -38,7 +38,9 @@ def record(name: str, version: str, files: dict[str, bytes]) -> tuple[str, str]:
     return info, "\n".join([*rows, f"{info}/RECORD,,", ""])
 
 
-def make_wheel(folder: Path, name: str, version: str, files: dict[str, bytes], tag: str = "py3-none-any") -> Path:
+def make_wheel(
+    folder: Path, name: str, version: str, files: dict[str, bytes], tag: str = "py3-none-any"
+) -> Path:
     info, rows = record(name, version, files)
     folder.mkdir(parents=True, exist_ok=True)
     wheel = folder / f"{name}-{version}-{tag}.whl"
@@ -66,7 +68,9 @@ class Tree:
         else:
             self.prefix = base / "python_embeded" if kind == "portable" else self.comfyui / "venv"
         flat = kind != "venv"
-        self.python = self.prefix / (("python.exe" if flat else "Scripts/python.exe") if windows else "bin/python")
+        self.python = self.prefix / (
+            ("python.exe" if flat else "Scripts/python.exe") if windows else "bin/python"
+        )
         self.site = self.prefix / ("Lib/site-packages" if windows else "lib/python3.12/site-packages")
         self.python.parent.mkdir(parents=True, exist_ok=True)
         self.python.write_bytes(b"")
@@ -92,7 +96,9 @@ class Tree:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
 
-    def torch(self, version: str = HIP_VERSION, hip: str | None = "7.14.60850", cuda: str | None = None) -> None:
+    def torch(
+        self, version: str = HIP_VERSION, hip: str | None = "7.14.60850", cuda: str | None = None
+    ) -> None:
         text = f"from typing import Optional\n__version__ = {version!r}\ncuda: Optional[str] = {cuda!r}\nhip = {hip!r}\n"
         self.dist("torch", version, {"torch/__init__.py": b"boom", "torch/version.py": text.encode()})
 
