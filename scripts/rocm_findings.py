@@ -142,7 +142,10 @@ class Report:
                 lines += ["", title] + ["  " + item for item in items]
         if self.uses:
             lines += ["", "Carom will use:"]
-            lines += [f"  {key:13} {value}" for key, value in self.uses.items()]
+            for key, value in self.uses.items():
+                if key.endswith("_bytes") and isinstance(value, int):
+                    key, value = key[: -len("_bytes")], f"{value / (1 << 30):.1f} GiB"
+                lines.append(f"  {key:13} {value}")
         name = self.exit_name()
         verdict = (
             "NOT READY"

@@ -26,7 +26,7 @@ STEPS = {
     "vbar": "one VBAR write and read back",
     "address_space": "address space for several models",
 }
-PORTABLE = "Carom's portable pool works without it."
+PORTABLE = "Carom works without it, with its portable pool: docs/amd.md tells how."
 REMEDIES = {
     "no_aimdo": ("Run an install run (without --check).", ""),
     "init_false": ("Usually a missing or wrong HIP runtime: reinstall rocm-sdk-core with torch. " + PORTABLE, ""),
@@ -102,7 +102,7 @@ def judge(s: Survey, result: Result, timeout: float) -> tuple[list[Finding], dic
 def _failed(step: str, kind: str, message: str) -> Finding:
     kind = kind if kind in REMEDIES else "probe_failed"
     remedy, link = REMEDIES[kind]
-    what = "{}: no. {}".format(STEPS.get(step, step).capitalize(), message.rstrip(".") + ".")
+    what = "{}: no. {}".format(STEPS.get(step, step), message.rstrip(".") + ".")
     return Finding("proof: " + step, BAD, what, remedy, link, kind)
 
 

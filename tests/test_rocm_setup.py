@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -326,3 +327,47 @@ def test_examine_gives_doctor_the_same_report(tmp_path):
     assert {"ok", "exit_code", "findings", "missing", "carom_will_use"} <= report.keys()
     assert report["python"] == {} or report["python"]["executable"] == sys.executable
     assert any(f["check"] == "torch" for f in report["findings"])
+
+
+OWN = {
+    "rocm_setup",
+    "rocm_run",
+    "rocm_findings",
+    "rocm_host",
+    "rocm_env",
+    "rocm_checks",
+    "rocm_packages",
+    "rocm_proof",
+    "rocm_install",
+}
+
+
+def test_the_scripts_need_the_standard_library_alone_and_old_python_reads_them(root):
+    for path in (root / "scripts").glob("*.py"):
+        tree = ast.parse(path.read_text("utf-8"), feature_version=(3, 8))
+        for node in ast.walk(tree):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.split(".")[0] in sys.stdlib_module_names | OWN, f"{path.name}: {name}"
+
+
+def test_an_ancient_python_gets_a_sentence(root, monkeypatch):
+    """No such Python is at hand everywhere; the file's own words are run as one."""
+    source = (root / "scripts" / "rocm_setup.py").read_text("utf-8")
+    for modern in ('f"', "->", "from __future__", "nonlocal", ": str"):
+        assert modern not in source, "Python 2 must be able to parse this file"
+    monkeypatch.setattr(sys, "version_info", (2, 7, 18))
+    monkeypatch.setattr(sys, "argv", ["rocm_setup.py", "--json"])
+    printed: list[str] = []
+    with pytest.raises(SystemExit) as stop:
+        exec(
+            source,
+            {
+                "__file__": str(root / "scripts" / "rocm_setup.py"),
+                "__name__": "__main__",
+                "print": printed.append,
+            },
+        )
+    assert stop.value.code == EXITS["platform"].code
+    assert json.loads(printed[0])["exit_code"] == stop.value.code
