@@ -11,11 +11,13 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 if sys.version_info < (3, 7):  # noqa: UP036
-    TEXT = "Python %d.%d is too old: Carom needs 3.10 or newer. Name the Python of ComfyUI or ai-toolkit: CAROM_PYTHON."  # noqa: UP031
-    TEXT = TEXT % sys.version_info[:2]  # noqa: UP031
+    TEXT = "Python " + ".".join(map(str, sys.version_info[:2])) + " is too old: Carom needs 3.10 or newer. "
+    TEXT += "Name the Python of ComfyUI or ai-toolkit: CAROM_PYTHON."
     if "--json" in sys.argv:
         TEXT = (
-            '{"ok": false, "exit_code": 11, "exit_name": "platform", "missing": ["%s"], "changed": []}' % TEXT
+            '{"ok": false, "exit_code": 11, "exit_name": "platform", "missing": ["'
+            + TEXT
+            + '"], "changed": []}'
         )
     print(TEXT)
     sys.exit(11)

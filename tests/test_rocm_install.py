@@ -103,22 +103,23 @@ def test_dependencies_are_taken_away_again_when_carom_cannot_be_installed(tmp_pa
     assert runner.calls[-1][-3:] == ["uninstall", "-y", "numpy"]
 
 
-def test_fix_renames_copied_libraries_and_puts_them_back_if_the_proof_fails(tmp_path, capsys):
-    tree = Tree(tmp_path).healthy()
-    copies = [tree.site / "torch" / "lib" / "amdhip64_7.dll", tree.python.with_name("aimdo_rocm.dll")]
+@pytest.mark.parametrize("windows", [True, False])
+def test_fix_renames_copied_libraries_and_puts_them_back_if_the_proof_fails(windows, tmp_path, capsys):
+    tree = Tree(tmp_path, windows=windows).healthy()
+    hip, aimdo = ("amdhip64_7.dll", "aimdo_rocm.dll") if windows else ("libamdhip64.so.6", "aimdo_rocm.so")
+    copies = [tree.site / "torch" / "lib" / hip, tree.python.with_name(aimdo)]
     for path in copies:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"copied by hand")
     before = tree.snapshot()
-    code, report, _ = run(
-        tree, "--fix", capsys=capsys, probe=Result(0, events(failed("vbar", "wrong_result")), "")
-    )
+    wrong = Result(0, events(failed("vbar", "wrong_result")), "")
+    code, report, _ = run(tree, "--fix", capsys=capsys, probe=wrong)
     assert report["exit_name"] == "wrong_result" and tree.snapshot() == before
     code, report, _ = run(tree, "--fix", capsys=capsys)
     assert code == 0, report["missing"]
     assert not any(p.exists() for p in copies) and len(report["changed"]) == 2
     assert all(p.with_name(p.name + ".carom-aside").read_bytes() == b"copied by hand" for p in copies)
-    assert run(tree, "--fix", capsys=capsys)[1]["changed"] == []
+    assert run(tree, "--fix", capsys=capsys)[1]["changed"] == [], "what was renamed is no copy any more"
 
 
 def test_a_rocm_library_copied_into_comfy_aimdo_is_replaced_by_the_wheels(tmp_path, capsys):
