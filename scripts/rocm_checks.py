@@ -125,7 +125,8 @@ def runtimes(s: Survey) -> list[Path]:
     """The HIP runtimes that belong to torch: those of the ROCm SDK wheel and of torch itself."""
     windows, found = s.host.windows, []
     for site in s.interp.site if s.interp else ():
-        found += _hip_files(site / "_rocm_sdk_core" / ("bin" if windows else "lib"), windows)
+        for folder in sorted(site.glob("_rocm_sdk_*")):
+            found += _hip_files(folder / ("bin" if windows else "lib"), windows)
     if s.torch:
         # A copy in torch/lib that torch's wheel did not bring is not torch's.
         found += [p for p in _hip_files(s.torch.folder / "lib", windows) if p not in s.stale]
