@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +54,11 @@ def run_probe(
         argv += ["--path", str(staged)]
     if s.torch:
         argv += ["--torch", s.torch.version]
-    return judge(
-        s, runner.run(argv, timeout, cwd=s.interp.prefix if s.interp.prefix.is_dir() else None), timeout
-    )
+    scratch = tempfile.mkdtemp(prefix="carom-proof-")  # where a crash may leave its core file
+    try:
+        return judge(s, runner.run(argv, timeout, cwd=Path(scratch)), timeout)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def read_events(text: str) -> list[dict[str, Any]]:
