@@ -7,6 +7,7 @@ slots that agree with no page, where every byte takes one more copy. Rounds alte
 Without --file a scratch file of random bytes is written (and removed) in --folder.
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 import argparse

@@ -50,7 +50,7 @@ class Placement:
         for unit in large:
             self._together(unit.entries)
         small = [entry for unit in units if unit.nbytes < SMALL_UNIT for entry in unit.entries]
-        alone = []
+        alone: list[Entry] = []
         for entry in entries:
             (small if entry.nbytes < SMALL_UNIT and _plain(entry.tensor) else alone).append(entry)
         self._together(small)
@@ -123,7 +123,9 @@ class Placement:
         return_freed_memory()
         return self.streamed
 
-    def _stream_one(self, unit: Unit, make: Callable[[Unit, int, Any], Streamed], pool: ThreadPoolExecutor) -> Block:
+    def _stream_one(
+        self, unit: Unit, make: Callable[[Unit, int, Any], Streamed], pool: ThreadPoolExecutor
+    ) -> Block:
         block = self._arena.allocate(unit.nbytes)
         pieces = []
         views = []
@@ -174,7 +176,9 @@ class Placement:
                 _replace(tensor, tensor.detach().to(home))
         self._worn.clear()
         for moved in reversed(self._moved):
-            if moved.tensor.is_inference():  # the model's own, made in its inference mode: it may not be touched
+            if (
+                moved.tensor.is_inference()
+            ):  # the model's own, made in its inference mode: it may not be touched
                 continue
             back = moved.home if moved.tensor.device != moved.home else None
             if back is not None:

@@ -24,18 +24,13 @@ if TYPE_CHECKING:
     from .streamer import Streamed
 
 
-try:
-    from torch._C._dynamo.eval_frame import skip_code as _skip_code
-except ImportError:  # a torch without it traces our frames and breaks there all the same
-    _skip_code = None  # type: ignore[assignment]
-try:
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback as _compiling
-except ImportError:
-
-    def _compiling() -> Any:
-        """None while nothing can be compiling on this thread."""
-        return sys.modules.get("torch._dynamo")
-
+_eval_frame: Any = getattr(torch._C._dynamo, "eval_frame", None)
+# A torch without it traces our frames and breaks there all the same.
+_skip_code: Any = getattr(_eval_frame, "skip_code", None)
+# None while nothing can be compiling on this thread.
+_compiling: Callable[[], Any] = getattr(
+    _eval_frame, "get_eval_frame_callback", lambda: sys.modules.get("torch._dynamo")
+)
 
 
 NO_PICKLE = "a streamed module cannot be pickled whole; save its state_dict() or close the session"

@@ -134,7 +134,7 @@ class Meter:
             step.wire_bytes += nbytes
             step.raw_bytes += raw_bytes
             if marks is not None:
-                step.copies.append(_Copy(name, *marks, nbytes, backward))
+                step.copies.append(_Copy(name, marks[0], marks[1], nbytes, backward))
 
     def waited(self, before: Any, after: Any, name: str, backward: bool) -> None:
         if self._open is not None:

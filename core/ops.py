@@ -94,7 +94,7 @@ def hooks_are_ours() -> bool:
 
 def refuse_transforms(name: str) -> None:
     """Raises UnsupportedError inside torch.func's grad and jvp: a copy there would be part of the function."""
-    functorch = getattr(torch._C, "_functorch", None)
+    functorch: Any = getattr(torch._C, "_functorch", None)
     level = None if functorch is None else functorch.peek_interpreter_stack()
     if level is not None and level.key() in (functorch.TransformType.Grad, functorch.TransformType.Jvp):
         raise UnsupportedError(
@@ -153,13 +153,18 @@ def _bounced(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: An
             streamed.streamer.set_trainable(streamed, bool((*args, kwargs.get("requires_grad", True))[1]))
         return plain(func, args, kwargs)
     leaves = tree_leaves((args, kwargs))
-    found = [leaf for leaf in leaves if isinstance(leaf, _Bounced) and getattr(leaf, "_carom", None) is not None]
+    found = [
+        leaf for leaf in leaves if isinstance(leaf, _Bounced) and getattr(leaf, "_carom", None) is not None
+    ]
     if not found:
         return plain(func, args, kwargs)
     streamer = found[0]._carom.streamer
     device = streamer.engine.device
     on_device = device.type != "cpu" and any(
-        isinstance(leaf, torch.Tensor) and not isinstance(leaf, _Bounced) and leaf.device == device and leaf.dim() > 0
+        isinstance(leaf, torch.Tensor)
+        and not isinstance(leaf, _Bounced)
+        and leaf.device == device
+        and leaf.dim() > 0
         for leaf in leaves
     )
     if not (streamer.computing() or on_device) or streamer.closed:
@@ -178,7 +183,7 @@ class _Bounced:
 
     _carom: Any
 
-    __torch_function__ = classmethod(_bounced)
+    __torch_function__: Any = classmethod(_bounced)
 
 
 class HostParameter(_Bounced, nn.Parameter):

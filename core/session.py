@@ -19,8 +19,8 @@ from .meter import Meter
 from .plan import SMALL_UNIT, Plan, UnitSize, plan_residency, resident_cost
 from .report import Report, UnitPlace
 from .simulated import SimulatedEngine
-from .slots import ALIGN
 from .sizes import GIB, format_size, parse_size
+from .slots import ALIGN
 from .store.arena import HostArena
 from .streamer import Streamed, Streamer
 from .transfer import Engine, make_engine
@@ -131,14 +131,21 @@ class Session:
             adapters = sum(entry.nbytes for entry in carving.adapters)
             if adapters > self._vram and self._training is None and not stream_trainable:
                 stream_trainable = True  # full fine-tuning: the weights themselves are trainable
-                carving = carve(self.module, granularity=self._granularity, limit=limit, stream_trainable=True,
-                    stay=self._stay)
+                carving = carve(
+                    self.module,
+                    granularity=self._granularity,
+                    limit=limit,
+                    stream_trainable=True,
+                    stay=self._stay,
+                )
             grain = self._engine.grain
             fixed = resident_cost([-(-entry.nbytes // ALIGN) * ALIGN for entry, _ in carving.resident], grain)
             # Of the parts of a split block the small ones (norms, biases) are better kept than copied.
             least = min(SMALL_UNIT, carving.largest // 8)
             units = [
-                UnitSize(unit.name, unit.nbytes, unit.kind == "loose", unit.kind == "block" or unit.nbytes >= least)
+                UnitSize(
+                    unit.name, unit.nbytes, unit.kind == "loose", unit.kind == "block" or unit.nbytes >= least
+                )
                 for unit in carving.units
             ]
             # A backward turns twice: a third slot pays there; forwards alone are served by two.
@@ -264,7 +271,12 @@ class Session:
         for entry, _ in self._carving.resident:
             old = entry.tensor
             new = entry.sites[0].table.get(entry.sites[0].name)
-            if new is None or new is old or new.requires_grad or (new.shape, new.dtype) != (old.shape, old.dtype):
+            if (
+                new is None
+                or new is old
+                or new.requires_grad
+                or (new.shape, new.dtype) != (old.shape, old.dtype)
+            ):
                 continue
             if all(site.table.get(site.name) is new for site in entry.sites):
                 entry.tensor = new
@@ -361,7 +373,7 @@ class Session:
         path, _, leaf = name.rpartition(".")
         with contextlib.suppress(AttributeError):
             module = self.module.get_submodule(path)
-            found = module._parameters.get(leaf)
+            found: torch.Tensor | None = module._parameters.get(leaf)
             found = module._buffers.get(leaf) if found is None else found
             if found is not None:
                 return found
@@ -388,7 +400,9 @@ class Session:
         carving, plan, placement = self._carving, self.plan, self._placement
         places = []
         for index, unit in enumerate(carving.units):
-            places.append(UnitPlace(unit.name, unit.raw_bytes, index in plan.resident, plan.resident.get(index, "")))
+            places.append(
+                UnitPlace(unit.name, unit.raw_bytes, index in plan.resident, plan.resident.get(index, ""))
+            )
         need = tuple(UnitPlace(entry.name, entry.nbytes, True, reason) for entry, reason in carving.resident)
         count = len(placement.streamed)
         return Report(
@@ -449,7 +463,11 @@ class _Apply:
                     f"a streamed module cannot become {after.dtype}; close the session, convert, and stream again"
                 )
             device = after.device
-        if device is None or device == engine.device or (device.type, device.index) == (engine.device.type, None):
+        if (
+            device is None
+            or device == engine.device
+            or (device.type, device.index) == (engine.device.type, None)
+        ):
             session.unpark()
         elif device.type == "cpu":
             session.park()
@@ -462,7 +480,7 @@ class _Apply:
     def __deepcopy__(self, memo: dict) -> Any:
         import functools
 
-        copy = memo.get(id(self._session.module))
+        copy: Any = memo.get(id(self._session.module))
         return functools.partial(type(copy)._apply, copy)
 
 
@@ -502,7 +520,9 @@ def _check_choices(
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError("a scripted module hides its forwards; stream the eager module")
     if weights is not None:
-        raise UnsupportedError("weights= (streaming straight from files) is not in this version; load the module first")
+        raise UnsupportedError(
+            "weights= (streaming straight from files) is not in this version; load the module first"
+        )
     choose("granularity", granularity, GRANULARITIES)
     choose("codec", codec, ("auto", "raw"), ("lossless",))
     choose("pool", pool, ("auto", "torch"), ("aimdo",))
@@ -515,8 +535,12 @@ def _check_choices(
                 f"{'this module' if part is module else f'its part {type(part).__name__}'} is streamed already; "
                 "close that session first"
             )
-    if any(isinstance(p, (ops.HostParameter, ops.HostTensor)) for p in (*module.parameters(), *module.buffers())):
-        raise UnsupportedError("weights of this module are streamed as part of another; close that session first")
+    if any(
+        isinstance(p, (ops.HostParameter, ops.HostTensor)) for p in (*module.parameters(), *module.buffers())
+    ):
+        raise UnsupportedError(
+            "weights of this module are streamed as part of another; close that session first"
+        )
 
 
 def _session_of(module: nn.Module) -> Session | None:

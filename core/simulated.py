@@ -84,7 +84,7 @@ class SimulatedEngine:
         self.config = config
         self.device = torch.device("cpu")
         self.name = f"simulated({config.timing}, seed={config.seed})"
-        self.pinner = Pinner(self._register, lambda address: None)
+        self.pinner: Pinner | None = Pinner(self._register, lambda address: None)
         self.copies = 0
         self.bytes_in = 0
         self._random = random.Random(config.seed)
@@ -121,7 +121,9 @@ class SimulatedEngine:
 
     # -- streams and events
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool) -> tuple[Any, Any]:
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
         stream = self._streams["in"]
         for event in after:
             self._merge(stream, event)
@@ -135,7 +137,9 @@ class SimulatedEngine:
         done = self._event(stream)
         with self.unwatched():
             target.fill_(255)  # bytes in flight are worth nothing yet
-            if self.config.timing == "early" or (self.config.timing == "random" and self._random.random() < 0.5):
+            if self.config.timing == "early" or (
+                self.config.timing == "random" and self._random.random() < 0.5
+            ):
                 self._land(stream.issued)
         return done, (started, done)
 
@@ -217,7 +221,9 @@ class SimulatedEngine:
         for (start, end, name), count in list(self._reads.items()):
             if low < end and start < high:
                 if stream.seen.get(name, 0) < count:
-                    raise SimulatedRaceError("a slot is overwritten before the event of the last kernel that reads it")
+                    raise SimulatedRaceError(
+                        "a slot is overwritten before the event of the last kernel that reads it"
+                    )
                 del self._reads[(start, end, name)]
 
     # -- watching operators

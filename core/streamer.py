@@ -74,7 +74,9 @@ class Views:
             before = storage_uses(self.base)
             with torch.inference_mode(False), torch.no_grad():
                 typed = self.base.view(dtype)
-                found = typed.as_strided(shape, stride, typed.storage_offset() + start // typed.element_size())
+                found = typed.as_strided(
+                    shape, stride, typed.storage_offset() + start // typed.element_size()
+                )
             del typed
             self.saved[place] = found
             if self.uses is not None and before is not None:
@@ -211,7 +213,9 @@ class Streamer:
 
         Raises BudgetError when everything in the region is in use.
         """
-        if torch._C._len_torch_dispatch_stack():  # fake tensors, counters: our copies are none of their business
+        if (
+            torch._C._len_torch_dispatch_stack()
+        ):  # fake tensors, counters: our copies are none of their business
             with _disable_current_modes():
                 return self._acquire(unit, backward)
         return self._acquire(unit, backward)
@@ -281,7 +285,9 @@ class Streamer:
         """Give modules that list their own weights (as LSTMs do) the host's back; whether anybody still keeps a view."""
         views = self.views(slot)
         owners = slot.unit.owners
-        self._hand_back(slot.unit, {id(view): o.tensor for view, o in zip(views.tensors, owners, strict=True)})
+        self._hand_back(
+            slot.unit, {id(view): o.tensor for view, o in zip(views.tensors, owners, strict=True)}
+        )
         return views.kept_elsewhere()
 
     def _hand_back(self, unit: Streamed, hosts: dict[int, Any]) -> None:
@@ -315,7 +321,9 @@ class Streamer:
                 tensors.append(nn.Parameter(view, requires_grad=False) if is_parameter else view)
         del piece, view
         target = base.data
-        return Views(base, target, tensors, storage_uses(base), addresses=[tensor.data_ptr() for tensor in tensors])
+        return Views(
+            base, target, tensors, storage_uses(base), addresses=[tensor.data_ptr() for tensor in tensors]
+        )
 
     def _wait(self, slot: Slot) -> None:
         stream = self.engine.stream()
@@ -347,7 +355,9 @@ class Streamer:
 
     def _used_elsewhere(self) -> bool:
         """Whether another thread uses a slot."""
-        mine = getattr(self._local, "users", 0) + (threading.get_ident() in self._reading) + len(self._lingering)
+        mine = (
+            getattr(self._local, "users", 0) + (threading.get_ident() in self._reading) + len(self._lingering)
+        )
         return sum(slot.users for slot in self.region.slots) > mine
 
     def _fill(self, unit: Streamed, offset: int, victims: list[Slot]) -> Slot:
@@ -369,7 +379,7 @@ class Streamer:
         unit.slot = slot
         backward = ops.in_backward()
         if self.engine.blocking and marks is not None:
-            self.meter.waited(*marks, unit.name, backward)
+            self.meter.waited(marks[0], marks[1], unit.name, backward)
         self.meter.copied(unit.name, marks, unit.nbytes, unit.unit.raw_bytes, backward)
         return slot
 
@@ -564,6 +574,7 @@ class Streamer:
         ops.refuse_transforms(found[0]._carom.unit.name)
         owners: list[Owner] = [tensor._carom for tensor in found]
         slots: dict[int, tuple[Streamed, Slot]] = {}
+        view: torch.Tensor | None = None
         replaced: dict[int, torch.Tensor] = {}
         try:
             with self.lock:
@@ -574,7 +585,9 @@ class Streamer:
                 for tensor, owner in zip(found, owners, strict=True):
                     unit, slot = slots[id(owner.unit)]
                     view = self.views(slot).tensors[unit.owners.index(owner)]
-                    replaced[id(tensor)] = self.differentiable(owner, view) if gradient and owner.trainable else view
+                    replaced[id(tensor)] = (
+                        self.differentiable(owner, view) if gradient and owner.trainable else view
+                    )
             args, kwargs = ops.substitute(args, kwargs, replaced)
             if not gradient or not ops.hooks_are_ours():
                 return func(*args, **kwargs)

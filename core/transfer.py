@@ -37,7 +37,9 @@ class Engine(Protocol):
     def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
         """``buffer[offset:offset+nbytes]``, where possible as a storage of its own (so that its uses can be counted)."""
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool) -> tuple[Any, Any]:
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
         """Host to device on the copy stream, once ``after`` is reached: the done event, and (if ``timed``) two marks."""
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> Any:
@@ -96,7 +98,9 @@ class StreamEngine:
         self._countable = device.type == "cuda"
         self._set_stream = getattr(self._api, "set_stream", None)
         # The current stream by its handle: a tenth of the price of asking for the object each time.
-        self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) if device.type == "cuda" else None
+        self._raw_stream = (
+            getattr(torch._C, "_cuda_getCurrentRawStream", None) if device.type == "cuda" else None
+        )
         self._known: dict[int, Any] = {}
 
     def _on(self) -> AbstractContextManager:
@@ -112,7 +116,9 @@ class StreamEngine:
             return piece
         return torch.as_tensor(_DeviceArray(piece), device=self.device)
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool) -> tuple[Any, Any]:
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
         stream = self._in
         for event in after:
             stream.wait_event(event)
@@ -128,7 +134,9 @@ class StreamEngine:
     def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         # set_stream instead of the context manager: it costs a third, and this runs for every unit.
         before = self._api.current_stream(self.device)
-        if self._set_stream is None or before.device != torch.device(self.device.type, self._api.current_device()):
+        if self._set_stream is None or before.device != torch.device(
+            self.device.type, self._api.current_device()
+        ):
             with self._api.stream(stream):
                 target.copy_(source, non_blocking=True)
             return
@@ -209,9 +217,15 @@ class PlainEngine:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-        return host_alias(buffer, offset, nbytes) if self.device.type == "cpu" else buffer[offset : offset + nbytes]
+        return (
+            host_alias(buffer, offset, nbytes)
+            if self.device.type == "cpu"
+            else buffer[offset : offset + nbytes]
+        )
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool) -> tuple[Any, Any]:
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
         started = time.perf_counter()
         target.copy_(source)
         return None, (started, time.perf_counter())
@@ -270,7 +284,7 @@ def host_alias(buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
     if nbytes == 0:
         return buffer[offset:offset]
     memory = (ctypes.c_char * nbytes).from_address(buffer.data_ptr() + offset)
-    memory._owner = buffer  # ctypes instances take attributes; the new storage holds the instance
+    memory._owner = buffer  # type: ignore[attr-defined]  # ctypes instances take attributes; the new storage holds the instance
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,9 @@ from .errors import UnsupportedError
 from .ops import HostParameter, HostTensor
 from .slots import ALIGN
 
-SMALL_BUFFER = 256 << 10  # bytes; buffers below it are often state (statistics, caches), so they stay resident
+SMALL_BUFFER = (
+    256 << 10
+)  # bytes; buffers below it are often state (statistics, caches), so they stay resident
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
 
 
@@ -31,7 +34,7 @@ class Site:
     buffer: bool
 
     @property
-    def table(self) -> dict[str, torch.Tensor | None]:
+    def table(self) -> dict[str, Any]:
         return self.module._buffers if self.buffer else self.module._parameters
 
 
@@ -143,7 +146,12 @@ def carve(
 
 class _Carver:
     def __init__(
-        self, root: nn.Module, granularity: str, limit: int | None, stream_trainable: bool, stay: dict[str, str]
+        self,
+        root: nn.Module,
+        granularity: str,
+        limit: int | None,
+        stream_trainable: bool,
+        stay: dict[str, str],
     ) -> None:
         self.granularity, self.limit = granularity, limit
         self.units: list[Unit] = []
@@ -181,7 +189,9 @@ class _Carver:
         """Streamable bytes below ``module``, as they lie in slots."""
         if id(module) not in self._bytes:
             seen = {
-                id(e): -(-e.nbytes // ALIGN) * ALIGN for m in module.modules() for e in self._own.get(id(m), ())
+                id(e): -(-e.nbytes // ALIGN) * ALIGN
+                for m in module.modules()
+                for e in self._own.get(id(m), ())
             }
             self._bytes[id(module)] = sum(seen.values())
         return self._bytes[id(module)]

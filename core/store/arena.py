@@ -8,6 +8,7 @@ host). Where registering is refused the block stays pageable: slower, never wron
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -116,10 +117,8 @@ def _map(nbytes: int) -> mmap.mmap:
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(f"the system refused {size} bytes of host memory: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages: ordinary pages serve
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without transparent huge pages: ordinary pages serve
-            pass
     return memory
 
 
