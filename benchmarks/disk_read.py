@@ -45,6 +45,9 @@ def plain_loop(path: str, size: int, threads: int, buffers: list[memoryview]) ->
     turn = iter(range(0, size, CHUNK))
     lock = threading.Lock()
 
+    if not hasattr(os, "preadv"):
+        raise SystemExit("this comparison needs os.preadv (Linux)")
+
     def work(buffer: memoryview) -> None:
         while True:
             with lock:

@@ -22,7 +22,7 @@ from .simulated import SimulatedEngine
 from .sizes import GIB, format_size, parse_size
 from .slots import ALIGN
 from .store.arena import HostArena
-from .streamer import Streamed, Streamer
+from .streamer import Owner, Streamed, Streamer
 from .transfer import Engine, make_engine
 from .tree import Tree
 from .units import Carving, Entry, Unit, carve
@@ -170,11 +170,22 @@ class Session:
                 self._wrapped.forward(module, hooks.unit_forward(unit))
         self._wrapped.forward(self.module, hooks.root_forward(self))
         self._wrapped.attribute(self.module, "_apply", _Apply(self))
-        true = _TrueValues(self._streamer)
+        true = _TrueValues(self._streamer, self._names())
         self._state_hooks = [
             self.module.register_state_dict_pre_hook(true.begin),
             self.module._register_state_dict_hook(true),
         ]
+
+    def _names(self) -> dict[str, Owner]:
+        """Every streamed tensor by each name it has in the tree."""
+        paths = {id(module): path for path, module in self.module.named_modules()}
+        return {
+            f"{paths[id(site.module)]}.{site.name}".lstrip("."): owner
+            for unit in self._placement.streamed
+            for owner in unit.owners
+            for site in owner.entry.sites
+            if id(site.module) in paths
+        }
 
     def _detach(self) -> None:
         self._wrapped.undo()
@@ -487,8 +498,8 @@ class _Apply:
 class _TrueValues:
     """State dict hook of the root: slots that stand in the tree are replaced by what they stand for."""
 
-    def __init__(self, streamer: Streamer | None) -> None:
-        self._streamer = streamer
+    def __init__(self, streamer: Streamer | None, names: dict[str, Owner]) -> None:
+        self._streamer, self._names = streamer, names
 
     def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self._streamer is not None:
@@ -497,10 +508,10 @@ class _TrueValues:
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
         if self._streamer is not None:
             self._streamer.hosting(False)
-            self._streamer.true_values(state)
+            self._streamer.true_values(state, {prefix + name: owner for name, owner in self._names.items()})
 
     def __deepcopy__(self, memo: dict) -> _TrueValues:
-        return _TrueValues(None)
+        return _TrueValues(None, {})
 
     def __reduce__(self) -> Any:
         raise UnsupportedError(hooks.NO_PICKLE)

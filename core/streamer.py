@@ -747,18 +747,13 @@ class Streamer:
         """Whether no pass is under way, so that tensors may be laid out anew."""
         return not (self.runs or self._roots or self._tasks)
 
-    def true_values(self, state: dict[str, Any]) -> None:
+    def true_values(self, state: dict[str, Any], names: dict[str, Owner]) -> None:
         """Replace slot views in a state dict (taken while units run) by the host tensors they stand for."""
         with self.lock:
-            for name, tensor in state.items():
-                if not isinstance(tensor, torch.Tensor) or not self.low <= _address(tensor) < self.high:
-                    continue
-                offset = tensor.data_ptr() - self.low
-                for slot in self.region.slots:
-                    if slot.offset <= offset < slot.end:
-                        for owner in slot.unit.owners:
-                            if owner.entry.offset == offset - slot.offset:
-                                state[name] = owner.host.detach()
+            for name, owner in names.items():
+                tensor = state.get(name)
+                if isinstance(tensor, torch.Tensor) and self.low <= _address(tensor) < self.high:
+                    state[name] = owner.host.detach()
 
     # -- host bytes that change
 
