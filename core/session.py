@@ -406,7 +406,8 @@ class Session:
             return self._report()
 
     def _report(self) -> Report:
-        self._meter.finish()
+        with self._streamer.lock:
+            self._meter.finish()
         figures = self._meter.medians()
         carving, plan, placement = self._carving, self.plan, self._placement
         places = []

@@ -206,7 +206,7 @@ TINY = {
 
 @pytest.mark.parametrize("cls", TINY)
 def test_a_checkpoint_and_its_config_agree_on_layers_and_active_parameters(tmp_path, cls):
-    import diffusers
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 
     model = getattr(diffusers, cls)(num_attention_heads=8, attention_head_dim=16, **TINY[cls]).to(
         torch.bfloat16
