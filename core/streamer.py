@@ -33,7 +33,7 @@ from .units import Entry, Unit
 
 graph_task = torch._C._current_graph_task_id
 _OWN_REFERENCES = 3  # of a cached view: its list, the loop that looks, the argument of getrefcount
-_PATIENCE = 60.0  # seconds to wait for a slot that another thread uses
+_PATIENCE = 20.0  # seconds to wait for a slot that another thread uses
 _VIEW_SETS = 16  # slot positions whose views a unit remembers
 
 
