@@ -91,10 +91,10 @@ def assert_equal(got: list, want: list) -> None:
 
 def assert_idle(live) -> None:
     inner = live._streamer
-    inner._settle(None)
+    inner.settle()
     assert [slot.users for slot in inner.region.slots] == [0] * len(inner.region.slots), "slots still in use"
     assert all(unit.depth == 0 and not unit.standing for unit in inner.units), "slot views still stand"
-    assert not inner.computing()
+    assert not inner.runs.computing()
     assert live._held_bytes() <= live._vram
 
 
