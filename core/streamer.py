@@ -273,7 +273,7 @@ class Streamer:
             self._tails.append((slot.offset, slot.end, list(slot.reads.values())))
         if slot.unit.slot is slot:
             slot.unit.slot = None
-        self.engine.freed(self.memory[slot.offset : slot.end])
+        self.engine.freed(self.memory, slot.offset, slot.end)
 
     def _use_of(self, slot: Slot) -> float | None:
         """When the slot's unit is expected again; None while it must stay."""
