@@ -46,5 +46,12 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+async def comfy_entrypoint() -> Any:
+    """What ComfyUI asks for when this folder lies in its custom_nodes; nothing of the nodes is imported before."""
+    from .nodes.extension import CaromExtension
+
+    return CaromExtension()
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

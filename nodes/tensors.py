@@ -1,0 +1,54 @@
+"""ComfyUI runs prompts in inference mode, so models loaded there hold inference tensors; sessions need ordinary ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def own_tensors(module: nn.Module) -> int:
+    """Put ordinary tensors over the same memory in the place of inference tensors; returns how many.
+
+    Nothing is copied, shared tensors stay shared, and parameters take no gradients (ComfyUI never asks for any, but
+    leaves ``requires_grad`` on).
+    """
+    made: dict[int, Any] = {}
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if tensor.is_inference():
+                    if id(tensor) not in made:
+                        made[id(tensor)] = tensor, ordinary(tensor)
+                    table[name] = made[id(tensor)][1]
+                elif tensor.requires_grad and tensor.is_leaf:
+                    tensor.requires_grad_(False)
+    return len(made)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """An ordinary tensor over the memory of an inference tensor, of the same kind and with the same attributes."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return _subclass(tensor)
+    new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    new.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    result = nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+    result.__dict__.update(tensor.__dict__)
+    return result
+
+
+def _subclass(tensor: Any) -> Any:
+    """Wrappers that name their inner tensors (quantised ones do) are made anew around ordinary ones."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor
+    names, context = tensor.__tensor_flatten__()
+    inner = {
+        name: ordinary(piece) if (piece := getattr(tensor, name)).is_inference() else piece for name in names
+    }
+    new = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
