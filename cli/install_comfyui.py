@@ -33,8 +33,12 @@ class Installation:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", help="the ComfyUI folder (the one with main.py), or its portable folder")
-    parser.add_argument("--uninstall", action="store_true", help="take Carom out of it again; nothing else is touched")
+    parser.add_argument(
+        "dir", metavar="DIR", help="the ComfyUI folder (the one with main.py), or its portable folder"
+    )
+    parser.add_argument(
+        "--uninstall", action="store_true", help="take Carom out of it again; nothing else is touched"
+    )
     parser.add_argument("--copy", action="store_true", help="copy the files instead of linking this folder")
 
 
@@ -56,7 +60,9 @@ def find_comfyui(folder: Path) -> Path:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give the ComfyUI folder, the one with main.py in it")
     for place in (folder, folder / "ComfyUI"):
-        if (place / "custom_nodes").is_dir() or ((place / "main.py").is_file() and (place / "comfy").is_dir()):
+        if (place / "custom_nodes").is_dir() or (
+            (place / "main.py").is_file() and (place / "comfy").is_dir()
+        ):
             return place
     raise ValueError(
         f"{folder} is no ComfyUI: it has neither custom_nodes nor main.py and comfy; give the folder that main.py is in"
@@ -66,7 +72,9 @@ def find_comfyui(folder: Path) -> Path:
 def version_of(root: Path) -> str:
     """ComfyUI's version, "" where it does not say (a data folder given with --base-directory)."""
     try:
-        found = re.search(r"""__version__\s*=\s*["']([^"']+)""", (root / "comfyui_version.py").read_text("utf-8"))
+        found = re.search(
+            r"""__version__\s*=\s*["']([^"']+)""", (root / "comfyui_version.py").read_text("utf-8")
+        )
     except OSError:
         return ""
     return found[1] if found else ""
@@ -93,7 +101,9 @@ def install(root: Path, *, copy: bool = False) -> Installation:
         return Installation("present", str(target), str(root), version, "")
     ours = _is_ours(target)
     if (target.exists() or target.is_symlink()) and not ours:
-        raise CaromError(f"{target} is there already and is not from this command; move it away, then run this again")
+        raise CaromError(
+            f"{target} is there already and is not from this command; move it away, then run this again"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     if ours:
         _remove(target)
@@ -146,7 +156,9 @@ def _place(target: Path, copy: bool) -> str:
     temporary = target.with_name(f".{NAME}.{os.getpid()}.tmp")
     try:
         shutil.copytree(source(), temporary, ignore=_LEFT_OUT)
-        (temporary / MARK).write_text("Copied by carom install-comfyui, which may remove this folder.\n", "utf-8")
+        (temporary / MARK).write_text(
+            "Copied by carom install-comfyui, which may remove this folder.\n", "utf-8"
+        )
         os.replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -157,7 +169,9 @@ def _remove(target: Path) -> None:
     if target.is_symlink():
         target.unlink()
     elif target.resolve() == source():
-        raise CaromError(f"{target} is this very checkout, not an installed copy; remove it by hand if you are sure")
+        raise CaromError(
+            f"{target} is this very checkout, not an installed copy; remove it by hand if you are sure"
+        )
     else:
         shutil.rmtree(target)
 

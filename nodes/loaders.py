@@ -61,8 +61,7 @@ def _embeddings() -> Any:
 def _reading(name: str, load: Callable[[], Any]) -> Any:
     """What ``load`` returns; whatever a bad file makes it raise becomes a message that names the file."""
     try:
-        with torch.inference_mode(False), torch.no_grad():
-            result = load()
+        result = load()
     except (CaromError, MemoryError):
         raise
     except Exception as error:

@@ -42,9 +42,7 @@ def static_clone(patcher: Any) -> Any:
         return patcher.clone()
     known = patcher.model.__dict__.get(_STATIC)
     if known is None:
-        # Ordinary tensors from the start: what is loaded in inference mode would have to be wrapped anew.
-        with torch.inference_mode(False), torch.no_grad():
-            known = patcher.model.__dict__[_STATIC] = patcher.clone(disable_dynamic=True)
+        known = patcher.model.__dict__[_STATIC] = patcher.clone(disable_dynamic=True)
     return patcher.clone(disable_dynamic=True, model_override=known.get_clone_model_override())
 
 

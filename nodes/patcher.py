@@ -32,6 +32,7 @@ class CaromPatcher:
     patches: dict
     backup: dict
     size: int
+    skip_injection: bool
 
     @property
     def _carom(self) -> Streaming:
@@ -122,13 +123,11 @@ class CaromPatcher:
     def _unload(self) -> None:
         """No weight on the device, no patch in a weight; object patches stay."""
         super().unpatch_model(self.offload_device, unpatch_weights=True)  # type: ignore[misc]
-        for name, patch in self.object_patches.items():  # type: ignore[attr-defined]
-            path, _, leaf = name.rpartition(".")
-            owner = self.model
-            for step in path.split(".") if path else ():
-                owner = getattr(owner, step)
-            self.object_patches_backup.setdefault(name, getattr(owner, leaf))  # type: ignore[attr-defined]
-            setattr(owner, leaf, patch)
+        before, self.skip_injection = self.skip_injection, True  # who called for a load injects after it
+        try:
+            super().patch_model(load_weights=False)  # type: ignore[misc]
+        finally:
+            self.skip_injection = before
 
     def partially_load(self, device_to: Any, extra_memory: float = 0, *args: Any, **kwargs: Any) -> Any:
         carom, model = self._carom, self.model

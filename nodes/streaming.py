@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import BudgetError
+from ..core.errors import BudgetError, UnsupportedError
 from ..core.report import Report
 from ..core.session import Session, stream
 from . import host
 from .policy import Settings, describe, parse_limit
-from .tensors import own_tensors
+from .tensors import own_tensors, wrapped_kind
 
 # What ComfyUI calls on models whose own forward it does not call: text encoders, then VAEs.
 ENTRANCES = ("encode_token_weights", "generate", "encode", "decode")
@@ -65,6 +65,12 @@ class Streaming:
         if not isinstance(root, nn.Module):
             root = Scope(model)
             entrances = tuple(name for name in ENTRANCES if callable(getattr(model, name, None)))
+        kind = wrapped_kind(root)
+        if kind:
+            raise UnsupportedError(
+                f"its weights are of the kind {kind}, which this version of Carom does not stream; set mode to auto or "
+                "native, or take a checkpoint in bf16, fp16 or plain fp8"
+            )
         own_tensors(root)
         limit = parse_limit(settings.vram, host.device_bytes(device))
         with _laying_out():

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.ops import HostParameter, HostTensor
+
 
 def own_tensors(module: nn.Module) -> int:
     """Put ordinary tensors over the same memory in the place of inference tensors; returns how many.
@@ -18,7 +20,7 @@ def own_tensors(module: nn.Module) -> int:
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for name, tensor in table.items():
-                if tensor is None:
+                if tensor is None or not _plain(tensor):
                     continue
                 if tensor.is_inference():
                     if id(tensor) not in made:
@@ -33,8 +35,6 @@ def own_tensors(module: nn.Module) -> int:
 @torch.no_grad()
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
     """An ordinary tensor over the memory of an inference tensor, of the same kind and with the same attributes."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter):
-        return _subclass(tensor)
     new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     new.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
     result = nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
@@ -42,13 +42,15 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _subclass(tensor: Any) -> Any:
-    """Wrappers that name their inner tensors (quantised ones do) are made anew around ordinary ones."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return tensor
-    names, context = tensor.__tensor_flatten__()
-    inner = {
-        name: ordinary(piece) if (piece := getattr(tensor, name)).is_inference() else piece for name in names
-    }
-    new = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
-    return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
+def wrapped_kind(module: nn.Module) -> str:
+    """The class of weights that are no plain tensors but wrap several (quantised ones, GGUF), "" where there are none."""
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for tensor in table.values():
+                if tensor is not None and not _plain(tensor):
+                    return type(tensor).__name__
+    return ""
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter, HostParameter, HostTensor)

@@ -34,7 +34,10 @@ def main(comfyui: str, folder: str) -> None:
     save(weights(wan(), 5), models / "diffusion_models" / "wan.safetensors")
     unet = weights(sd15(), 6, torch.float16)
     save(unet, models / "diffusion_models" / "sd15.safetensors")
-    clip = {"text_model." + k.removeprefix("text_model."): v for k, v in weights(clip_l(), 7, torch.float16).items()}
+    clip = {
+        "text_model." + k.removeprefix("text_model."): v
+        for k, v in weights(clip_l(), 7, torch.float16).items()
+    }
     save(clip, models / "text_encoders" / "clip_l.safetensors")
     whole = {"model.diffusion_model." + k: v for k, v in unet.items()}
     whole.update({"cond_stage_model.transformer." + k: v for k, v in clip.items()})
@@ -61,7 +64,12 @@ def wan() -> Any:
     from comfy.ldm.wan.model import WanModel  # type: ignore[import-not-found]
 
     return WanModel(
-        dim=256, ffn_dim=512, num_heads=2, num_layers=4, dtype=torch.float32, operations=ops.disable_weight_init
+        dim=256,
+        ffn_dim=512,
+        num_heads=2,
+        num_layers=4,
+        dtype=torch.float32,
+        operations=ops.disable_weight_init,
     )
 
 
@@ -83,7 +91,9 @@ def clip_l() -> Any:
     from comfy import clip_model, ops, sd1_clip  # type: ignore[import-not-found]
 
     path = Path(sd1_clip.__file__).with_name("sd1_clip_config.json")
-    return clip_model.CLIPTextModel(json.loads(path.read_text("utf-8")), torch.float32, "cpu", ops.disable_weight_init)
+    return clip_model.CLIPTextModel(
+        json.loads(path.read_text("utf-8")), torch.float32, "cpu", ops.disable_weight_init
+    )
 
 
 def taesd() -> Any:
@@ -132,8 +142,12 @@ def lora(flux_weights: dict[str, Any], seed: int) -> dict[str, Any]:
     for name, tensor in flux_weights.items():
         if tensor.dim() == 2 and name.endswith(("qkv.weight", "linear1.weight", "mlp.0.weight")):
             base = "diffusion_model." + name.removesuffix(".weight")
-            found[f"{base}.lora_down.weight"] = torch.randn(LORA_RANK, tensor.shape[1], generator=generator) * 0.1
-            found[f"{base}.lora_up.weight"] = torch.randn(tensor.shape[0], LORA_RANK, generator=generator) * 0.1
+            found[f"{base}.lora_down.weight"] = (
+                torch.randn(LORA_RANK, tensor.shape[1], generator=generator) * 0.1
+            )
+            found[f"{base}.lora_up.weight"] = (
+                torch.randn(tensor.shape[0], LORA_RANK, generator=generator) * 0.1
+            )
     return found
 
 

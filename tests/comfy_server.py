@@ -16,7 +16,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 PATHS = [path for path in os.environ.get("COMFYUI_PATH", "").split(os.pathsep) if path]
 PYTHON = os.environ.get("COMFYUI_PYTHON", sys.executable)
-REASON = "set COMFYUI_PATH to a ComfyUI folder (several: separated as in PATH) to run the tests of the real server"
+REASON = (
+    "set COMFYUI_PATH to a ComfyUI folder (several: separated as in PATH) to run the tests of the real server"
+)
 
 
 class PromptFailed(Exception):
@@ -39,7 +41,9 @@ class Server:
         nodes = self.base / "custom_nodes"
         for folder in (nodes / "carom_test", self.base / "input", self.base / "user"):
             folder.mkdir(parents=True)
-        (nodes / "carom_test" / "__init__.py").write_text((HERE / "comfy_test_nodes.py").read_text("utf-8"), "utf-8")
+        (nodes / "carom_test" / "__init__.py").write_text(
+            (HERE / "comfy_test_nodes.py").read_text("utf-8"), "utf-8"
+        )
         made = subprocess.run(
             [PYTHON, str(HERE / "comfy_maker.py"), self.comfyui, str(self.base / "models")],
             capture_output=True, text=True, timeout=300,
@@ -86,18 +90,20 @@ class Server:
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
             text = answer.read().decode("utf-8")
-        return json.loads(text) if text[:1] in "[{" else text
+        return json.loads(text) if text.startswith(("[", "{")) else text
 
     def post(self, path: str, data: Any) -> Any:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", json.dumps(data).encode(), {"Content-Type": "application/json"}
+            f"http://127.0.0.1:{self.port}{path}",
+            json.dumps(data).encode(),
+            {"Content-Type": "application/json"},
         )
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 text = answer.read().decode("utf-8")
         except urllib.error.HTTPError as error:
             raise PromptFailed(error.read().decode("utf-8", "replace")) from error
-        return json.loads(text) if text[:1] in "[{" else text
+        return json.loads(text) if text.startswith(("[", "{")) else text
 
     def queue(self, prompt: dict) -> str:
         """Post a prompt without waiting; returns its id."""
@@ -113,13 +119,15 @@ class Server:
                     raise PromptFailed(json.dumps(found["status"].get("messages", [])))
                 return found["outputs"]
             time.sleep(0.05)
-        raise TimeoutError(f"prompt {prompt_id} did not end:\n{self.log.read_text('utf-8', 'replace')[-3000:]}")
+        raise TimeoutError(
+            f"prompt {prompt_id} did not end:\n{self.log.read_text('utf-8', 'replace')[-3000:]}"
+        )
 
     def run(self, prompt: dict, timeout: float = 120) -> dict:
         return self.result(self.queue(prompt), timeout)
 
     def free(self) -> None:
-        """"Free model and node cache" of the menu; waits until it is done."""
+        """ "Free model and node cache" of the menu; waits until it is done."""
         self.post("/free", {"unload_models": True, "free_memory": True})
         time.sleep(1.5)
 

@@ -16,7 +16,9 @@ class Conditioning:
     @classmethod
     def INPUT_TYPES(cls):
         number = ("INT", {"default": 8, "min": 1, "max": 1 << 16})
-        return {"required": {"tokens": number, "width": number, "pooled": number, "seed": ("INT", {"default": 0})}}
+        return {
+            "required": {"tokens": number, "width": number, "pooled": number, "seed": ("INT", {"default": 0})}
+        }
 
     def make(self, tokens, width, pooled, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -53,7 +55,10 @@ class Hash:
             value = value[0][0]
         value = value.contiguous()
         finite = bool(torch.isfinite(value.float()).all())
-        told = {"hash": [hashlib.sha256(value.view(torch.uint8).numpy().tobytes()).hexdigest()], "finite": [finite]}
+        told = {
+            "hash": [hashlib.sha256(value.view(torch.uint8).numpy().tobytes()).hexdigest()],
+            "finite": [finite],
+        }
         if model is not None:
             told["class"] = [type(model).__name__]
             told["held"] = [int(model.loaded_size())]
@@ -166,7 +171,9 @@ class Squeeze:
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"latent": ("LATENT",), "model": ("MODEL",), "share": ("FLOAT", {"default": 0.5})}}
+        return {
+            "required": {"latent": ("LATENT",), "model": ("MODEL",), "share": ("FLOAT", {"default": 0.5})}
+        }
 
     def make(self, latent, model, share):
         model.partially_unload(model.offload_device, int(model.loaded_size() * share))

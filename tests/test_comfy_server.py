@@ -19,7 +19,7 @@ from tests_comfy_server import PATHS, PYTHON, REASON, PromptFailed, Server, node
 pytestmark = [pytest.mark.skipif(not PATHS, reason=REASON), pytest.mark.timeout(600)]
 SHAPES = {"flux": "1,16,16,16", "wan": "1,16,1,8,8", "sd15": "1,4,16,16"}
 CONDITIONS = {"flux": (128, 64), "wan": (4096, 64), "sd15": (768, 768)}
-LIMITS = {"flux": "8MiB", "wan": "3MiB", "sd15": "20MiB"}
+LIMITS = {"flux": "8MiB", "wan": "9MiB", "sd15": "20MiB"}
 
 
 @pytest.fixture(scope="module", params=PATHS or ["none"], ids=lambda path: Path(path).name)
@@ -72,7 +72,9 @@ def stock(family: str, name: str = "", dtype: str = "default", **options: Any) -
     return Graph(family, loader, **options)
 
 
-def ours(family: str, name: str = "", dtype: str = "default", vram: str = "", mode: str = "stream", **options: Any):
+def ours(
+    family: str, name: str = "", dtype: str = "default", vram: str = "", mode: str = "stream", **options: Any
+):
     loader = node(
         "CaromLoadDiffusionModel", unet_name=f"{name or family}.safetensors", weight_dtype=dtype, mode=mode,
         vram=vram or LIMITS[family],
@@ -110,7 +112,9 @@ def test_all_nodes_are_there_with_tooltips_docs_and_locale(server):
 
 def test_loader_offers_what_the_stock_loader_offers(server):
     stock_types = server.get("/object_info/UNETLoader")["UNETLoader"]["input"]["required"]["weight_dtype"][0]
-    inputs = server.get("/object_info/CaromLoadDiffusionModel")["CaromLoadDiffusionModel"]["input"]["required"]
+    inputs = server.get("/object_info/CaromLoadDiffusionModel")["CaromLoadDiffusionModel"]["input"][
+        "required"
+    ]
     spec = inputs["weight_dtype"]
     assert (spec[0] if isinstance(spec[0], list) else spec[1]["options"]) == stock_types
 
@@ -131,9 +135,12 @@ def test_fp8_cast_weights_stream(server, dtype):
 
 
 def test_quantised_checkpoint_gives_the_same_latents(server):
-    """Its weights are tensor subclasses, which this engine keeps on the device: it runs, within core's own rules."""
-    graph = ours("flux", name="flux_quant", vram="auto", mode="auto")
-    assert hash_of(server, graph) == hash_of(server, stock("flux", name="flux_quant"))
+    """Its weights are tensor subclasses, which this version leaves to ComfyUI: the same latents, or a word about it."""
+    reference = hash_of(server, stock("flux", name="flux_quant"))
+    assert hash_of(server, ours("flux", name="flux_quant", vram="auto", mode="auto")) == reference
+    with pytest.raises(PromptFailed, match="QuantizedTensor, which this version of Carom does not stream"):
+        server.run(ours("flux", name="flux_quant").prompt())
+    assert hash_of(server, stock("flux", name="flux_quant")) == reference
 
 
 def test_offload_node_wraps_any_model(server):
@@ -162,8 +169,13 @@ def test_lora_before_and_after_and_stacked(server):
 def test_keyframed_lora_hooks(server):
     def hooked(graph: Graph) -> Graph:
         graph.steps = 4
-        graph.nodes["hook"] = node("CreateHookLoraModelOnly", lora_name="flux.safetensors", strength_model=1.0)
-        graph.nodes["key"] = node("CreateHookKeyframe", strength_mult=0.0, start_percent=0.5)
+        graph.nodes["hook"] = node(
+            "CreateHookLoraModelOnly", lora_name="flux.safetensors", strength_model=1.0
+        )
+        graph.nodes["first"] = node("CreateHookKeyframe", strength_mult=1.0, start_percent=0.0)
+        graph.nodes["key"] = node(
+            "CreateHookKeyframe", strength_mult=0.3, start_percent=0.5, prev_hook_kf=["first", 0]
+        )
         graph.nodes["keyed"] = node("SetHookKeyframes", hooks=["hook", 0], hook_kf=["key", 0])
         graph.nodes["with"] = node(
             "ConditioningSetProperties", cond_NEW=["cond", 0], hooks=["keyed", 0], strength=1.0,
@@ -201,7 +213,9 @@ def test_stock_and_carom_branches_of_one_model(server):
     for _ in range(2):
         assert hash_of(server, stock("flux").then("CaromOffload", mode="stream", vram="8MiB")) == reference
         assert hash_of(server, stock("flux", seed=9)) == hash_of(server, ours("flux", seed=9))
-        assert hash_of(server, lora(stock("flux")).then("CaromOffload", mode="stream", vram="8MiB")) == with_lora
+        assert (
+            hash_of(server, lora(stock("flux")).then("CaromOffload", mode="stream", vram="8MiB")) == with_lora
+        )
 
 
 def test_giving_vram_back_in_the_middle(server):
@@ -242,7 +256,7 @@ def clip_prompt(loader: dict, text: str = "a lighthouse", offload: bool = False)
     nodes = {"clip": loader}
     source = ["clip", 0]
     if offload:
-        nodes["off"] = node("CaromOffloadCLIP", clip=["clip", 0], mode="stream", vram="60MiB")
+        nodes["off"] = node("CaromOffloadCLIP", clip=["clip", 0], mode="stream", vram="90MiB")
         source = ["off", 0]
     nodes["encode"] = node("CLIPTextEncode", clip=source, text=text)
     nodes["hash"] = node("CaromTestHash", value=["encode", 0])
@@ -254,7 +268,7 @@ def test_text_encoders_stream_too(server):
     loader = node("CLIPLoader", clip_name="clip_l.safetensors", type="stable_diffusion")
     reference = server.run({k: v for k, v in clip_prompt(loader).items() if k != "report"})["hash"]
     mine = node(
-        "CaromLoadCLIP", clip_name="clip_l.safetensors", type="stable_diffusion", mode="stream", vram="60MiB"
+        "CaromLoadCLIP", clip_name="clip_l.safetensors", type="stable_diffusion", mode="stream", vram="90MiB"
     )
     for prompt in (clip_prompt(mine), clip_prompt(loader, offload=True)):
         outputs = server.run(prompt)
@@ -281,7 +295,7 @@ def test_checkpoint_with_clip_and_vae(server):
         }  # fmt: skip
 
     reference = server.run(prompt(node("CheckpointLoaderSimple", ckpt_name="sd15.safetensors")))["hash"]
-    mine = node("CaromLoadCheckpoint", ckpt_name="sd15.safetensors", mode="stream", vram="60MiB")
+    mine = node("CaromLoadCheckpoint", ckpt_name="sd15.safetensors", mode="stream", vram="90MiB")
     assert server.run(prompt(mine))["hash"]["hash"] == reference["hash"]
 
 
