@@ -46,6 +46,10 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+# Read by ComfyUI: where the page finds the nodes' docs.
+WEB_DIRECTORY = "./web"
+
+
 async def comfy_entrypoint() -> Any:
     """What ComfyUI asks for when this folder lies in its custom_nodes; nothing of the nodes is imported before."""
     from .nodes.extension import CaromExtension
