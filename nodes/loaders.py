@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,7 @@ NO_FILE = "none"
 
 def _stock(name: str) -> Any:
     """One of ComfyUI's own node classes."""
-    import nodes  # type: ignore[import-not-found]  # ComfyUI's, not this package
-
-    return nodes.NODE_CLASS_MAPPINGS[name]
+    return importlib.import_module("nodes").NODE_CLASS_MAPPINGS[name]  # ComfyUI's module, not this package
 
 
 def _options(node: str, widget: str) -> list[str]:

@@ -222,4 +222,5 @@ def strip(patcher: Any) -> Any:
     """``patcher`` itself, of the class it had before `wear`."""
     if isinstance(patcher, CaromPatcher):
         patcher.__class__ = type(patcher).__mro__[2]
+        patcher.size = 0  # clones carry what `model_size` said; let it be counted again
     return patcher
