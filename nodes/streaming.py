@@ -17,6 +17,7 @@ from ..core.session import Session, stream
 from . import host
 from .policy import Settings, describe, parse_limit
 from .tensors import own_tensors, wrapped_kind
+from .wrapped import put_together, take_apart
 
 # What ComfyUI calls on models whose own forward it does not call: text encoders, then VAEs.
 ENTRANCES = ("encode_token_weights", "generate", "encode", "decode")
@@ -65,29 +66,36 @@ class Streaming:
         if not isinstance(root, nn.Module):
             root = Scope(model)
             entrances = tuple(name for name in ENTRANCES if callable(getattr(model, name, None)))
-        kind = wrapped_kind(root)
-        if kind:
-            raise UnsupportedError(
-                f"its weights are of the kind {kind}, which this version of Carom does not stream; set mode to auto or "
-                "native, or take a checkpoint in bf16, fp16 or plain fp8"
-            )
-        own_tensors(root)
-        limit = parse_limit(settings.vram, host.device_bytes(device))
-        with _laying_out():
-            try:
-                session = _stream(root, device, bound, settings)
-            except BudgetError as error:
-                if error.least_bytes is None or error.least_bytes > limit:
-                    raise
-                # Less than this cannot run at all; ComfyUI's own estimate has reserves to give.
-                bound = error.least_bytes
-                session = _stream(root, device, bound, settings)
+        self._undo.callback(put_together, take_apart(root))
+        try:
+            session, bound = self._attach(root, device, bound, settings)
+        except BaseException:
+            self._undo.close()
+            raise
         self.session, self.budget = session, bound
         for name in entrances:
             self._enter_by(model, root, name)
         handle = root.register_forward_pre_hook(_quiet(functools.partial(_guard, weakref.ref(self))))
         self._undo.callback(handle.remove)
         self._measure()
+
+    @staticmethod
+    def _attach(root: nn.Module, device: torch.device, bound: int, settings: Settings) -> tuple[Session, int]:
+        kind = wrapped_kind(root)
+        if kind:
+            raise UnsupportedError(
+                f"its weights are of the kind {kind}, which Carom cannot take apart; set mode to auto or native"
+            )
+        own_tensors(root)
+        limit = parse_limit(settings.vram, host.device_bytes(device))
+        with _laying_out():
+            try:
+                return _stream(root, device, bound, settings), bound
+            except BudgetError as error:
+                if error.least_bytes is None or error.least_bytes > limit:
+                    raise
+                # Less than this cannot run at all; ComfyUI's own estimate has reserves to give.
+                return _stream(root, device, error.least_bytes, settings), error.least_bytes
 
     def _enter_by(self, model: nn.Module, scope: nn.Module, name: str) -> None:
         method = getattr(model, name)
@@ -118,11 +126,11 @@ class Streaming:
             return
         with contextlib.suppress(Exception):
             self._last = session.report()
-        self._undo.close()
         try:
             with _laying_out():
                 session.close()
         finally:
+            self._undo.close()
             host.count_pinned(-self._pinned)
             self._pinned = self.held = self.streamed = 0
 
@@ -205,6 +213,7 @@ def _guard(reference: weakref.ref[Streaming], root: nn.Module, args: Any) -> Non
         getattr(model, "model_loaded_weight_memory", 0),
     )
     if found != streaming.expected:
+        streaming._undo.callback(put_together, take_apart(root))
         own_tensors(root)
         streaming.expected = found
 

@@ -20,7 +20,7 @@ def own_tensors(module: nn.Module) -> int:
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for name, tensor in table.items():
-                if tensor is None or not _plain(tensor):
+                if tensor is None or not is_plain(tensor):
                     continue
                 if tensor.is_inference():
                     if id(tensor) not in made:
@@ -43,14 +43,15 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wrapped_kind(module: nn.Module) -> str:
-    """The class of weights that are no plain tensors but wrap several (quantised ones, GGUF), "" where there are none."""
+    """The class of the first weight that is no plain tensor, "" where there is none."""
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for tensor in table.values():
-                if tensor is not None and not _plain(tensor):
+                if tensor is not None and not is_plain(tensor):
                     return type(tensor).__name__
     return ""
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a session can stream it: no subclass but the one that streamed tensors wear."""
     return type(tensor) in (torch.Tensor, nn.Parameter, HostParameter, HostTensor)

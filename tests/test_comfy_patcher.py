@@ -429,23 +429,113 @@ def test_comfyuis_limit_of_pinned_memory_is_obeyed(comfy, monkeypatch, most):
     assert report is not None and report.pinned_bytes <= max(0, most)
 
 
-class Wrapped(torch.Tensor):
-    """A weight that is no plain tensor, as quantised ones are."""
+class Scaled(torch.Tensor):
+    """A quantised weight: whole numbers and a scale, told apart by torch's protocol."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict, context: Any, shape: Any, stride: Any) -> Any:
+        return Scaled(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Scaled(args[0].codes, args[0].scale)
+        plain = torch.utils._pytree.tree_map(
+            lambda a: a.codes * a.scale if isinstance(a, Scaled) else a, args
+        )
+        return func(*plain, **(kwargs or {}))
 
 
-def wrapped_model(comfy: Any) -> Any:
+class Dressed(torch.Tensor):
+    """A weight in a class of its own over plain memory, with attributes, as GGUF's are."""
+
+
+@torch.inference_mode()
+def wrapped_model(comfy: Any, kind: type) -> Any:
     model = filled(Model(comfy.Linear))
-    layer = model.diffusion_model.blocks[1].up
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Wrapped), requires_grad=False)
+    for block in model.diffusion_model.blocks:
+        for layer in (block.up, block.down):
+            if kind is Scaled:
+                codes = (layer.weight / 0.01).round().to(torch.int8)
+                layer.weight = nn.Parameter(Scaled(codes, torch.tensor(0.01)), requires_grad=False)
+            else:
+                layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Dressed), requires_grad=False)
+                layer.weight.kind = "Q8"
     return model
 
 
-def test_wrapped_weights_stay_comfyuis_and_the_reason_is_said(comfy):
-    patcher = wear(comfy.ModelPatcher(wrapped_model(comfy), CPU, CPU), Settings("auto", LIMIT))
-    assert torch.equal(run(patcher).as_subclass(torch.Tensor), plain_result(comfy))
-    assert "Wrapped" in streaming_of(patcher.model).line(0)
-    forced = wear(comfy.ModelPatcher(wrapped_model(comfy), CPU, CPU), Settings("stream", LIMIT))
-    with pytest.raises(carom.UnsupportedError, match="Wrapped"):
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Dressed])
+def test_wrapped_weights_stream_in_parts_and_come_back_whole(comfy, kind):
+    stock = comfy.ModelPatcher(wrapped_model(comfy, kind), CPU, CPU)
+    reference = plain(run(stock, 1))
+    model = wrapped_model(comfy, kind)
+    order = [name for name, _ in model.named_parameters()]
+    patcher = wear(comfy.ModelPatcher(model, CPU, CPU), Settings("stream", str(2 * BLOCK)))
+    for _ in range(2):
+        assert torch.equal(plain(run(patcher)), reference)
+        report = streaming_of(model).report()
+        assert report is not None and report.streamed_bytes > 0 and not report.resident_by_need
+        weight = model.diffusion_model.blocks[2].up.weight
+        assert type(weight) is kind and getattr(weight, "kind", "Q8") == "Q8"
+        patcher.detach()
+        assert [name for name, _ in model.named_parameters()] == order
+        assert type(model.diffusion_model.blocks[2].up) is comfy.Linear
+        weight = model.diffusion_model.blocks[2].up.weight
+        assert isinstance(weight, kind) and isinstance(weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("timing", ["late", "random"])
+def test_wrapped_weights_are_put_together_of_slots_that_have_arrived(comfy, monkeypatch, timing):
+    reference = plain(run(comfy.ModelPatcher(wrapped_model(comfy, Scaled), CPU, CPU), 1))
+    make_session = streaming.stream
+    device = carom.SimulatedDevice(seed=2, timing=timing)
+    monkeypatch.setattr(streaming, "stream", lambda *a, **k: make_session(*a, **{**k, "device": device}))
+    patcher = wear(
+        comfy.ModelPatcher(wrapped_model(comfy, Scaled), CPU, CPU),
+        Settings("stream", str(BLOCK), granularity="layer"),
+    )
+    assert torch.equal(plain(run(patcher)), reference)
+
+
+def test_a_weight_put_in_the_place_of_a_wrapped_one_stands(comfy):
+    patcher = wear(
+        comfy.ModelPatcher(wrapped_model(comfy, Scaled), CPU, CPU), Settings("stream", str(3 * BLOCK))
+    )
+    before = plain(run(patcher))
+    layer = patcher.model.diffusion_model.blocks[2].up
+    with torch.inference_mode():
+        layer.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH), requires_grad=False)
+    assert type(layer.weight) is nn.Parameter
+    assert not torch.equal(plain(run(patcher)), before)
+    patcher.detach()
+    assert torch.equal(plain(layer.weight), torch.zeros(WIDTH, WIDTH))
+
+
+def test_weights_that_cannot_be_taken_apart_stay_comfyuis_and_the_reason_is_said(comfy, monkeypatch):
+    monkeypatch.delattr(Scaled, "__tensor_flatten__")
+    reference = plain(run(comfy.ModelPatcher(wrapped_model(comfy, Scaled), CPU, CPU), 1))
+    patcher = wear(comfy.ModelPatcher(wrapped_model(comfy, Scaled), CPU, CPU), Settings("auto", LIMIT))
+    assert torch.equal(plain(run(patcher)), reference)
+    assert "Scaled" in streaming_of(patcher.model).line(0)
+    forced = wear(comfy.ModelPatcher(wrapped_model(comfy, Scaled), CPU, CPU), Settings("stream", LIMIT))
+    with pytest.raises(carom.UnsupportedError, match="Scaled"):
         run(forced)
 
 

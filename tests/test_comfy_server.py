@@ -134,13 +134,15 @@ def test_fp8_cast_weights_stream(server, dtype):
     assert told["hash"][0] == hash_of(server, stock("flux", dtype=dtype))
 
 
-def test_quantised_checkpoint_gives_the_same_latents(server):
-    """Its weights are tensor subclasses, which this version leaves to ComfyUI: the same latents, or a word about it."""
+def test_quantised_checkpoints_stream_with_and_without_lora(server):
     reference = hash_of(server, stock("flux", name="flux_quant"))
-    assert hash_of(server, ours("flux", name="flux_quant", vram="auto", mode="auto")) == reference
-    with pytest.raises(PromptFailed, match="QuantizedTensor, which this version of Carom does not stream"):
-        server.run(ours("flux", name="flux_quant").prompt())
-    assert hash_of(server, stock("flux", name="flux_quant")) == reference
+    told = told_by(server, ours("flux", name="flux_quant", vram="6MiB"))
+    assert told["class"] == ["CaromModelPatcher"] and told["held"][0] <= 6 << 20
+    assert told["hash"][0] == reference
+    patched = hash_of(server, lora(stock("flux", name="flux_quant")).then("CaromTestLowVram"))
+    assert patched != reference
+    assert hash_of(server, lora(ours("flux", name="flux_quant", vram="6MiB"))) == patched
+    assert hash_of(server, ours("flux", name="flux_quant", vram="6MiB")) == reference
 
 
 def test_offload_node_wraps_any_model(server):
