@@ -57,7 +57,11 @@ class Server:
             "--disable-auto-launch", "--disable-metadata", *options,
         ]  # fmt: skip
         with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(command, cwd=self.comfyui, stdout=log, stderr=subprocess.STDOUT)
+            # Layers this small only wait for other threads.
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(
+                command, cwd=self.comfyui, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
         give_up = time.monotonic() + 180
         while time.monotonic() < give_up:
             if self._process.poll() is not None:

@@ -101,7 +101,7 @@ def test_all_nodes_are_there_with_tooltips_docs_and_locale(server):
     }  # fmt: skip
     translated = server.get("/i18n")["en"]["nodeDefs"]
     for name, info in mine.items():
-        for group in info["input"].values():
+        for group in (info["input"].get("required", {}), info["input"].get("optional", {})):
             for widget, spec in group.items():
                 assert spec[1].get("tooltip"), f"{name}.{widget} has no tooltip"
                 assert widget in translated[name]["inputs"]
