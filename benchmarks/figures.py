@@ -83,7 +83,9 @@ class Results:
 
     def roofline(self, key: str, base: str) -> Roofline:
         """The bound on case `key`, from the resident run `base` and the link."""
-        return roofline(self.cases[key], self.get(base)["phases_ms"], self.link())
+        return roofline(
+            self.cases[key], self.get(base)["phases_ms"], self.link(), self.get(key).get("report")
+        )
 
 
 def ratio(results: Results, key: str, to: str) -> float:
@@ -163,9 +165,11 @@ def attach_rate(results: Results, key: str) -> float:
 
 
 def host_overhead(results: Results, keys: list[str], base: str) -> float:
-    """Microseconds of wall time added a block where the host binds; the worst of `keys` over the resident `base`."""
+    """Microseconds of wall time added a call of a block where the host binds; the worst of `keys` over the resident `base`."""
     base_ms = results.get(base)["wall_ms_per_step"]
-    return max(1e3 * (results.get(k)["wall_ms_per_step"] - base_ms) / results.cases[k].depth for k in keys)
+    case = results.cases[base]
+    calls = case.depth * case.repeat
+    return max(1e3 * (results.get(k)["wall_ms_per_step"] - base_ms) / calls for k in keys)
 
 
 def within_memory(results: Results, keys: list[str], base: str, limit_bytes: float) -> float:
@@ -180,6 +184,11 @@ def within_memory(results: Results, keys: list[str], base: str, limit_bytes: flo
     if not fitting:
         raise Missing(f"no case reserves {limit_bytes / 1e9:.2f} GB or less")
     return min(fitting)
+
+
+def within_memory_of(results: Results, keys: list[str], base: str, other: str) -> float:
+    """The same with what case `other` reserved in this run as the limit."""
+    return within_memory(results, keys, base, results.reserved(other))
 
 
 def differing(results: Results, pairs: dict[str, str]) -> float:
