@@ -29,10 +29,10 @@ def offload(patcher: Any, settings: Settings) -> tuple[Any, Way]:
         kept = strip(patcher.clone())
         kept.attachments[KEY] = replace(settings, reason=way.reason)
         return kept, way
-    return wear(static_clone(patcher), settings), way
+    return wear(static_clone(patcher, settings), settings), way
 
 
-def static_clone(patcher: Any) -> Any:
+def static_clone(patcher: Any, settings: Settings) -> Any:
     """A clone outside dynamic VRAM, over the same weights where that is possible.
 
     Leaving dynamic VRAM runs the loader again, so what it gave is kept with the dynamic model: another LoRA or
@@ -42,8 +42,12 @@ def static_clone(patcher: Any) -> Any:
         return patcher.clone()
     known = patcher.model.__dict__.get(_STATIC)
     if known is None:
-        known = patcher.model.__dict__[_STATIC] = patcher.clone(disable_dynamic=True)
-    return patcher.clone(disable_dynamic=True, model_override=known.get_clone_model_override())
+        known = patcher.model.__dict__[_STATIC] = wear(patcher.clone(disable_dynamic=True), settings)
+        known.parent = None  # it lives in the parent's model: no circle
+    copy = patcher.clone(disable_dynamic=True, model_override=known.get_clone_model_override())
+    # When the copy goes, ComfyUI looks to its parent for the model that is still loaded: that is the static one's.
+    copy.parent = known
+    return copy
 
 
 def offload_clip(clip: Any, settings: Settings) -> tuple[Any, Way]:

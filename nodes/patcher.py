@@ -133,7 +133,7 @@ class CaromPatcher:
         carom, model = self._carom, self.model
         force = bool(args[0] if args else kwargs.get("force_patch_weights", False))
         before = self.loaded_size()  # type: ignore[attr-defined]
-        bound = min(before + extra_memory, self._limit())
+        bound = max(0, min(before + extra_memory, self._limit()))
         if bound >= carom.total:
             if carom.session is not None:
                 self._leave()
@@ -144,8 +144,11 @@ class CaromPatcher:
         with self.use_ejected(skip_and_inject_on_exit_only=True):  # type: ignore[attr-defined]
             known = model.current_weight_patches_uuid
             changed = known is not None and (known != self.patches_uuid or force)  # type: ignore[attr-defined]
+            ours = carom.session is not None
+            if ours and changed and self.backup:
+                carom.close()  # merged patches are taken out of weights, which must be ComfyUI's own for that
             # None: the functions go, the weights stay where the session has them.
-            super().unpatch_model(None, unpatch_weights=changed and carom.session is not None)  # type: ignore[misc]
+            super().unpatch_model(None, unpatch_weights=changed and ours)  # type: ignore[misc]
             self.patch_model(load_weights=False)  # type: ignore[attr-defined]
             try:
                 if carom.session is None or changed or known is None:

@@ -18,9 +18,13 @@ def own_tensors(module: nn.Module) -> int:
     """
     made: dict[int, Any] = {}
     for part in module.modules():
-        for table in (part._parameters, part._buffers):
+        tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for table in tables:
             for name, tensor in table.items():
                 if tensor is None or not is_plain(tensor):
+                    continue
+                if tensor.is_meta and hasattr(part, "comfy_cast_weights"):
+                    table[name] = _zeros(tensor)
                     continue
                 if tensor.is_inference():
                     if id(tensor) not in made:
@@ -40,6 +44,13 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
     result = nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
     result.__dict__.update(tensor.__dict__)
     return result
+
+
+@torch.inference_mode(False)
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """What ComfyUI's full load puts where a checkpoint lacks a weight."""
+    new = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
 
 
 def wrapped_kind(module: nn.Module) -> str:

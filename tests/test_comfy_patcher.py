@@ -232,8 +232,13 @@ def test_patches_of_weights_that_cannot_be_cast_on_the_fly_are_merged(comfy):
     patched = patcher.clone()
     patched.add_patches(patches, 1.0)
     original = filled(Model(comfy.Linear)).diffusion_model.scale.detach()
-    merged = before / original * (original + 0.5)
-    assert torch.allclose(run(patched), merged, atol=1e-5)
+    for _ in range(2):
+        patcher.detach(unpatch_all=False)
+        assert torch.allclose(run(patched), before / original * (original + 0.5), atol=1e-5)
+        again = patched.clone()
+        again.add_patches(patches, 1.0)
+        patched.detach(unpatch_all=False)
+        assert torch.allclose(run(again), before / original * (original + 1.0), atol=1e-5)
     assert torch.equal(run(patcher), before)
 
 
@@ -295,6 +300,22 @@ def test_wrapping_inference_tensors_copies_nothing_and_keeps_ties():
     assert model[1].weight is model[0].weight and model[0].weight.marked == "yes"
     assert not any(p.is_inference() or p.requires_grad for p in model.parameters())
     assert own_tensors(model) == 0
+
+
+def test_weights_that_a_checkpoint_lacks_are_zeros_as_in_a_full_load(comfy):
+    model = filled(Model(comfy.Linear))
+    layer = model.diffusion_model.blocks[4].up
+    layer.bias = nn.Parameter(torch.empty(WIDTH, device="meta"), requires_grad=False)
+    patcher = wear(comfy.ModelPatcher(model, CPU, CPU, size=2 * WIDTH), Settings("stream", LIMIT))
+    streaming_of(model)._total = 13 * BLOCK
+    reference = filled(Model(comfy.Linear))
+    with torch.no_grad():
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            if not ours.is_meta:
+                theirs.copy_(ours)
+        reference.diffusion_model.blocks[4].up.bias.zero_()
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(run(patcher), reference.apply_model(x).detach())
 
 
 def test_clones_share_the_session_and_keep_their_settings(comfy, sessions):
@@ -590,6 +611,15 @@ def test_leaving_dynamic_vram_runs_the_loader_once(comfy, tmp_path):
     assert len(comfy.state.loads) == 2  # the user's, and the one that left dynamic VRAM
     assert torch.equal(results[1], plain_result(types.SimpleNamespace(**vars(comfy)), difference()))
     assert known_streaming(dynamic.model) is None
+    # ComfyUI goes to a dropped patcher's parent: that one has the same model and can unload it.
+    assert (
+        ours.parent.model is ours.model
+        and isinstance(ours.parent, CaromPatcher)
+        and ours.parent.parent is None
+    )
+    run(ours)
+    ours.parent.detach()
+    assert streaming_of(ours.model).session is None
 
 
 @stand_in_only
