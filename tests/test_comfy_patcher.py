@@ -300,6 +300,8 @@ def test_wrapping_inference_tensors_copies_nothing_and_keeps_ties():
     assert model[1].weight is model[0].weight and model[0].weight.marked == "yes"
     assert not any(p.is_inference() or p.requires_grad for p in model.parameters())
     assert own_tensors(model) == 0
+    ordinary = nn.Linear(4, 4)
+    assert own_tensors(ordinary) == 0 and not any(p.requires_grad for p in ordinary.parameters())
 
 
 def test_weights_that_a_checkpoint_lacks_are_zeros_as_in_a_full_load(comfy):
