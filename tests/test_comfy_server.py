@@ -357,11 +357,15 @@ def test_bad_input_is_a_message_and_the_next_prompt_works(server, change, messag
 
 
 def test_memory_stays_flat_over_many_prompts(server):
-    hash_of(server, ours("flux"))
-    before = server.rss_bytes
-    for seed in range(100, 112):
-        hash_of(server, lora(ours("flux", seed=seed, steps=1), strength=seed / 200))
-    assert server.rss_bytes - before < 60 << 20
+    """ComfyUI keeps the results of past prompts for a while, so the first dozen are not counted."""
+
+    def prompts(first: int) -> int:
+        for seed in range(first, first + 12):
+            hash_of(server, lora(ours("flux", seed=seed, steps=1), strength=seed / 200))
+        return server.rss_bytes
+
+    before = prompts(100)
+    assert prompts(120) - before < 40 << 20  # twelve LoRA of one 44 MiB model
 
 
 def test_example_workflows_name_nodes_of_the_server(server, root):
