@@ -85,7 +85,7 @@ class JobOffload:
                 isinstance(module, nn.Module)
                 and percent != 0
                 and "to" not in module.__dict__
-                and any(tensors(module))
+                and next(tensors(module), None) is not None
             ):
                 self.attach(module, percent=percent)
         return result
