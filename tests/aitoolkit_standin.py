@@ -238,6 +238,9 @@ class Legacy:
             return self.text_encoder(tokens)
 
 
+Legacy.__module__ = "standin_legacy"  # where no MemoryManager is bound
+
+
 class Attaching(Legacy):
     """A model class that asks the memory manager; `attaching` is the module it lives in, where that is bound by name."""
 

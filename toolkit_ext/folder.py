@@ -13,7 +13,7 @@ MARK = "# Put here by `carom install-ai-toolkit`; `carom install-ai-toolkit DIR 
 # Whatever is wrong with Carom, a job must run as without it: hence the guard around everything.
 TEXT = f"""{MARK}
 try:
-    from carom.toolkit_ext import install
+    from {__package__} import install
     install()
 except Exception as error:
     print(f"WARNING: Carom is not active, ai-toolkit runs as without it ({{type(error).__name__}}: {{error}})")
