@@ -90,7 +90,7 @@ def zimage(folder: Path, dim: int = 512, layers: int = 4) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
-    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.chat_template = "{% for m in messages %}the {{ m['content'] }} and{% endfor %}"
     fast.save_pretrained(folder / "tokenizer")
     vae = _vae(16)
     vae.register_to_config(scaling_factor=0.3611, shift_factor=0.1159)
