@@ -17,7 +17,7 @@ from torch import nn
 from .ops import HostParameter, HostTensor
 from .plan import SMALL_UNIT, Plan, round_up
 from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, workers
-from .streamer import Owner, Streamed
+from .streamed import Owner, Streamed
 from .transfer import Engine
 from .units import Carving, Entry, Unit
 

@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .errors import UnsupportedError
-from .streamer import Streamer
 
 if TYPE_CHECKING:
     from .session import Session
-    from .streamer import Streamed
+    from .streamed import Owner, Streamed
+    from .streamer import Streamer
 
 
 _eval_frame: Any = getattr(torch._C._dynamo, "eval_frame", None)
@@ -133,7 +133,7 @@ _untraced(_Forward.__call__)
 def unit_forward(unit: Streamed) -> Callable[[Callable], Callable]:
     """Around a unit's forward: its slot is entered and left, exception, interrupt or not."""
     streamer = unit.streamer
-    enter, leave = quiet(streamer.enter), quiet(streamer.leave)
+    enter, leave = quiet(streamer.runs.enter), quiet(streamer.runs.leave)
 
     def make(inner: Callable) -> Callable:
         @_untraced
@@ -153,12 +153,16 @@ def _notice_backward(streamer: Streamer, result: Any) -> None:
     """Learn where a backward through ``result`` begins, also when everything is resident."""
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaf.register_hook(lambda _: streamer.note_backward())
+            leaf.register_hook(lambda _: streamer.backward.note())
+
+
+def _root_ends(streamer: Streamer, failed: bool) -> None:
+    streamer.runs.root_ends(failed)
 
 
 def root_forward(session: Session) -> Callable[[Callable], Callable]:
     """Around the root's forward: a pass begins and ends, the tree is looked over for what is new."""
-    begin, end, notice = quiet(session._begin), quiet(Streamer.root_ends), quiet(_notice_backward)
+    begin, end, notice = quiet(session._begin), quiet(_root_ends), quiet(_notice_backward)
 
     def make(inner: Callable) -> Callable:
         @_untraced
@@ -178,3 +182,61 @@ def root_forward(session: Session) -> Callable[[Callable], Callable]:
         return forward
 
     return make
+
+
+class Apply:
+    """Stands for the root's ``_apply``, through which .to(), .cuda(), .half() and the like go."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __call__(self, function: Callable, recurse: bool = True) -> nn.Module:
+        session = self._session
+        device, engine = None, session._engine
+        for dtype in {entry.tensor.dtype for entry in session._known()}:
+            before = torch.empty(0, dtype=dtype)
+            after = function(before)
+            if after.dtype != dtype:
+                raise UnsupportedError(
+                    f"a streamed module cannot become {after.dtype}; close the session, convert, and stream again"
+                )
+            device = after.device
+        if (
+            device is None
+            or device == engine.device
+            or (device.type, device.index) == (engine.device.type, None)
+        ):
+            session.unpark()
+        elif device.type == "cpu":
+            session.park()
+        else:
+            raise UnsupportedError(
+                f"the module streams on {engine.device}; it cannot move to {device}: close the session first"
+            )
+        return session.module
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        copy: Any = memo.get(id(self._session.module))
+        return functools.partial(type(copy)._apply, copy)
+
+
+class TrueValues:
+    """State dict hook of the root: slots that stand in the tree are replaced by what they stand for."""
+
+    def __init__(self, streamer: Streamer | None, names: dict[str, Owner]) -> None:
+        self._streamer, self._names = streamer, names
+
+    def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._streamer is not None:
+            self._streamer.runs.hosting(True)
+
+    def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
+        if self._streamer is not None:
+            self._streamer.runs.hosting(False)
+            self._streamer.true_values(state, {prefix + name: owner for name, owner in self._names.items()})
+
+    def __deepcopy__(self, memo: dict) -> TrueValues:
+        return TrueValues(None, {})
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(NO_PICKLE)

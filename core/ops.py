@@ -17,7 +17,6 @@ it is an ordinary host tensor.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from .streamer import Streamed, Streamer
+    from .backward import Backward
+    from .streamed import Streamed
+    from .streamer import Streamer
 
 _hooks_api = torch._C._autograd
 _push_hooks = _hooks_api._push_saved_tensors_default_hooks
@@ -40,10 +41,10 @@ HANDLES_SUPPORTED = _top_hooks is not None
 class Handle:
     """What autograd keeps of a streamed weight: where it is in its unit, never its bytes."""
 
-    __slots__ = ("streamer", "unit", "place")
+    __slots__ = ("backward", "unit", "place")
 
-    def __init__(self, streamer: Streamer, unit: Streamed, saved: torch.Tensor, start: int) -> None:
-        self.streamer, self.unit = streamer, unit
+    def __init__(self, backward: Backward, unit: Streamed, saved: torch.Tensor, start: int) -> None:
+        self.backward, self.unit = backward, unit
         # dtype, shape, stride in elements, start in bytes from the unit's beginning
         self.place = (saved.dtype, saved.shape, saved.stride(), start)
 
@@ -54,7 +55,7 @@ def push_handles(streamer: Streamer) -> None:
     The hooks run for every saved tensor, activations included, so they do next to nothing for those.
     """
     outer: Any = _top_hooks(False) if _top_hooks is not None else None
-    low, high, find = streamer.low, streamer.high, streamer.handle
+    low, high, find = streamer.low, streamer.high, streamer.backward.handle
     if outer is None:
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -80,7 +81,7 @@ def push_handles(streamer: Streamer) -> None:
         return outer_pack(tensor)
 
     def unpack_through(packed: Any) -> Any:
-        return packed.streamer.unpack(packed) if type(packed) is Handle else outer_unpack(packed)
+        return packed.backward.unpack(packed) if type(packed) is Handle else outer_unpack(packed)
 
     pack_through._carom = True  # type: ignore[attr-defined]
     _push_hooks(pack_through, unpack_through)
@@ -107,7 +108,7 @@ def pop_handles() -> None:
 
 
 def _unpack(packed: Any) -> Any:
-    return packed.streamer.unpack(packed) if type(packed) is Handle else packed
+    return packed.backward.unpack(packed) if type(packed) is Handle else packed
 
 
 # -- bounce
@@ -141,16 +142,16 @@ def _bounced(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: An
             # Hosts place inputs by the first parameter's device: say where the model computes.
             return streamer.engine.device if func == _GET_DEVICE else streamer.engine.device.type == "cuda"
         if func == _SET_DATA:
-            return streamer.set_data(streamed, args[0], args[1])
-        if func == _GET_DATA and not streamer.computing():
+            return streamed.set_data(args[1])
+        if func == _GET_DATA and not streamer.runs.computing():
             streamed.unit.epoch += 1  # may be written through: what is kept is no longer trusted
         if func == _SET_REQUIRES_GRAD:
-            streamer.set_trainable(streamed, bool(args[1]))
-        if func not in _VIEW_GETTERS or not streamer.computing():
+            streamed.set_trainable(bool(args[1]))
+        if func not in _VIEW_GETTERS or not streamer.runs.computing():
             return plain(func, args, kwargs)
     elif name in _ATTRIBUTES:
         if streamed is not None and name == "requires_grad_":
-            streamed.streamer.set_trainable(streamed, bool((*args, kwargs.get("requires_grad", True))[1]))
+            streamed.set_trainable(bool((*args, kwargs.get("requires_grad", True))[1]))
         return plain(func, args, kwargs)
     leaves = tree_leaves((args, kwargs))
     found = [
@@ -167,9 +168,9 @@ def _bounced(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: An
         and leaf.dim() > 0
         for leaf in leaves
     )
-    if not (streamer.computing() or on_device) or streamer.closed:
+    if not (streamer.runs.computing() or on_device) or streamer.closed:
         return plain(func, args, kwargs)
-    return streamer.bounce(func, args, kwargs, found)
+    return streamer.runs.bounce(func, args, kwargs, found)
 
 
 def plain(func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -237,15 +238,10 @@ class Deliver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (gradient,) = grads
-        ctx.owner.streamer.deliver(ctx.owner, gradient)
+        ctx.owner.streamer.backward.deliver(ctx.owner, gradient)
         return None, None, None
 
 
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass (checkpointing's recomputation included)."""
     return torch._C._current_graph_task_id() != -1
-
-
-def alive(references: list[weakref.ref]) -> bool:
-    """Whether autograd still holds any of the tensors it was given."""
-    return any(reference() is not None for reference in references)

@@ -2,9 +2,9 @@
 
 This is the documented simple rule of the first version: what must be resident is; small units are
 resident because small copies lose link rate; the region gets room for three of the largest streamed
-units (two, or one, where the budget is short); what is left keeps units resident, spread evenly in
-the order of use so that each streamed unit is hidden behind the same compute; the rest widens the
-region. The same input gives the same plan.
+units (two, or one, where the budget is short), or for as many bytes as `Wish` says; what is left keeps
+units resident, spread evenly in the order of use so that each streamed unit is hidden behind the same
+compute; the rest widens the region. The same input gives the same plan.
 """
 
 from __future__ import annotations
@@ -31,6 +31,14 @@ class UnitSize:
     nbytes: int
     loose: bool = False
     block: bool = True
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the region should hold where the budget allows: ``slots`` of the largest unit, and ``nbytes``."""
+
+    slots: int = 3
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ def least_budget(units: Sequence[UnitSize], fixed_bytes: int, grain: int = GRAIN
 
 
 def plan_residency(
-    units: Sequence[UnitSize], budget: int, fixed_bytes: int = 0, slots: int = 3, grain: int = GRAIN
+    units: Sequence[UnitSize], budget: int, fixed_bytes: int = 0, wish: Wish = Wish(), grain: int = GRAIN
 ) -> Plan:
     """Residency for ``budget`` device bytes of which ``fixed_bytes`` are spoken for.
 
@@ -96,29 +104,33 @@ def plan_residency(
     cost = functools.partial(resident_cost, grain=grain)
     resident: dict[int, str] = {}
 
-    def fits(extra: int, count: int) -> bool:
+    def region_for(streamed: list[int]) -> int:
+        return rounded(max(count * max(streamed, default=0), min(wished, sum(streamed))))
+
+    def fits(extra: int) -> bool:
         chosen = [sizes[i] for i in resident] + [sizes[extra]]
         streamed = [sizes[i] for i in range(len(units)) if i not in resident and i != extra]
-        return cost(chosen) + rounded(count * max(streamed, default=0)) <= available
+        return cost(chosen) + region_for(streamed) <= available
 
     # As many slots as there is room for, up to the wish; then the small units that are no blocks.
-    count = next((c for c in range(max(1, slots), 1, -1) if rounded(c * sizes[largest]) <= available), 1)
+    count = next((c for c in range(max(1, wish.slots), 1, -1) if rounded(c * sizes[largest]) <= available), 1)
+    wished = min(wish.nbytes, available // grain * grain)
     apart = [i for i, unit in enumerate(units) if unit.loose or (not unit.block and unit.nbytes < SMALL_UNIT)]
     for index in sorted(apart, key=lambda i: (not units[i].loose, sizes[i], i)):
-        if fits(index, count):
+        if fits(index):
             resident[index] = "used outside a module of its own" if units[index].loose else "small"
     rest = [i for i in range(len(units)) if i not in resident]
     total = sum(sizes[i] for i in rest)
-    room = available - cost([sizes[i] for i in resident]) - rounded(count * sizes[largest])
+    room = available - cost([sizes[i] for i in resident]) - region_for([sizes[i] for i in rest])
     share = max(0.0, min(1.0, room / total))
     credit = 0.0
     for index in rest:  # evenly: each unit's share accrues until it pays for a whole one
         credit += share * sizes[index]
-        if credit >= sizes[index] * 0.999 and fits(index, count):
+        if credit >= sizes[index] * 0.999 and fits(index):
             resident[index] = "spread evenly over the order of use"
             credit -= sizes[index]
     for index in sorted(rest, key=lambda i: (-sizes[i], i)):  # what rounding left
-        if index not in resident and fits(index, count):
+        if index not in resident and fits(index):
             resident[index] = "fits into what is left"
     streamed = [sizes[i] for i in range(len(units)) if i not in resident]
     spent = cost([sizes[i] for i in resident])

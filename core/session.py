@@ -12,24 +12,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import hooks, ops
+from . import decide, hooks, ops, settings
+from .account import Held, describe, make_report
 from .attach import Placement, wanted_residents
 from .errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
 from .meter import Meter
-from .plan import SMALL_UNIT, Plan, UnitSize, plan_residency, resident_cost
-from .report import Report, UnitPlace
+from .plan import Plan
+from .report import Report
 from .simulated import SimulatedEngine
-from .sizes import GIB, format_size, parse_size
-from .slots import ALIGN
 from .store.arena import HostArena
-from .streamer import Owner, Streamed, Streamer
+from .streamed import Owner, Streamed
+from .streamer import Streamer
 from .transfer import Engine, make_engine
 from .tree import Tree
-from .units import Carving, Entry, Unit, carve
+from .units import Carving, Entry, Unit
 
 logger = logging.getLogger("carom")
 
-GRANULARITIES = ("auto", "block", "phase", "layer")
 # Every module of a streamed tree. Weak on both sides: a dropped module takes its session with it.
 _sessions: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
 
@@ -75,12 +74,13 @@ class Session:
         self, module: nn.Module, *, device: Any, vram: int | str, ram: int | str, weights: Any, granularity: str,
         codec: str, pool: str, host: str, training: str | None,
     ) -> None:  # fmt: skip
-        _check_choices(module, weights, granularity, codec, pool, host, training)
+        settings.check(module, weights, granularity, codec, pool, host, training)
+        _refuse_streamed(module)
         self.module = module
         self._granularity, self._training = granularity, training
         self._engine: Engine = make_engine(device)
-        self._vram = _vram_budget(vram, self._engine)
-        self._ram = _ram_budget(ram)
+        self._vram = settings.vram_budget(vram, self._engine)
+        self._ram = settings.ram_budget(ram)
         self._lock = threading.RLock()
         self._closed = True  # until attached
         self._parked = False
@@ -111,56 +111,15 @@ class Session:
             self._tree = Tree(self.module)
             self._account()
             self._closed = False
-            logger.info("carom: %s", self._decision())
+            logger.info("carom: %s", describe(self.plan, len(self._carving.units), self._engine.name))
         except BaseException:
             self._detach()
             raise
 
     def _decide(self) -> tuple[Carving, Plan]:
-        """Units and residency: blocks where they fit, finer units where they do not."""
-        stream_trainable = self._training == "stream"
-        attempts: list[int | None] = [None]
-        if self._granularity == "auto":
-            attempts += [self._vram // 3, self._vram // 6, 1]
-        error: BudgetError | None = None
-        for limit in attempts:
-            carving = carve(
-                self.module, granularity=self._granularity, limit=limit, stream_trainable=stream_trainable,
-                stay=self._stay,
-            )  # fmt: skip
-            adapters = sum(entry.nbytes for entry in carving.adapters)
-            if adapters > self._vram and self._training is None and not stream_trainable:
-                stream_trainable = True  # full fine-tuning: the weights themselves are trainable
-                carving = carve(
-                    self.module,
-                    granularity=self._granularity,
-                    limit=limit,
-                    stream_trainable=True,
-                    stay=self._stay,
-                )
-            grain = self._engine.grain
-            fixed = resident_cost([-(-entry.nbytes // ALIGN) * ALIGN for entry, _ in carving.resident], grain)
-            # Of the parts of a split block the small ones (norms, biases) are better kept than copied.
-            least = min(SMALL_UNIT, carving.largest // 8)
-            units = [
-                UnitSize(
-                    unit.name, unit.nbytes, unit.kind == "loose", unit.kind == "block" or unit.nbytes >= least
-                )
-                for unit in carving.units
-            ]
-            # A backward turns twice: a third slot pays there; forwards alone are served by two.
-            slots = 3 if carving.adapters else 2
-            try:
-                plan = plan_residency(units, self._vram, fixed, slots, grain)
-            except BudgetError as reason:
-                error = reason
-                continue
-            # One slot overlaps nothing: prefer finer units while there are any.
-            if plan.slots >= 2 or plan.all_resident or limit == attempts[-1]:
-                return carving, plan
-        if error is None:
-            return carving, plan
-        raise error
+        """Units and residency under the present settings."""
+        chosen = decide.Settings(self._vram, self._granularity, self._training, self._stay)
+        return decide.decide(self.module, chosen, self._engine.grain)
 
     def _stand_in_front(self, streamed: list[Streamed]) -> None:
         for unit in streamed:
@@ -169,8 +128,8 @@ class Session:
             for module in unit.unit.modules:
                 self._wrapped.forward(module, hooks.unit_forward(unit))
         self._wrapped.forward(self.module, hooks.root_forward(self))
-        self._wrapped.attribute(self.module, "_apply", _Apply(self))
-        true = _TrueValues(self._streamer, self._names())
+        self._wrapped.attribute(self.module, "_apply", hooks.Apply(self))
+        true = hooks.TrueValues(self._streamer, self._names())
         self._state_hooks = [
             self.module.register_state_dict_pre_hook(true.begin),
             self.module._register_state_dict_hook(true),
@@ -235,17 +194,17 @@ class Session:
                 if streamer.idle:  # during a pass slots stand in the tree, and nothing may move
                     if self._tree.changed():
                         self._adopt()
-                    elif streamer.written:
+                    elif streamer.runs.written:
                         self._keep_written()
                 streamer = self._streamer
-                streamer.root_begins()
+                streamer.runs.root_begins()
         return streamer, self._engine.step()
 
     def _keep_written(self) -> None:
         """Weights that the model writes to are safe, but slow, when streamed: from now on they stay."""
         with self._lock:
-            fresh = {o.entry.name: "the model writes to it" for o in self._streamer.written}
-            self._streamer.written.clear()
+            fresh = {o.entry.name: "the model writes to it" for o in self._streamer.runs.written}
+            self._streamer.runs.written.clear()
             if fresh.keys() <= self._stay.keys():
                 return
             self._stay.update(fresh)
@@ -315,9 +274,9 @@ class Session:
             self._need_open()
             before = self._vram, self._ram
             if vram is not None:
-                self._vram = _vram_budget(vram, self._engine, self._held_bytes())
+                self._vram = settings.vram_budget(vram, self._engine, self._held_bytes())
             if ram is not None:
-                self._ram = _ram_budget(ram)
+                self._ram = settings.ram_budget(ram)
             try:
                 self._decide()
             except BaseException:
@@ -337,7 +296,7 @@ class Session:
         self._wrapped = hooks.Wrapped()
         # Only the root is watched while parked: its next forward brings everything back.
         self._wrapped.forward(self.module, hooks.root_forward(self))
-        self._wrapped.attribute(self.module, "_apply", _Apply(self))
+        self._wrapped.attribute(self.module, "_apply", hooks.Apply(self))
         self._closed, self._parked = False, True
 
     def unpark(self) -> None:
@@ -408,141 +367,15 @@ class Session:
     def _report(self) -> Report:
         with self._streamer.lock:
             self._meter.finish()
-        figures = self._meter.medians()
-        carving, plan, placement = self._carving, self.plan, self._placement
-        places = []
-        for index, unit in enumerate(carving.units):
-            places.append(
-                UnitPlace(unit.name, unit.raw_bytes, index in plan.resident, plan.resident.get(index, ""))
-            )
-        need = tuple(UnitPlace(entry.name, entry.nbytes, True, reason) for entry, reason in carving.resident)
-        count = len(placement.streamed)
-        return Report(
-            vram_budget_bytes=self._vram,
-            vram_peak_bytes=self._peak,
-            resident_bytes=placement.resident_bytes,
-            slot_bytes=self._streamer.region.nbytes if not self._parked else 0,
-            pinned_bytes=self._arena.pinned_bytes,
-            pinned_peak_bytes=self._arena.pinned_peak_bytes,
-            raw_bytes_per_step=figures.raw_bytes,
-            wire_bytes_per_step=figures.wire_bytes,
-            transfers_per_weight=figures.transfers / count if count else 0.0,
-            step_seconds=figures.seconds,
-            compute_seconds=figures.compute_seconds,
-            stall_seconds=figures.stall_seconds,
-            roofline_seconds=figures.roofline_seconds,
-            hidden_fraction=figures.hidden_fraction,
-            link_bytes_per_second=figures.link_bytes_per_second,
-            units=len(carving.units),
-            resident_by_choice=tuple(place for place in places if place.resident),
-            resident_by_need=need,
-            adapter_bytes=placement.adapter_bytes,
-            streamed_bytes=placement.streamed_host_bytes,
-            pageable_bytes=self._arena.pageable_bytes,
-            steps=figures.steps,
-            device=self._engine.name,
-            kind="train" if figures.train else "infer",
-            notes=tuple(self._arena.notes),
-            spans=self._meter.spans(),
-            places=tuple(places),
-        )
-
-    def _decision(self) -> str:
-        plan, count = self.plan, len(self._carving.units)
-        if plan.all_resident:
-            return f"all {count} units fit into {format_size(self._vram)} and stay on {self._engine.name}"
-        return (
-            f"{count - len(plan.resident)} of {count} units stream through {plan.slots} slots "
-            f"({format_size(plan.region_bytes)}) on {self._engine.name}, {len(plan.resident)} stay; "
-            f"budget {format_size(self._vram)}"
-        )
+        return make_report(
+            Held(self._vram, self._peak, 0 if self._parked else self._streamer.region.nbytes),
+            self._carving, self.plan, self._placement, self._arena, self._meter, self._engine.name,
+        )  # fmt: skip
 
 
-class _Apply:
-    """Stands for the root's ``_apply``, through which .to(), .cuda(), .half() and the like go."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __call__(self, function: Callable, recurse: bool = True) -> nn.Module:
-        session = self._session
-        device, engine = None, session._engine
-        for dtype in {entry.tensor.dtype for entry in session._known()}:
-            before = torch.empty(0, dtype=dtype)
-            after = function(before)
-            if after.dtype != dtype:
-                raise UnsupportedError(
-                    f"a streamed module cannot become {after.dtype}; close the session, convert, and stream again"
-                )
-            device = after.device
-        if (
-            device is None
-            or device == engine.device
-            or (device.type, device.index) == (engine.device.type, None)
-        ):
-            session.unpark()
-        elif device.type == "cpu":
-            session.park()
-        else:
-            raise UnsupportedError(
-                f"the module streams on {engine.device}; it cannot move to {device}: close the session first"
-            )
-        return session.module
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        import functools
-
-        copy: Any = memo.get(id(self._session.module))
-        return functools.partial(type(copy)._apply, copy)
-
-
-class _TrueValues:
-    """State dict hook of the root: slots that stand in the tree are replaced by what they stand for."""
-
-    def __init__(self, streamer: Streamer | None, names: dict[str, Owner]) -> None:
-        self._streamer, self._names = streamer, names
-
-    def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._streamer is not None:
-            self._streamer.hosting(True)
-
-    def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
-        if self._streamer is not None:
-            self._streamer.hosting(False)
-            self._streamer.true_values(state, {prefix + name: owner for name, owner in self._names.items()})
-
-    def __deepcopy__(self, memo: dict) -> _TrueValues:
-        return _TrueValues(None, {})
-
-    def __reduce__(self) -> Any:
-        raise UnsupportedError(hooks.NO_PICKLE)
-
-
-def _check_choices(
-    module: Any, weights: Any, granularity: str, codec: str, pool: str, host: str, training: str | None
-) -> None:
-    def choose(setting: str, value: Any, allowed: tuple, later: tuple = ()) -> None:
-        if value in later:
-            raise UnsupportedError(f"{setting}={value!r} is not in this version; use {setting}='auto'")
-        if value not in allowed:
-            raise UnsupportedError(f"{setting}={value!r}: choose one of {', '.join(map(repr, allowed))}")
-
-    if not isinstance(module, nn.Module):
-        raise UnsupportedError(f"carom.stream takes an nn.Module, not {type(module).__name__}")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise UnsupportedError("a scripted module hides its forwards; stream the eager module")
-    if weights is not None:
-        raise UnsupportedError(
-            "weights= (streaming straight from files) is not in this version; load the module first"
-        )
-    choose("granularity", granularity, GRANULARITIES)
-    choose("codec", codec, ("auto", "raw"), ("lossless",))
-    choose("pool", pool, ("auto", "torch"), ("aimdo",))
-    choose("host", host, ("auto", "raw"))
-    choose("training", training, (None, "resident", "stream"))
+def _refuse_streamed(module: nn.Module) -> None:
     for part in module.modules():
-        found = _session_of(part)
-        if found is not None:
+        if _session_of(part) is not None:
             raise UnsupportedError(
                 f"{'this module' if part is module else f'its part {type(part).__name__}'} is streamed already; "
                 "close that session first"
@@ -558,27 +391,6 @@ def _check_choices(
 def _session_of(module: nn.Module) -> Session | None:
     found = _sessions.get(module)
     return None if found is None else found()
-
-
-def _vram_budget(value: int | str, engine: Engine, mine: int = 0) -> int:
-    free = engine.free_bytes() + mine
-    if value == "auto":
-        return max(0, int(free * 0.7) - GIB)
-    return _size(value, free, "vram")
-
-
-def _ram_budget(value: int | str) -> int | None:
-    import psutil
-
-    available = psutil.virtual_memory().available
-    return int(available * 0.8) if value == "auto" else _size(value, available, "ram")
-
-
-def _size(value: int | str, whole: int, setting: str) -> int:
-    try:
-        return parse_size(value, whole=whole, setting=setting)
-    except ValueError as error:
-        raise BudgetError(str(error)) from error
 
 
 __all__ = ["PinError", "Session", "Unit", "stream"]

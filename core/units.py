@@ -81,6 +81,7 @@ class Carving:
     units: list[Unit]
     resident: list[tuple[Entry, str]]
     adapters: list[Entry]
+    split_bytes: int = 0  # of the largest block (or stem) that was split into parts
 
     @property
     def largest(self) -> int:
@@ -141,7 +142,7 @@ def carve(
     order = {id(entry): index for index, entry in enumerate(carver.entries)}
     units = [unit for unit in carver.units if unit.entries]
     units.sort(key=lambda unit: order[id(unit.entries[0])])
-    return Carving(units, carver.resident, carver.adapters)
+    return Carving(units, carver.resident, carver.adapters, carver.split_bytes)
 
 
 class _Carver:
@@ -155,6 +156,7 @@ class _Carver:
     ) -> None:
         self.granularity, self.limit = granularity, limit
         self.units: list[Unit] = []
+        self.split_bytes = 0
         self.resident: list[tuple[Entry, str]] = []
         self.adapters: list[Entry] = []
         self.entries = collect(root)
@@ -249,6 +251,7 @@ class _Carver:
         # A module that owns large weights beside its parts (attention with fused projections) uses them together.
         whole = self.leaf(module) or sum(e.nbytes for e in self._own.get(id(module), ())) * 4 > size
         if (too_large or finer) and not whole:
+            self.split_bytes = max(self.split_bytes, size)
             self.loose(module, name)
             part = "phase" if kind in ("block", "stem") else "layer"
             for child_name, child in module.named_children():

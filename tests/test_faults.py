@@ -15,7 +15,7 @@ from unittest import mock
 import carom
 import pytest
 import torch
-from carom.core import attach, hooks, session, simulated, streamer, transfer
+from carom.core import attach, backward, decide, hooks, landing, runs, session, simulated, streamer, transfer
 from carom.core.store import arena
 from torch import nn
 from torch.nn import functional as F
@@ -122,10 +122,10 @@ def assert_working(model: nn.Module, twin: nn.Module, live) -> None:
         assert torch.equal(infer(model), infer(twin))
     model.zero_grad(), twin.zero_grad()
     inner = live._streamer
-    inner._settle(None)
+    inner.settle()
     assert [slot.users for slot in inner.region.slots] == [0] * len(inner.region.slots), "slots still in use"
     assert all(unit.depth == 0 and not unit.standing for unit in inner.units), "slot views still stand"
-    assert not inner.computing(), "the thread counts as in a step"
+    assert not inner.runs.computing(), "the thread counts as in a step"
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "saved-tensor hooks leaked"
     assert live._held_bytes() <= live._vram
 
@@ -299,8 +299,8 @@ def test_an_inference_that_fails_within_a_backward_loses_no_gradient(device):
 ENGINE_FAULTS = [
     ("engine", "copy_in"), ("engine", "copy_out"), ("engine", "alias"), ("engine", "record"), ("engine", "wait"),
     ("engine", "freed"), ("engine", "stream"), (streamer.Streamer, "_fill"), (streamer.Streamer, "_look_ahead"),
-    (streamer.Streamer, "_swap_in"), (streamer.Streamer, "_wait"), (streamer.Streamer, "_settle"),
-    (streamer.Region, "place"), (streamer.Order, "access"), (streamer, "accumulate"),
+    (runs.Runs, "_swap_in"), (streamer.Streamer, "wait"), (streamer.Streamer, "settle"), (backward.Backward, "settle"),
+    (streamer.Region, "place"), (streamer.Order, "access"), (landing, "_accumulate"),
 ]  # fmt: skip
 
 
@@ -338,11 +338,11 @@ def test_an_engine_fault_during_a_step_leaks_nothing(owner, name, call, kind, fu
 
 
 ATTACH = [
-    (session, "carve"), (session, "plan_residency"), (arena.HostArena, "allocate"), (attach, "fill"),
+    (decide, "carve"), (decide, "plan_residency"), (arena.HostArena, "allocate"), (attach, "fill"),
     (arena.HostArena, "pin"), ("engine", "allocate"), ("engine", "alias"), ("engine", "synchronize"),
     (attach.Placement, "keep"), (attach.Placement, "adapt"), (attach, "_relocate"), (attach, "_replace"),
     (attach.Placement, "_stream_one"), (streamer.Streamer, "start"), (hooks.Wrapped, "forward"),
-    (hooks.Wrapped, "attribute"), (session, "Tree"), (session.Session, "_account"), (session.Session, "_decision"),
+    (hooks.Wrapped, "attribute"), (session, "Tree"), (session.Session, "_account"), (session, "describe"),
 ]  # fmt: skip
 
 
@@ -530,7 +530,7 @@ def test_a_plain_run_writes_nothing(device, kind):
         for _ in range(3):
             infer(model)
             step(model)
-            assert not inner.written
+            assert not inner.runs.written
         assert live._streamer is inner and {unit.name for unit in inner.units} == streamed
     assert_same_state(model, twin)
 

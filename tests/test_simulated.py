@@ -11,6 +11,7 @@ import tests_harness as harness
 import tests_models as models
 import torch
 import torch.nn.functional as F
+from carom.core.runs import Runs
 from carom.core.simulated import SimulatedDevice, SimulatedEngine, SimulatedRaceError
 from carom.core.slots import Region
 from carom.core.streamer import Streamer
@@ -141,8 +142,8 @@ def test_a_slot_used_after_it_was_given_up_is_found(run, monkeypatch):
 
 @on_every_run
 def test_computing_with_the_host_copy_is_found(run, monkeypatch):
-    monkeypatch.setattr(Streamer, "_swap_in", lambda self, unit, tensors, gradient: None)
-    monkeypatch.setattr(Streamer, "computing", lambda self: False)
+    monkeypatch.setattr(Runs, "_swap_in", lambda self, unit, tensors, gradient: None)
+    monkeypatch.setattr(Runs, "computing", lambda self: False)
     assert outcome(run, "late") == "race"
 
 

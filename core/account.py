@@ -1,0 +1,81 @@
+"""A session's figures put together, and its decision in a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .attach import Placement
+from .meter import Meter
+from .plan import Plan
+from .report import Report, UnitPlace
+from .sizes import format_size
+from .store.arena import HostArena
+from .units import Carving
+
+
+@dataclass(frozen=True)
+class Held:
+    """Device bytes: the budget, the most that was held of it, and the slot region now."""
+
+    budget_bytes: int
+    peak_bytes: int
+    slot_bytes: int
+
+
+def make_report(
+    held: Held,
+    carving: Carving,
+    plan: Plan,
+    placement: Placement,
+    arena: HostArena,
+    meter: Meter,
+    device: str,
+) -> Report:
+    """The report over the steps that ``meter`` has finished."""
+    figures = meter.medians()
+    places = tuple(
+        UnitPlace(unit.name, unit.raw_bytes, index in plan.resident, plan.resident.get(index, ""))
+        for index, unit in enumerate(carving.units)
+    )
+    need = tuple(UnitPlace(entry.name, entry.nbytes, True, reason) for entry, reason in carving.resident)
+    count = len(placement.streamed)
+    return Report(
+        vram_budget_bytes=held.budget_bytes,
+        vram_peak_bytes=held.peak_bytes,
+        resident_bytes=placement.resident_bytes,
+        slot_bytes=held.slot_bytes,
+        pinned_bytes=arena.pinned_bytes,
+        pinned_peak_bytes=arena.pinned_peak_bytes,
+        raw_bytes_per_step=figures.raw_bytes,
+        wire_bytes_per_step=figures.wire_bytes,
+        transfers_per_weight=figures.transfers / count if count else 0.0,
+        step_seconds=figures.seconds,
+        compute_seconds=figures.compute_seconds,
+        stall_seconds=figures.stall_seconds,
+        roofline_seconds=figures.roofline_seconds,
+        hidden_fraction=figures.hidden_fraction,
+        link_bytes_per_second=figures.link_bytes_per_second,
+        units=len(carving.units),
+        resident_by_choice=tuple(place for place in places if place.resident),
+        resident_by_need=need,
+        adapter_bytes=placement.adapter_bytes,
+        streamed_bytes=placement.streamed_host_bytes,
+        pageable_bytes=arena.pageable_bytes,
+        steps=figures.steps,
+        device=device,
+        kind="train" if figures.train else "infer",
+        notes=tuple(arena.notes),
+        spans=meter.spans(),
+        places=places,
+    )
+
+
+def describe(plan: Plan, units: int, device: str) -> str:
+    """What was decided, in one sentence."""
+    budget = format_size(plan.vram_budget_bytes)
+    if plan.all_resident:
+        return f"all {units} units fit into {budget} and stay on {device}"
+    return (
+        f"{units - len(plan.resident)} of {units} units stream through {plan.slots} slots "
+        f"({format_size(plan.region_bytes)}) on {device}, {len(plan.resident)} stay; budget {budget}"
+    )

@@ -1,0 +1,109 @@
+"""Where gradients of trainable streamed weights land: pinned host buffers, two at most in turn for each weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .store.arena import Block, HostArena
+from .transfer import Engine
+
+if TYPE_CHECKING:
+    from .streamed import Owner
+
+
+@dataclass(frozen=True)
+class _Flight:
+    owner: Owner
+    landing: torch.Tensor
+    event: Any  # the copy is done
+    task: int  # the backward pass it belongs to
+
+
+class Landed(list[_Flight]):
+    """Gradients of one finished backward pass, all of them on the host."""
+
+    def add_up(self) -> None:
+        """As autograd does: what one pass adds up for a weight is added to ``.grad`` once."""
+        sums: dict[int, tuple[Owner, torch.Tensor]] = {}
+        for flight in self:
+            if id(flight.owner) in sums:
+                sums[id(flight.owner)][1].add_(flight.landing)
+            else:
+                sums[id(flight.owner)] = flight.owner, flight.landing
+        for owner, gradient in sums.values():
+            _accumulate(owner, gradient)
+
+
+class Landings:
+    """Host buffers and the copies on their way to them. Called under the streamer's lock."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._arena: HostArena | None = None
+        self._flights: list[_Flight] = []
+        self._blocks: list[Block] = []
+
+    def start(self, arena: HostArena) -> None:
+        """Buffers will come from ``arena``."""
+        self._arena = arena
+
+    def send(self, owner: Owner, gradient: torch.Tensor, task: int) -> None:
+        """Start the copy of a gradient of pass ``task``; the host does not wait."""
+        landing = self._free_buffer(owner)
+        event = self._engine.copy_out(landing, gradient.to(landing.dtype))
+        self._flights.append(_Flight(owner, landing, event, task))
+
+    def arrive(self, task: int) -> Landed:
+        """Wait for all gradients of pass ``task``."""
+        landed = Landed(flight for flight in self._flights if flight.task == task)
+        self.forget(task)
+        for event in {id(flight.event): flight.event for flight in landed}.values():
+            self._engine.synchronize(event)
+        return landed
+
+    def forget(self, task: int) -> None:
+        self._flights = [flight for flight in self._flights if flight.task != task]
+
+    def _free_buffer(self, owner: Owner) -> torch.Tensor:
+        """A buffer that neither a pending copy nor ``.grad`` uses."""
+        taken = {flight.landing.data_ptr() for flight in self._flights}
+        if owner.tensor.grad is not None:
+            taken.add(owner.tensor.grad.data_ptr())
+        for buffer in owner.landing:
+            if buffer.data_ptr() not in taken:
+                return buffer
+        owner.landing.append(self._new_buffer(owner))
+        return owner.landing[-1]
+
+    def _new_buffer(self, owner: Owner) -> torch.Tensor:
+        """Pinned host memory laid out like the weight."""
+        assert self._arena is not None
+        block = self._arena.allocate(owner.entry.nbytes)
+        self._arena.pin(block)
+        self._blocks.append(block)
+        with torch.inference_mode(False):
+            return block.data.view(owner.host.dtype).as_strided(owner.host.shape, owner.host.stride())
+
+    def close(self) -> None:
+        """Give up what is on its way and unpin; ``.grad`` keeps its memory."""
+        self._flights.clear()
+        for block in self._blocks:
+            block.unpin()
+
+
+def _accumulate(owner: Owner, gradient: torch.Tensor) -> None:
+    """Add a landed gradient as autograd's own accumulation would, hooks included."""
+    parameter = owner.tensor
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        for hook in list((parameter._backward_hooks or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)
+    for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(parameter)

@@ -1,0 +1,238 @@
+"""Runs of units: slot views stand in the modules while a unit's own forward runs, and for single operators.
+
+One `Runs` serves one streamer, under its lock. It also knows which threads are in a step, and keeps
+what a model writes to its weights while they are in a slot.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import ops
+from .slots import Slot
+from .store.arena import storage_bytes
+
+if TYPE_CHECKING:
+    from .streamed import Owner, Streamed
+    from .streamer import Streamer
+
+
+class Runs:
+    """The units' runs of one streamer, and its root's."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+        self._under_way = 0  # units' runs
+        self._roots = 0  # root forwards
+        self._local = threading.local()
+        self._anchor = torch.zeros(0, requires_grad=True)
+        self.written: list[Owner] = []  # whose slots the model wrote to
+
+    @property
+    def active(self) -> bool:
+        """Whether a unit or the root runs now."""
+        return bool(self._under_way or self._roots)
+
+    def mine(self) -> int:
+        """Slots that this thread's runs use."""
+        return getattr(self._local, "users", 0)
+
+    def elsewhere(self) -> bool:
+        """Whether another thread is in a forward."""
+        return self._under_way + self._roots > getattr(self._local, "runs", 0)
+
+    def computing(self) -> bool:
+        """Whether this thread is in a step: a root forward, a unit's run, or a backward."""
+        if getattr(self._local, "hosting", False):
+            return False
+        return getattr(self._local, "runs", 0) > 0 or ops.in_backward()
+
+    def hosting(self, on: bool) -> None:
+        """While on, this thread sees the host tensors, in a step too (a state dict is being taken)."""
+        self._local.hosting = on
+
+    # -- the root's forward
+
+    def root_begins(self) -> None:
+        """The root's forward starts on this thread."""
+        streamer = self._streamer
+        with streamer.lock:
+            if not ops.in_backward():
+                streamer.resting = False
+            if self._roots == 0 and not streamer.backward.running:
+                streamer.meter.forward_begins(torch.is_grad_enabled())
+            self._roots += 1
+            self._local.runs = getattr(self._local, "runs", 0) + 1
+
+    def root_ends(self, failed: bool) -> None:
+        self._local.runs = max(0, getattr(self._local, "runs", 0) - 1)
+        streamer = self._streamer
+        with streamer.lock:
+            self._roots -= 1
+            if self._roots or streamer.backward.running:
+                return
+            if not failed:
+                streamer.meter.forward_ends()
+                return
+            streamer.meter.abandon()
+            if self._under_way:  # an interrupt may hit between any two lines: leave no unit half swapped
+                self._clean()
+
+    def _clean(self) -> None:
+        self._under_way = 0
+        for unit in self._streamer.units:
+            unit.depth = 0
+            _swap_out(unit)
+        self._streamer.free_all()
+
+    # -- a unit's own forward
+
+    def enter(self, unit: Streamed) -> tuple[Slot, bool]:
+        """Swap the unit in for a run of its own forward; pairs with `leave`."""
+        gradient = torch.is_grad_enabled()
+        ops.refuse_transforms(unit.name)
+        streamer = self._streamer
+        with streamer.lock:
+            streamer.backward.note()
+            slot = streamer.acquire(unit)
+            unit.depth += 1
+            self._under_way += 1
+            self._local.users = getattr(self._local, "users", 0) + 1
+            if unit.depth == 1 or (gradient and unit.trainable and not unit.differentiable):
+                try:
+                    _swap_out(unit)
+                    self._swap_in(unit, streamer.views(slot).tensors, gradient)
+                except BaseException:
+                    self._leave(unit, slot)
+                    raise
+        try:
+            if gradient:
+                ops.push_handles(streamer)
+        except BaseException:
+            with streamer.lock:
+                self._leave(unit, slot)
+            raise
+        self._local.runs = getattr(self._local, "runs", 0) + 1
+        return slot, gradient
+
+    def leave(self, unit: Streamed, slot: Slot, gradient: bool) -> None:
+        self._local.runs -= 1
+        if gradient:
+            ops.pop_handles()
+        with self._streamer.lock:
+            self._leave(unit, slot)
+
+    def _leave(self, unit: Streamed, slot: Slot) -> None:
+        if unit.depth == 0:
+            return  # an interrupted pass was cleaned up meanwhile
+        unit.depth -= 1
+        self._under_way -= 1
+        self._local.users = max(0, getattr(self._local, "users", 0) - 1)
+        try:
+            if unit.depth == 0:
+                if unit.differentiable:
+                    hand_back(unit, {id(ours): host for _, _, ours, host in unit.standing})
+                _swap_out(unit)
+                self._keep_writes(unit, slot)
+        finally:
+            self._streamer.release(slot)
+
+    def _swap_in(self, unit: Streamed, tensors: list[torch.Tensor], gradient: bool) -> None:
+        if unit.depth == 1:
+            assert unit.slot is not None
+            unit.entered = self._streamer.views(unit.slot).version
+        unit.differentiable = gradient and unit.trainable
+        for table, name, which in unit.sites:
+            host = unit.owners[which].tensor
+            if table.get(name) is host:
+                ours = tensors[which]
+                if gradient and unit.owners[which].trainable:
+                    ours = self._differentiable(unit.owners[which], ours)
+                table[name] = ours
+                unit.standing.append((table, name, ours, host))
+
+    def _differentiable(self, owner: Owner, view: torch.Tensor) -> torch.Tensor:
+        return ops.Deliver.apply(self._anchor, view, owner)
+
+    def _keep_writes(self, unit: Streamed, slot: Slot) -> None:
+        """What the model wrote to its slot during the run goes to the host, where the weight lives."""
+        streamer = self._streamer
+        views = streamer.views(slot)
+        replaced = [t.data_ptr() != at for t, at in zip(views.tensors, views.addresses, strict=True)]
+        if views.version == unit.entered and not any(replaced):
+            return
+        for owner, view in zip(unit.owners, views.tensors, strict=True):
+            # One counter for the whole slot does not tell which tensor it was: look.
+            with _disable_current_modes(), torch.no_grad():
+                if view.shape != owner.host.shape or view.dtype != owner.host.dtype:
+                    continue
+                now = torch.empty_like(owner.host)
+                streamer.engine.synchronize(streamer.engine.copy_out(now, view.detach()))
+                if torch.equal(storage_bytes(now), storage_bytes(owner.host)):
+                    continue
+                owner.host.copy_(now)
+            if owner not in self.written:
+                self.written.append(owner)
+        unit.epoch += 1
+        unit.views.pop(slot.offset, None)
+        streamer.views(slot)
+
+    # -- single operators
+
+    def bounce(self, func: Callable, args: tuple, kwargs: dict, found: list[Any]) -> Any:
+        """Run one operator with the slots of the streamed tensors ``found`` among its arguments."""
+        streamer = self._streamer
+        gradient = torch.is_grad_enabled()
+        ops.refuse_transforms(found[0]._carom.unit.name)
+        owners: list[Owner] = [tensor._carom for tensor in found]
+        slots: dict[int, tuple[Streamed, Slot]] = {}
+        view: torch.Tensor | None = None
+        replaced: dict[int, torch.Tensor] = {}
+        try:
+            with streamer.lock:
+                streamer.backward.note()
+                for owner in owners:
+                    if id(owner.unit) not in slots:
+                        slots[id(owner.unit)] = (owner.unit, streamer.acquire(owner.unit))
+                for tensor, owner in zip(found, owners, strict=True):
+                    unit, slot = slots[id(owner.unit)]
+                    view = streamer.views(slot).tensors[unit.owners.index(owner)]
+                    replaced[id(tensor)] = (
+                        self._differentiable(owner, view) if gradient and owner.trainable else view
+                    )
+            args, kwargs = ops.substitute(args, kwargs, replaced)
+            if not gradient or not ops.hooks_are_ours():
+                return func(*args, **kwargs)
+            ops.push_handles(streamer)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                ops.pop_handles()
+        finally:
+            replaced, args, kwargs, view = {}, (), {}, None  # only the result may hold on to a slot
+            streamer.release_all([(slot, None) for _, slot in slots.values()])
+
+    def close(self) -> None:
+        for unit in self._streamer.units:
+            _swap_out(unit)
+            unit.depth = 0
+
+
+def _swap_out(unit: Streamed) -> None:
+    for table, name, ours, host in unit.standing:
+        if table.get(name) is ours:  # a module that put something else there keeps it
+            table[name] = host
+    unit.standing.clear()
+
+
+def hand_back(unit: Streamed, hosts: dict[int, Any]) -> None:
+    """Give modules that list their own weights (as LSTMs do) the host's back: ``hosts`` by the view's id."""
+    for module in {id(s.module): s.module for o in unit.owners for s in o.entry.sites}.values():
+        for kept in vars(module).values():
+            if type(kept) is list:
+                kept[:] = [hosts.get(id(item), item) for item in kept]

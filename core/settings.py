@@ -1,0 +1,63 @@
+"""What `carom.stream` may be told: the choices, and budgets as bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import BudgetError, UnsupportedError
+from .sizes import GIB, parse_size
+from .transfer import Engine
+
+GRANULARITIES = ("auto", "block", "phase", "layer")
+
+
+def check(
+    module: Any, weights: Any, granularity: str, codec: str, pool: str, host: str, training: str | None
+) -> None:
+    """Raises UnsupportedError for a setting that is unknown, or not in this version."""
+
+    def choose(setting: str, value: Any, allowed: tuple, later: tuple = ()) -> None:
+        if value in later:
+            raise UnsupportedError(f"{setting}={value!r} is not in this version; use {setting}='auto'")
+        if value not in allowed:
+            raise UnsupportedError(f"{setting}={value!r}: choose one of {', '.join(map(repr, allowed))}")
+
+    if not isinstance(module, nn.Module):
+        raise UnsupportedError(f"carom.stream takes an nn.Module, not {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError("a scripted module hides its forwards; stream the eager module")
+    if weights is not None:
+        raise UnsupportedError(
+            "weights= (streaming straight from files) is not in this version; load the module first"
+        )
+    choose("granularity", granularity, GRANULARITIES)
+    choose("codec", codec, ("auto", "raw"), ("lossless",))
+    choose("pool", pool, ("auto", "torch"), ("aimdo",))
+    choose("host", host, ("auto", "raw"))
+    choose("training", training, (None, "resident", "stream"))
+
+
+def vram_budget(value: int | str, engine: Engine, mine: int = 0) -> int:
+    """Bytes for weights on the device; ``mine``: bytes held there already that may be used again."""
+    free = engine.free_bytes() + mine
+    if value == "auto":
+        return max(0, int(free * 0.7) - GIB)
+    return _size(value, free, "vram")
+
+
+def ram_budget(value: int | str) -> int | None:
+    """Bytes that may be pinned."""
+    import psutil
+
+    available = psutil.virtual_memory().available
+    return int(available * 0.8) if value == "auto" else _size(value, available, "ram")
+
+
+def _size(value: int | str, whole: int, setting: str) -> int:
+    try:
+        return parse_size(value, whole=whole, setting=setting)
+    except ValueError as error:
+        raise BudgetError(str(error)) from error

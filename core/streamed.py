@@ -1,0 +1,134 @@
+"""What a streamed unit is at run time: its host bytes, its tensors' owners, its views in the region's slots."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import UnsupportedError
+from .slots import Slot
+from .store.arena import Block
+from .transfer import storage_uses
+from .units import Entry, Unit
+
+if TYPE_CHECKING:
+    from .streamer import Streamer
+
+_OWN_REFERENCES = 3  # of a cached view: its list, the loop that looks, the argument of getrefcount
+
+
+class Owner:
+    """What a streamed host tensor leads to: its entry, its unit, its streamer."""
+
+    __slots__ = ("streamer", "unit", "entry", "host", "tensor", "trainable", "landing")
+
+    def __init__(self, streamer: Streamer, unit: Streamed, entry: Entry, host: torch.Tensor) -> None:
+        self.streamer, self.unit, self.entry, self.host = streamer, unit, entry, host
+        self.tensor = entry.tensor
+        self.trainable = entry.trainable
+        self.landing: list[torch.Tensor] = []  # pinned host buffers gradients land in
+
+    def set_trainable(self, trainable: bool) -> None:
+        """``requires_grad`` was set: from the next run on its gradients go to the host, or no longer do."""
+        self.trainable = trainable
+        self.unit.trainable = any(owner.trainable for owner in self.unit.owners)
+
+    def set_data(self, new: torch.Tensor) -> None:
+        """``parameter.data = new`` while streamed: the host bytes change, their place does not.
+
+        Raises UnsupportedError for another shape, dtype or device.
+        """
+        device = self.streamer.engine.device
+        if new.device.type != "cpu" and new.device == device:
+            return  # moved to where it computes already (a submodule's .to): it stays streamed
+        if new.shape != self.host.shape or new.dtype != self.host.dtype or new.device.type != "cpu":
+            raise UnsupportedError(
+                f"{self.entry.name} is streamed as {self.host.dtype} {tuple(self.host.shape)}; it cannot become "
+                f"{new.dtype} {tuple(new.shape)} on {new.device} while attached: close the session first"
+            )
+        self.unit.epoch += 1
+        if new.data_ptr() != self.host.data_ptr():
+            with torch.no_grad():
+                self.host.copy_(new)
+
+
+@dataclass(eq=False)
+class Views:
+    """A unit's tensors at one position of the region, made once: ``tensors`` match the unit's owners."""
+
+    base: torch.Tensor  # uint8, exactly the unit's bytes, where possible a storage of its own
+    target: torch.Tensor  # the same for our copies: writing to it raises no version that autograd checks
+    tensors: list[torch.Tensor]
+    uses: int | None  # of the storage, when nobody but us holds it
+    addresses: list[int] = field(default_factory=list)  # of the tensors, when made
+    saved: dict[tuple, torch.Tensor] = field(default_factory=dict)  # views that autograd asked for, by place
+
+    @property
+    def version(self) -> int:
+        """Raised by every write of the model to any of the tensors (they share the counter)."""
+        return self.base._version
+
+    def view(self, place: tuple) -> torch.Tensor:
+        """The view of a handle's place; the caller takes an alias of its own."""
+        found = self.saved.get(place)
+        if found is None:
+            dtype, shape, stride, start = place
+            before = storage_uses(self.base)
+            with torch.inference_mode(False), torch.no_grad():
+                typed = self.base.view(dtype)
+                found = typed.as_strided(
+                    shape, stride, typed.storage_offset() + start // typed.element_size()
+                )
+            del typed
+            self.saved[place] = found
+            if self.uses is not None and before is not None:
+                self.uses += (storage_uses(self.base) or 0) - before
+        return found
+
+    def kept_elsewhere(self) -> bool:
+        """Whether anybody else holds one of the tensors, or another tensor of their storage."""
+        if self.uses is not None and (storage_uses(self.base) or 0) > self.uses:
+            return True
+        count = sys.getrefcount
+        return any(count(tensor) > _OWN_REFERENCES for tensor in self.tensors)
+
+
+@dataclass(eq=False)
+class Streamed:
+    """A unit at run time."""
+
+    streamer: Streamer
+    unit: Unit
+    index: int
+    block: Block
+    owners: list[Owner] = field(default_factory=list)
+    slot: Slot | None = None
+    views: OrderedDict[int, Views] = field(default_factory=OrderedDict)
+    depth: int = 0  # runs in progress: its slot views stand in the modules while above zero
+    epoch: int = 0  # raised when the host bytes may have changed unseen
+    trainable: bool = False
+    sites: list[tuple[dict, str, int]] = field(default_factory=list)  # table, name, which owner
+    standing: list[tuple[dict, str, Any, Any]] = field(default_factory=list)  # table, name, ours, the host's
+    entered: int = 0  # the slot's version when it was swapped in
+    differentiable: bool = False  # what stands carries gradients of trainable weights to the host
+
+    @property
+    def name(self) -> str:
+        return self.unit.name
+
+    @property
+    def nbytes(self) -> int:
+        return self.unit.nbytes
+
+    @property
+    def host(self) -> torch.Tensor:
+        """The unit's bytes as they cross (uint8)."""
+        return self.block.data
+
+    def version(self) -> int:
+        """Changes whenever torch sees the host tensors change."""
+        return self.epoch + sum(owner.host._version for owner in self.owners)
