@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..core.wrapped import LaidOpen
+
 if TYPE_CHECKING:
     from ..core.session import Session
 
@@ -35,6 +37,7 @@ class Attachment:
         self.name, self.percent = name or type(module).__name__, percent
         self.unmanaged_modules = list(ignored)
         self.session: Session | None = None
+        self._laid_open: LaidOpen | None = None
         self.gone = False
         self._open = open
         self._lock = threading.RLock()
@@ -60,16 +63,21 @@ class Attachment:
         with self._lock:
             if self.session is None:
                 self._mark()
-                self.session = self._open(self)
+                laid_open = LaidOpen(self.module)
+                try:
+                    self.session = self._open(self)
+                except BaseException:
+                    laid_open.close()
+                    raise
+                self._laid_open = laid_open
                 self._listen_no_more()
             return self.session
 
     def pause(self) -> None:
         """Back to waiting on the CPU: something is about to happen that a streamed model does not allow."""
         with self._lock:
-            session, self.session = self.session, None
-            if session is not None:
-                session.close()
+            if self.session is not None:
+                self._close()
                 self._listen()
 
     def detach(self) -> None:
@@ -78,9 +86,7 @@ class Attachment:
             if self.gone:
                 return
             self.gone = True
-            session, self.session = self.session, None
-            if session is not None:
-                session.close()
+            self._close()
             self._listen_no_more()
             for key in ("_apply", "to", "forward"):
                 self._take_away(key)
@@ -89,6 +95,22 @@ class Attachment:
                     child.__dict__.pop(mark, None)
             for mark in ("_memory_manager", "_mm_to"):
                 self.module.__dict__.pop(mark, None)
+
+    def refresh(self) -> None:
+        """The weights were changed unseen: no copy is trusted, and weights that were replaced are taken up anew."""
+        with self._lock:
+            if self._laid_open is not None and self._laid_open.replaced:
+                self.pause()
+            elif self.session is not None:
+                self.session.refresh()
+
+    def _close(self) -> None:
+        session, self.session = self.session, None
+        laid_open, self._laid_open = self._laid_open, None
+        if session is not None:
+            session.close()
+        if laid_open is not None:
+            laid_open.close()
 
     # -- what stands in the module
 

@@ -16,6 +16,7 @@ from torch import nn
 from ..core.errors import BudgetError, CaromError
 from ..core.report import Report
 from ..core.session import Session, stream
+from ..core.wrapped import LaidOpen
 from . import words
 from .attachment import Attachment, tensors, weight_bytes
 from .options import Policy
@@ -114,8 +115,7 @@ class JobOffload:
     def refresh(self) -> None:
         """Weights were changed behind autograd's back (a merge): no copy of them is trusted."""
         for attachment in self.attachments:
-            if attachment.session is not None:
-                attachment.session.refresh()
+            attachment.refresh()
 
     # -- budgets
 
@@ -155,11 +155,12 @@ class JobOffload:
         if granularity not in known:
             if attachment.session is not None:
                 return int(attachment.session.report().vram_peak_bytes)
-            try:
-                self._stream(attachment, 0, granularity).close()
-                known[granularity] = 0
-            except BudgetError as error:
-                known[granularity] = error.least_bytes or 0
+            with contextlib.closing(LaidOpen(attachment.module)):
+                try:
+                    self._stream(attachment, 0, granularity).close()
+                    known[granularity] = 0
+                except BudgetError as error:
+                    known[granularity] = error.least_bytes or 0
         return known[granularity]
 
     def _total(self) -> int:
