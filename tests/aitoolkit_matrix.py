@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,6 @@ ROWS = [
     Row("two processes", twice=True),
     Row("full fine-tune", both={"network": None}),
     Row("full fine-tune ema", both={"network": None, "train": {"ema_config": {"use_ema": True, "ema_decay": 0.9}}}),
-    Row("full fine-tune resume", both={"network": None, "train": {"steps": 4}}, resume=2),
     Row("sd1 lora", "sd1"),
     _train("sd1 no checkpointing", "sd1", gradient_checkpointing=False),
     Row("sd1 convolutions", "sd1", {"network": {"conv": 4, "conv_alpha": 4}}),
@@ -139,23 +139,31 @@ class Bench:
         for kind in ("zimage", "sd1"):
             shutil.copytree(folder / "models" / "images", folder / "models" / f"images-{kind}")
 
-    def run(self, jobs: list[tuple[str, dict[str, Any]]]) -> dict[str, int]:
-        """Run named job files one after the other; returns each one's exit code. Logs lie at ``log(name)``."""
+    def run(self, jobs: list[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, int]]:
+        """Run named job files one after the other; yields each one's exit code when it is done. Logs: ``log(name)``."""
         listed = []
         for name, config in jobs:
             path = self.folder / f"{name}.job.json"
             path.write_text(json.dumps(config))
             listed.append({"config": str(path), "log": str(self.log(name)), "env": {}})
-        index = self.folder / "jobs.json"
+        index, errors = self.folder / "jobs.json", self.folder / "errors.log"
         index.write_text(json.dumps(listed))
-        done = subprocess.run(
-            [self.python, str(HERE / "aitoolkit_zygote.py"), str(index)],
-            cwd=self.place, env=self.env, capture_output=True, text=True, timeout=600 + 60 * len(jobs),
-        )  # fmt: skip
-        codes = [line.split() for line in done.stdout.splitlines() if line.startswith("CODE ")]
-        if len(codes) < len(jobs):
-            raise RuntimeError(f"ai-toolkit did not import: {done.stderr[-3000:]}")
-        return {jobs[int(i)][0]: int(code) for _, i, code in codes}
+        command = [self.python, str(HERE / "aitoolkit_zygote.py"), str(index)]
+        done = 0
+        with (
+            errors.open("w") as err,
+            subprocess.Popen(
+                command, cwd=self.place, env=self.env, stdout=subprocess.PIPE, stderr=err, text=True
+            ) as process,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("CODE "):
+                    _, at, code = line.split()
+                    done += 1
+                    yield jobs[int(at)][0], int(code)
+        if done < len(jobs):
+            raise RuntimeError(f"ai-toolkit did not import: {errors.read_text()[-3000:]}")
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -176,12 +184,13 @@ class Bench:
             config["config"]["process"].append(second)
         return config
 
-    def outcomes(self, rows: list[Row]) -> list[Outcome]:
-        """Run both sides of ``rows``, after a job of each kind that fills the latent caches."""
+    def outcomes(self, rows: list[Row]) -> Iterator[Outcome]:
+        """Run both sides of ``rows``, after a job of each kind that fills the latent caches; yields as rows end."""
         jobs: list[tuple[str, dict[str, Any]]] = []
         for kind in sorted({row.kind for row in rows}):
             warm = Row("warm up", kind, {"train": {"steps": 1}})
             jobs.append((f"warm-{kind}", self.job(warm, "warm")))
+        last = {}
         for row in rows:
             for side in ("plain", "bouncing"):
                 name = f"{side}-{slug(row)}"
@@ -189,15 +198,19 @@ class Bench:
                     first = {**row.both, "train": {**row.both.get("train", {}), "steps": row.resume}}
                     jobs.append((f"{name}-first", self.job(row, side, **first)))
                 jobs.append((name, self.job(row, side)))
-        codes = self.run(jobs)
-        return [self.outcome(row, codes) for row in rows]
+            last[name] = row
+        codes = {}
+        for name, code in self.run(jobs):
+            codes[name] = code
+            if name in last:
+                yield self.outcome(last[name], codes)
 
     def outcome(self, row: Row, codes: dict[str, int]) -> Outcome:
         for side in ("plain", "bouncing"):
             log = self.log(f"{side}-{slug(row)}")
             text = log.read_text(errors="replace")
             if codes[f"{side}-{slug(row)}"]:
-                reason = [line for line in text.splitlines() if line.strip()][-1]
+                reason = ([line for line in text.splitlines() if line.strip()] or ["no output"])[-1]
                 return Outcome(row, failed=f"{side} FAILED: {reason}", log=text)
         # Of a job that was to bounce and did not, equality would say nothing.
         if "carom: " not in text or "stay on" not in text:
@@ -269,14 +282,14 @@ def main() -> int:
         return 2
     rows = [row for row in ROWS if not sys.argv[1:] or row.name in sys.argv[1:]]
     with tempfile.TemporaryDirectory(prefix="carom-ai-toolkit-") as folder:
-        outcomes = Bench(Path(checkout).resolve(), Path(folder)).outcomes(rows)
-    for outcome in outcomes:
-        print(outcome.line())
-        if outcome.failed and os.environ.get("AI_TOOLKIT_LOG"):
-            print(outcome.log[-4000:])
-    good = sum(outcome.identical for outcome in outcomes)
-    print(f"{good} of {len(outcomes)} identical")
-    return 0 if good == len(outcomes) else 1
+        good = 0
+        for outcome in Bench(Path(checkout).resolve(), Path(folder)).outcomes(rows):
+            print(outcome.line(), flush=True)
+            good += outcome.identical
+            if not outcome.identical and os.environ.get("AI_TOOLKIT_LOG"):
+                print(outcome.log[-4000:])
+    print(f"{good} of {len(rows)} identical")
+    return 0 if good == len(rows) else 1
 
 
 if __name__ == "__main__":
