@@ -80,13 +80,16 @@ class Attachment:
                 self._close()
                 self._listen()
 
-    def detach(self) -> None:
-        """The module as it was before: its own `.to` and forward, no marks, weights on the CPU. Idempotent."""
+    def detach(self, *, discard: bool = False) -> None:
+        """The module as it was before: its own `.to` and forward, no marks, weights on the CPU. Idempotent.
+
+        ``discard``: the weights are about to be dropped, so those on the device stay there.
+        """
         with self._lock:
             if self.gone:
                 return
             self.gone = True
-            self._close()
+            self._close(discard)
             self._listen_no_more()
             for key in ("_apply", "to", "forward"):
                 self._take_away(key)
@@ -104,11 +107,11 @@ class Attachment:
             elif self.session is not None:
                 self.session.refresh()
 
-    def _close(self) -> None:
+    def _close(self, discard: bool = False) -> None:
         session, self.session = self.session, None
         laid_open, self._laid_open = self._laid_open, None
         if session is not None:
-            session.close()
+            session.close(discard=discard)
         if laid_open is not None:
             laid_open.close()
 

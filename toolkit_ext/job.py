@@ -95,13 +95,13 @@ class JobOffload:
         """The attachment whose root is ``module``."""
         return next((a for a in self.attachments if a.module is module), None)
 
-    def release(self, module: nn.Module) -> None:
-        """Give up ``module``; what it held goes to the models that stay."""
+    def release(self, module: nn.Module, *, discard: bool = False) -> None:
+        """Give up ``module``; what it held goes to the models that stay. ``discard``: its weights are to be dropped."""
         attachment = self.of(module)
         if attachment is None:
             return
         self._keep_report(attachment)
-        attachment.detach()
+        attachment.detach(discard=discard)
         self.attachments.remove(attachment)
         self._rebalance()
 
@@ -236,10 +236,10 @@ class JobOffload:
             self.say(f"the report could not be written ({error})")
 
     def close(self) -> None:
-        """Give every model up."""
+        """Give every model up: the process has ended, and nobody uses them again."""
         for attachment in self.attachments:
             with contextlib.suppress(CaromError):
-                attachment.detach()
+                attachment.detach(discard=True)
         self.attachments.clear()
 
 

@@ -223,7 +223,7 @@ def _detach(original: Callable, module: torch.nn.Module) -> None:
 
 def _free(original: Callable, module: torch.nn.Module) -> None:
     if _current is not None and _current.of(module) is not None:
-        _current.release(module)
+        _current.release(module, discard=True)
     original(module)
 
 
