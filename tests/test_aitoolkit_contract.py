@@ -7,6 +7,7 @@ operator uses a streamed weight's host copy within a step and makes a missing wa
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import random
 import sys
@@ -151,6 +152,14 @@ def test_2_root_and_leaves_wear_the_marks(job):
         model(*inputs())
 
 
+def test_2_layers_that_came_after_attach_wear_the_marks_when_they_stream(job):
+    _, model = job
+    attach(model, CPU)
+    model.out = nn.Linear(standin.D, standin.D)  # as quanto puts its own in a linear's place
+    model(*inputs())
+    assert model.out._memory_management_device == CPU and model.out._layer_memory_manager.module is model.out
+
+
 # 3. identity
 
 
@@ -226,6 +235,60 @@ def test_5_a_layer_whose_parameter_is_swapped_for_a_call_uses_the_swapped_one(on
 def test_5_a_merge_is_seen_by_the_next_forward(tmp_path, vram):
     plain = run(tmp_path, offload=None, merge=True)
     assert_same(plain.result, run(tmp_path, vram=vram, merge=True).result)
+
+
+def test_5_a_merge_through_aliases_taken_before_is_seen(on, job):
+    on("simulated-early")  # what was fetched ahead holds the old bytes
+    offload, model = job
+    offload.policy = dataclasses.replace(offload.policy, vram=500_000)  # room to keep and to fetch ahead
+    attach(model, CPU)
+    x, text = inputs()
+    model(x, text)
+    aliases = [parameter.data for parameter in model.parameters()]
+    model(x, text)
+
+    class Merging(standin.Network):
+        def get_all_modules(self):
+            for alias in aliases:
+                alias.mul_(2)
+            return []
+
+    Merging(nn.Module()).merge_in()
+    seen = model(x, text)
+    standin.MemoryManager.detach(model)
+    assert torch.equal(seen, model(x, text))
+
+
+def test_5_wrapped_weights_that_a_merge_replaced_are_taken_up_anew(job):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def wrapped(value):
+        return nn.Parameter(TwoTensor(value, value.clone()), requires_grad=False)
+
+    _, model = job
+    model.out.weight = wrapped(torch.randn(standin.D, standin.D))
+    attach(model, CPU)
+    x, text = inputs()
+    model(x, text)
+    first = model._memory_manager.session
+
+    class Merging(standin.Network):
+        def get_all_modules(self):
+            model.out.weight = wrapped(torch.ones(standin.D, standin.D))
+            return []
+
+    Merging(nn.Module()).merge_in()
+    seen = model(x, text)
+    assert model._memory_manager.session is not first
+    standin.MemoryManager.detach(model)
+    assert isinstance(model.out.weight, TwoTensor) and torch.equal(
+        model.out.weight.a, torch.ones(standin.D, standin.D)
+    )
+    expected = model(x, text)
+    assert torch.equal(
+        seen.a if isinstance(seen, TwoTensor) else seen,
+        expected.a if isinstance(expected, TwoTensor) else expected,
+    )
 
 
 def test_5_load_state_dict_is_seen_by_the_next_forward(job):
