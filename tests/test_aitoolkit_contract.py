@@ -301,6 +301,18 @@ def test_5_load_state_dict_is_seen_by_the_next_forward(job):
     assert torch.equal(model(x, text), other(x, text))
 
 
+@pytest.mark.parametrize("device", ["cpu", "simulated-late"])
+def test_5_a_part_called_past_the_root_streams_too(on, job, device):
+    on(device)
+    _, model = job
+    x = standin._noise(3)
+    expected = [block(x) for block in model.blocks] + [model.out(x)]
+    attach(model, CPU)
+    for _ in range(2):
+        assert_same(expected, [block(x) for block in model.blocks] + [model.out(x)])
+    assert model._memory_manager.session is not None
+
+
 # 6. .to
 
 

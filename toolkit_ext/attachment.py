@@ -37,6 +37,8 @@ class Attachment:
         self.name, self.percent = name or type(module).__name__, percent
         self.unmanaged_modules = list(ignored)
         self.session: Session | None = None
+        self.least: dict[str | None, int] = {}  # granularity -> the least budget that works, in bytes
+        self.given: int | str | None = None  # the budget it has or will have
         self._laid_open: LaidOpen | None = None
         self.gone = False
         self._open = open

@@ -121,7 +121,8 @@ class JobOffload:
 
     def open(self, attachment: Attachment) -> Session:
         """The session of ``attachment``, under its share of the job's budgets; said in one line."""
-        self._rebalance(opening=attachment)
+        self._least(attachment)
+        self._rebalance()
         session = self._stream(attachment, self._share(attachment))
         self.say(words.start(attachment.name, session.report()))
         return session
@@ -150,18 +151,16 @@ class JobOffload:
         return divide(self._total(), needs)[sharing.index(attachment)]
 
     def _least(self, attachment: Attachment, granularity: str | None = None) -> int:
-        """The least budget in bytes that works for a model, as the engine says it."""
-        known = attachment.__dict__.setdefault("least", {})
-        if granularity not in known:
-            if attachment.session is not None:
-                return int(attachment.session.report().vram_peak_bytes)
+        """The least budget in bytes that works for a model, as the engine says it; asked before the model streams."""
+        if granularity not in attachment.least:
+            least = 0
             with contextlib.closing(LaidOpen(attachment.module)):
                 try:
                     self._stream(attachment, 0, granularity).close()
-                    known[granularity] = 0
                 except BudgetError as error:
-                    known[granularity] = error.least_bytes or 0
-        return known[granularity]
+                    least = error.least_bytes or 0
+            attachment.least[granularity] = least
+        return attachment.least[granularity]
 
     def _total(self) -> int:
         """The job's budget in bytes; what "auto" and percentages mean is the engine's word, before anything is placed."""
@@ -183,17 +182,13 @@ class JobOffload:
         everything = sum(weight_bytes(a.module) for a in self.attachments) or 1
         return total * weight_bytes(attachment.module) // everything
 
-    def _rebalance(self, opening: Attachment | None = None) -> None:
+    def _rebalance(self) -> None:
         """Models that stream already get what is theirs now: more when one left, less before one comes."""
-        for other in self._sharing():
-            if other is opening or other.session is None:
-                continue
-            share = self._share(other)
-            if share != other.__dict__.get("given", self.policy.vram):
-                other.session.set_budget(vram=share)
-            other.__dict__["given"] = share
-        if opening is not None and opening.percent is None:
-            opening.__dict__["given"] = self._share(opening)
+        for attachment in self._sharing():
+            share = self._share(attachment)
+            if attachment.session is not None and share != attachment.given:
+                attachment.session.set_budget(vram=share)
+            attachment.given = share
 
     # -- what is told
 
