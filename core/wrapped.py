@@ -95,6 +95,21 @@ class LaidOpen:
         """Whether somebody put another weight in the place of one of them (a merge into quantised weights)."""
         return any(not leaf.whole for leaf in self._leaves)
 
+    @property
+    def wrappers(self) -> list[nn.Parameter]:
+        """What was laid open."""
+        return [weight.wrapper for leaf in self._leaves for weight in leaf.weights.values()]
+
+    @property
+    def inner(self) -> set[int]:
+        """Ids of the inner tensors, which stand in the modules' buffers outside a run."""
+        return {
+            id(leaf.module._buffers.get(name))
+            for leaf in self._leaves
+            for weight in leaf.weights.values()
+            for name in weight.buffers
+        }
+
     def close(self) -> None:
         """The same Parameter objects as before, around the same inner tensors. Idempotent."""
         while self._leaves:

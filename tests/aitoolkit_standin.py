@@ -123,6 +123,38 @@ class _QuantisedLinear(torch.autograd.Function):
         return grad @ (codes.to(grad.dtype) * step), None, None, None
 
 
+class Wrapped(torch.Tensor):
+    """A wrapped quantised weight, as torchao's: of the model's dtype outside, float8 inside."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, dtype: torch.dtype) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: torch.Tensor, dtype: torch.dtype) -> None:
+        self.codes, self.outside = codes, dtype
+
+    def __tensor_flatten__(self) -> Any:
+        return ["codes"], self.outside
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        return cls(inner["codes"], context)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            x, weight, bias = args
+            return torch.nn.functional.linear(x, weight.codes.to(x.dtype), bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls(args[0].codes, args[0].outside)
+        raise NotImplementedError(func)
+
+
 def quantise(module: nn.Module) -> None:
     """As text encoders are quantised: in place, after they were attached."""
     for part in list(module.modules()):

@@ -436,19 +436,39 @@ def test_8_custom_quantised_layers_stream_their_buffers_exactly(on, job, device,
     assert any(entry.name.endswith("codes") for unit in streamed for entry in unit.unit.entries)
 
 
-def test_8_a_wrapped_tensor_is_moved_whole_and_counted_by_what_it_holds(job):
+@pytest.mark.parametrize("device", ["cpu", "simulated-late", "simulated-random"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_8_wrapped_tensors_stream_what_they_hold_exactly(on, job, device, checkpointing, monkeypatch):
     from carom.toolkit_ext.attachment import weight_bytes
-    from torch.testing._internal.two_tensor import TwoTensor
 
+    monkeypatch.setattr("carom.core.units.SMALL_BUFFER", 1024)
+    on(device)
     _, model = job
-    inner = torch.randn(standin.D, standin.D)
-    model.out.weight = nn.Parameter(TwoTensor(inner, inner.clone()), requires_grad=False)
-    assert weight_bytes(model.out) == 2 * inner.nbytes + model.out.bias.nbytes
-    plain = copy.deepcopy(model.blocks)
+    for block in model.blocks:
+        codes = block.up.weight.detach().to(torch.float8_e4m3fn)
+        block.up.weight = nn.Parameter(standin.Wrapped(codes, torch.float32), requires_grad=False)
+        assert weight_bytes(block.up) == codes.nbytes + block.up.bias.nbytes
+    model.gradient_checkpointing = checkpointing
+    plain = model.state_dict().keys()
+    expected = _gradients(model)
     attach(model, CPU)
-    x, text = inputs()
-    model(x, text)
-    assert isinstance(model.out.weight, TwoTensor) and len(plain) == 5
+    assert_same(expected, _gradients(model))
+    session = model._memory_manager.session
+    assert model.state_dict().keys() == plain and isinstance(model.blocks[0].up.weight, standin.Wrapped)
+    assert any(
+        "up.weight" in entry.name for unit in session._placement.streamed for entry in unit.unit.entries
+    )
+    model.to(CPU, dtype=torch.float32)
+    assert model._memory_manager.session is session, "the float8 inside is no reason to convert"
+
+
+def _gradients(model):
+    seen = []
+    for step in range(3):
+        x, text = (t.requires_grad_() for t in (standin._noise(step), standin._noise(50 + step)))
+        model(x, text).sum().backward()
+        seen += [x.grad, text.grad]
+    return seen
 
 
 # 9. trainable weights

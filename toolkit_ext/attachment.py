@@ -101,6 +101,14 @@ class Attachment:
             for mark in ("_memory_manager", "_mm_to"):
                 self.module.__dict__.pop(mark, None)
 
+    def differs_from(self, dtype: torch.dtype) -> bool:
+        """Whether a `.to(dtype)` would convert anything; what wrapped weights hold inside is their own business."""
+        laid_open = self._laid_open
+        inner = set() if laid_open is None else laid_open.inner
+        wrappers = [] if laid_open is None else laid_open.wrappers
+        weights = [*wrappers, *(t for t in tensors(self.module) if id(t) not in inner)]
+        return any(t.is_floating_point() and t.dtype != dtype for t in weights)
+
     def refresh(self) -> None:
         """The weights were changed unseen: no copy is trusted, and weights that were replaced are taken up anew."""
         with self._lock:
@@ -229,7 +237,7 @@ class _To(_Standin):
         if attachment.session is None:
             module._mm_to(*args, **kwargs)  # type: ignore[operator]
             return module
-        if dtype is not None and any(t.is_floating_point() and t.dtype != dtype for t in tensors(module)):
+        if dtype is not None and attachment.differs_from(dtype):
             attachment.pause()
             module._mm_to(dtype=dtype)  # type: ignore[operator]
             return module
