@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "plan": "what a model would do on a card: what stays, what streams, how fast and why",
     "pack": "rewrite a checkpoint in streaming order, page-aligned and checksummed",
     "install-comfyui": "put Carom's nodes into a ComfyUI, or take them out again",
+    "install-ai-toolkit": "let ai-toolkit's jobs use Carom: `offload: bouncing` in their YAML",
 }
 
 

@@ -183,6 +183,10 @@ class Placement:
 
     # -- the way back
 
+    def leave_behind(self) -> None:
+        """What was moved to the device stays there: nobody wants it back."""
+        self._moved.clear()
+
     def undo(self) -> None:
         """Every tensor as it was: object, class, device; values as they are now. Pinned memory is given back."""
         with torch.inference_mode(False), torch.no_grad():

@@ -161,12 +161,18 @@ class Session:
         self._placement.undo()
         self._closed = True
 
-    def close(self) -> None:
-        """Give the module back as it was: objects, classes, devices; values as they are now. Idempotent."""
+    def close(self, *, discard: bool = False) -> None:
+        """Give the module back as it was: objects, classes, devices; values as they are now. Idempotent.
+
+        ``discard``: the module is about to be dropped; what stays on the device is left there instead of
+        being brought home, which could take as much host memory as the device has.
+        """
         with self._lock:
             if self._closed:
                 return
             self._final = self._report()
+            if discard:
+                self._placement.leave_behind()
             self._detach()
             self._parked = False
         for part in self.module.modules():

@@ -469,3 +469,19 @@ def test_thawed_weights_get_gradients(device):
         model.blocks[1].up.weight.requires_grad = False
         harness.loss_of(model(CASE.inputs(1, where).requires_grad_())).backward()
         assert model.blocks[1].up.weight.grad is None
+
+
+@on_every_device
+def test_discarding_leaves_on_the_device_what_lies_there_and_ends_the_rest(device):
+    model = frozen()
+    session = carom.stream(model, device=device, vram=harness.some_vram(model, device, 0.5))
+    streams = {id(owner.tensor) for unit in session._placement.streamed for owner in unit.owners}
+    there = {name: p.data_ptr() for name, p in model.named_parameters() if id(p) not in streams}
+    assert there and streams
+    session.close(discard=True)
+    after = dict(model.named_parameters())
+    assert {name: after[name].data_ptr() for name in there} == there, "nothing was copied"
+    assert all(after[name].device == place(device) for name in there)
+    assert all(type(p) is nn.Parameter for p in after.values())
+    session.close()
+    carom.stream(model.to("cpu"), device=device, vram=harness.some_vram(model, device, 0.5)).close()

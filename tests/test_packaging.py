@@ -12,7 +12,7 @@ if sys.version_info >= (3, 11):
 else:
     tomllib = pytest.importorskip("tomli")
 
-NOT_PACKAGES = {"tests", "docs", "build", "dist"}
+NOT_PACKAGES = {"tests", "docs", "examples", "build", "dist"}
 
 
 def test_every_folder_with_an_init_is_listed(root: Path):

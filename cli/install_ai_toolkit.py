@@ -1,0 +1,64 @@
+"""`carom install-ai-toolkit DIR [--uninstall]`: put the guarded extension folder into an ai-toolkit checkout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from ..toolkit_ext import folder
+
+VENVS = ("venv", ".venv", "env")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", type=Path, metavar="DIR", help="ai-toolkit's folder: the one with run.py")
+    parser.add_argument("--uninstall", action="store_true", help="take the extension away again")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.uninstall:
+        was_there = folder.uninstall(args.dir)
+        _print(args.json, {"installed": False, "removed": was_there}, [
+            "removed; ai-toolkit is as before" if was_there else "nothing to remove: Carom is not installed there",
+        ])  # fmt: skip
+        return 0
+    place = folder.install(args.dir)
+    python = _its_python(args.dir)
+    sees = None if python is None else _imports_carom(python)
+    lines = [
+        f"installed: {place}",
+        "now write `offload: bouncing` under `model:` in a job's YAML (docs/ai-toolkit.md)",
+    ]
+    if sees is False:
+        lines.append(f"Carom is not in ai-toolkit's own Python yet: {python} -m pip install carom")
+    _print(
+        args.json, {"installed": True, "path": str(place), "python": python, "python_has_carom": sees}, lines
+    )
+    return 0
+
+
+def _its_python(checkout: Path) -> str | None:
+    """The Python of the virtual environment that ai-toolkit's instructions make; None where there is none."""
+    for venv in VENVS:
+        for python in (checkout / venv / "bin" / "python", checkout / venv / "Scripts" / "python.exe"):
+            if python.exists():
+                return str(python)
+    return None
+
+
+def _imports_carom(python: str) -> bool | None:
+    try:
+        found = subprocess.run([python, "-c", "import carom"], capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.returncode == 0
+
+
+def _print(as_json: bool, facts: dict, lines: list[str]) -> None:
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        sys.stdout.write("".join(f"{line}\n" for line in lines))

@@ -1,0 +1,192 @@
+"""Tiny random models in diffusers' folder format, and job files for them: what the tests against a real ai-toolkit train.
+
+Run by the ai-toolkit's own Python: `python aitoolkit_models.py FOLDER` writes FOLDER/zimage, FOLDER/sd1 and FOLDER/images.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+WORDS = [
+    "a",
+    "photo",
+    "of",
+    "red",
+    "blue",
+    "cat",
+    "dog",
+    "house",
+    "tree",
+    "with",
+    "the",
+    "and",
+    "picture",
+    "person",
+    "sks",
+    "in",
+    "on",
+    "under",
+    "bright",
+    "dark",
+]
+
+
+def main(folder: Path) -> None:
+    import torch
+
+    torch.manual_seed(7)
+    for make in (zimage, sd1, images):
+        target = folder / make.__name__
+        if not (target / "done").exists():
+            target.mkdir(parents=True, exist_ok=True)
+            make(target)
+            (target / "done").write_text("")
+
+
+def images(folder: Path) -> None:
+    """Four noisy pictures of two sizes with captions."""
+    import numpy as np
+    from PIL import Image
+
+    draw = np.random.default_rng(3)
+    for index, size in enumerate([(64, 64), (64, 64), (96, 64), (64, 64)]):
+        pixels = draw.integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+        (folder / f"{index}.txt").write_text(" ".join(draw.choice(WORDS, 6)))
+
+
+def _vae(channels: int) -> Any:
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        block_out_channels=[8, 8, 8, 8], down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
+        latent_channels=channels, norm_num_groups=4, layers_per_block=1, sample_size=64,
+    )  # fmt: skip
+
+
+def zimage(folder: Path, dim: int = 512, layers: int = 4) -> None:
+    """A Z-Image of about 20 M parameters: wide enough that quantised weights are worth streaming."""
+    from diffusers import ZImageTransformer2DModel
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    transformer = ZImageTransformer2DModel(
+        dim=dim, n_layers=layers, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=256,
+        axes_dims=[32, 48, 48], axes_lens=[256, 64, 64],
+    )  # fmt: skip
+    _shake(transformer)
+    transformer.save_pretrained(folder / "transformer")
+    encoder = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=64, hidden_size=256, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+    encoder.save_pretrained(folder / "text_encoder")
+    vocabulary = {word: index for index, word in enumerate(["[UNK]", "[PAD]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
+    fast.chat_template = "{% for m in messages %}the {{ m['content'] }} and{% endfor %}"
+    fast.save_pretrained(folder / "tokenizer")
+    vae = _vae(16)
+    vae.register_to_config(scaling_factor=0.3611, shift_factor=0.1159)
+    vae.save_pretrained(folder / "vae")
+    (folder / "scheduler").mkdir(exist_ok=True)
+    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "ZImagePipeline"}))
+
+
+def sd1(folder: Path) -> None:
+    """A Stable Diffusion 1 of about 3 M parameters."""
+    from diffusers import DDIMScheduler, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    unet = UNet2DConditionModel(
+        block_out_channels=(32, 64, 64, 64), layers_per_block=1, cross_attention_dim=64, attention_head_dim=4,
+        norm_num_groups=8, sample_size=8,
+    )  # fmt: skip
+    _shake(unet)
+    unet.save_pretrained(folder / "unet")
+    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    vocabulary = [*letters, *(f"{c}</w>" for c in letters), "<|startoftext|>", "<|endoftext|>"]
+    (folder / "tokenizer").mkdir(exist_ok=True)
+    (folder / "tokenizer" / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(vocabulary)}))
+    (folder / "tokenizer" / "merges.txt").write_text("#version: 0.2\n")
+    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "bos_token": "<|startoftext|>"}
+    config |= {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
+    encoder = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+            max_position_embeddings=77, bos_token_id=52, eos_token_id=53,
+        )
+    )  # fmt: skip
+    encoder.save_pretrained(folder / "text_encoder")
+    _vae(4).save_pretrained(folder / "vae")
+    DDIMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False
+    ).save_pretrained(folder / "scheduler")
+    index: dict[str, Any] = {"_class_name": "StableDiffusionPipeline", "feature_extractor": [None, None]}
+    index |= {"safety_checker": [None, None], "requires_safety_checker": False}
+    index |= {
+        name: ["diffusers", kind]
+        for name, kind in (("unet", "UNet2DConditionModel"), ("vae", "AutoencoderKL"))
+    }
+    index |= {"scheduler": ["diffusers", "DDIMScheduler"], "tokenizer": ["transformers", "CLIPTokenizer"]}
+    index |= {"text_encoder": ["transformers", "CLIPTextModel"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+
+
+def _shake(model: Any) -> None:
+    """No weight stays zero: a zero final layer would hide every difference before it."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() < 2 or not parameter.any():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+def job(name: str, kind: str, models: Path, output: Path, **changes: Any) -> dict[str, Any]:
+    """A job that trains a LoRA on ``kind`` ("zimage" or "sd1") for a few steps; ``changes``: section -> its changed keys."""
+    model: dict[str, Any] = {"name_or_path": str(models / kind)}
+    if kind == "zimage":
+        model["arch"] = "zimage"
+    process: dict[str, Any] = {
+        "type": "sd_trainer",
+        "training_folder": str(output),
+        "device": "cpu",
+        "network": {"type": "lora", "linear": 4, "linear_alpha": 4},
+        "save": {"dtype": "float32", "save_every": 1000, "max_step_saves_to_keep": 1},
+        "datasets": [
+            {
+                "folder_path": str(models / f"images-{kind}"), "caption_ext": "txt", "resolution": [64],
+                "cache_latents_to_disk": True,
+            }
+        ],
+        "train": {
+            "batch_size": 1, "steps": 3, "gradient_checkpointing": True, "train_unet": True,
+            "train_text_encoder": False, "noise_scheduler": "flowmatch" if kind == "zimage" else "ddpm",
+            "optimizer": "adamw", "lr": 1e-3, "dtype": "float32", "disable_sampling": True,
+        },
+        "model": model,
+        "sample": {
+            "sampler": "flowmatch" if kind == "zimage" else "ddim", "sample_every": 2, "width": 64, "height": 64,
+            "prompts": ["a red cat"], "neg": "", "seed": 42, "guidance_scale": 3, "sample_steps": 2,
+        },
+    }  # fmt: skip
+    for section, keys in changes.items():
+        if isinstance(keys, dict):
+            process[section] = {**process.get(section, {}), **keys}
+        else:
+            process[section] = keys
+    return {"job": "extension", "config": {"name": name, "process": [process]}, "meta": {"name": "[name]"}}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,66 @@
+"""Runs real ai-toolkit jobs: everything heavy is imported once, then each job is `run.py` in a forked child.
+
+`python aitoolkit_zygote.py JOBS.json` in the checkout: JOBS is a list of {"config", "log", "env"}. Each child's exit
+code goes to standard output as `index code`. Without os.fork each job is a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import runpy
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+
+def child(job: dict) -> int:
+    """`run.py CONFIG` with output to the log; returns its exit code."""
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.environ.update(job["env"])
+    sys.argv = ["run.py", job["config"]]
+    try:
+        runpy.run_path("run.py", run_name="__main__")
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main() -> None:
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    sys.path.insert(0, os.getcwd())
+    fork = getattr(os, "fork", None)
+    if fork is not None:
+        importlib.import_module("jobs.process")
+        for _, name, _ in pkgutil.iter_modules(["extensions_built_in"]):
+            importlib.import_module(f"extensions_built_in.{name}")
+    for index, job in enumerate(jobs):
+        if fork is None:
+            with open(job["log"], "w") as log:
+                command = [sys.executable, "run.py", job["config"]]
+                code = subprocess.run(
+                    command, stdout=log, stderr=log, env={**os.environ, **job["env"]}
+                ).returncode
+        else:
+            pid = fork()
+            if pid == 0:
+                code = 1
+                try:
+                    code = child(job)
+                finally:
+                    sys.stdout.flush()
+                    os._exit(code)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print("CODE", index, code, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""A job's process under Carom: the YAML's switch, the budget among its models, what the log and the output folder get."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import carom
+import pytest
+import tests_aitoolkit as standin
+import torch
+from carom.core.session import _sessions as sessions
+from tests_harness import assert_same
+
+BUDGET = 400_000  # bytes: about a third of the stand-in's transformer and text encoder
+
+
+@pytest.fixture(autouse=True)
+def toolkit():
+    with standin.installed():
+        yield
+    assert not list(sessions.values()), "a session was left open"
+
+
+def process(folder, model, model_class=standin.Attaching, name="job", **train):
+    made = standin.BaseSDTrainProcess(model, folder, name, **train)
+    made.model_class = model_class
+    return made
+
+
+def run(*args, **kwargs):
+    made = process(*args, **kwargs)
+    made.run()
+    return made
+
+
+BOUNCING = {"offload": "bouncing", "offload_kwargs": {"vram": BUDGET}}
+
+
+# -- the switch
+
+
+@pytest.mark.parametrize("model", [{}, {"offload": "off"}, {"offload": False}, {"layer_offloading": True}])
+def test_absent_or_off_is_ai_toolkit_as_it_is(tmp_path, model):
+    stock = {key: value for key, value in model.items() if key != "offload"}
+    made = run(tmp_path, model)
+    joined = list(standin.STOCK)
+    undone, config = made.result, vars(made.model_config)
+    from carom.toolkit_ext import seams
+
+    seams.uninstall()
+    standin.STOCK.clear()
+    without = run(tmp_path, stock)
+    assert_same(without.result, undone)
+    assert config == vars(without.model_config) and joined == standin.STOCK and not standin.SAID
+    assert not (tmp_path / "job").exists()
+
+
+def test_the_job_is_the_plain_job_but_for_where_its_weights_wait(tmp_path):
+    made = run(tmp_path, {**BOUNCING, "layer_offloading": True})
+    assert made.model_config.qtype == made.model_config.qtype_te == "qfloat8", "the stock switch would map it"
+    assert made.model_config.layer_offloading is False, "it would forbid merging"
+    assert made.sd.model_config.layer_offloading is True, "loaders ask it before they attach"
+    assert not standin.STOCK
+
+
+@pytest.mark.parametrize(
+    "model", [{"offload": "bounce"}, {"offload": "bouncing", "offload_kwargs": {"vrm": 1}}]
+)
+def test_a_bad_value_stops_the_job_before_anything_loads(tmp_path, model):
+    with pytest.raises(
+        carom.UnsupportedError, match="bouncing, aimdo, auto, off|vram, ram, disk, codec, granularity"
+    ):
+        process(tmp_path, model)
+
+
+@pytest.mark.parametrize("mode", ["aimdo", "auto"])
+def test_what_is_not_in_this_version_is_said_in_one_line_and_bounces(tmp_path, mode):
+    plain = run(tmp_path, {})
+    made = run(tmp_path, {**BOUNCING, "offload": mode})
+    assert_same(plain.result, made.result)
+    assert [line for line in standin.SAID if "aimdo" in line] == [
+        f"carom: offload: {mode}: the aimdo pool is not in this version; bouncing with torch's allocator"
+    ]
+
+
+def test_auto_steps_down_to_the_stock_manager_where_bouncing_does_not_work(tmp_path, monkeypatch):
+    def broken(device):
+        raise RuntimeError("no streams here")
+
+    monkeypatch.setattr("carom.toolkit_ext.trial.works", broken)
+    made = run(tmp_path, {"offload": "auto"})
+    assert sum("ai-toolkit's own layer offloading does it" in line for line in standin.SAID) == 1
+    assert made.model_config.layer_offloading and made.model_config.qtype == "float8", (
+        "as the stock switch does"
+    )
+    assert standin.STOCK == ["attach Transformer 1.0", "attach TextEncoder 1.0"]
+
+
+def test_the_trial_streams_and_trains_for_real():
+    from carom.toolkit_ext.trial import works
+
+    state = torch.get_rng_state()
+    works(torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_missing_seam_is_noticed_before_anything_is_changed(monkeypatch):
+    from carom.toolkit_ext import install, seams
+
+    seams.uninstall()
+    before = {name: vars(standin.BaseSDTrainProcess)[name] for name in ("run", "hook_before_train_loop")}
+    monkeypatch.delattr(standin.BaseSDTrainProcess, "sample")
+    with pytest.raises(carom.UnsupportedError, match=r"BaseSDTrainProcess\.sample"):
+        install()
+    assert {name: vars(standin.BaseSDTrainProcess)[name] for name in before} == before
+
+
+def test_installing_twice_wraps_once():
+    from carom.toolkit_ext import install
+
+    before = standin.ModelConfig.__init__
+    install()
+    assert standin.ModelConfig.__init__ is before
+
+
+# -- models that never attach, and several processes
+
+
+def test_a_model_that_never_attaches_loads_on_the_cpu_and_streams(tmp_path):
+    class Elsewhere(standin.Legacy):
+        def load_model(self):
+            self.moved_to = [self.device_torch, self.te_device_torch, self.quantize_device]
+            super().load_model()
+
+    plain = run(tmp_path, {}, standin.Legacy)
+    made = process(tmp_path, BOUNCING, Elsewhere)
+    made.device_torch = torch.device("cpu", 0)  # tells apart what the loader saw from what the process has
+    made.run()
+    assert made.sd.moved_to == [torch.device("cpu")] * 3
+    assert made.sd.device_torch == torch.device("cpu", 0) and "load_model" not in vars(made.sd)
+    assert_same(plain.result, made.result)
+    assert sum("stream through" in line for line in standin.SAID) == 2
+
+
+def test_a_host_that_forbids_moving_an_encoder_is_obeyed(tmp_path):
+    class Fixed(standin.Legacy):
+        def make(self):
+            super().make()
+            self.text_encoder.to = lambda *args, **kwargs: None
+
+    made = run(tmp_path, BOUNCING, Fixed)
+    assert not hasattr(made.sd.text_encoder, "_memory_manager")
+    assert not any("TextEncoder" in line for line in standin.SAID)
+
+
+def test_each_process_of_a_job_has_its_own_policy(tmp_path):
+    first = process(tmp_path, BOUNCING, name="one")
+    second = process(tmp_path, {"layer_offloading": True}, name="two")
+    third = process(tmp_path, {**BOUNCING, "offload_kwargs": {"vram": "1GiB"}}, name="three")
+    for each in (first, second, third):
+        each.run()
+    assert standin.STOCK == ["attach Transformer 1.0", "attach TextEncoder 1.0"], "of the second only"
+    assert any("stay on" in line and "stream through" not in line for line in standin.SAID), "the third fits"
+    assert_same(first.result, second.result)
+    assert_same(first.result, third.result)
+    assert not (tmp_path / "two").exists()
+
+
+def test_an_error_in_a_job_closes_its_sessions_and_leaves_the_report(tmp_path):
+    class Failing(standin.Attaching):
+        count = 0
+
+        def predict(self, x, text):
+            self.count += 1
+            if self.count == 3:
+                raise ValueError("from the job")
+            return super().predict(x, text)
+
+    with pytest.raises(ValueError, match="from the job"):
+        run(tmp_path, BOUNCING, Failing)
+    assert not list(sessions.values())
+    assert (tmp_path / "job" / "carom" / "report.json").exists()
+    assert_same(run(tmp_path, {}).result, run(tmp_path, BOUNCING).result)
+
+
+# -- the budget
+
+
+def budgets():
+    return {type(s().module).__name__: s()._vram for s in sessions.values()}
+
+
+def test_the_models_of_a_job_share_one_budget_and_an_unloaded_ones_part_returns(tmp_path, monkeypatch):
+    seen = []
+    real = standin.BaseSDTrainProcess.one
+
+    def one(self, index):
+        real(self, index)
+        seen.append(budgets())
+
+    monkeypatch.setattr(standin.BaseSDTrainProcess, "one", one)
+    run(tmp_path, BOUNCING)
+    assert seen[0].keys() == {"Transformer", "TextEncoder"} and sum(seen[0].values()) <= BUDGET
+    assert all(share > 0 for share in seen[0].values())
+    seen.clear()
+    run(tmp_path, BOUNCING, cache_text=True)
+    assert seen[0] == {"Transformer": BUDGET}
+
+
+def test_what_an_unloaded_model_held_goes_to_one_that_streams_already(tmp_path):
+    made = process(tmp_path, BOUNCING)
+    grown = {}
+
+    def unload(step=None):
+        made.sd.encode(standin._tokens(0))
+        grown["before"] = budgets()["Transformer"]
+        standin.MemoryManager.free(made.sd.text_encoder[0])
+        grown["after"] = budgets()["Transformer"]
+        raise KeyboardInterrupt
+
+    made.one = lambda index: (made.sd.predict(standin._noise(0), standin._noise(1)), unload())
+    with pytest.raises(KeyboardInterrupt):
+        made.run()
+    assert 0 < grown["before"] < grown["after"] == BUDGET
+
+
+def test_a_budget_too_small_for_all_names_the_least_that_works(tmp_path):
+    with pytest.raises(carom.BudgetError, match="models together") as refused:
+        run(tmp_path, {"offload": "bouncing", "offload_kwargs": {"vram": 1000}})
+    least = refused.value.least_bytes
+    assert least is not None
+    assert_same(
+        run(tmp_path, {}).result,
+        run(tmp_path, {"offload": "bouncing", "offload_kwargs": {"vram": least}}).result,
+    )
+
+
+def test_stock_percents_keep_their_meaning(tmp_path, monkeypatch):
+    kept = {}
+    real = standin.BaseSDTrainProcess.one
+
+    def one(self, index):
+        real(self, index)
+        for session in sessions.values():
+            report = session().report()
+            kept[type(session().module).__name__] = report.streamed_bytes
+
+    monkeypatch.setattr(standin.BaseSDTrainProcess, "one", one)
+    key = "layer_offloading_transformer_percent"
+    whole = sum(p.nbytes for p in standin.Transformer(depth=12).parameters())
+
+    class Deep(standin.Attaching):
+        def make(self):
+            super().make()
+            self.unet = standin.Transformer(depth=12)
+
+    streamed = {}
+    for percent in (1.0, 0.5, 0.0):
+        kept.clear()
+        run(tmp_path, {"offload": "bouncing", key: percent}, Deep)
+        streamed[percent] = kept.get("Transformer")
+    assert streamed[1.0] >= 0.75 * whole and 0.25 * whole <= streamed[0.5] <= 0.6 * whole
+    assert streamed[0.0] is None, "zero: not offloaded at all"
+
+
+# -- the log and the output folder
+
+
+def test_the_log_tells_once_at_the_start_and_at_each_sample(tmp_path):
+    run(tmp_path, {**BOUNCING, "layer_offloading": False}, sample_every=1)
+    assert all(line.startswith("carom: ") for line in standin.SAID)
+    assert "contradicts" in standin.SAID[0]
+    starts = [line for line in standin.SAID if "stream through" in line]
+    samples = [line for line in standin.SAID if line.startswith("carom: step ")]
+    assert len(starts) == 2 and len(samples) == 4, standin.SAID
+    for word in ("Transformer: ", "TextEncoder: ", "resident", "streamed", "waits", "per step"):
+        assert word in samples[-1], samples[-1]
+
+
+def test_report_timeline_and_trace_go_to_the_jobs_folder(tmp_path):
+    run(tmp_path, BOUNCING, sample_every=1)
+    folder = tmp_path / "job" / "carom"
+    names = {path.name for path in folder.iterdir()}
+    pictures = {
+        f"{kind}-{model}.{end}"
+        for model in ("Transformer", "TextEncoder")
+        for kind, end in (("timeline", "png"), ("trace", "json"))
+    }
+    assert names == {"report.json", "report.txt", *pictures}
+    report = json.loads((folder / "report.json").read_text())
+    transformer = report["models"]["Transformer"]
+    assert transformer["vram_peak_bytes"] <= transformer["vram_budget_bytes"] <= BUDGET
+    assert transformer["raw_bytes_per_step"] > 0 and "budget" in (folder / "report.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["c", "carom", "offload", "o"])
+def test_no_report_looks_like_a_checkpoint_of_its_job(tmp_path, name):
+    run(tmp_path, BOUNCING, name=name)
+    made = list((tmp_path / name).iterdir())
+    assert made and not list(Path(tmp_path / name).glob(f"{name}*"))
+
+
+def test_a_report_that_cannot_be_written_stops_no_job(tmp_path):
+    (tmp_path / "job").write_text("in the way")
+    run(tmp_path, BOUNCING)
+    assert any("report could not be written" in line for line in standin.SAID)

@@ -1,0 +1,18 @@
+"""The ai-toolkit backend: YAML `model: {offload: bouncing}`. Translates its calls to `carom.stream`, decides nothing.
+
+`options` reads the YAML, `shares` divides one budget among a job's models, `attachment` is one model under
+Carom, `job` all of one process, `words` what the job's log says, `seams` where ai-toolkit is joined, and
+`folder` the extension folder that `carom install-ai-toolkit` puts in place.
+"""
+
+from __future__ import annotations
+
+
+def install() -> None:
+    """Join the running ai-toolkit; called by the extension folder. Idempotent.
+
+    Raises UnsupportedError, before anything is changed, when this ai-toolkit lacks a seam.
+    """
+    from .seams import install as join
+
+    join()

@@ -1,0 +1,265 @@
+"""All of one process's models under Carom: who attaches, who gets which share, what the log and the output folder get."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import BudgetError, CaromError
+from ..core.report import Report
+from ..core.session import Session, stream
+from ..core.wrapped import LaidOpen
+from . import words
+from .attachment import Attachment, tensors, weight_bytes
+from .options import Policy
+from .shares import Need, divide
+
+logger = logging.getLogger("carom")
+
+DEVICES = ("device_torch", "te_device_torch", "quantize_device")
+SLOTS = 3  # of the largest block: what a percentage leaves for the part that streams
+
+
+class JobOffload:
+    """Carom in one process of a job. ``say`` prints a line into the job's log."""
+
+    def __init__(self, policy: Policy, device: torch.device | str, say: Callable[[str], None]) -> None:
+        self.policy, self.device = policy, torch.device(device)
+        self.attachments: list[Attachment] = []
+        self._say = say
+        self._auto: int | None = None
+        self._reports: dict[str, Report] = {}
+        for remark in policy.remarks:
+            self.say(remark)
+        if policy.mode != "bouncing":
+            self.say(
+                f"offload: {policy.mode}: the aimdo pool is not in this version; bouncing with torch's allocator"
+            )
+
+    def say(self, line: str) -> None:
+        """One line into the job's log."""
+        self._say(f"carom: {line}")
+
+    # -- attaching
+
+    def attach(
+        self, module: nn.Module, *, percent: float | None = None, ignored: tuple[Any, ...] = ()
+    ) -> None:
+        """Put ``module`` under Carom; nothing where it, or a part of it, is already."""
+        if any("_memory_manager" in part.__dict__ for part in module.modules()):
+            return
+        name, count = type(module).__name__, 2
+        while any(name == other.name for other in self.attachments):
+            name, count = f"{type(module).__name__} {count}", count + 1
+        attachment = Attachment(module, self.device, self.open, name=name, percent=percent, ignored=ignored)
+        self.attachments.append(attachment)
+
+    def load(self, sd: Any, original: Callable[[], Any]) -> Any:
+        """Run a model's own loader. Classes that never attach load on the CPU, so that nothing fills the device first."""
+        if attaches_itself(sd):
+            result = original()
+        else:
+            before = {name: getattr(sd, name) for name in DEVICES if hasattr(sd, name)}
+            for name in before:
+                setattr(sd, name, torch.device("cpu"))
+            try:
+                result = original()
+            finally:
+                for name, value in before.items():
+                    setattr(sd, name, value)
+        encoders = getattr(sd, "text_encoder", None)
+        encoders = encoders if isinstance(encoders, (list, tuple)) else [encoders]
+        roots = [(getattr(sd, "unet", None), self.policy.transformer_percent)]
+        roots += [(encoder, self.policy.text_encoder_percent) for encoder in encoders]
+        roots += [(getattr(sd, "refiner_unet", None), self.policy.transformer_percent)]
+        for module, percent in roots:
+            # A `.to` of the host's own says that the weights may not be moved at all (bitsandbytes).
+            if (
+                isinstance(module, nn.Module)
+                and percent != 0
+                and "to" not in module.__dict__
+                and next(tensors(module), None) is not None
+            ):
+                self.attach(module, percent=percent)
+        return result
+
+    def of(self, module: nn.Module) -> Attachment | None:
+        """The attachment whose root is ``module``."""
+        return next((a for a in self.attachments if a.module is module), None)
+
+    def release(self, module: nn.Module, *, discard: bool = False) -> None:
+        """Give up ``module``; what it held goes to the models that stay. ``discard``: its weights are to be dropped."""
+        attachment = self.of(module)
+        if attachment is None:
+            return
+        self._keep_report(attachment)
+        attachment.detach(discard=discard)
+        self.attachments.remove(attachment)
+        self._rebalance()
+
+    def ready(self, *, trainable_only: bool = False) -> None:
+        """Stream now what would else begin at its first forward (optimizers and compilers must see where weights live)."""
+        for attachment in self.attachments:
+            trains = any(t.requires_grad for t in tensors(attachment.module))
+            if attachment.session is None and (trains or not trainable_only):
+                attachment.activate()
+
+    def refresh(self) -> None:
+        """Weights were changed behind autograd's back (a merge): no copy of them is trusted."""
+        for attachment in self.attachments:
+            attachment.refresh()
+
+    # -- budgets
+
+    def open(self, attachment: Attachment) -> Session:
+        """The session of ``attachment``, under its share of the job's budgets; said in one line."""
+        self._least(attachment)
+        self._rebalance()
+        session = self._stream(attachment, self._share(attachment))
+        self.say(words.start(attachment.name, session.report()))
+        return session
+
+    def _stream(self, attachment: Attachment, vram: int | str, granularity: str | None = None) -> Session:
+        policy = self.policy
+        return stream(
+            attachment.module, device=engine_device(self.device), vram=vram, ram=self._ram(attachment), host="raw",
+            granularity=granularity or policy.granularity, codec=policy.codec,
+        )  # fmt: skip
+
+    def _sharing(self) -> list[Attachment]:
+        return [a for a in self.attachments if a.percent is None]
+
+    def _share(self, attachment: Attachment) -> int | str:
+        """Bytes, or the YAML's own word where nobody shares it."""
+        if attachment.percent is not None:
+            least = self._least(attachment, "block")
+            return int(weight_bytes(attachment.module) * (1 - attachment.percent)) + SLOTS * least
+        sharing = self._sharing()
+        if len(sharing) == 1:
+            return self.policy.vram
+        needs = [
+            Need(a.name, self._least(a), weight_bytes(a.module) * 33 // 32 + (32 << 20)) for a in sharing
+        ]  # full: a little over the bytes, for what allocators round up
+        return divide(self._total(), needs)[sharing.index(attachment)]
+
+    def _least(self, attachment: Attachment, granularity: str | None = None) -> int:
+        """The least budget in bytes that works for a model, as the engine says it; asked before the model streams."""
+        if granularity not in attachment.least:
+            least = 0
+            with contextlib.closing(LaidOpen(attachment.module)):
+                try:
+                    self._stream(attachment, 0, granularity).close()
+                except BudgetError as error:
+                    least = error.least_bytes or 0
+            attachment.least[granularity] = least
+        return attachment.least[granularity]
+
+    def _total(self) -> int:
+        """The job's budget in bytes; what "auto" and percentages mean is the engine's word, before anything is placed."""
+        if self._auto is None:
+            probe = nn.Module()
+            probe.weight = nn.Parameter(torch.zeros(1), requires_grad=False)
+            with stream(probe, device=engine_device(self.device), vram=self.policy.vram) as session:
+                self._auto = session.report().vram_budget_bytes
+        return self._auto
+
+    def _ram(self, attachment: Attachment) -> int | str:
+        from ..core.sizes import parse_size
+
+        if self.policy.ram == "auto" or len(self.attachments) == 1:
+            return self.policy.ram
+        import psutil
+
+        total = parse_size(self.policy.ram, whole=psutil.virtual_memory().available, setting="ram")
+        everything = sum(weight_bytes(a.module) for a in self.attachments) or 1
+        return total * weight_bytes(attachment.module) // everything
+
+    def _rebalance(self) -> None:
+        """Models that stream already get what is theirs now: more when one left, less before one comes."""
+        for attachment in self._sharing():
+            share = self._share(attachment)
+            if attachment.session is not None and share != attachment.given:
+                attachment.session.set_budget(vram=share)
+            attachment.given = share
+
+    # -- what is told
+
+    def _keep_report(self, attachment: Attachment) -> None:
+        if attachment.session is not None:
+            self._reports[attachment.name] = attachment.session.report()
+
+    def progress(self, step: int | None) -> None:
+        """The line at a sample."""
+        lines = []
+        for attachment in self.attachments:
+            self._keep_report(attachment)
+            if attachment.session is not None:
+                lines.append(words.progress(attachment.name, self._reports[attachment.name]))
+        if lines:
+            self.say(f"step {step}: " + "; ".join(lines))
+
+    def write(self, folder: str | os.PathLike[str], job: str, *, pictures: bool) -> None:
+        """Report (and with ``pictures`` timelines and traces) to the job's output; a full disk stops no job."""
+        for attachment in self.attachments:
+            self._keep_report(attachment)
+        if not self._reports:
+            return
+        try:
+            target = Path(folder) / output_name(job)
+            target.mkdir(parents=True, exist_ok=True)
+            reports = {name: report.to_dict() for name, report in self._reports.items()}
+            policy = {"offload": self.policy.mode, "vram": self.policy.vram, "ram": self.policy.ram}
+            _write(target / "report.json", json.dumps({**policy, "models": reports}, indent=2))
+            _write(
+                target / "report.txt",
+                "\n\n".join(f"{name}\n{r.table()}" for name, r in self._reports.items()) + "\n",
+            )
+            if pictures:
+                for name, report in self._reports.items():
+                    stem = name.replace(" ", "-")
+                    report.plot(target / f"timeline-{stem}.png")
+                    report.trace(target / f"trace-{stem}.json")
+        except (OSError, ValueError, ImportError) as error:
+            self.say(f"the report could not be written ({error})")
+
+    def close(self) -> None:
+        """Give every model up: the process has ended, and nobody uses them again."""
+        for attachment in self.attachments:
+            with contextlib.suppress(CaromError):
+                attachment.detach(discard=True)
+        self.attachments.clear()
+
+
+def engine_device(device: torch.device) -> Any:
+    """What the engine gets for ai-toolkit's ``device``; the tests put a simulated one here."""
+    return device
+
+
+def attaches_itself(sd: Any) -> bool:
+    """Whether a model class asks the memory manager itself; the others never heard of it."""
+    import sys
+
+    return any(hasattr(sys.modules.get(cls.__module__), "MemoryManager") for cls in type(sd).__mro__)
+
+
+def output_name(job: str) -> str:
+    """Folder of the reports: ai-toolkit takes whatever starts with the job's name for a checkpoint."""
+    return "carom" if not "carom".startswith(job) else f"offload of {job}"
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()

@@ -1,0 +1,123 @@
+"""PURE. What the YAML's model section asks of Carom: `offload`, `offload_kwargs` and the stock keys beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.errors import UnsupportedError
+from ..core.sizes import parse_size
+
+MODES = ("bouncing", "aimdo", "auto", "off")
+OPTIONS = ("vram", "ram", "disk", "codec", "granularity")
+CODECS = ("auto", "raw", "lossless")
+GRANULARITIES = ("auto", "block", "phase", "layer")
+_PERCENTS = ("layer_offloading_transformer_percent", "layer_offloading_text_encoder_percent")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One process's wishes. ``vram``, ``ram``: as `carom.stream` takes them; for all models of the process together.
+
+    ``transformer_percent``, ``text_encoder_percent``: the stock share (0 to 1) to stream, None where the YAML
+    names none or ``vram`` overrules it. ``remarks``: one line for each key that has no say.
+    """
+
+    mode: str
+    vram: int | str = "auto"
+    ram: int | str = "auto"
+    codec: str = "auto"
+    granularity: str = "auto"
+    transformer_percent: float | None = None
+    text_encoder_percent: float | None = None
+    remarks: tuple[str, ...] = ()
+
+
+def read(model: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Policy | None:
+    """The policy of a YAML ``model`` section; None where ai-toolkit is to run as it is.
+
+    Raises UnsupportedError, naming the allowed values, for an unknown `offload`, an unknown option or a bad value.
+    """
+    mode = model.get("offload")
+    if mode is None or mode is False:  # YAML reads a bare `off` as false
+        mode = "off"
+    if mode not in MODES:
+        raise UnsupportedError(f"model.offload: {mode!r} is not known; write one of {_list(MODES)}")
+    options = model.get("offload_kwargs")
+    if options is None:
+        options = {}
+    if not isinstance(options, Mapping):
+        raise UnsupportedError(f"model.offload_kwargs: {options!r} is not a mapping of {_list(OPTIONS)}")
+    for name in options:
+        if name not in OPTIONS:
+            raise UnsupportedError(
+                f"model.offload_kwargs: {name!r} is not known; the options are {_list(OPTIONS)}"
+            )
+    values = {name: value for name, value in options.items() if value is not None}
+    if "disk" in values:
+        raise UnsupportedError(
+            f"model.offload_kwargs.disk: {values['disk']!r}: streaming from disk is not in this version; write null"
+        )
+    vram, ram = _size("vram", values.get("vram", "auto")), _size("ram", values.get("ram", "auto"))
+    codec = _choice("codec", values.get("codec", "auto"), CODECS)
+    granularity = _choice("granularity", values.get("granularity", "auto"), GRANULARITIES)
+    if mode == "off":
+        return None
+    percents = [_percent(name, model.get(name)) for name in _PERCENTS]
+    remarks = _remarks(mode, vram, model, environ or {})
+    if vram != "auto":
+        percents = [None if percent else percent for percent in percents]
+    return Policy(mode, vram, ram, codec, granularity, percents[0], percents[1], remarks)
+
+
+def _remarks(
+    mode: str, vram: int | str, model: Mapping[str, Any], environ: Mapping[str, str]
+) -> tuple[str, ...]:
+    lines = []
+    if model.get("layer_offloading") is False:
+        lines.append(f"layer_offloading: false contradicts offload: {mode}; offload wins")
+    for name in _PERCENTS:
+        if vram != "auto" and model.get(name):
+            lines.append(f"offload_kwargs.vram and {name} contradict each other; vram wins")
+    if "AI_TOOLKIT_OFFLOAD_DEPTH" in environ:
+        lines.append(
+            "AI_TOOLKIT_OFFLOAD_DEPTH is for the stock manager; Carom looks ahead as far as its slots go"
+        )
+    return tuple(lines)
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return ", ".join(names)
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise UnsupportedError(
+            f"model.offload_kwargs.{name}: {value!r} is not known; write one of {_list(allowed)}"
+        )
+    return value
+
+
+def _size(name: str, value: Any) -> int | str:
+    if value == "auto":
+        return "auto"
+    try:
+        parse_size(value, whole=1 << 40, setting=f"model.offload_kwargs.{name}")
+    except ValueError as error:
+        raise UnsupportedError(f"{error}, or 'auto'") from error
+    return value if isinstance(value, str) else int(value)
+
+
+def _percent(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 <= value <= 1
+        or math.isnan(value)
+    ):
+        raise UnsupportedError(f"model.{name}: {value!r} is not a share between 0 and 1")
+    return float(value)

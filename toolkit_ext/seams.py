@@ -1,0 +1,242 @@
+"""Where ai-toolkit is joined: attributes of four of its classes, each calling the original wherever Carom has no say.
+
+Nothing is replaced but these attributes, because everything else is bound by name before an extension is
+imported. One process of a job runs at a time; `_current` is its `JobOffload` from before its model loads until
+it has ended.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.errors import CaromError, UnsupportedError
+from .job import JobOffload
+from .options import Policy, read
+
+PROCESS = ("jobs.process.BaseSDTrainProcess", "BaseSDTrainProcess")
+SEAMS = {
+    ("toolkit.config_modules", "ModelConfig"): ("__init__",),
+    PROCESS: (
+        "run",
+        "hook_after_sd_init_before_load",
+        "hook_before_train_loop",
+        "ensure_params_requires_grad",
+        "sample",
+    ),
+    ("toolkit.memory_management.manager", "MemoryManager"): (
+        "attach",
+        "detach",
+        "free",
+        "release_cached_memory",
+    ),
+    ("toolkit.network_mixins", "ToolkitNetworkMixin"): ("merge_in", "merge_out"),
+}
+POLICY = "_carom_policy"
+JOB = "_carom_job"
+
+_current: JobOffload | None = None
+_undo: list[Callable[[], None]] = []
+
+
+def install() -> None:
+    """Join ai-toolkit; a second call does nothing. Raises UnsupportedError when a seam is missing, changing nothing."""
+    if _undo:
+        return
+    found: dict[str, Any] = {}
+    for (module, name), attributes in SEAMS.items():
+        owner = getattr(importlib.import_module(module), name, None)
+        lacking = [name] if owner is None else [f"{name}.{a}" for a in attributes if a not in vars(owner)]
+        if lacking:
+            raise UnsupportedError(f"this ai-toolkit has no {', '.join(lacking)} in {module}; update Carom")
+        found[name] = owner
+    config, process = found["ModelConfig"], found["BaseSDTrainProcess"]
+    _wrap(config, "__init__", _read_config)
+    _wrap(process, "run", _run)
+    _wrap(process, "hook_after_sd_init_before_load", _before_load)
+    _wrap(process, "hook_before_train_loop", _before_train_loop)
+    _wrap(process, "ensure_params_requires_grad", _before_optimizer)
+    _wrap(process, "sample", _sample)
+    for name, wrapper in (
+        ("attach", _attach),
+        ("detach", _detach),
+        ("free", _free),
+        ("release_cached_memory", _release),
+    ):
+        _wrap(found["MemoryManager"], name, wrapper)
+    for name in ("merge_in", "merge_out"):
+        _wrap(found["ToolkitNetworkMixin"], name, _merge)
+
+
+def uninstall() -> None:
+    """Leave: every attribute as it was. For tests."""
+    while _undo:
+        _undo.pop()()
+
+
+def _wrap(owner: type, name: str, wrapper: Callable) -> None:
+    before = vars(owner)[name]
+    if isinstance(before, classmethod):
+
+        @functools.wraps(before.__func__)
+        def method(cls: type, *args: Any, **kwargs: Any) -> Any:
+            return wrapper(functools.partial(before.__func__, cls), *args, **kwargs)
+
+        after: Any = classmethod(method)
+    else:
+
+        @functools.wraps(before)
+        def after(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return wrapper(before, self, *args, **kwargs)
+
+    setattr(owner, name, after)
+    _undo.append(lambda: setattr(owner, name, before))
+
+
+# -- the configuration
+
+
+def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    policy = read(kwargs, os.environ)
+    if policy is not None:
+        # The stock switch would also change the quantised types and forbid merging; loaders get it set later.
+        kwargs = {**kwargs, "layer_offloading": False, "auto_memory": False}
+    original(self, *args, **kwargs)
+    if policy is not None:
+        setattr(self, POLICY, policy)
+
+
+# -- the process
+
+
+def _run(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    global _current
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        job = self.__dict__.pop(JOB, None)
+        if job is not None:
+            _current = None
+            try:
+                job.write(self.save_root, self.job.name, pictures=True)
+            finally:
+                job.close()
+
+
+def _before_load(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    global _current
+    policy: Policy | None = getattr(self.model_config, POLICY, None)
+    sd = self.sd
+    if policy is not None:
+        say = importlib.import_module("toolkit.print").print_acc
+        job = JobOffload(policy, sd.device_torch, say)
+        if policy.mode == "auto" and (why := cannot_bounce(job)) is not None:
+            job.say(f"offload: auto: {why}; ai-toolkit's own layer offloading does it")
+            _stock(self.model_config, sd.model_config)
+        else:
+            self.__dict__[JOB] = _current = job
+            sd.model_config.layer_offloading = True  # the loaders' copy: classes that can then call attach
+            load = sd.load_model
+
+            def load_model() -> Any:
+                del sd.__dict__["load_model"]
+                return job.load(sd, load)
+
+            sd.load_model = load_model
+    return original(self, *args, **kwargs)
+
+
+def cannot_bounce(job: JobOffload) -> str | None:
+    """Why bouncing does not work on the job's device, None when a small trial does."""
+    from .trial import works
+
+    try:
+        works(job.device)
+    except (CaromError, RuntimeError) as error:
+        return f"bouncing does not work here ({error})"
+    return None
+
+
+def _stock(*configs: Any) -> None:
+    """The stock switch, with what it does to the quantised types."""
+    for config in configs:
+        config.layer_offloading = True
+        for name in ("qtype", "qtype_te"):
+            if getattr(config, name, None) == "qfloat8":
+                setattr(config, name, "float8")
+
+
+def _before_train_loop(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    job: JobOffload | None = self.__dict__.get(JOB)
+    if job is not None and getattr(self.model_config, "compile", False):
+        job.ready()
+    return result
+
+
+def _before_optimizer(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    job: JobOffload | None = self.__dict__.get(JOB)
+    if job is not None:
+        job.ready(trainable_only=True)
+    return result
+
+
+def _sample(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    job: JobOffload | None = self.__dict__.get(JOB)
+    if job is not None:
+        job.ready()
+        job.progress(args[0] if args else kwargs.get("step"))
+        job.write(self.save_root, self.job.name, pictures=False)
+    return original(self, *args, **kwargs)
+
+
+# -- the memory manager
+
+
+def _attach(
+    original: Callable, module: torch.nn.Module, device: torch.device, offload_percent: float = 1.0,
+    ignore_modules: Any = (),
+) -> None:  # fmt: skip
+    job = _current
+    # Adapters (network.layer_offloading) wait on the CPU the stock way; their model streams all the same.
+    if job is None or hasattr(module, "get_all_modules"):
+        original(module, device, offload_percent, list(ignore_modules))
+        return
+    policy = job.policy
+    asked = policy.transformer_percent, policy.text_encoder_percent
+    percent = offload_percent if policy.vram == "auto" and offload_percent in asked else None
+    job.attach(module, percent=percent, ignored=tuple(ignore_modules))
+
+
+def _detach(original: Callable, module: torch.nn.Module) -> None:
+    if _current is not None and _current.of(module) is not None:
+        _current.release(module)
+        return
+    original(module)
+
+
+def _free(original: Callable, module: torch.nn.Module) -> None:
+    if _current is not None and _current.of(module) is not None:
+        _current.release(module, discard=True)
+    original(module)
+
+
+def _release(original: Callable) -> None:
+    original()
+
+
+# -- networks
+
+
+def _merge(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        if _current is not None:
+            _current.refresh()
