@@ -15,6 +15,8 @@ from torch import nn
 from . import decide, hooks, ops, settings
 from .account import Held, describe, make_report
 from .attach import Placement, wanted_residents
+from .checkpoint import Checkpoint, Stand
+from .disk import Disk, DiskPlacement, DiskStreamer
 from .errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
 from .meter import Meter
 from .plan import Plan
@@ -48,11 +50,13 @@ def stream(
 ) -> Session:
     """Run ``module`` on ``device`` with at most ``vram`` bytes of weights there; the rest waits on the host.
 
-    ``module``: on the CPU or on the device; it is used as before, and is itself again after `Session.close`
-    (also by ``with``). ``device``: default the current accelerator, else the CPU; or a `SimulatedDevice`.
+    ``module``: on the CPU, on the device, or on ``meta`` with ``weights``; it is used as before, and is itself again
+    after `Session.close` (also by ``with``). ``weights``: a .safetensors file, a folder of shards, its index.json, or
+    a `Weights`: the values come from there, through a host cache of at most ``ram`` bytes, and are frozen; outside
+    its unit's run such a parameter is a ``meta`` tensor (`Session.read` gives its value). ``device``: default the current accelerator, else the CPU; or a `SimulatedDevice`.
     ``vram``, ``ram``: bytes, "8GiB", "8GB", "50%" of what is free, or "auto": for ``vram`` 70 % of what
     is free on the device less 1 GiB for activations, for ``ram`` 80 % of what is available (it bounds
-    pinned memory; what does not fit is streamed from pageable memory, more slowly).
+    pinned memory; what does not fit is streamed from pageable memory, more slowly; from disk it bounds the cache).
     ``granularity``: "block", "phase", "layer", or "auto" (blocks, split where two would not fit).
     ``codec``: "raw" or "auto" (raw in this version). ``pool``: "torch" or "auto" (torch in this version).
     ``host``: "raw" or "auto": a streamed parameter is its raw host tensor outside its unit's run.
@@ -78,6 +82,7 @@ class Session:
         _refuse_streamed(module)
         self.module = module
         self._granularity, self._training = granularity, training
+        self._checkpoint: Checkpoint | None = None
         self._engine: Engine = make_engine(device)
         self._vram = settings.vram_budget(vram, self._engine)
         self._ram = settings.ram_budget(ram)
@@ -88,7 +93,13 @@ class Session:
         self._watch: Callable[[], Any] = self._engine.step
         self._peak = 0
         self._stay: dict[str, str] = {}
-        self._attach()
+        if weights is not None:
+            self._checkpoint = Checkpoint(module, weights)
+        try:
+            self._attach()
+        except BaseException:
+            self._unbind()
+            raise
         for part in module.modules():
             _sessions[part] = weakref.ref(self)
 
@@ -96,7 +107,14 @@ class Session:
 
     def _attach(self) -> None:
         self._arena = HostArena(self._engine.pinner, self._ram)
-        self._placement = Placement(self._engine, self._arena)
+        disk = None
+        if self._checkpoint is not None:
+            disk = Disk(self._checkpoint, self._ram, self._write_streamed)
+        self._placement = (
+            Placement(self._engine, self._arena)
+            if disk is None
+            else DiskPlacement(self._engine, self._arena, disk)
+        )
         self._meter = Meter(self._engine)
         try:
             self._carving, self.plan = self._decide()
@@ -104,7 +122,12 @@ class Session:
             self._placement.keep(resident, [entry for entry, _ in self._carving.resident])
             for entry in self._carving.adapters:
                 self._placement.adapt(entry)
-            self._streamer = Streamer(self._engine, self.plan.region_bytes, self._meter)
+            region = self.plan.region_bytes
+            self._streamer = (
+                Streamer(self._engine, region, self._meter)
+                if disk is None
+                else DiskStreamer(self._engine, region, self._meter, disk)
+            )
             self._placement.stream(streamed, self._streamer.add)
             self._streamer.start(self._arena)
             self._stand_in_front(self._placement.streamed)
@@ -118,7 +141,8 @@ class Session:
 
     def _decide(self) -> tuple[Carving, Plan]:
         """Units and residency under the present settings."""
-        chosen = decide.Settings(self._vram, self._granularity, self._training, self._stay)
+        from_file = None if self._checkpoint is None else self._checkpoint.of
+        chosen = decide.Settings(self._vram, self._granularity, self._training, self._stay, from_file)
         return decide.decide(self.module, chosen, self._engine.grain)
 
     def _stand_in_front(self, streamed: list[Streamed]) -> None:
@@ -166,10 +190,15 @@ class Session:
                 return
             self._final = self._report()
             self._detach()
+            self._unbind()
             self._parked = False
         for part in self.module.modules():
             if _session_of(part) is self:
                 del _sessions[part]
+
+    def _unbind(self) -> None:
+        if self._checkpoint is not None:
+            self._checkpoint.unbind()
 
     def __enter__(self) -> Session:
         self._need_open()
@@ -257,9 +286,10 @@ class Session:
         units = [entry for unit in carving.units for entry in unit.entries]
         return units + [entry for entry, _ in carving.resident] + carving.adapters
 
-    def _again(self) -> None:
-        """Detach and attach under the present settings."""
+    def _again(self, between: Callable[[], None] = lambda: None) -> None:
+        """Detach and attach under the present settings; ``between`` runs while detached."""
         self._detach()
+        between()
         self._wrapped = hooks.Wrapped()
         self._attach()
 
@@ -326,7 +356,12 @@ class Session:
     def read(self, name: str) -> torch.Tensor:
         """The true value of parameter or buffer ``name``: a copy on the CPU. Raises WeightsError if unknown."""
         self._need_open()
-        return self._tensor(name).detach().cpu().clone()
+        tensor = self._tensor(name)
+        stand = None if self._checkpoint is None else self._checkpoint.of(tensor)
+        if stand is not None and tensor.is_meta:
+            assert self._checkpoint is not None
+            return self._checkpoint.read(stand)
+        return tensor.detach().cpu().clone()
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Set parameter or buffer ``name``. Raises WeightsError for an unknown name, another shape or dtype."""
@@ -336,8 +371,36 @@ class Session:
             raise WeightsError(
                 f"{name} is {target.dtype} {tuple(target.shape)}; cannot write {tensor.dtype} {tuple(tensor.shape)}"
             )
+        stand = None if self._checkpoint is None else self._checkpoint.of(target)
+        if stand is not None and target.is_meta:
+            self._write_streamed(stand, tensor)
+            return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             target.copy_(tensor)
+
+    def _write_streamed(self, stand: Stand, tensor: torch.Tensor) -> None:
+        """A weight from a file gets another value: it is kept in RAM, within the budget, and the file is left alone."""
+        with self._lock:
+            self._need_open()
+            checkpoint, streamer = self._checkpoint, self._streamer
+            assert checkpoint is not None
+            stand.check(tensor)
+            if self._parked:
+                checkpoint.change(stand, tensor)
+                return
+            assert isinstance(streamer, DiskStreamer)
+            with streamer.lock:
+                grown = checkpoint.changed_bytes + (stand.bound.nbytes if stand.changed is None else 0)
+                if streamer.cache_limit + grown <= self._ram:
+                    checkpoint.change(stand, tensor)
+                    streamer.changed(stand)
+                    return
+                if not streamer.idle:
+                    raise UnsupportedError(
+                        f"no room in ram for a new value of {stand.name} during a pass; write it between passes"
+                    )
+                streamer.refuse_less_than(self._ram - grown)
+            self._again(lambda: checkpoint.change(stand, tensor))
 
     def _tensor(self, name: str) -> torch.Tensor:
         path, _, leaf = name.rpartition(".")

@@ -170,6 +170,10 @@ class SimulatedEngine:
     def done(self, mark: _Event) -> bool:
         return True
 
+    def landed(self, copied: _Event) -> bool:
+        number = copied.seen.get("in", 0)
+        return all(copy.number > number for copy in list(self._pending))
+
     def synchronize(self, event: _Event | None = None) -> None:
         for stream in self._streams.values():
             for other in [event] if event is not None else [self._event(s) for s in self._streams.values()]:
