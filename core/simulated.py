@@ -194,8 +194,9 @@ class SimulatedEngine:
 
     def _land(self, up_to: int) -> None:
         while self._pending and self._pending[0].number <= up_to:
-            copy = self._pending.pop(0)
+            copy = self._pending[0]
             copy.target.copy_(copy.source)
+            self._pending.pop(0)  # last: threads that fill host memory ask whether it has landed
 
     def _some_land(self) -> None:
         if self.config.timing == "random" and self._pending and self._random.random() < 0.5:

@@ -87,7 +87,7 @@ class HostCache:
         self._failed: dict[int, BaseException] = {}
         self._order: list[int] = []  # units expected, soonest first
         self._distance: dict[int, int] = {}  # unit -> its first place in the order
-        self._past: tuple[int, int] = (-1, 0)  # of the unit in use, so many pieces have been used
+        self._served: dict[int, int] = {}  # unit -> its pieces that were used since the order was told
         self._arrivals = 0
         self._reading = 0
         self._since = 0.0
@@ -106,7 +106,7 @@ class HostCache:
             self._distance = {}
             for place, unit in enumerate(self._order):
                 self._distance.setdefault(unit, place)
-            self._past = (-1, 0)
+            self._served = {}
             self._pump()
 
     def has(self, unit: int) -> bool:
@@ -123,7 +123,7 @@ class HostCache:
         Raises WeightsError when they cannot be read; a later call tries again.
         """
         with self._cond:
-            self._past = (piece.unit, piece.number)
+            self._served[piece.unit] = piece.number
             waiting: float | None = None
             try:
                 while True:
@@ -145,7 +145,7 @@ class HostCache:
             buffer.fresh = False
             if copied is not None:
                 buffer.copies.append(copied)
-            self._past = (piece.unit, piece.number + 1)
+            self._served[piece.unit] = piece.number + 1
             if not self.buffers.whole:
                 self._keeper.used(piece.rank, self._next_use)
             self._pump()
@@ -237,8 +237,7 @@ class HostCache:
         place = self._distance.get(piece.unit)
         if place is None:
             return NEVER
-        unit, number = self._past
-        if piece.unit == unit and piece.number < number:
+        if piece.number < self._served.get(piece.unit, 0):
             # That use is behind it: its next one is the next place of its unit.
             with contextlib.suppress(ValueError):
                 return float(self._order.index(piece.unit, place + 1))
@@ -250,7 +249,7 @@ class HostCache:
         if self._closed or len(self._where) >= self._total:
             return
         for place, unit in enumerate(self._order):
-            first = self._past[1] if unit == self._past[0] and place == self._distance[unit] else 0
+            first = self._served.get(unit, 0) if place == self._distance[unit] else 0
             for piece in self._units[unit][first:]:
                 if piece.rank in self._where or piece.rank in self._failed:
                     continue
