@@ -14,6 +14,18 @@ from .units import Carving
 
 
 @dataclass(frozen=True)
+class FromDisk:
+    """What a session with weights from disk adds: its RAM budget and most bytes held of it, what was read, notes."""
+
+    ram_budget_bytes: int
+    ram_peak_bytes: int
+    read_bytes: int
+    reading_seconds: float
+    wait_seconds: float
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Held:
     """Device bytes: the budget, the most that was held of it, and the slot region now."""
 
@@ -30,6 +42,7 @@ def make_report(
     arena: HostArena,
     meter: Meter,
     device: str,
+    disk: FromDisk | None = None,
 ) -> Report:
     """The report over the steps that ``meter`` has finished."""
     figures = meter.medians()
@@ -64,7 +77,14 @@ def make_report(
         steps=figures.steps,
         device=device,
         kind="train" if figures.train else "infer",
-        notes=tuple(arena.notes),
+        notes=tuple(arena.notes) + (disk.notes if disk else ()),
+        ram_budget_bytes=disk.ram_budget_bytes if disk else 0,
+        ram_peak_bytes=disk.ram_peak_bytes if disk else 0,
+        disk_bytes_per_step=figures.disk_bytes,
+        disk_wait_seconds=disk.wait_seconds if disk else 0.0,
+        disk_bytes_per_second=(
+            disk.read_bytes / disk.reading_seconds if disk and disk.reading_seconds > 0 else None
+        ),
         spans=meter.spans(),
         places=places,
     )

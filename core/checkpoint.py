@@ -117,7 +117,9 @@ class Checkpoint:
         self._note(tensors, found.bound)
 
     def _refuse_trained(self, tensors: dict[str, torch.Tensor]) -> None:
-        parameters = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.is_floating_point()}
+        parameters = {
+            n: t for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.is_floating_point()
+        }
         trained = [name for name, tensor in parameters.items() if tensor.requires_grad]
         if trained and len(trained) < len(parameters):
             raise UnsupportedError(

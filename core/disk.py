@@ -6,6 +6,7 @@ when the unit that is needed now is not in RAM; what is foreseen is copied to th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from . import ops
+from .account import FromDisk
 from .attach import Placement
 from .checkpoint import Checkpoint, Stand, put
 from .disk_tensors import DiskOwner, DiskParameter, DiskTensor
@@ -23,7 +25,7 @@ from .sizes import MIB
 from .slots import ALIGN
 from .store.arena import Block, HostArena, storage_bytes
 from .store.cache import CacheFigures, HostCache
-from .store.pieces import Placed, choose_buffers, cut
+from .store.pieces import Piece, Placed, choose_buffers, cut
 from .store.rawio import ALIGN as PAGE
 from .store.reader import DiskReader, ReaderPolicy
 from .streamed import Streamed
@@ -43,6 +45,7 @@ class Disk:
     checkpoint: Checkpoint
     ram: int
     write: Callable[[Stand, torch.Tensor], None]
+    load: CacheFigures = CacheFigures()  # of reading the residents
 
     @property
     def cache_bytes(self) -> int:
@@ -120,7 +123,7 @@ class DiskPlacement(Placement):
         size = max(PAGE, min(_STAGING, round_up(nbytes, PAGE), budget // 4 // PAGE * PAGE))
         pieces = [piece for piece in cut([(nbytes, tensors)], size)[0] if piece.reads]
         count = min(len(pieces), 4, max(1, budget // size))
-        engine = self._engine
+        engine, began = self._engine, time.perf_counter()
         blocks = [self._arena.allocate(size) for _ in range(count)]
         events: list[Any] = [None] * count
         try:
@@ -152,6 +155,12 @@ class DiskPlacement(Placement):
             engine.synchronize()
             for block in blocks:
                 block.unpin()
+            load = self._disk.load
+            self._disk.load = CacheFigures(
+                load.read_bytes + sum(read.nbytes for piece in pieces for read in piece.reads),
+                load.reading_seconds + time.perf_counter() - began,
+                held_bytes=max(load.held_bytes, count * size),
+            )
 
     def replaced(self, old: torch.Tensor, new: torch.Tensor) -> None:
         for resident in self._residents:
@@ -199,6 +208,8 @@ class DiskStreamer(Streamer):
     """Fills slots from a host cache that is filled from disk."""
 
     cache: HostCache | None = None
+    _last_figures = CacheFigures()
+    _pieces: list[list[Piece]] = []
 
     def __init__(self, engine: Engine, region_bytes: int, meter: Meter, disk: Disk) -> None:
         super().__init__(engine, region_bytes, meter)
@@ -236,8 +247,37 @@ class DiskStreamer(Streamer):
         """Raises BudgetError where ``ram`` bytes are too few for these units."""
         choose_buffers([unit.nbytes for unit in self.units], ram)
 
-    def figures(self) -> CacheFigures | None:
-        return None if self.cache is None else self.cache.figures()
+    def account(self) -> FromDisk:
+        """Figures for the report."""
+        cache = self._last_figures if self.cache is None else self.cache.figures()
+        disk, load = self._disk, self._disk.load
+        changed = disk.checkpoint.changed_bytes
+        return FromDisk(
+            ram_budget_bytes=disk.ram,
+            ram_peak_bytes=max(load.held_bytes, cache.held_bytes + changed),
+            read_bytes=load.read_bytes + cache.read_bytes,
+            reading_seconds=load.reading_seconds + cache.reading_seconds,
+            wait_seconds=cache.late_seconds,
+            notes=(*disk.checkpoint.notes, *self._packing()),
+        )
+
+    def _packing(self) -> tuple[str, ...]:
+        """What `carom pack` would gain for this session, in words."""
+        copied = sum(
+            read.nbytes
+            for pieces in self._pieces
+            for piece in pieces
+            for read in piece.reads
+            if (read.offset - read.at) % PAGE
+        )
+        count = sum(len(piece.reads) for pieces in self._pieces for piece in pieces)
+        whole = sum(len(pieces) for pieces in self._pieces)
+        if not copied or self._disk.checkpoint.index.packed:
+            return ()
+        return (
+            f"the file is not packed: {count} reads a pass instead of {whole}, and {copied} bytes copied once more "
+            "in host memory; `carom pack` rewrites it in streaming order",
+        )
 
     # -- bytes
 
@@ -321,7 +361,9 @@ class DiskStreamer(Streamer):
     def close(self) -> None:
         super().close()
         if self.cache is not None:
+            self._last_figures = self.cache.figures()
             self.cache.close()
+            self.cache = None
 
 
 def _owners(unit: Streamed) -> list[DiskOwner]:

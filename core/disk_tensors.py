@@ -89,7 +89,7 @@ def _function(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: A
         return lazy(owner)
     with torch._C.DisableTorchFunctionSubclass():
         if isinstance(owner, DiskOwner) and _writes(name, kwargs):
-            return _written(owner, first, name, args)
+            return _written(owner, name, args)
         values = {id(leaf): leaf._carom.read() for leaf in ours if isinstance(leaf._carom, DiskOwner)}
         args, kwargs = ops.substitute(args, kwargs, values)
     return ops.plain(func, args, kwargs)
@@ -111,12 +111,12 @@ def _writes(name: str, kwargs: dict) -> bool:
     return inplace or name in _INPLACE or kwargs.get("out") is not None
 
 
-def _written(owner: DiskOwner, tensor: torch.Tensor, name: str, args: tuple) -> torch.Tensor:
+def _written(owner: DiskOwner, name: str, args: tuple) -> torch.Tensor:
     if name == "copy_" and len(args) > 1 and isinstance(args[1], torch.Tensor):
         source = getattr(args[1], "_carom", None)
         value = source.read() if isinstance(source, DiskOwner) else args[1]
         owner.write(owner.stand, value.to(owner.host.dtype).expand(owner.host.shape))
-        return tensor
+        return args[0]
     raise UnsupportedError(
         f"{name} on {owner.entry.name}, which streams from a file: read it with session.read(), change the copy, "
         "and give it back with session.write(), or load the module first and stream it without weights="

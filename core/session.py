@@ -433,6 +433,7 @@ class Session:
         return make_report(
             Held(self._vram, self._peak, 0 if self._parked else self._streamer.region.nbytes),
             self._carving, self.plan, self._placement, self._arena, self._meter, self._engine.name,
+            self._streamer.account() if isinstance(self._streamer, DiskStreamer) else None,
         )  # fmt: skip
 
 

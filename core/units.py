@@ -110,7 +110,9 @@ def why_not_streamed(entry: Entry) -> str | None:
     """The reason why a tensor has to stay resident, None when it can stream."""
     tensor = entry.tensor
     # A streamed tensor wears a class of ours while attached; the planner may look at it then too.
-    if type(tensor) not in (nn.Parameter, torch.Tensor) and not isinstance(tensor, (HostParameter, HostTensor)):
+    if type(tensor) not in (nn.Parameter, torch.Tensor) and not isinstance(
+        tensor, (HostParameter, HostTensor)
+    ):
         return f"tensor subclass {type(tensor).__name__}: its inner tensors are not streamed in this version"
     if tensor.layout != torch.strided:
         return f"layout {tensor.layout}"

@@ -11,6 +11,7 @@ the next. Everything is under one condition of its own, and no reader's thread e
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -334,7 +335,7 @@ class HostCache:
             )  # fmt: skip
             buffer.handles.append(handle)
         for handle in list(buffer.handles):
-            handle.add_done_callback(lambda done, buffer=buffer: self._read_done(buffer, done))
+            handle.add_done_callback(functools.partial(self._read_done, buffer))
 
     def _read_done(self, buffer: _Buffer, handle: ReadHandle | None) -> None:
         """One of the buffer's reads is over (on a reader's thread, or at once on ours)."""

@@ -58,7 +58,9 @@ class Keeper:
         """The piece lost its buffer."""
         self.kept.discard(rank)
 
-    def choose(self, ranks: Collection[int], next_use: Callable[[int], float], arrival: Callable[[int], int]) -> int:
+    def choose(
+        self, ranks: Collection[int], next_use: Callable[[int], float], arrival: Callable[[int], int]
+    ) -> int:
         """Which of ``ranks``, all of them free to go, is overwritten first."""
         if self.eviction == "fifo":
             return min(ranks, key=arrival)
