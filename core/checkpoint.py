@@ -99,7 +99,10 @@ class Checkpoint:
         self.notes: list[str] = []
         self._stands: dict[int, Stand] = {}
         self._computed: list[_Computed] = []
-        found = match_module(module, self.index, prefix=self.settings.prefix, rename=self.settings.rename)
+        try:
+            found = match_module(module, self.index, prefix=self.settings.prefix, rename=self.settings.rename)
+        except WeightsError as error:
+            raise WeightsError(f"{error}{_about_adapters(module)}") from error
         values = compute_buffers(module, found.computed)
         tensors = {
             **dict(module.named_parameters(remove_duplicate=False)),
@@ -223,6 +226,14 @@ class Checkpoint:
             put(computed.sites, computed.value, computed.original)
         self._stands.clear()
         self._computed.clear()
+
+
+def _about_adapters(module: nn.Module) -> str:
+    """A hint where trainable parameters on meta stand among frozen ones: adapters without values."""
+    meta = [parameter.requires_grad for parameter in module.parameters() if parameter.is_meta]
+    if not any(meta) or all(meta):
+        return ""
+    return " Adapters that were added on meta have no values: call carom.stream first, then add the adapters."
 
 
 def put(sites: list[Site], old: torch.Tensor, new: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from .checkpoint import Checkpoint, Stand, put
 from .disk_tensors import DiskOwner, DiskParameter, DiskTensor
 from .meter import Meter
 from .plan import round_up
+from .simulated import SimulatedEngine
 from .sizes import MIB
 from .slots import ALIGN
 from .store.arena import Block, HostArena, storage_bytes
@@ -229,7 +230,9 @@ class DiskStreamer(Streamer):
             self._pieces, buffers, arena, self._disk.reader(buffers.nbytes), self.engine.landed,
             self.engine.synchronize, self._disk.checkpoint.settings.eviction,
         )  # fmt: skip
-        self.meter.disk_bytes = lambda cache=self.cache: cache.read_bytes  # type: ignore[misc]
+        self.meter.disk_bytes = self.cache.total_read
+        if not isinstance(self.engine, SimulatedEngine):
+            self.meter.disk_reads = self.cache.reads
         self.cache.expect(self.order.upcoming())  # the first units are on their way before anybody asks
 
     @property

@@ -7,8 +7,9 @@ that backward's end.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -40,6 +41,7 @@ class _Step:
     end: Any = None
     turn: Any = None  # event where the backward begins
     forwards: int = 1
+    clock: float = field(default_factory=time.perf_counter)  # of the host, when it began
     transfers: int = 0
     wire_bytes: int = 0
     raw_bytes: int = 0
@@ -96,6 +98,8 @@ class Meter:
         self._steps = 0
         self.disk_bytes: Callable[[], int] = int  # bytes read from disk so far; none without a disk
         self._disk_before = 0
+        # (what, start, end, bytes) of reads, on the host's clock; None where the device's clock is another one
+        self.disk_reads: Callable[[], Iterable[tuple[str, float, float, int]]] | None = None
         self.timing = True  # whether the present step takes times; the streamer asks before it makes marks
 
     # -- what happens
@@ -209,6 +213,10 @@ class Meter:
                 cursor = max(cursor, end)
         if seconds > cursor:
             spans.append(Span("compute", "compute", cursor, seconds))
+        for name, start, end, nbytes in self.disk_reads() if self.disk_reads is not None else ():
+            first, last = max(0.0, start - step.clock), min(seconds, end - step.clock)
+            if first < last:
+                spans.append(Span("disk", name, first, last, nbytes))
         return tuple(spans)
 
     def finish(self) -> None:

@@ -81,6 +81,7 @@ class Report:
     ram_budget_bytes: int = 0  # of the host cache; these are zero where weights do not come from disk
     ram_peak_bytes: int = 0
     disk_bytes_per_step: float = 0.0
+    bound_by: str = ""  # what a step's time is made of most: "compute", "link" or "disk"
     disk_wait_seconds: float = 0.0  # in all, of host threads for reads that were late
     pageable_bytes: int = 0
     steps: int = 0
@@ -159,6 +160,8 @@ class Report:
             ("transfers hidden", _percent(self.hidden_fraction), "behind computing"),
             ("link rate", format_rate(self.link_bytes_per_second), "host to device"),
         ]  # fmt: skip
+        if self.bound_by:
+            rows.append(("bound by", self.bound_by, ""))
         if self.ram_budget_bytes:
             rows.append(("read from disk", format_size(self.disk_bytes_per_step), "a step"))
             rows.append(("waited for the disk", format_seconds(self.disk_wait_seconds), "in all"))

@@ -261,7 +261,8 @@ class _Carver:
         too_large = self.limit is not None and size > self.limit and self.granularity != "block"
         finer = self.granularity == "layer" or (self.granularity == "phase" and kind in ("block", "stem"))
         # A module that owns large weights beside its parts (attention with fused projections) uses them together.
-        whole = self.leaf(module) or sum(e.nbytes for e in self._own.get(id(module), ())) * 4 > size
+        own = sum(-(-e.nbytes // self.align) * self.align for e in self._own.get(id(module), ()))
+        whole = self.leaf(module) or own * 4 > size
         if (too_large or finer) and not whole:
             self.split_bytes = max(self.split_bytes, size)
             self.loose(module, name)

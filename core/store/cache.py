@@ -96,7 +96,7 @@ class HostCache:
         self._limit = buffers.count
         self._broken: BaseException | None = None
         self._read_bytes, self._reading_seconds, self._late_seconds, self._held = 0, 0.0, 0.0, 0
-        self.spans: deque[tuple[str, float, float, int]] = deque(maxlen=_SPANS)
+        self._spans: deque[tuple[str, float, float, int]] = deque(maxlen=_SPANS)
 
     # -- what the streamer calls
 
@@ -165,8 +165,13 @@ class HostCache:
                 seconds += time.perf_counter() - self._since
             return CacheFigures(self._read_bytes, seconds, self._late_seconds, self._held)
 
-    @property
-    def read_bytes(self) -> int:
+    def reads(self) -> list[tuple[str, float, float, int]]:
+        """The latest reads: what, start and end on the host's clock (perf_counter), bytes."""
+        with self._cond:
+            return list(self._spans)
+
+    def total_read(self) -> int:
+        """Bytes read so far."""
         return self._read_bytes
 
     @property
@@ -366,7 +371,7 @@ class HostCache:
                 nbytes = sum(read.nbytes for read in piece.reads)
                 self._read_bytes += nbytes
                 if piece.reads:
-                    self.spans.append((piece.reads[0].what, buffer.began, now, nbytes))
+                    self._spans.append((piece.reads[0].what, buffer.began, now, nbytes))
             buffer.handles = []
             try:
                 self._pump()
