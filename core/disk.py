@@ -32,7 +32,7 @@ from .store.reader import DiskReader, ReaderPolicy
 from .streamed import Streamed
 from .streamer import Streamer
 from .transfer import Engine
-from .units import Entry, Unit
+from .units import SMALL_BUFFER, Entry, Unit
 
 _STAGING = 16 * MIB  # bytes of one of the buffers that residents are loaded through
 _CHUNK = 8 * MIB  # bytes of one read call
@@ -64,6 +64,15 @@ class _Resident:
     stand: Stand
     tensor: torch.Tensor
     version: int
+    loaded: torch.Tensor | None  # of a buffer: kernels write statistics without raising its version
+
+    @property
+    def changed(self) -> bool:
+        if self.tensor._version != self.version:
+            return True
+        return self.loaded is not None and not torch.equal(
+            storage_bytes(self.loaded), storage_bytes(self.tensor.detach().cpu())
+        )
 
 
 class DiskPlacement(Placement):
@@ -117,7 +126,10 @@ class DiskPlacement(Placement):
             put(entry.sites, entry.tensor, tensor)
             entry.tensor = tensor
             self._disk.checkpoint.stands_for(tensor, stand)
-            self._residents.append(_Resident(entry, stand, tensor, tensor._version))
+            loaded = None
+            if stand.bound.is_buffer and entry.nbytes <= SMALL_BUFFER:
+                loaded = tensor.detach().to("cpu", copy=True)
+            self._residents.append(_Resident(entry, stand, tensor, tensor._version, loaded))
 
     def _fill(self, target: torch.Tensor, nbytes: int, tensors: list[Placed]) -> None:
         budget = self._disk.cache_bytes
@@ -197,7 +209,7 @@ class DiskPlacement(Placement):
     def _undo(self) -> None:
         super()._undo()
         for resident in self._residents:
-            if resident.tensor._version != resident.version:
+            if resident.changed:
                 resident.stand.changed = resident.tensor.detach().to("cpu", copy=True)
             put(resident.entry.sites, resident.tensor, resident.stand.tensor)
             resident.entry.tensor = resident.stand.tensor
@@ -349,15 +361,17 @@ class DiskStreamer(Streamer):
         if self.cache is None:
             return
         units = [] if unit is None else [unit.index]
+        later: list[int] = []  # served by their slots this time: it is the next round that they are needed in
         room, served = self.region.nbytes, set()
         for index in self.order.upcoming():
             if room >= 0 and index not in served:
                 room -= self.units[index].nbytes
                 served.add(index)
                 if room >= 0 and self.units[index].slot is not None:
+                    later.append(index)
                     continue
             units.append(index)
-        self.cache.expect(units)
+        self.cache.expect(units + later)
 
     # -- end
 

@@ -90,6 +90,7 @@ class SimulatedEngine:
         self._random = random.Random(config.seed)
         self._streams = {name: _Stream(name) for name in ("compute", "in", "out")}
         self._pending: list[_Copy] = []
+        self._landed = 0  # the number of the last copy whose bytes are there
         self._reads: dict[tuple[int, int, str], int] = {}
         self._regions: list[tuple[int, int]] = []
         self._guarded: dict[int, tuple[int, int, str]] = {}
@@ -171,8 +172,7 @@ class SimulatedEngine:
         return True
 
     def landed(self, copied: _Event) -> bool:
-        number = copied.seen.get("in", 0)
-        return all(copy.number > number for copy in list(self._pending))
+        return copied.seen.get("in", 0) <= self._landed
 
     def synchronize(self, event: _Event | None = None) -> None:
         for stream in self._streams.values():
@@ -194,9 +194,9 @@ class SimulatedEngine:
 
     def _land(self, up_to: int) -> None:
         while self._pending and self._pending[0].number <= up_to:
-            copy = self._pending[0]
+            copy = self._pending.pop(0)
             copy.target.copy_(copy.source)
-            self._pending.pop(0)  # last: threads that fill host memory ask whether it has landed
+            self._landed = copy.number  # last: threads that fill host memory ask for it
 
     def _some_land(self) -> None:
         if self.config.timing == "random" and self._pending and self._random.random() < 0.5:

@@ -10,7 +10,6 @@ from typing import Any
 
 import carom
 import pytest
-import tests_harness as harness
 import tests_models as models
 import torch
 from carom.core.store.writer import pack
@@ -93,9 +92,7 @@ def test_every_kind_of_module_streams_from_meta(tmp_path, name, device):
     expected = infer(model.to(where), case, where)
     empty = on_meta(case).eval()
     vram = some_vram(empty, path, slots=case.slots)
-    with carom.stream(
-        empty, device=device, vram=vram, weights=path, ram=some_ram(empty, 0.3)
-    ) as session:
+    with carom.stream(empty, device=device, vram=vram, weights=path, ram=some_ram(empty, 0.3)) as session:
         assert_same(expected[:3], infer(empty, case, where)[:3])
         within_ram(session)
 
@@ -143,10 +140,10 @@ def test_lora_trained_on_a_module_from_disk_is_the_resident_runs(tmp_path, devic
         found = run(empty)
         assert_same(expected, found)
         within_ram(session)
-        # A state dict costs no reads; the adapters alone are saved.
-        read = session._streamer.cache.total_read()
-        saved = {n: v for n, v in empty.state_dict().items() if "lora" in n}
-        assert saved and session._streamer.cache.total_read() == read
+        # A state dict costs no reads: the adapters alone are used of it.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(session._checkpoint), "read", lambda *_: pytest.fail("a weight was read"))
+            assert [n for n, v in empty.state_dict().items() if "lora" in n and v.sum() is not None]
     assert all(p.is_meta for n, p in empty.named_parameters() if "lora" not in n)
     assert all(not p.is_meta for n, p in empty.named_parameters() if "lora" in n)
 
@@ -221,32 +218,38 @@ def uniform(tmp_path: Path) -> tuple[nn.Module, nn.Module, Path, int]:
     return loaded, empty, save(loaded, tmp_path), sum(p.nbytes for p in loaded.parameters())
 
 
-def disk_bytes_a_pass(empty: nn.Module, path: Any, ram: int) -> float:
+def blocks_read_a_pass(empty: nn.Module, path: Any, ram: int) -> float:
+    """Mean over twenty passes; what is read ahead at their ends makes it a fraction."""
     session = carom.stream(empty, device="cpu", vram=4 * 32768, weights=path, ram=ram, granularity="block")
     with session, torch.no_grad():
-        for _ in range(8):
-            empty(torch.ones(1, 64))
-        return session.report().disk_bytes_per_step
+        marks = []
+        for _ in range(2):
+            for _ in range(20):
+                empty(torch.ones(1, 64))
+            marks.append(session._streamer.cache.total_read())
+        return (marks[1] - marks[0]) / 20 / 32768
 
 
 def test_what_fits_into_ram_is_read_once(tmp_path):
     _, empty, path, nbytes = uniform(tmp_path)
-    assert disk_bytes_a_pass(empty, path, 2 * nbytes) == 0
+    assert blocks_read_a_pass(empty, path, 2 * nbytes) == 0
 
 
 def test_between_all_and_nothing_the_best_share_stays(tmp_path):
     _, empty, path, nbytes = uniform(tmp_path)
-    # 18 of 20 blocks stream (2 are resident); 15 buffers, of which 7 rotate, keep 8: 10 are read in every pass.
-    assert disk_bytes_a_pass(empty, path, int(0.75 * nbytes)) == 10 * 32768
-    assert disk_bytes_a_pass(empty, path, int(0.5 * nbytes)) == 13 * 32768
+    # 18 of 20 blocks stream (2 are resident); of 15 buffers 7 rotate and 8 keep what they hold: 10 blocks are read in
+    # every pass. Of 10 buffers 5 do: 13.
+    assert blocks_read_a_pass(empty, path, int(0.75 * nbytes)) == pytest.approx(10, abs=0.5)
+    assert blocks_read_a_pass(empty, path, int(0.5 * nbytes)) == pytest.approx(13, abs=0.5)
 
 
-def test_belady_reads_less_than_a_rotating_window(tmp_path):
+def test_belady_and_priority_read_less_than_a_rotating_window(tmp_path):
     _, empty, path, nbytes = uniform(tmp_path)
-    fifo = disk_bytes_a_pass(empty, carom.Weights(path, eviction="fifo"), int(0.75 * nbytes))
-    priority = disk_bytes_a_pass(empty, carom.Weights(path, eviction="priority"), int(0.75 * nbytes))
-    belady = disk_bytes_a_pass(empty, path, int(0.75 * nbytes))
-    assert belady <= priority < fifo
+    fifo = blocks_read_a_pass(empty, carom.Weights(path, eviction="fifo"), int(0.75 * nbytes))
+    priority = blocks_read_a_pass(empty, carom.Weights(path, eviction="priority"), int(0.75 * nbytes))
+    assert priority == pytest.approx(10, abs=0.5) and fifo > 13
+    with pytest.raises(carom.UnsupportedError, match="belady"):
+        carom.Weights(path, eviction="lru")
 
 
 def test_the_cache_never_holds_more_than_its_bound(tmp_path, monkeypatch):
@@ -270,7 +273,10 @@ def test_the_cache_never_holds_more_than_its_bound(tmp_path, monkeypatch):
     x = torch.ones(1, 64)
     for ram in (8192, 50_000, nbytes // 3, nbytes):
         held["peak"] = held["now"]
-        with carom.stream(empty, device="cpu", vram=5 * 32768, weights=path, ram=ram) as session, torch.no_grad():
+        with (
+            carom.stream(empty, device="cpu", vram=5 * 32768, weights=path, ram=ram) as session,
+            torch.no_grad(),
+        ):
             for _ in range(3):
                 assert torch.equal(empty(x), loaded(x))
             assert held["peak"] <= ram, f"{held['peak']} bytes under ram={ram}"
@@ -290,12 +296,15 @@ def test_less_than_two_pieces_is_refused_with_the_least_that_works(tmp_path):
 def test_the_budget_can_change_between_steps(tmp_path):
     loaded, empty, path, nbytes = uniform(tmp_path)
     x = torch.ones(1, 64)
-    with carom.stream(empty, device="cpu", vram=5 * 32768, weights=path, ram=nbytes) as session, torch.no_grad():
+    with (
+        carom.stream(empty, device="cpu", vram=5 * 32768, weights=path, ram=nbytes) as session,
+        torch.no_grad(),
+    ):
         for ram, vram in ((nbytes // 4, None), (2 * nbytes, 4 * 32768), (16384, 12 * 32768)):
             session.set_budget(ram=ram, vram=vram)
             assert torch.equal(empty(x), loaded(x))
-            within_ram(session)
-        empty.to("cpu")  # parks where the device is another one; nothing changes here
+            report = session.report()
+            assert report.ram_peak_bytes <= ram == report.ram_budget_bytes
         session.park()
         assert torch.equal(session.read("blocks.3.0.weight"), loaded.blocks[3][0].weight)
         assert torch.equal(empty(x), loaded(x))
@@ -389,7 +398,10 @@ def test_written_values_are_computed_with_and_survive(tmp_path, device, ram):
 def test_values_too_many_for_the_ram_are_refused_and_the_model_works_on(tmp_path):
     loaded, empty, path, _ = uniform(tmp_path)
     x = torch.ones(1, 64)
-    with carom.stream(empty, device="cpu", vram=4 * 32768, weights=path, ram=30_000) as session, torch.no_grad():
+    with (
+        carom.stream(empty, device="cpu", vram=4 * 32768, weights=path, ram=30_000) as session,
+        torch.no_grad(),
+    ):
         session.write("blocks.0.0.weight", 2 * session.read("blocks.0.0.weight"))
         loaded.blocks[0][0].weight *= 2
         with pytest.raises(carom.BudgetError, match="ram"):
@@ -422,9 +434,7 @@ def test_statistics_that_the_model_writes_are_kept(tmp_path, device):
     path = save(model, tmp_path)
     expected = infer(model.to(where), case, where)
     empty = on_meta(case)
-    with carom.stream(
-        empty, device=device, vram=some_vram(empty, path), weights=path, ram=20_000
-    ) as session:
+    with carom.stream(empty, device=device, vram=some_vram(empty, path), weights=path, ram=20_000) as session:
         found = infer(empty, case, where, passes=2)
         session.set_budget(ram=40_000)  # detaches and attaches: what was counted so far comes along
         x = case.inputs(2, where)
@@ -531,21 +541,16 @@ def test_a_drive_that_fails_gives_a_clear_error_and_a_model_that_works_again(tmp
                     empty(x)
         failing["on"] = False
         for _ in range(3):
-            try:
-                assert torch.equal(empty(x), want)
-                break
-            except carom.WeightsError:  # a read ahead had failed before
-                continue
-        assert torch.equal(empty(x), want)
+            assert torch.equal(empty(x), want)
     assert all(p.is_meta and type(p) is nn.Parameter for p in empty.parameters())
 
 
 def test_short_and_failing_reads_are_retried(tmp_path, monkeypatch):
-    calls = {"n": 0}
+    seen: dict[int, int] = {}
 
     def play(offset: int) -> Any:
-        calls["n"] += 1
-        return (OSError(5, "Input/output error"), 4096, None)[calls["n"] % 3]
+        seen[offset] = seen.get(offset, 0) + 1
+        return (None, OSError(5, "Input/output error"), 4096)[seen[offset] % 3]
 
     Faults(monkeypatch, play)
     loaded, empty, path, _ = uniform(tmp_path)
@@ -617,5 +622,3 @@ def test_the_report_says_what_the_disk_did(tmp_path):
     assert any("carom pack" in note for note in report.notes)
     assert any(span.lane == "disk" for span in report.spans)
     assert "read from disk" in report.table()
-
-

@@ -124,6 +124,7 @@ class HostCache:
         Raises WeightsError when they cannot be read; a later call tries again.
         """
         with self._cond:
+            self._failed.pop(piece.rank, None)  # of a read ahead: what is needed now is tried once more
             self._served[piece.unit] = piece.number
             waiting: float | None = None
             try:
@@ -201,7 +202,8 @@ class HostCache:
             raise CaromError("the session was closed while a weight was read from disk")
         error = self._failed.pop(piece.rank, None) or self._broken
         if error is not None:
-            raise error
+            # Another object each time: a traceback on one that is kept would keep the model's frames.
+            raise type(error)(*error.args) from error
         if buffer is None:
             found = self._room_for(piece, -1.0, demanded=True)
             if found is not None:
@@ -244,10 +246,10 @@ class HostCache:
         if place is None:
             return NEVER
         if piece.number < self._served.get(piece.unit, 0):
-            # That use is behind it: its next one is the next place of its unit.
+            # That use is behind it: its next one is the next place of its unit, or one round later.
             with contextlib.suppress(ValueError):
                 return float(self._order.index(piece.unit, place + 1))
-            return NEVER
+            return float(len(self._order) + place)
         return place + piece.number / (len(self._units[piece.unit]) + 1)
 
     def _pump(self) -> None:
