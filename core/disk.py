@@ -307,8 +307,10 @@ class DiskStreamer(Streamer):
             if before is not None:
                 meter.waited(before, engine.mark(), unit.name, backward)
             try:
-                here = target[piece.start : piece.start + piece.nbytes]
-                event, marks = engine.copy_in(here, source, after, meter.timing)
+                # No name for the slice: a traceback would keep it, and with it the slot.
+                event, marks = engine.copy_in(
+                    target[piece.start : piece.start + piece.nbytes], source, after, meter.timing
+                )
             except BaseException:
                 cache.forget(piece)
                 raise
@@ -317,8 +319,8 @@ class DiskStreamer(Streamer):
             after = []
         for owner in _owners(unit):
             if owner.stand.changed is not None:
-                here = target[owner.entry.offset : owner.entry.offset + owner.entry.nbytes]
-                event, _ = engine.copy_in(here, storage_bytes(owner.stand.changed), after, False)
+                start, end = owner.entry.offset, owner.entry.offset + owner.entry.nbytes
+                event, _ = engine.copy_in(target[start:end], storage_bytes(owner.stand.changed), after, False)
         return event
 
     def _count(self, unit: Streamed, marks: Any, nbytes: int, backward: bool, first: bool) -> None:
