@@ -69,8 +69,8 @@ class Engine(Protocol):
     def elapsed(self, first: Any, last: Any) -> float:
         """Seconds between two reached marks."""
 
-    def freed(self, target: torch.Tensor) -> None:
-        """A slot's bytes were given up (the simulated device poisons them)."""
+    def freed(self, memory: torch.Tensor, start: int, end: int) -> None:
+        """Bytes ``start`` to ``end`` were given up (the simulated device poisons them)."""
 
     def read(self, target: torch.Tensor) -> None:
         """The current stream is about to read a slot (the simulated device checks that it may)."""
@@ -82,7 +82,20 @@ class Engine(Protocol):
         """Device memory that could be had now."""
 
 
-class StreamEngine:
+class _Unwatched:
+    """A real device: nobody looks on."""
+
+    def freed(self, memory: torch.Tensor, start: int, end: int) -> None:
+        pass
+
+    def read(self, target: torch.Tensor) -> None:
+        pass
+
+    def step(self) -> AbstractContextManager:
+        return contextlib.nullcontext()
+
+
+class StreamEngine(_Unwatched):
     """CUDA, ROCm (torch's cuda module is HIP there) and other accelerators with streams."""
 
     blocking = False
@@ -136,10 +149,8 @@ class StreamEngine:
 
     def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         # set_stream instead of the context manager: it costs a third, and this runs for every unit.
-        before = self._api.current_stream(self.device)
-        if self._set_stream is None or before.device != torch.device(
-            self.device.type, self._api.current_device()
-        ):
+        before = self.stream()
+        if self._set_stream is None or self._api.current_device() != self.device.index:
             with self._api.stream(stream):
                 target.copy_(source, non_blocking=True)
             return
@@ -193,22 +204,13 @@ class StreamEngine:
     def elapsed(self, first: Any, last: Any) -> float:
         return first.elapsed_time(last) / 1e3
 
-    def freed(self, target: torch.Tensor) -> None:
-        pass
-
-    def read(self, target: torch.Tensor) -> None:
-        pass
-
-    def step(self) -> AbstractContextManager:
-        return contextlib.nullcontext()
-
     def free_bytes(self) -> int:
         free, _ = self._api.mem_get_info(self.device)
         cached = self._api.memory_reserved(self.device) - self._api.memory_allocated(self.device)
         return free + cached
 
 
-class PlainEngine:
+class PlainEngine(_Unwatched):
     """The CPU, and accelerators without streams: every copy is finished when the call returns."""
 
     pinner: Pinner | None = None
@@ -262,15 +264,6 @@ class PlainEngine:
 
     def elapsed(self, first: float, last: float) -> float:
         return last - first
-
-    def freed(self, target: torch.Tensor) -> None:
-        pass
-
-    def read(self, target: torch.Tensor) -> None:
-        pass
-
-    def step(self) -> AbstractContextManager:
-        return contextlib.nullcontext()
 
     def free_bytes(self) -> int:
         import psutil
