@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -190,8 +189,6 @@ def main() -> None:
         (folder / "source").mkdir()
         part("make", args, folder)
         part("pack", args, folder)
-        if hasattr(os, "sync"):
-            os.sync()
         result = part("run", args, folder)
         result["raw_bytes_per_second"] = raw_rate(folder / "packed.safetensors")
         if args.unpacked:
