@@ -361,7 +361,7 @@ class DiskStreamer(Streamer):
 
     def _expect(self, unit: Streamed | None) -> None:
         """Tell the cache what it will be asked for: the order, less what is in slots and needed before they are reused."""
-        if self.cache is None:
+        if self.cache is None or self.cache.complete:
             return
         units = [] if unit is None else [unit.index]
         later: list[int] = []  # served by their slots this time: it is the next round that they are needed in

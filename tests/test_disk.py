@@ -102,6 +102,19 @@ def test_every_kind_of_module_streams_from_meta(tmp_path, name, device):
 
 
 @on_some_devices
+def test_inference_mode_is_exact(tmp_path, device):
+    case, where = CASES["stack"], place(device)
+    model = case.build().eval()
+    path = save(model, tmp_path)
+    expected = infer(model.to(where), case, where, mode=torch.inference_mode)
+    empty = on_meta(case).eval()
+    with carom.stream(
+        empty, device=device, vram=some_vram(empty, path), weights=path, ram=some_ram(empty, 0.3)
+    ):
+        assert_same(expected, infer(empty, case, where, mode=torch.inference_mode))
+
+
+@on_some_devices
 @pytest.mark.parametrize("name", ["stack", "tied", "buffers", "lstm"])
 def test_a_module_with_values_computes_with_the_files_and_gets_its_own_back(tmp_path, name, device):
     case, where = CASES[name], place(device)

@@ -45,7 +45,9 @@ class _Buffer:
     left: int = 0  # reads outstanding
     error: BaseException | None = None
     handles: list[ReadHandle] = field(default_factory=list)
-    copies: list[Any] = field(default_factory=list)  # copies to the device that read it
+    copied: Any = (
+        None  # reached when the last copy to the device that reads it is over; copies are made in order
+    )
     began: float = 0.0
     pinned: bool = False  # or it was refused: tried once
 
@@ -92,6 +94,7 @@ class HostCache:
         self._arrivals = 0
         self._reading = 0
         self._since = 0.0
+        self.complete = False  # everything is here and stays: nothing is to be expected or read any more
         self._closed = False
         self._limit = buffers.count
         self._broken: BaseException | None = None
@@ -112,6 +115,8 @@ class HostCache:
 
     def has(self, unit: int) -> bool:
         """Whether all of the unit's bytes are here."""
+        if self.complete:
+            return True
         with self._cond:
             return all(
                 (buffer := self._where.get(piece.rank)) is not None and buffer.ready
@@ -145,11 +150,11 @@ class HostCache:
             buffer = self._where[piece.rank]
             buffer.busy = False
             buffer.fresh = False
-            if copied is not None:
-                buffer.copies.append(copied)
+            if self.buffers.whole:
+                return  # never overwritten
+            buffer.copied = copied
             self._served[piece.unit] = piece.number + 1
-            if not self.buffers.whole:
-                self._keeper.used(piece.rank, self._next_use)
+            self._keeper.used(piece.rank, self._next_use)
             self._pump()
 
     def forget(self, piece: Piece) -> None:
@@ -209,21 +214,19 @@ class HostCache:
             if found is not None:
                 self._read(piece, found, priority=-1.0)
                 return
-            copying = [b for b in self._buffers if b.ready and not b.busy and b.copies]
+            copying = [b for b in self._buffers if b.ready and not b.busy and b.copied is not None]
             if copying and not self._reading:
-                event = min(copying, key=lambda b: b.arrival).copies[-1]
-                self._settle(event)
-                for other in copying:
-                    if event in other.copies:
-                        other.copies.clear()
+                oldest = min(copying, key=lambda b: b.arrival)
+                self._settle(oldest.copied)
+                oldest.copied = None
                 return
             self._withdraw()
         elif buffer.handles and buffer.handles[0].priority > -1.0:
             for handle in buffer.handles:
                 self._reader.reprioritise(handle, -1.0)
         self._pump()
-        busy = any(b.copies for b in self._buffers)
-        self._cond.wait(_POLL if busy else _NAP)
+        under_way = any(b.copied is not None for b in self._buffers)
+        self._cond.wait(_POLL if under_way else _NAP)
 
     def _withdraw(self) -> None:
         """All buffers are being read into, and none for what is needed now: the order was a surprise."""
@@ -303,9 +306,9 @@ class HostCache:
 
     def _idle(self, buffer: _Buffer) -> bool:
         """Whether no copy to the device reads the buffer any more."""
-        while buffer.copies and self._landed(buffer.copies[-1]):
-            buffer.copies.clear()  # one stream copies in order: the last one's end is the end of all
-        return not buffer.copies
+        if buffer.copied is not None and self._landed(buffer.copied):
+            buffer.copied = None
+        return buffer.copied is None
 
     def _give_up(self, buffer: _Buffer) -> None:
         assert buffer.piece is not None
@@ -375,6 +378,8 @@ class HostCache:
                 if piece.reads:
                     self._spans.append((piece.reads[0].what, buffer.began, now, nbytes))
             buffer.handles = []
+            if self.buffers.whole and not self._reading and len(self._where) == self._total:
+                self.complete = True
             try:
                 self._pump()
             except BaseException as failure:  # noqa: BLE001 - a reader's thread must live on; who needs bytes is told
