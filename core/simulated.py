@@ -259,7 +259,7 @@ class SimulatedEngine:
         view = func.is_view
         for index, tensor in enumerate(tensors):
             low = tensor.data_ptr()
-            for start, end, name in self._guarded.values():
+            for start, end, name in list(self._guarded.values()):  # another thread may attach or close
                 # Views and copies compute nothing; a first argument that is written in place is a host write.
                 harmless = view or func in _COPIES or (index == 0 and func._schema.is_mutable)
                 if start <= low < end and not harmless:
