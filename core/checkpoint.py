@@ -69,6 +69,11 @@ class Stand:
     def name(self) -> str:
         return self.bound.name
 
+    def change(self, value: torch.Tensor) -> None:
+        """From now on the tensor has this value, kept in host memory."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.changed = value.detach().to("cpu", copy=True).contiguous()
+
     def check(self, value: torch.Tensor) -> None:
         """Raises WeightsError unless ``value`` may take the tensor's place."""
         if (value.shape, value.dtype) != (self.tensor.shape, self.tensor.dtype) or value.is_meta:
@@ -203,11 +208,6 @@ class Checkpoint:
             for handle in handles:
                 handle.result()
         return value
-
-    def change(self, stand: Stand, value: torch.Tensor) -> None:
-        """From now on the tensor has this value, kept in host memory."""
-        with torch.inference_mode(False), torch.no_grad():
-            stand.changed = value.detach().to("cpu", copy=True).contiguous()
 
     def unbind(self) -> None:
         """Give the module its tensors back, those that were written with their new values. Idempotent."""

@@ -16,7 +16,8 @@ from . import decide, hooks, ops, settings
 from .account import Held, describe, make_report
 from .attach import Placement, wanted_residents
 from .checkpoint import Checkpoint, Stand
-from .disk import Disk, DiskPlacement, DiskStreamer
+from .disk import Disk, DiskPlacement
+from .disk_streamer import DiskStreamer
 from .errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
 from .meter import Meter
 from .plan import Plan
@@ -384,25 +385,11 @@ class Session:
         """A weight from a file gets another value: it is kept in RAM, within the budget, and the file is left alone."""
         with self._lock:
             self._need_open()
-            checkpoint, streamer = self._checkpoint, self._streamer
-            assert checkpoint is not None
             stand.check(tensor)
             if self._parked:
-                checkpoint.change(stand, tensor)
-                return
-            assert isinstance(streamer, DiskStreamer)
-            with streamer.lock:
-                grown = checkpoint.changed_bytes + (stand.bound.nbytes if stand.changed is None else 0)
-                if streamer.cache_limit + grown <= self._ram:
-                    checkpoint.change(stand, tensor)
-                    streamer.changed(stand)
-                    return
-                if not streamer.idle:
-                    raise UnsupportedError(
-                        f"no room in ram for a new value of {stand.name} during a pass; write it between passes"
-                    )
-                streamer.refuse_less_than(self._ram - grown)
-            self._again(lambda: checkpoint.change(stand, tensor))
+                stand.change(tensor)
+            elif not (isinstance(self._streamer, DiskStreamer) and self._streamer.take(stand, tensor)):
+                self._again(lambda: stand.change(tensor))  # with a smaller cache
 
     def _tensor(self, name: str) -> torch.Tensor:
         path, _, leaf = name.rpartition(".")
