@@ -22,8 +22,9 @@ from .store.eviction import EVICTIONS
 from .store.header import show
 from .store.index import Index, open_index
 from .store.mapping import Bound, match_module
+from .store.pieces import choose_buffers
 from .store.reader import DiskReader, ReaderPolicy
-from .units import Site, collect
+from .units import Site, Unit, collect
 
 logger = logging.getLogger("carom")
 
@@ -208,6 +209,11 @@ class Checkpoint:
             for handle in handles:
                 handle.result()
         return value
+
+    def require_ram(self, ram: int, units: list[Unit]) -> None:
+        """Raises BudgetError where ``ram`` bytes are too few to stream ``units`` beside the values kept."""
+        if units:
+            choose_buffers([unit.nbytes for unit in units], ram - self.changed_bytes)
 
     def unbind(self) -> None:
         """Give the module its tensors back, those that were written with their new values. Idempotent."""

@@ -196,7 +196,7 @@ class Session:
             self._unbind()
             self._parked = False
         for part in self.module.modules():
-            if _session_of(part) is self:
+            if (found := _sessions.get(part)) is not None and found() is self:
                 del _sessions[part]
 
     def _unbind(self) -> None:
@@ -294,7 +294,13 @@ class Session:
         self._detach()
         between()
         self._wrapped = hooks.Wrapped()
-        self._attach()
+        try:
+            self._attach()
+        except BaseException:
+            # The module must not be left with stand-ins (a drive may have failed), nor the session half open.
+            self._final = Report(notes=("attaching anew failed: the session is closed",))
+            self._unbind()
+            raise
 
     # -- settings and bytes
 
@@ -311,7 +317,9 @@ class Session:
             if ram is not None:
                 self._ram = settings.ram_budget(ram)
             try:
-                self._decide()
+                carving, plan = self._decide()
+                if self._checkpoint is not None:
+                    self._checkpoint.require_ram(self._ram, wanted_residents(carving, plan)[1])
             except BaseException:
                 self._vram, self._ram = before
                 raise
@@ -442,8 +450,10 @@ def _refuse_streamed(module: nn.Module) -> None:
 
 
 def _session_of(module: nn.Module) -> Session | None:
+    """The open session that streams ``module``."""
     found = _sessions.get(module)
-    return None if found is None else found()
+    session = None if found is None else found()
+    return None if session is None or session._closed else session
 
 
 __all__ = ["PinError", "Session", "Unit", "stream"]

@@ -370,6 +370,38 @@ def test_the_budget_can_change_between_steps(tmp_path):
         assert torch.equal(empty(x), loaded(x))
 
 
+def test_an_impossible_budget_leaves_the_session_as_it_was(tmp_path):
+    loaded, empty, path, _ = uniform(tmp_path)
+    x = torch.ones(1, 64)
+    with (
+        carom.stream(empty, device="cpu", vram=5 * 32768, weights=path, ram=50_000) as session,
+        torch.no_grad(),
+    ):
+        for wrong in ({"ram": 100}, {"vram": 100}):
+            with pytest.raises(carom.BudgetError, match="least"):
+                session.set_budget(**wrong)
+            assert torch.equal(empty(x), loaded(x))
+            within_ram(session)
+
+
+def test_a_drive_that_fails_while_budgets_change_gives_the_module_back(tmp_path, monkeypatch):
+    failing = {"on": False}
+    Faults(monkeypatch, lambda offset: OSError(5, "Input/output error") if failing["on"] else None)
+    _, empty, path, nbytes = uniform(tmp_path)
+    before = {name: id(p) for name, p in empty.named_parameters()}
+    session = carom.stream(empty, device="cpu", vram=5 * 32768, weights=path, ram=50_000)
+    failing["on"] = True
+    with pytest.raises(carom.WeightsError, match="Input/output"):
+        session.set_budget(vram=2 * nbytes)
+    session.close()
+    assert {name: id(p) for name, p in empty.named_parameters()} == before
+    assert all(p.is_meta and type(p) is nn.Parameter and p.requires_grad for p in empty.parameters())
+    assert not any("forward" in vars(m) for m in empty.modules())
+    failing["on"] = False
+    with carom.stream(empty, device="cpu", vram=5 * 32768, weights=path, ram=50_000), torch.no_grad():
+        empty(torch.ones(1, 64))
+
+
 @on_some_devices
 def test_an_order_that_changes_costs_reads_and_nothing_else(tmp_path, device):
     case, where = models.Case("steered", models.Steered), place(device)
