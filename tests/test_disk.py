@@ -694,6 +694,36 @@ def test_a_drive_that_fails_gives_a_clear_error_and_a_model_that_works_again(tmp
     assert all(p.is_meta and type(p) is nn.Parameter for p in empty.parameters())
 
 
+@pytest.mark.parametrize("granted", [0, 1, 3])
+@on_some_devices
+def test_a_system_without_memory_for_the_cache_streams_through_what_there_is(
+    tmp_path, monkeypatch, device, granted
+):
+    from carom.core.store.cache import HostCache
+
+    loaded, empty, path, nbytes = uniform(tmp_path)
+    where = place(device)
+    x = torch.ones(1, 64, device=where)
+    new_buffer, left = HostCache._new_buffer, {"n": granted}
+
+    def refusing(self: Any, piece: Any) -> Any:
+        if left["n"] == 0:
+            raise MemoryError("the system refused")
+        left["n"] -= 1
+        return new_buffer(self, piece)
+
+    monkeypatch.setattr(HostCache, "_new_buffer", refusing)
+    session = carom.stream(empty, device=device, vram=6 * 32768, weights=path, ram=2 * nbytes)
+    with session, torch.no_grad():
+        if granted == 0:
+            with pytest.raises(MemoryError, match="refused"):
+                empty(x)
+            left["n"] = 100
+        expected = loaded.to(where)(x)
+        for _ in range(3):
+            assert torch.equal(empty(x), expected)
+
+
 def test_short_and_failing_reads_are_retried(tmp_path, monkeypatch):
     seen: dict[int, int] = {}
 

@@ -25,7 +25,7 @@ import torch
 from ..errors import CaromError
 from .arena import Block, HostArena
 from .eviction import Keeper
-from .pieces import LEAST_BUFFERS, Buffers, Piece
+from .pieces import Buffers, Piece
 from .reader import DiskReader, ReadHandle, as_bytes
 
 NEVER = float("inf")
@@ -150,11 +150,12 @@ class HostCache:
             buffer = self._where[piece.rank]
             buffer.busy = False
             buffer.fresh = False
-            if self.buffers.whole:
-                return  # never overwritten
             buffer.copied = copied
+            if self.complete:
+                return
             self._served[piece.unit] = piece.number + 1
-            self._keeper.used(piece.rank, self._next_use)
+            if not self.buffers.whole:
+                self._keeper.used(piece.rank, self._next_use)
             self._pump()
 
     def forget(self, piece: Piece) -> None:
@@ -272,11 +273,12 @@ class HostCache:
 
     def _room_for(self, piece: Piece, when: float, demanded: bool = False) -> _Buffer | None:
         """A buffer that may be overwritten for ``piece``, needed at ``when``; None when there is none yet."""
-        if len(self._buffers) < self._limit:
+        lacking = demanded and all(b.block.data.numel() < piece.nbytes for b in self._buffers)
+        if len(self._buffers) < self._limit or lacking:
             try:
                 return self._new_buffer(piece)
             except MemoryError:
-                if len(self._buffers) < LEAST_BUFFERS:
+                if lacking:
                     raise
                 self._limit = len(self._buffers)  # the system has no more: go on with what there is
         free: dict[int, _Buffer] = {}
