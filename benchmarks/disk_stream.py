@@ -80,7 +80,7 @@ def make(folder: Path, blocks: int, width: int) -> None:
             save_file(state, folder / "source" / shard, {"format": "pt"})
             weight_map.update(dict.fromkeys(state, shard))
     index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "source" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "source" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     torch.save(x, folder / "output.pt")
 
 
