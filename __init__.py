@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .core.checkpoint import Weights
     from .core.errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
     from .core.plan import Plan
     from .core.report import Report
@@ -22,6 +23,7 @@ __all__ = [
     "Session",
     "SimulatedDevice",
     "UnsupportedError",
+    "Weights",
     "WeightsError",
     "load_file",
     "stream",
@@ -32,6 +34,7 @@ _HOME = {
     "Plan": "core.plan",
     "Report": "core.report",
     "Session": "core.session",
+    "Weights": "core.checkpoint",
     "SimulatedDevice": "core.simulated",
     "load_file": "core.store.loading",
     "stream": "core.session",

@@ -5,12 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .attach import Placement
-from .meter import Meter
+from .meter import Medians, Meter
 from .plan import Plan
 from .report import Report, UnitPlace
 from .sizes import format_size
 from .store.arena import HostArena
 from .units import Carving
+
+
+@dataclass(frozen=True)
+class FromDisk:
+    """What a session with weights from disk adds: its RAM budget and most bytes held of it, what was read, notes."""
+
+    ram_budget_bytes: int
+    ram_peak_bytes: int
+    read_bytes: int
+    reading_seconds: float
+    wait_seconds: float
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,7 @@ def make_report(
     arena: HostArena,
     meter: Meter,
     device: str,
+    disk: FromDisk | None = None,
 ) -> Report:
     """The report over the steps that ``meter`` has finished."""
     figures = meter.medians()
@@ -39,6 +52,7 @@ def make_report(
     )
     need = tuple(UnitPlace(entry.name, entry.nbytes, True, reason) for entry, reason in carving.resident)
     count = len(placement.streamed)
+    disk_rate = disk.read_bytes / disk.reading_seconds if disk and disk.reading_seconds > 0 else None
     return Report(
         vram_budget_bytes=held.budget_bytes,
         vram_peak_bytes=held.peak_bytes,
@@ -64,10 +78,29 @@ def make_report(
         steps=figures.steps,
         device=device,
         kind="train" if figures.train else "infer",
-        notes=tuple(arena.notes),
+        notes=tuple(arena.notes) + (disk.notes if disk else ()),
+        ram_budget_bytes=disk.ram_budget_bytes if disk else 0,
+        ram_peak_bytes=disk.ram_peak_bytes if disk else 0,
+        disk_bytes_per_step=figures.disk_bytes,
+        disk_wait_seconds=disk.wait_seconds if disk else 0.0,
+        disk_bytes_per_second=disk_rate,
+        bound_by=_bound_by(figures, disk_rate),
         spans=meter.spans(),
         places=places,
     )
+
+
+def _bound_by(figures: Medians, disk_rate: float | None) -> str:
+    """The stage that takes longest of a step, were it alone; "" where nothing was measured."""
+    if figures.compute_seconds is None:
+        return ""
+    link_rate = figures.link_bytes_per_second
+    times = {
+        "compute": figures.compute_seconds,
+        "link": figures.wire_bytes / link_rate if link_rate else 0.0,
+        "disk": figures.disk_bytes / disk_rate if disk_rate else 0.0,
+    }
+    return max(times, key=lambda stage: times[stage])
 
 
 def describe(plan: Plan, units: int, device: str) -> str:

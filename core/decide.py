@@ -8,8 +8,11 @@ comes in finer steps. (Simulated and measured: docs/units.md.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from .errors import BudgetError
@@ -23,12 +26,14 @@ PART = 128 * MIB  # bytes; copies of a quarter of this are still at 98 % of the 
 
 @dataclass(frozen=True)
 class Settings:
-    """``vram``: budget in bytes; ``granularity`` and ``training`` as in `stream`; ``stay``: names -> why resident."""
+    """``vram``: budget in bytes; ``granularity`` and ``training`` as in `stream`; ``stay``: names -> why resident;
+    ``from_file``: whether a tensor's bytes come from a weights file (None: there is none)."""
 
     vram: int
     granularity: str
     training: str | None
     stay: dict[str, str]
+    from_file: Callable[[torch.Tensor], Any] | None = None
 
 
 def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, Plan]:
@@ -70,7 +75,7 @@ def _carve(module: nn.Module, settings: Settings, limit: int | None) -> Carving:
     def cut() -> Carving:
         return carve(
             module, granularity=settings.granularity, limit=limit, stream_trainable=stream_trainable,
-            stay=settings.stay,
+            stay=settings.stay, from_file=settings.from_file,
         )  # fmt: skip
 
     carving = cut()

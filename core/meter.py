@@ -7,7 +7,9 @@ that backward's end.
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -39,9 +41,11 @@ class _Step:
     end: Any = None
     turn: Any = None  # event where the backward begins
     forwards: int = 1
+    clock: float = field(default_factory=time.perf_counter)  # of the host, when it began
     transfers: int = 0
     wire_bytes: int = 0
     raw_bytes: int = 0
+    disk_bytes: int = 0
     copies: list[_Copy] = field(default_factory=list)
     waits: list[tuple[Any, Any, str, bool]] = field(default_factory=list)
 
@@ -59,6 +63,7 @@ class StepFigures:
     wire_bytes: int
     raw_bytes: int
     transfers: int
+    disk_bytes: int
     compute_by_phase: tuple[float, float]
     bytes_by_phase: tuple[int, int]
 
@@ -78,6 +83,7 @@ class Medians:
     wire_bytes: float = 0
     raw_bytes: float = 0
     transfers: float = 0
+    disk_bytes: float = 0
 
 
 class Meter:
@@ -90,6 +96,10 @@ class Meter:
         self._figures: deque[StepFigures] = deque(maxlen=_KEPT_STEPS)
         self._pictured: tuple[_Step, float] | None = None
         self._steps = 0
+        self.disk_bytes: Callable[[], int] = int  # bytes read from disk so far; none without a disk
+        self._disk_before = 0
+        # (what, start, end, bytes) of reads, on the host's clock; None where the device's clock is another one
+        self.disk_reads: Callable[[], Iterable[tuple[str, float, float, int]]] | None = None
         self.timing = True  # whether the present step takes times; the streamer asks before it makes marks
 
     # -- what happens
@@ -127,10 +137,12 @@ class Meter:
         """The step failed: what was measured of it is not a step."""
         self._open = None
 
-    def copied(self, name: str, marks: Any, nbytes: int, raw_bytes: int, backward: bool) -> None:
+    def copied(
+        self, name: str, marks: Any, nbytes: int, raw_bytes: int, backward: bool, transfers: int = 1
+    ) -> None:
         step = self._open
         if step is not None:
-            step.transfers += 1
+            step.transfers += transfers
             step.wire_bytes += nbytes
             step.raw_bytes += raw_bytes
             if marks is not None:
@@ -145,6 +157,8 @@ class Meter:
     def _close(self) -> None:
         step, self._open = self._open, None
         if step is not None and step.end is not None:
+            read = self.disk_bytes()  # since the step before: reads run on between steps
+            step.disk_bytes, self._disk_before = read - self._disk_before, read
             self._waiting.append(step)
         while self._waiting and self._reached(self._waiting[0]):
             self._figures.append(self._read(self._waiting.popleft()))
@@ -174,6 +188,7 @@ class Meter:
             wire_bytes=step.wire_bytes,
             raw_bytes=step.raw_bytes,
             transfers=step.transfers,
+            disk_bytes=step.disk_bytes,
             compute_by_phase=(max(0.0, forward - stalls[0]), max(0.0, seconds - forward - stalls[1])),
             bytes_by_phase=(
                 sum(copy.nbytes for copy, _ in copies if not copy.backward),
@@ -198,6 +213,10 @@ class Meter:
                 cursor = max(cursor, end)
         if seconds > cursor:
             spans.append(Span("compute", "compute", cursor, seconds))
+        for name, start, end, nbytes in self.disk_reads() if self.disk_reads is not None else ():
+            first, last = max(0.0, start - step.clock), min(seconds, end - step.clock)
+            if first < last:
+                spans.append(Span("disk", name, first, last, nbytes))
         return tuple(spans)
 
     def finish(self) -> None:
@@ -239,4 +258,5 @@ class Meter:
             wire_bytes=median(step.wire_bytes for step in steps),
             raw_bytes=median(step.raw_bytes for step in steps),
             transfers=median(step.transfers for step in steps),
+            disk_bytes=median(step.disk_bytes for step in steps),
         )

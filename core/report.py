@@ -78,6 +78,11 @@ class Report:
     # beyond the contract
     adapter_bytes: int = 0
     streamed_bytes: int = 0
+    ram_budget_bytes: int = 0  # of the host cache; these are zero where weights do not come from disk
+    ram_peak_bytes: int = 0
+    disk_bytes_per_step: float = 0.0
+    bound_by: str = ""  # what a step's time is made of most: "compute", "link" or "disk"
+    disk_wait_seconds: float = 0.0  # in all, of host threads for reads that were late
     pageable_bytes: int = 0
     steps: int = 0
     device: str = ""
@@ -126,9 +131,19 @@ class Report:
             rows.append(
                 ("adapters", format_size(self.adapter_bytes), "trainable, on the device, counted apart")
             )
+        rows += [("Memory on the host",)]
+        if self.ram_budget_bytes:
+            within = (
+                "within the budget" if self.ram_peak_bytes <= self.ram_budget_bytes else "OVER THE BUDGET"
+            )
+            rows += [
+                ("streamed weights", format_size(self.streamed_bytes), "wait on disk"),
+                ("budget for them in RAM", format_size(self.ram_budget_bytes), ""),
+                ("peak held by Carom", format_size(self.ram_peak_bytes), within),
+            ]
+        else:
+            rows.append(("streamed weights", format_size(self.streamed_bytes), "wait here for their turn"))
         rows += [
-            ("Memory on the host",),
-            ("streamed weights", format_size(self.streamed_bytes), "wait here for their turn"),
             ("pinned", format_size(self.pinned_bytes), f"peak {format_size(self.pinned_peak_bytes)}"),
         ]
         if self.pageable_bytes:
@@ -145,6 +160,11 @@ class Report:
             ("transfers hidden", _percent(self.hidden_fraction), "behind computing"),
             ("link rate", format_rate(self.link_bytes_per_second), "host to device"),
         ]  # fmt: skip
+        if self.bound_by:
+            rows.append(("bound by", self.bound_by, ""))
+        if self.ram_budget_bytes:
+            rows.append(("read from disk", format_size(self.disk_bytes_per_step), "a step"))
+            rows.append(("waited for the disk", format_seconds(self.disk_wait_seconds), "in all"))
         if self.disk_bytes_per_second is not None:
             rows.append(("disk rate", format_rate(self.disk_bytes_per_second), "disk to host"))
         rows += [("Where the weights live",), ("units", str(self.units), self._places_summary())]

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import ops
+from .errors import UnsupportedError
 from .slots import Slot
 from .store.arena import storage_bytes
 
@@ -165,6 +166,12 @@ class Runs:
         views = streamer.views(slot)
         if views.version == unit.entered and not views.moved():
             return
+        if unit.owners[0].host.is_meta:
+            unit.epoch += 1
+            raise UnsupportedError(
+                f"the model writes to weights of unit {unit.name!r} while it runs, and they stream from a file; load the "
+                "module first and stream it without weights="
+            )
         for owner, view in zip(unit.owners, views.tensors, strict=True):
             # One counter for the whole slot does not tell which tensor it was: look.
             with _disable_current_modes(), torch.no_grad():

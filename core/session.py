@@ -15,6 +15,9 @@ from torch import nn
 from . import decide, hooks, ops, settings
 from .account import Held, describe, make_report
 from .attach import Placement, wanted_residents
+from .checkpoint import Checkpoint, Stand
+from .disk import Disk, DiskPlacement
+from .disk_streamer import DiskStreamer
 from .errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
 from .meter import Meter
 from .plan import Plan
@@ -48,11 +51,13 @@ def stream(
 ) -> Session:
     """Run ``module`` on ``device`` with at most ``vram`` bytes of weights there; the rest waits on the host.
 
-    ``module``: on the CPU or on the device; it is used as before, and is itself again after `Session.close`
-    (also by ``with``). ``device``: default the current accelerator, else the CPU; or a `SimulatedDevice`.
+    ``module``: on the CPU, on the device, or on ``meta`` with ``weights``; it is used as before, and is itself again
+    after `Session.close` (also by ``with``). ``weights``: a .safetensors file, a folder of shards, its index.json, or
+    a `Weights`: the values come from there, through a host cache of at most ``ram`` bytes, and are frozen; outside
+    its unit's run such a parameter is a ``meta`` tensor (`Session.read` gives its value). ``device``: default the current accelerator, else the CPU; or a `SimulatedDevice`.
     ``vram``, ``ram``: bytes, "8GiB", "8GB", "50%" of what is free, or "auto": for ``vram`` 70 % of what
     is free on the device less 1 GiB for activations, for ``ram`` 80 % of what is available (it bounds
-    pinned memory; what does not fit is streamed from pageable memory, more slowly).
+    pinned memory; what does not fit is streamed from pageable memory, more slowly; from disk it bounds the cache).
     ``granularity``: "block", "phase", "layer", or "auto" (blocks, split where two would not fit).
     ``codec``: "raw" or "auto" (raw in this version). ``pool``: "torch" or "auto" (torch in this version).
     ``host``: "raw" or "auto": a streamed parameter is its raw host tensor outside its unit's run.
@@ -78,6 +83,7 @@ class Session:
         _refuse_streamed(module)
         self.module = module
         self._granularity, self._training = granularity, training
+        self._checkpoint: Checkpoint | None = None
         self._engine: Engine = make_engine(device)
         self._vram = settings.vram_budget(vram, self._engine)
         self._ram = settings.ram_budget(ram)
@@ -88,7 +94,13 @@ class Session:
         self._watch: Callable[[], Any] = self._engine.step
         self._peak = 0
         self._stay: dict[str, str] = {}
-        self._attach()
+        if weights is not None:
+            self._checkpoint = Checkpoint(module, weights)
+        try:
+            self._attach()
+        except BaseException:
+            self._unbind()
+            raise
         for part in module.modules():
             _sessions[part] = weakref.ref(self)
 
@@ -96,7 +108,14 @@ class Session:
 
     def _attach(self) -> None:
         self._arena = HostArena(self._engine.pinner, self._ram)
-        self._placement = Placement(self._engine, self._arena)
+        disk = None
+        if self._checkpoint is not None:
+            disk = Disk(self._checkpoint, self._ram, self._write_streamed)
+        self._placement = (
+            Placement(self._engine, self._arena)
+            if disk is None
+            else DiskPlacement(self._engine, self._arena, disk)
+        )
         self._meter = Meter(self._engine)
         try:
             self._carving, self.plan = self._decide()
@@ -104,7 +123,12 @@ class Session:
             self._placement.keep(resident, [entry for entry, _ in self._carving.resident])
             for entry in self._carving.adapters:
                 self._placement.adapt(entry)
-            self._streamer = Streamer(self._engine, self.plan.region_bytes, self._meter)
+            region = self.plan.region_bytes
+            self._streamer = (
+                Streamer(self._engine, region, self._meter)
+                if disk is None
+                else DiskStreamer(self._engine, region, self._meter, disk)
+            )
             self._placement.stream(streamed, self._streamer.add)
             self._streamer.start(self._arena)
             self._stand_in_front(self._placement.streamed)
@@ -118,7 +142,8 @@ class Session:
 
     def _decide(self) -> tuple[Carving, Plan]:
         """Units and residency under the present settings."""
-        chosen = decide.Settings(self._vram, self._granularity, self._training, self._stay)
+        from_file = None if self._checkpoint is None else self._checkpoint.of
+        chosen = decide.Settings(self._vram, self._granularity, self._training, self._stay, from_file)
         return decide.decide(self.module, chosen, self._engine.grain)
 
     def _stand_in_front(self, streamed: list[Streamed]) -> None:
@@ -174,10 +199,15 @@ class Session:
             if discard:
                 self._placement.leave_behind()
             self._detach()
+            self._unbind()
             self._parked = False
         for part in self.module.modules():
-            if _session_of(part) is self:
+            if (found := _sessions.get(part)) is not None and found() is self:
                 del _sessions[part]
+
+    def _unbind(self) -> None:
+        if self._checkpoint is not None:
+            self._checkpoint.unbind()
 
     def __enter__(self) -> Session:
         self._need_open()
@@ -265,11 +295,18 @@ class Session:
         units = [entry for unit in carving.units for entry in unit.entries]
         return units + [entry for entry, _ in carving.resident] + carving.adapters
 
-    def _again(self) -> None:
-        """Detach and attach under the present settings."""
+    def _again(self, between: Callable[[], None] = lambda: None) -> None:
+        """Detach and attach under the present settings; ``between`` runs while detached."""
         self._detach()
+        between()
         self._wrapped = hooks.Wrapped()
-        self._attach()
+        try:
+            self._attach()
+        except BaseException:
+            # The module must not be left with stand-ins (a drive may have failed), nor the session half open.
+            self._final = Report(notes=("attaching anew failed: the session is closed",))
+            self._unbind()
+            raise
 
     # -- settings and bytes
 
@@ -286,7 +323,9 @@ class Session:
             if ram is not None:
                 self._ram = settings.ram_budget(ram)
             try:
-                self._decide()
+                carving, plan = self._decide()
+                if self._checkpoint is not None:
+                    self._checkpoint.require_ram(self._ram, wanted_residents(carving, plan)[1])
             except BaseException:
                 self._vram, self._ram = before
                 raise
@@ -334,7 +373,12 @@ class Session:
     def read(self, name: str) -> torch.Tensor:
         """The true value of parameter or buffer ``name``: a copy on the CPU. Raises WeightsError if unknown."""
         self._need_open()
-        return self._tensor(name).detach().cpu().clone()
+        tensor = self._tensor(name)
+        stand = None if self._checkpoint is None else self._checkpoint.of(tensor)
+        if stand is not None and tensor.is_meta:
+            assert self._checkpoint is not None
+            return self._checkpoint.read(stand)
+        return tensor.detach().cpu().clone()
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Set parameter or buffer ``name``. Raises WeightsError for an unknown name, another shape or dtype."""
@@ -344,8 +388,22 @@ class Session:
             raise WeightsError(
                 f"{name} is {target.dtype} {tuple(target.shape)}; cannot write {tensor.dtype} {tuple(tensor.shape)}"
             )
+        stand = None if self._checkpoint is None else self._checkpoint.of(target)
+        if stand is not None and target.is_meta:
+            self._write_streamed(stand, tensor)
+            return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             target.copy_(tensor)
+
+    def _write_streamed(self, stand: Stand, tensor: torch.Tensor) -> None:
+        """A weight from a file gets another value: it is kept in RAM, within the budget, and the file is left alone."""
+        with self._lock:
+            self._need_open()
+            stand.check(tensor)
+            if self._parked:
+                stand.change(tensor)
+            elif not (isinstance(self._streamer, DiskStreamer) and self._streamer.take(stand, tensor)):
+                self._again(lambda: stand.change(tensor))  # with a smaller cache
 
     def _tensor(self, name: str) -> torch.Tensor:
         path, _, leaf = name.rpartition(".")
@@ -378,6 +436,7 @@ class Session:
         return make_report(
             Held(self._vram, self._peak, 0 if self._parked else self._streamer.region.nbytes),
             self._carving, self.plan, self._placement, self._arena, self._meter, self._engine.name,
+            self._streamer.account() if isinstance(self._streamer, DiskStreamer) else None,
         )  # fmt: skip
 
 
@@ -397,8 +456,10 @@ def _refuse_streamed(module: nn.Module) -> None:
 
 
 def _session_of(module: nn.Module) -> Session | None:
+    """The open session that streams ``module``."""
     found = _sessions.get(module)
-    return None if found is None else found()
+    session = None if found is None else found()
+    return None if session is None or session._closed else session
 
 
 __all__ = ["PinError", "Session", "Unit", "stream"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch import nn
 
+from .checkpoint import Weights
 from .errors import BudgetError, UnsupportedError
 from .sizes import GIB, parse_size
 from .transfer import Engine
@@ -29,9 +31,13 @@ def check(
         raise UnsupportedError(f"carom.stream takes an nn.Module, not {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError("a scripted module hides its forwards; stream the eager module")
-    if weights is not None:
+    if weights is not None and not isinstance(weights, (str, os.PathLike, Weights)):
         raise UnsupportedError(
-            "weights= (streaming straight from files) is not in this version; load the module first"
+            f"weights={type(weights).__name__}: name a .safetensors file, a folder of them or an index.json"
+        )
+    if weights is not None and training == "stream":
+        raise UnsupportedError(
+            "weights that stream from a file are frozen; train adapters, or load the module first and leave weights= out"
         )
     choose("granularity", granularity, GRANULARITIES)
     choose("codec", codec, ("auto", "raw"), ("lossless",))
@@ -48,8 +54,8 @@ def vram_budget(value: int | str, engine: Engine, mine: int = 0) -> int:
     return _size(value, free, "vram")
 
 
-def ram_budget(value: int | str) -> int | None:
-    """Bytes that may be pinned."""
+def ram_budget(value: int | str) -> int:
+    """Bytes that may be pinned, or held by the host cache of weights from disk."""
     import psutil
 
     available = psutil.virtual_memory().available

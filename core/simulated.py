@@ -90,6 +90,7 @@ class SimulatedEngine:
         self._random = random.Random(config.seed)
         self._streams = {name: _Stream(name) for name in ("compute", "in", "out")}
         self._pending: list[_Copy] = []
+        self._landed = 0  # the number of the last copy whose bytes are there
         self._reads: dict[tuple[int, int, str], int] = {}
         self._regions: list[tuple[int, int]] = []
         self._guarded: dict[int, tuple[int, int, str]] = {}
@@ -170,6 +171,9 @@ class SimulatedEngine:
     def done(self, mark: _Event) -> bool:
         return True
 
+    def landed(self, copied: _Event) -> bool:
+        return copied.seen.get("in", 0) <= self._landed
+
     def synchronize(self, event: _Event | None = None) -> None:
         for stream in self._streams.values():
             for other in [event] if event is not None else [self._event(s) for s in self._streams.values()]:
@@ -192,6 +196,7 @@ class SimulatedEngine:
         while self._pending and self._pending[0].number <= up_to:
             copy = self._pending.pop(0)
             copy.target.copy_(copy.source)
+            self._landed = copy.number  # last: threads that fill host memory ask for it
 
     def _some_land(self) -> None:
         if self.config.timing == "random" and self._pending and self._random.random() < 0.5:
@@ -254,7 +259,7 @@ class SimulatedEngine:
         view = func.is_view
         for index, tensor in enumerate(tensors):
             low = tensor.data_ptr()
-            for start, end, name in self._guarded.values():
+            for start, end, name in list(self._guarded.values()):  # another thread may attach or close
                 # Views and copies compute nothing; a first argument that is written in place is a host write.
                 harmless = view or func in _COPIES or (index == 0 and func._schema.is_mutable)
                 if start <= low < end and not harmless:

@@ -33,6 +33,10 @@ class Owner:
         self.trainable = entry.trainable
         self.landing: list[torch.Tensor] = []  # pinned host buffers gradients land in
 
+    def value(self) -> torch.Tensor:
+        """What a state dict holds of it."""
+        return self.host.detach()
+
     def set_trainable(self, trainable: bool) -> None:
         """``requires_grad`` was set: from the next run on its gradients go to the host, or no longer do."""
         self.trainable = trainable

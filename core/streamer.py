@@ -247,7 +247,7 @@ class Streamer:
         after = [event for tail in tails for event in tail[2]]
         slot = Slot(unit, offset, unit.nbytes, version=unit.version())
         views = self.views(slot)
-        slot.copied, marks = self.engine.copy_in(views.target, unit.host, after, self.meter.timing)
+        slot.copied = self._bring(unit, views.target, after)
         for tail in tails:
             self._tails.remove(tail)
             # What sticks out on either side keeps its events.
@@ -256,11 +256,16 @@ class Streamer:
             ]
         self.region.add(slot)
         unit.slot = slot
+        return slot
+
+    def _bring(self, unit: Streamed, target: torch.Tensor, after: list[Any]) -> Any:
+        """Issue the copy of the unit's bytes to ``target`` once ``after`` is reached: its done event."""
+        event, marks = self.engine.copy_in(target, unit.host, after, self.meter.timing)
         backward = ops.in_backward()
         if self.engine.blocking and marks is not None:
             self.meter.waited(marks[0], marks[1], unit.name, backward)
         self.meter.copied(unit.name, marks, unit.nbytes, unit.unit.raw_bytes, backward)
-        return slot
+        return event
 
     def _evict(self, slot: Slot) -> None:
         self.region.remove(slot)
@@ -363,7 +368,7 @@ class Streamer:
             for name, owner in names.items():
                 tensor = state.get(name)
                 if isinstance(tensor, torch.Tensor) and self.low <= _address(tensor) < self.high:
-                    state[name] = owner.host.detach()
+                    state[name] = owner.value()
 
     # -- host bytes that change
 

@@ -60,6 +60,9 @@ class Engine(Protocol):
     def done(self, mark: Any) -> bool:
         """Whether a mark has been reached."""
 
+    def landed(self, copied: Any) -> bool:
+        """Whether a copy's done event has been reached: its host memory may be written. Any thread may ask."""
+
     def synchronize(self, event: Any = None) -> None:
         """The host waits for ``event``, or for everything."""
 
@@ -189,6 +192,9 @@ class StreamEngine(_Unwatched):
     def done(self, mark: Any) -> bool:
         return mark.query()
 
+    def landed(self, copied: Any) -> bool:
+        return copied.query()
+
     def synchronize(self, event: Any = None) -> None:
         if event is None:
             self._api.synchronize(self.device)
@@ -248,6 +254,9 @@ class PlainEngine(_Unwatched):
         pass
 
     def done(self, mark: Any) -> bool:
+        return True
+
+    def landed(self, copied: Any) -> bool:
         return True
 
     def synchronize(self, event: Any = None) -> None:

@@ -9,6 +9,7 @@ names are looked at. What cannot be streamed safely is listed with the reason an
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from .slots import ALIGN
 SMALL_BUFFER = (
     256 << 10
 )  # bytes; buffers below it are often state (statistics, caches), so they stay resident
+FILE_ALIGN = 4096  # bytes; direct reads of packed files then need no second buffer
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
 
 
@@ -66,11 +68,12 @@ class Unit:
     entries: list[Entry] = field(default_factory=list)
     nbytes: int = 0  # aligned, as it lies in a slot
     raw_bytes: int = 0
+    align: int = ALIGN  # bytes; every tensor starts on this boundary
 
     def add(self, entry: Entry) -> None:
         entry.offset = self.nbytes
         self.entries.append(entry)
-        self.nbytes += -(-entry.nbytes // ALIGN) * ALIGN
+        self.nbytes += -(-entry.nbytes // self.align) * self.align
         self.raw_bytes += entry.nbytes
 
 
@@ -107,7 +110,9 @@ def why_not_streamed(entry: Entry) -> str | None:
     """The reason why a tensor has to stay resident, None when it can stream."""
     tensor = entry.tensor
     # A streamed tensor wears a class of ours while attached; the planner may look at it then too.
-    if type(tensor) not in (nn.Parameter, torch.Tensor, HostParameter, HostTensor):
+    if type(tensor) not in (nn.Parameter, torch.Tensor) and not isinstance(
+        tensor, (HostParameter, HostTensor)
+    ):
         return f"tensor subclass {type(tensor).__name__}: its inner tensors are not streamed in this version"
     if tensor.layout != torch.strided:
         return f"layout {tensor.layout}"
@@ -129,14 +134,16 @@ def carve(
     limit: int | None = None,
     stream_trainable: bool = False,
     stay: dict[str, str] | None = None,
+    from_file: Callable[[torch.Tensor], Any] | None = None,
 ) -> Carving:
     """Units of ``root`` of at most ``limit`` bytes where they can be split ("auto", "phase", "layer").
 
-    ``stay``: names of tensors that must be resident, with the reason.
+    ``stay``: names of tensors that must be resident, with the reason. ``from_file``: whether a tensor's bytes come
+    from a weights file; then only such tensors stream, aligned as files are.
 
     Raises UnsupportedError for meta and inference tensors, naming them.
     """
-    carver = _Carver(root, granularity, limit, stream_trainable, stay or {})
+    carver = _Carver(root, granularity, limit, stream_trainable, stay or {}, from_file)
     carver.visit(root, "", top=True)
     carver.share_tied()
     order = {id(entry): index for index, entry in enumerate(carver.entries)}
@@ -153,8 +160,10 @@ class _Carver:
         limit: int | None,
         stream_trainable: bool,
         stay: dict[str, str],
+        from_file: Callable[[torch.Tensor], Any] | None,
     ) -> None:
         self.granularity, self.limit = granularity, limit
+        self.align = ALIGN if from_file is None else FILE_ALIGN
         self.units: list[Unit] = []
         self.split_bytes = 0
         self.resident: list[tuple[Entry, str]] = []
@@ -162,10 +171,11 @@ class _Carver:
         self.entries = collect(root)
         own: dict[int, list[Entry]] = {}
         for entry in self.entries:
-            if entry.tensor.is_meta:
+            filed = from_file is not None and bool(from_file(entry.tensor))
+            if entry.tensor.is_meta and not filed:
                 raise UnsupportedError(
-                    f"{entry.name} is on the meta device and no weights were given; load the module's weights "
-                    "first (streaming straight from files is not in this version)"
+                    f"{entry.name} is on the meta device and no file with its value was given: name one with weights= "
+                    "when streaming starts, or load the module's weights first"
                 )
             if entry.tensor.is_inference():
                 raise UnsupportedError(
@@ -173,6 +183,8 @@ class _Carver:
                     "the module outside it"
                 )
             reason = stay.get(entry.name) or why_not_streamed(entry)
+            if from_file is not None and not filed:
+                reason = reason or "its value is in no file"
             if entry.trainable and not stream_trainable:
                 self.adapters.append(entry)
             elif reason is not None:
@@ -191,7 +203,7 @@ class _Carver:
         """Streamable bytes below ``module``, as they lie in slots."""
         if id(module) not in self._bytes:
             seen = {
-                id(e): -(-e.nbytes // ALIGN) * ALIGN
+                id(e): -(-e.nbytes // self.align) * self.align
                 for m in module.modules()
                 for e in self._own.get(id(m), ())
             }
@@ -249,7 +261,8 @@ class _Carver:
         too_large = self.limit is not None and size > self.limit and self.granularity != "block"
         finer = self.granularity == "layer" or (self.granularity == "phase" and kind in ("block", "stem"))
         # A module that owns large weights beside its parts (attention with fused projections) uses them together.
-        whole = self.leaf(module) or sum(e.nbytes for e in self._own.get(id(module), ())) * 4 > size
+        own = sum(-(-e.nbytes // self.align) * self.align for e in self._own.get(id(module), ()))
+        whole = self.leaf(module) or own * 4 > size
         if (too_large or finer) and not whole:
             self.split_bytes = max(self.split_bytes, size)
             self.loose(module, name)
@@ -258,7 +271,7 @@ class _Carver:
                 if self.bytes(child):
                     self.emit(child, f"{name}.{child_name}" if name else child_name, part)
             return
-        unit = Unit(name or type(module).__name__, kind, [module])
+        unit = Unit(name or type(module).__name__, kind, [module], align=self.align)
         for m in module.modules():
             for entry in self._own.get(id(m), ()):
                 self.take(entry, unit)
@@ -267,7 +280,7 @@ class _Carver:
     def loose(self, module: nn.Module, name: str) -> None:
         """Weights that a module with parts owns itself: its forward is too wide to be a unit's run."""
         for entry in self._own.get(id(module), ()):
-            unit = Unit(entry.name, "loose", [])
+            unit = Unit(entry.name, "loose", [], align=self.align)
             self.take(entry, unit)
             self.units.append(unit)
 
@@ -288,7 +301,7 @@ class _Carver:
             for other in rest:
                 first.add(other)
             owners = list({id(site.module): site.module for site in entry.sites}.values())
-            shared = Unit(entry.name, "stem", owners)
+            shared = Unit(entry.name, "stem", owners, align=self.align)
             shared.add(entry)
             self.units.append(shared)
 

@@ -146,6 +146,11 @@ class Index:
             )
         return names.pop() if names else "raw"
 
+    @property
+    def packed(self) -> bool:
+        """Whether `carom pack` wrote all of these files."""
+        return all(PACK_KEY in metadata for metadata in self.metadata)
+
     def checksums(self) -> dict[str, str]:
         """SHA-256 (hex) of each tensor's bytes where `carom pack` recorded one."""
         found: dict[str, str] = {}

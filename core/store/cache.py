@@ -1,0 +1,396 @@
+"""The host cache: a bounded number of buffers between the disk and the device, filled in the order of use.
+
+Memory comes one buffer at a time, when first needed, and is pinned once its first bytes are there; buffers
+together never exceed the bound, because a buffer is only ever reused. A buffer is overwritten only when
+no copy to the device still reads it. Nothing here knows devices: what tells whether a copy is over is given.
+
+Threads: the streamer's (under its lock) call `expect`, `need`, `used`; readers' threads finish reads and start
+the next. Everything is under one condition of its own, and no reader's thread ever takes another lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import CaromError
+from .arena import Block, HostArena
+from .eviction import Keeper
+from .pieces import Buffers, Piece
+from .reader import DiskReader, ReadHandle, as_bytes
+
+NEVER = float("inf")
+_POLL = 0.0005  # seconds between looks at copies that are under way
+_NAP = 0.1
+_SPANS = 4096  # reads remembered for the timeline
+
+
+@dataclass(eq=False)
+class _Buffer:
+    block: Block
+    arrival: int  # when its piece was asked for
+    piece: Piece | None = None
+    ready: bool = False  # its piece's bytes are all there
+    fresh: bool = False  # and have not been used since
+    busy: bool = False  # its bytes are being handed out
+    left: int = 0  # reads outstanding
+    error: BaseException | None = None
+    handles: list[ReadHandle] = field(default_factory=list)
+    copied: Any = (
+        None  # reached when the last copy to the device that reads it is over; copies are made in order
+    )
+    began: float = 0.0
+    pinned: bool = False  # or it was refused: tried once
+
+
+@dataclass(frozen=True)
+class CacheFigures:
+    """Totals since the cache was made. ``reading_seconds``: while at least one read was under way; ``late_seconds``:
+    while a host thread waited for one; ``held_bytes``: host memory of the buffers, which is never given back before
+    the end."""
+
+    read_bytes: int = 0
+    reading_seconds: float = 0.0
+    late_seconds: float = 0.0
+    held_bytes: int = 0
+
+
+class HostCache:
+    """Holds pieces of ``units`` (as cut by `pieces.cut`) in ``buffers``.
+
+    ``landed`` tells whether a copy's event has been reached, ``settle`` makes the host wait for it.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Sequence[Piece]],
+        buffers: Buffers,
+        arena: HostArena,
+        reader: DiskReader,
+        landed: Callable[[Any], bool],
+        settle: Callable[[Any], None],
+        eviction: str = "belady",
+    ) -> None:
+        self._units, self.buffers, self._arena, self._reader = units, buffers, arena, reader
+        self._landed, self._settle = landed, settle
+        self._total = sum(len(pieces) for pieces in units)
+        self._keeper = Keeper(eviction, buffers.count - buffers.rotating, self._total)
+        self._cond = threading.Condition(threading.RLock())
+        self._buffers: list[_Buffer] = []
+        self._where: dict[int, _Buffer] = {}  # rank -> where its piece is, or is being read to
+        self._failed: dict[int, BaseException] = {}
+        self._order: list[int] = []  # units expected, soonest first
+        self._distance: dict[int, int] = {}  # unit -> its first place in the order
+        self._served: dict[int, int] = {}  # unit -> its pieces that were used since the order was told
+        self._arrivals = 0
+        self._reading = 0
+        self._since = 0.0
+        self.complete = False  # everything is here and stays: nothing is to be expected or read any more
+        self._closed = False
+        self._limit = buffers.count
+        self._broken: BaseException | None = None
+        self._read_bytes, self._reading_seconds, self._late_seconds, self._held = 0, 0.0, 0.0, 0
+        self._spans: deque[tuple[str, float, float, int]] = deque(maxlen=_SPANS)
+
+    # -- what the streamer calls
+
+    def expect(self, units: Iterable[int]) -> None:
+        """``units`` are used next, in this order: read what of them is not here, as far as buffers allow."""
+        with self._cond:
+            self._order = list(units)
+            self._distance = {}
+            for place, unit in enumerate(self._order):
+                self._distance.setdefault(unit, place)
+            self._served = {}
+            self._pump()
+
+    def has(self, unit: int) -> bool:
+        """Whether all of the unit's bytes are here."""
+        if self.complete:
+            return True
+        with self._cond:
+            return all(
+                (buffer := self._where.get(piece.rank)) is not None and buffer.ready
+                for piece in self._units[unit]
+            )
+
+    def need(self, piece: Piece) -> torch.Tensor:
+        """The piece's bytes (uint8, ``piece.nbytes`` of them), read first if need be; `used` ends their use.
+
+        Raises WeightsError when they cannot be read; a later call tries again.
+        """
+        with self._cond:
+            self._failed.pop(piece.rank, None)  # of a read ahead: what is needed now is tried once more
+            self._served[piece.unit] = piece.number
+            waiting: float | None = None
+            try:
+                while True:
+                    buffer = self._where.get(piece.rank)
+                    if buffer is not None and buffer.ready:
+                        buffer.busy = True
+                        return buffer.block.data[: piece.nbytes]
+                    waiting = waiting or time.perf_counter()
+                    self._step(piece, buffer)
+            finally:
+                if waiting is not None:
+                    self._late_seconds += time.perf_counter() - waiting
+
+    def used(self, piece: Piece, copied: Any) -> None:
+        """Everything that reads the piece has been issued; ``copied`` is reached when it is over."""
+        with self._cond:
+            buffer = self._where[piece.rank]
+            buffer.busy = False
+            buffer.fresh = False
+            buffer.copied = copied
+            if self.complete:
+                return
+            self._served[piece.unit] = piece.number + 1
+            if not self.buffers.whole:
+                self._keeper.used(piece.rank, self._next_use)
+            self._pump()
+
+    def forget(self, piece: Piece) -> None:
+        """The piece was handed out and not used after all."""
+        with self._cond:
+            buffer = self._where.get(piece.rank)
+            if buffer is not None:
+                buffer.busy = False
+
+    def figures(self) -> CacheFigures:
+        with self._cond:
+            seconds = self._reading_seconds
+            if self._reading:
+                seconds += time.perf_counter() - self._since
+            return CacheFigures(self._read_bytes, seconds, self._late_seconds, self._held)
+
+    def reads(self) -> list[tuple[str, float, float, int]]:
+        """The latest reads: what, start and end on the host's clock (perf_counter), bytes."""
+        with self._cond:
+            return list(self._spans)
+
+    def total_read(self) -> int:
+        """Bytes read so far."""
+        return self._read_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the buffers may come to hold."""
+        if self.buffers.whole:
+            return sum(piece.nbytes for pieces in self._units for piece in pieces)
+        return self.buffers.count * self.buffers.nbytes
+
+    def close(self) -> None:
+        """Cancel reads and give the memory back. The device has finished with it before this is called."""
+        with self._cond:
+            self._closed = True
+            self._cond.notify_all()
+        self._reader.close()
+        with self._cond:
+            for buffer in self._buffers:
+                buffer.block.unpin()
+            self._buffers.clear()
+            self._where.clear()
+            self._held = 0
+
+    # -- one step of a wait, under the condition
+
+    def _step(self, piece: Piece, buffer: _Buffer | None) -> None:
+        if self._closed:
+            raise CaromError("the session was closed while a weight was read from disk")
+        error = self._failed.pop(piece.rank, None) or self._broken
+        if error is not None:
+            # Another object each time: a traceback on one that is kept would keep the model's frames.
+            raise type(error)(*error.args) from error
+        if buffer is None:
+            found = self._room_for(piece, -1.0, demanded=True)
+            if found is not None:
+                self._read(piece, found, priority=-1.0)
+                return
+            copying = [b for b in self._buffers if b.ready and not b.busy and b.copied is not None]
+            if copying and not self._reading:
+                oldest = min(copying, key=lambda b: b.arrival)
+                self._settle(oldest.copied)
+                oldest.copied = None
+                return
+            self._withdraw()
+        elif buffer.handles and buffer.handles[0].priority > -1.0:
+            for handle in buffer.handles:
+                self._reader.reprioritise(handle, -1.0)
+        self._pump()
+        under_way = any(b.copied is not None for b in self._buffers)
+        self._cond.wait(_POLL if under_way else _NAP)
+
+    def _withdraw(self) -> None:
+        """All buffers are being read into, and none for what is needed now: the order was a surprise."""
+        reading = [b for b in self._buffers if b.piece is not None and not b.ready]
+        if len(reading) == len(self._buffers):
+            last = max(reading, key=lambda b: self._next_use(b.piece.rank if b.piece else 0))
+            for handle in last.handles:
+                handle.cancel()
+
+    # -- choosing
+
+    def _next_use(self, rank: int) -> float:
+        """Pieces' order of use from now on: accesses until the unit's turn, NEVER if it is not expected."""
+        buffer = self._where.get(rank)
+        piece = buffer.piece if buffer is not None else None
+        return NEVER if piece is None else self._expected(piece)
+
+    def _expected(self, piece: Piece) -> float:
+        place = self._distance.get(piece.unit)
+        if place is None:
+            return NEVER
+        if piece.number < self._served.get(piece.unit, 0):
+            # That use is behind it: its next one is the next place of its unit, or one round later.
+            with contextlib.suppress(ValueError):
+                return float(self._order.index(piece.unit, place + 1))
+            return float(len(self._order) + place)
+        return place + piece.number / (len(self._units[piece.unit]) + 1)
+
+    def _pump(self) -> None:
+        """Start reads, soonest needed first, while there is room that is needed later."""
+        if self._closed or len(self._where) >= self._total:
+            return
+        for place, unit in enumerate(self._order):
+            first = self._served.get(unit, 0) if place == self._distance[unit] else 0
+            for piece in self._units[unit][first:]:
+                if piece.rank in self._where or piece.rank in self._failed:
+                    continue
+                when = place + piece.number / (len(self._units[unit]) + 1)
+                buffer = self._room_for(piece, when)
+                if buffer is None:
+                    return
+                self._read(piece, buffer, when)
+
+    def _room_for(self, piece: Piece, when: float, demanded: bool = False) -> _Buffer | None:
+        """A buffer that may be overwritten for ``piece``, needed at ``when``; None when there is none yet."""
+        lacking = demanded and all(b.block.data.numel() < piece.nbytes for b in self._buffers)
+        if len(self._buffers) < self._limit or lacking:
+            try:
+                return self._new_buffer(piece)
+            except MemoryError:
+                if lacking:
+                    raise
+                self._limit = len(self._buffers)  # the system has no more: go on with what there is
+        free: dict[int, _Buffer] = {}
+        taken: dict[int, _Buffer] = {}  # only for what is needed at once
+        for buffer in self._buffers:
+            if buffer.block.data.numel() < piece.nbytes:
+                continue
+            if buffer.piece is None:
+                if buffer.left == 0 and not buffer.busy and self._idle(buffer):
+                    return buffer
+                continue
+            if not buffer.ready or buffer.busy:
+                continue
+            rank = buffer.piece.rank
+            if self._next_use(rank) <= when or not self._idle(buffer):
+                continue
+            kept = rank in self._keeper.kept or (buffer.fresh and self._keeper.eviction == "fifo")
+            (taken if kept else free)[rank] = buffer
+        if not free and demanded:
+            free = taken
+        if not free:
+            return None
+        rank = self._keeper.choose(free, self._next_use, lambda r: free[r].arrival)
+        buffer = free[rank]
+        self._give_up(buffer)
+        return buffer
+
+    def _idle(self, buffer: _Buffer) -> bool:
+        """Whether no copy to the device reads the buffer any more."""
+        if buffer.copied is not None and self._landed(buffer.copied):
+            buffer.copied = None
+        return buffer.copied is None
+
+    def _give_up(self, buffer: _Buffer) -> None:
+        assert buffer.piece is not None
+        del self._where[buffer.piece.rank]
+        self._keeper.gone(buffer.piece.rank)
+        buffer.piece, buffer.ready = None, False
+
+    def _new_buffer(self, piece: Piece) -> _Buffer:
+        nbytes = piece.nbytes if self.buffers.whole else self.buffers.nbytes
+        buffer = _Buffer(self._arena.allocate(nbytes), self._arrivals)
+        self._buffers.append(buffer)
+        self._held += nbytes
+        return buffer
+
+    # -- reading
+
+    def _read(self, piece: Piece, buffer: _Buffer, priority: float) -> None:
+        self._arrivals += 1
+        buffer.piece, buffer.ready, buffer.fresh, buffer.error = piece, False, True, None
+        buffer.arrival, buffer.left, buffer.handles = self._arrivals, max(1, len(piece.reads)), []
+        buffer.began = time.perf_counter()
+        self._where[piece.rank] = buffer
+        if self._reading == 0:
+            self._since = buffer.began
+        self._reading += 1
+        if not piece.reads:  # padding only
+            self._read_done(buffer, None)
+            return
+        memory = as_bytes(buffer.block.data)
+        for read in piece.reads:
+            handle = self._reader.submit_range(
+                read.file, read.offset, read.nbytes, memory[read.at : read.at + read.nbytes],
+                what=read.what, priority=priority,
+            )  # fmt: skip
+            buffer.handles.append(handle)
+        for handle in list(buffer.handles):
+            handle.add_done_callback(functools.partial(self._read_done, buffer))
+
+    def _read_done(self, buffer: _Buffer, handle: ReadHandle | None) -> None:
+        """One of the buffer's reads is over (on a reader's thread, or at once on ours)."""
+        error = _error_of(handle)
+        with self._cond:
+            if error is not None and buffer.error is None:
+                buffer.error = error
+                for other in buffer.handles:
+                    other.cancel()
+            buffer.left -= 1
+            if buffer.left:
+                return
+            first, buffer.pinned = not buffer.pinned, True
+        if first and not self._closed:
+            self._arena.pin(buffer.block)  # takes milliseconds: not under the lock
+        with self._cond:
+            piece, now = buffer.piece, time.perf_counter()
+            assert piece is not None
+            self._reading -= 1
+            if self._reading == 0:
+                self._reading_seconds += now - self._since
+            if buffer.error is not None:
+                self._give_up(buffer)
+                if not isinstance(buffer.error, CancelledError):
+                    self._failed[piece.rank] = buffer.error
+            else:
+                buffer.ready = True
+                nbytes = sum(read.nbytes for read in piece.reads)
+                self._read_bytes += nbytes
+                if piece.reads:
+                    self._spans.append((piece.reads[0].what, buffer.began, now, nbytes))
+            buffer.handles = []
+            if self.buffers.whole and not self._reading and len(self._where) == self._total:
+                self.complete = True
+            try:
+                self._pump()
+            except BaseException as failure:  # noqa: BLE001 - a reader's thread must live on; who needs bytes is told
+                self._broken = failure
+            self._cond.notify_all()
+
+
+def _error_of(handle: ReadHandle | None) -> BaseException | None:
+    try:
+        return None if handle is None else handle.exception(0)
+    except (CancelledError, TimeoutError) as error:
+        return error
