@@ -83,7 +83,9 @@ class Results:
 
     def roofline(self, key: str, base: str) -> Roofline:
         """The bound on case `key`, from the resident run `base` and the link."""
-        return roofline(self.cases[key], self.get(base)["phases_ms"], self.link())
+        return roofline(
+            self.cases[key], self.get(base)["phases_ms"], self.link(), self.get(key).get("report")
+        )
 
 
 def ratio(results: Results, key: str, to: str) -> float:
@@ -180,6 +182,11 @@ def within_memory(results: Results, keys: list[str], base: str, limit_bytes: flo
     if not fitting:
         raise Missing(f"no case reserves {limit_bytes / 1e9:.2f} GB or less")
     return min(fitting)
+
+
+def within_memory_of(results: Results, keys: list[str], base: str, other: str) -> float:
+    """The same with what case `other` reserved in this run as the limit."""
+    return within_memory(results, keys, base, results.reserved(other))
 
 
 def differing(results: Results, pairs: dict[str, str]) -> float:

@@ -50,11 +50,11 @@ def crossing_bytes(case: Case, report: dict[str, Any] | None = None) -> tuple[in
     """Raw bytes that must cross in the forward and in the backward of one step.
 
     Inference: every streamed block once a pass. Training: what the slots hold at each of the two turns is not
-    fetched again, so `slots` blocks fewer in either phase. Where the case names a budget in bytes instead of
-    blocks and slots, what the engine's `report` says it made of that budget.
+    fetched again, so `slots` blocks fewer in either phase. With the engine's `report`, what it really made of its
+    budget (large blocks stay and stream in parts).
     """
     streamed, held = case.streamed * case.block_bytes, case.slots * case.block_bytes
-    if case.vram is not None and report:
+    if report and report.get("slot_bytes") is not None:
         streamed = max(0, case.weight_bytes - report["resident_bytes"])
         held = report["slot_bytes"]
     if case.mode == "infer":

@@ -68,6 +68,10 @@ class Backward:
     def running(self) -> bool:
         return bool(self._tasks)
 
+    def elsewhere(self) -> bool:
+        """Whether a pass other than this thread's is in progress."""
+        return bool(self._tasks - {graph_task()})
+
     def uses(self, thread: int) -> int:
         """Slots that ``thread`` reads, and those it read that autograd has not let go of yet."""
         return (thread in self._reading) + sum(reading.thread == thread for reading in self._lingering)

@@ -92,9 +92,9 @@ def _plan(carving: Carving, vram: int, grain: int) -> Plan:
 
 
 def _wish(carving: Carving) -> Wish:
-    """A backward turns twice and uses a block's parts twice, so it is served by more than forwards alone."""
+    """Bytes kept at a turn are as good as resident, so training takes three blocks; forwards alone take one."""
     if not carving.split_bytes:
         return Wish(3 if carving.adapters else 2)
     block = carving.split_bytes
     training = bool(carving.adapters) or any(e.trainable for unit in carving.units for e in unit.entries)
-    return Wish(2, block + block // 2 if training else block)
+    return Wish(2, 3 * block if training else block)

@@ -42,6 +42,10 @@ class Runs:
         """Slots that this thread's runs use."""
         return getattr(self._local, "users", 0)
 
+    def elsewhere(self) -> bool:
+        """Whether another thread is in a forward."""
+        return self._under_way + self._roots > getattr(self._local, "runs", 0)
+
     def computing(self) -> bool:
         """Whether this thread is in a step: a root forward, a unit's run, or a backward."""
         if getattr(self._local, "hosting", False):

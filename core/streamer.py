@@ -32,6 +32,7 @@ from .transfer import Engine, storage_uses
 from .units import Unit
 
 _PATIENCE = 20.0  # seconds to wait for a slot that another thread uses
+_POLL = 0.001  # seconds between looks at views that others keep
 _VIEW_SETS = 16  # slot positions whose views a unit remembers
 
 
@@ -226,14 +227,19 @@ class Streamer:
         thread = threading.get_ident()
         mine = self.runs.mine() + self.backward.uses(thread)
         others = sum(slot.users for slot in self.region.slots) - mine
+        left = max(0.0, give_up - time.monotonic())
         # What this thread itself uses does not end by waiting, nor what threads use that wait for it.
-        if others <= sum(self._waiting.values()):
-            return False
-        self._waiting[thread] = mine
-        try:
-            return self._freed.wait(max(0.0, give_up - time.monotonic()))
-        finally:
-            del self._waiting[thread]
+        if others > sum(self._waiting.values()):
+            self._waiting[thread] = mine
+            try:
+                return self._freed.wait(left)
+            finally:
+                del self._waiting[thread]
+        # Another thread may keep a view for a moment (the traceback of a checkpoint's early stop): nobody tells of its end.
+        if self._held and (self.runs.elsewhere() or self.backward.elsewhere()):
+            self._freed.wait(min(left, _POLL))
+            return left > 0
+        return False
 
     def _fill(self, unit: Streamed, offset: int, victims: list[Slot]) -> Slot:
         for victim in victims:
