@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from .learn import Forward, Profile, Turn
 from .report import Span
 from .transfer import Engine
 
@@ -19,6 +20,7 @@ _KEPT_STEPS = 64  # figures the medians are taken over
 _OPEN_STEPS = 6  # steps whose events may be outstanding before the oldest loses its timing
 _TIMED_FIRST = 32  # steps that take times, before only
 _TIMED_EVERY = 16  # two in so many do
+_PROFILED = range(2, 8)  # steps of a kind (with gradients, without) in which each unit's turn is marked
 _FORWARDS = 8  # forwards that may precede a backward before they count as inference
 
 
@@ -44,6 +46,7 @@ class _Step:
     raw_bytes: int = 0
     copies: list[_Copy] = field(default_factory=list)
     waits: list[tuple[Any, Any, str, bool]] = field(default_factory=list)
+    turns: list[list[Any]] = field(default_factory=list)  # of units in the forward: name, came, went on, left
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,12 @@ class Meter:
         self._waiting: deque[_Step] = deque()
         self._figures: deque[StepFigures] = deque(maxlen=_KEPT_STEPS)
         self._pictured: tuple[_Step, float] | None = None
+        self._profiled: deque[tuple[bool, Forward]] = deque(maxlen=2 * len(_PROFILED))
+        self._copies: tuple[tuple[int, float], ...] = ()  # bytes, seconds: of the last profiled step
         self._steps = 0
+        self._read_steps = 0
+        self._kinds = [0, 0]  # steps begun without gradients, with
+        self.profiling = False  # whether the streamer tells of each unit's turn
         self.timing = True  # whether the present step takes times; the streamer asks before it makes marks
 
     # -- what happens
@@ -106,6 +114,8 @@ class Meter:
         # Times cost host time: the first steps take them, then some. Bytes and copies are always counted.
         self.timing = self._steps < _TIMED_FIRST or self._steps % _TIMED_EVERY < 2
         self._steps += 1
+        self.profiling = self.timing and self._kinds[gradient] in _PROFILED
+        self._kinds[gradient] += 1
         self._open = _Step(self._engine.mark(), gradient, self.timing)
 
     def forward_ends(self) -> None:
@@ -115,6 +125,7 @@ class Meter:
                 self._close()
 
     def backward_begins(self) -> None:
+        self.profiling = False
         if self._open is not None and self._open.turn is None:
             self._open.turn = self._engine.mark()
 
@@ -140,6 +151,19 @@ class Meter:
         if self._open is not None:
             self._open.waits.append((before, after, name, backward))
 
+    def came(self, name: str, came: Any, went_on: Any) -> None:
+        """The stream came to a unit in a forward, and went on when it was there."""
+        if self._open is not None:
+            self._open.turns.append([name, came, went_on, None])
+
+    def left(self, name: str, left: Any) -> None:
+        """The unit's kernels were issued."""
+        if self._open is not None:
+            for turn in reversed(self._open.turns):
+                if turn[0] == name and turn[3] is None:
+                    turn[3] = left
+                    return
+
     # -- what comes of it
 
     def _close(self) -> None:
@@ -157,6 +181,7 @@ class Meter:
     def _read(self, step: _Step) -> StepFigures:
         between = self._engine.elapsed
         seconds = between(step.begin, step.end)
+        self._read_steps += 1
         stalls = [0.0, 0.0]
         for before, after, _, backward in step.waits:
             stalls[backward] += max(0.0, between(before, after))
@@ -164,6 +189,11 @@ class Meter:
         copies = [(copy, max(0.0, between(copy.started, copy.done))) for copy in step.copies]
         if step.timed:
             self._pictured = step, seconds
+        if step.turns:
+            at = lambda event: between(step.begin, event)  # noqa: E731
+            turns = tuple(Turn(name, *map(at, marks)) for name, *marks in step.turns if marks[2] is not None)
+            self._profiled.append((step.turn is not None, Forward(turns, forward)))
+            self._copies = tuple((copy.nbytes, time) for copy, time in copies)
         return StepFigures(
             train=step.turn is not None,
             seconds=seconds,
@@ -199,6 +229,40 @@ class Meter:
         if seconds > cursor:
             spans.append(Span("compute", "compute", cursor, seconds))
         return tuple(spans)
+
+    @property
+    def settled(self) -> int:
+        """Steps that have been read and are past the learning of the order."""
+        return max(0, self._read_steps - 2)
+
+    @property
+    def steps(self) -> int:
+        """Steps begun."""
+        return self._steps
+
+    def profile(self) -> Profile | None:
+        """A step of the latest kind that was profiled, None before there is any."""
+        if not self._profiled:
+            return None
+        train = self._profiled[-1][0]
+        timed = [figures for figures in self._figures if figures.train == train and figures.timed]
+        timed = timed[2:] or timed[-1:]
+        if not timed:
+            return None
+        copy_seconds = sum(figures.copy_seconds for figures in timed)
+        return Profile(
+            train=train,
+            seconds=median(figures.seconds for figures in timed),
+            compute=(
+                median(figures.compute_by_phase[0] for figures in timed),
+                median(figures.compute_by_phase[1] for figures in timed),
+            ),
+            link_bytes_per_second=sum(figures.copied_bytes for figures in timed) / copy_seconds
+            if copy_seconds > 0
+            else None,
+            forwards=tuple(forward for kind, forward in self._profiled if kind == train),
+            copies=self._copies,
+        )
 
     def finish(self) -> None:
         """Wait for the device and read what is outstanding."""

@@ -22,6 +22,7 @@ CYCLES = (
     4,
     2,
 )  # steps of each replay of inference, of training: slots may lie differently from one to the next
+WHOLE = 12  # units of which every choice is tried, where the work allows
 FINAL = 6  # candidates whose order the longer replay decides
 ENOUGH = 1.002  # of the floor: what is this close is not searched further
 REGIONS = (2.0, 3.0, 1.0, 1.5, 2.5, 4.0, 6.0)  # of the largest streamed unit, the likeliest first
@@ -217,7 +218,10 @@ def choose(
     search = _Search(units, budget - fixed_bytes, grain, workload, link, work)
     search.try_(rule.resident)
     free = [index for index in range(len(units)) if index not in loose]
-    if len(free) <= 12 and (1 << len(free)) * (1 + search.cycles) * search.passes * len(units) <= search.work:
+    if (
+        len(free) <= WHOLE
+        and (1 << len(free)) * (1 + search.cycles) * search.passes * len(units) <= search.work
+    ):
         for count in range(len(free) + 1):
             for some in combinations(free, count):
                 search.try_(loose | set(some))

@@ -40,18 +40,20 @@ class Link:
 
 
 class Use(NamedTuple):
-    """One use of a unit: seconds of computing from here to the next use; ``backward``: in the second phase."""
+    """One use of a unit: seconds of computing from here to the next use; ``backward``: in the second phase;
+    ``held``: the share of the seconds after which the slot is free."""
 
     unit: int
     seconds: float
     backward: bool = False
+    held: float = 1.0
 
 
 @dataclass(frozen=True)
 class Workload:
     """What a step computes, by unit: ``order`` of the forward, seconds of its ``forward`` and ``backward``.
 
-    ``backward`` () is inference. ``groups``: units that are recomputed together, in forward order, before
+    ``backward`` () is inference; ``idle`` units are not used in it. ``groups``: units that are recomputed together, in forward order, before
     their backward (a checkpointed block's parts); a unit in none keeps its activations. ``pause``: seconds
     between two steps in which the device computes something else (an optimizer, a sampler).
     """
@@ -61,12 +63,17 @@ class Workload:
     backward: tuple[float, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
     pause: float = 0.0
+    idle: frozenset[int] = frozenset()
+    again: float = 1.0
+    held: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.forward)
         if sorted(self.order) != list(range(count)) or (self.backward and len(self.backward) != count):
             raise ValueError("a workload names every unit once in its order and gives seconds for each")
-        if any(not 0 <= s < float("inf") for s in (*self.forward, *self.backward, self.pause)):
+        if self.held and (len(self.held) != count or any(not 0 <= share <= 1 for share in self.held)):
+            raise ValueError("what a workload holds of a unit's seconds is a share")
+        if any(not 0 <= s < float("inf") for s in (*self.forward, *self.backward, self.pause, self.again)):
             raise ValueError("seconds of a workload are finite and not negative")
         grouped = [unit for group in self.groups for unit in group]
         if len(set(grouped)) != len(grouped) or not set(grouped) <= set(range(count)):
@@ -81,12 +88,14 @@ class Workload:
         """Seconds of computing, phase by phase."""
         if not self.backward:
             return (sum(self.forward),)
-        again = sum(self.forward[unit] for group in self.groups for unit in group)
-        return sum(self.forward), again + sum(self.backward)
+        again = self.again * sum(self.forward[unit] for group in self.groups for unit in group)
+        graded = sum(seconds for unit, seconds in enumerate(self.backward) if unit not in self.idle)
+        return sum(self.forward), again + graded
 
     def uses(self) -> list[Use]:
         """One step."""
-        uses = [Use(unit, self.forward[unit]) for unit in self.order]
+        held = self.held or (1.0,) * len(self.forward)
+        uses = [Use(unit, self.forward[unit], False, held[unit]) for unit in self.order]
         if not self.backward:
             return uses
         group_of = {unit: group for group in self.groups for unit in group}
@@ -95,9 +104,11 @@ class Workload:
             if unit in done:
                 continue
             group = group_of.get(unit, ())
-            uses += [Use(part, self.forward[part], True) for part in group]
+            uses += [Use(part, self.again * self.forward[part], True, held[part]) for part in group]
             parts = group or (unit,)
-            uses += [Use(part, self.backward[part], True) for part in reversed(parts)]
+            uses += [
+                Use(part, self.backward[part], True) for part in reversed(parts) if part not in self.idle
+            ]
             done.update(parts)
         return uses
 
@@ -153,7 +164,7 @@ class _Replay:
             last[unit] = place
         self.next = last  # absolute place of the next use
 
-    def use(self, seconds: float, backward: bool) -> None:
+    def use(self, seconds: float, backward: bool, held: float) -> None:
         """The next use of the sequence."""
         self.at += 1
         place = self.at % len(self.sequence)
@@ -169,10 +180,11 @@ class _Replay:
         self.compute = max(self.compute, slot.there)
         if surprised:
             self._look_ahead(slot if backward else None)
-        self.compute += seconds
+        self.compute += held * seconds
         slot.users = 0
         slot.read = self.compute
         self._look_ahead(slot if backward else None)
+        self.compute += seconds - held * seconds
 
     def _next_use(self, slot: Any) -> float | None:
         return None if slot.users else self.next[slot.unit] - self.at
@@ -268,7 +280,7 @@ def predict(
             if use.unit in resident:
                 replay.compute += use.seconds
             else:
-                replay.use(use.seconds, use.backward)
+                replay.use(use.seconds, use.backward, use.held)
         if step:
             spent[0] += (replay.compute if turn is None else turn) - begin
             spent[1] += 0.0 if turn is None else replay.compute - turn

@@ -50,6 +50,10 @@ class Order:
         for place in range(self._at + 1, len(history)):
             yield history[place] >> 1
 
+    def expected(self) -> list[tuple[int, bool]]:
+        """What is expected over one period, nearest first: (unit, whether by a backward)."""
+        return [(key >> 1, bool(key & 1)) for key in self._history[self._at + 1 :]]
+
     def next_use(self, unit: int) -> int:
         """Accesses until ``unit`` is expected again (1: the very next), NEVER when it is not expected."""
         best = NEVER

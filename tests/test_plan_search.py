@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from itertools import combinations
 
@@ -70,6 +71,38 @@ def test_small_cases_are_within_one_percent_of_brute_force(problem):
     plan, predicted = choose(units, budget, 0, workload, LINK, grain=GRAIN)
     if not plan.all_resident:
         assert predicted.seconds <= 1.01 * brute_force(units, budget, workload)
+
+
+def drawn(seed):
+    """A case of differing units, where candidates alone are not enough."""
+    rng = random.Random(seed)
+    count = rng.randint(6, 9)
+    sizes = [rng.randint(8, 128) * MIB for _ in range(count)]
+    forward = tuple(size / LINK.bytes_per_second * rng.choice([0.1, 0.5, 1, 2]) for size in sizes)
+    backward = tuple(2 * seconds for seconds in forward) if seed % 3 else ()
+    groups = tuple((unit,) for unit in range(count)) if seed % 3 == 1 else ()
+    budget = max(sizes) + int((sum(sizes) - max(sizes)) * rng.random())
+    units = [UnitSize(str(unit), size) for unit, size in enumerate(sizes)]
+    return units, budget, Workload(tuple(range(count)), forward, backward, groups)
+
+
+def test_units_that_all_differ_are_within_one_percent_too():
+    gaps = []
+    for seed in range(40):
+        units, budget, workload = drawn(seed)
+        _, predicted = choose(units, budget, 0, workload, LINK, grain=GRAIN)
+        gaps.append(predicted.seconds / brute_force(units, budget, workload) - 1)
+    assert max(gaps) < 0.01, sorted(gaps)[-5:]
+
+
+def test_cases_too_large_to_search_whole_are_improved_by_exchanges(monkeypatch):
+    monkeypatch.setattr("carom.core.plan_search.WHOLE", 0)
+    gaps = []
+    for seed in range(40):
+        units, budget, workload = drawn(seed)
+        _, predicted = choose(units, budget, 0, workload, LINK, grain=GRAIN)
+        gaps.append(predicted.seconds / brute_force(units, budget, workload) - 1)
+    assert max(gaps) < 0.06 and sum(gaps) / len(gaps) < 0.004, sorted(gaps)[-5:]
 
 
 @settings(deadline=None, max_examples=150)
