@@ -23,7 +23,7 @@ class Case:
     """What one worker process runs. Sizes: `d` features, `tokens` a sample, `resident` blocks kept on the device.
 
     `kind`: "step" times the model, "link" the pinned copy of one block, "touch" only grows the machine's memory.
-    `vram` overrides the budget that `resident` and `slots` imply (bytes). `limit_s` is the process's time limit.
+    `repeat`: how often each block is called in a row. `vram` overrides the budget that `resident` and `slots` imply (bytes). `limit_s` is the process's time limit.
     """
 
     engine: str = "none"
@@ -42,6 +42,7 @@ class Case:
     warmup: int = 3
     device: str = "cpu"
     codec: str = "raw"
+    repeat: int = 1
     granularity: str = "auto"
     adapter_dtype: str = "bfloat16"
     checkpoint: str = "outside"
@@ -58,7 +59,7 @@ class Case:
                 raise ValueError(f"{name}={getattr(self, name)!r}; choose from {', '.join(allowed)}")
         bounds = {"d": (16, 1 << 15), "depth": (1, 4096), "tokens": (1, 1 << 20), "batch": (1, 4096),
                   "rank": (0, 4096), "heads": (0, 1024), "slots": (1, 4096), "steps": (0, 1_000_000),
-                  "warmup": (0, 100_000), "resident": (0, self.depth), "touch_bytes": (0, 1 << 40)}  # fmt: skip
+                  "warmup": (0, 100_000), "resident": (0, self.depth), "repeat": (1, 4096), "touch_bytes": (0, 1 << 40)}  # fmt: skip
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:

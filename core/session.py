@@ -158,6 +158,8 @@ class Session:
         }
 
     def _detach(self) -> None:
+        if not self._closed and not self._parked:
+            self._follow_replaced()
         self._wrapped.undo()
         for hook in self.__dict__.get("_state_hooks", ()):
             hook.remove()

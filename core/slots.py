@@ -7,6 +7,7 @@ clock, because the copy that overwrites it waits on the device for the events of
 from __future__ import annotations
 
 import enum
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,8 @@ class Slot:
     reads: dict = field(default_factory=dict)  # stream -> event after its last read
     users: int = 0
     version: int = 0  # of the host bytes that were copied
+    next_place: int = -1  # where the order has its unit's next use, as of `epoch`
+    epoch: int = -1
 
     @property
     def end(self) -> int:
@@ -69,34 +72,38 @@ class Region:
         victim is needed last is taken (Belady), then the one that evicts the fewest bytes, then the lowest.
         """
         slots = self.slots
-        values: list[float] = []
+        lows, highs, values = [], [], []
         available = self.nbytes
         for slot in slots:
             use = None if slot is guarded else next_use(slot)
             if use is None or use <= later_than:
                 use = -1.0
                 available -= slot.nbytes
+            lows.append(slot.offset)
+            highs.append(slot.offset + slot.nbytes)
             values.append(use)
         if nbytes > available:
             return None
         last = (self.nbytes - nbytes) // ALIGN * ALIGN
         starts = {0, last}
         if not self._ends_only:
-            for slot in slots:
-                starts.update((slot.offset, slot.end, slot.end - nbytes, slot.offset - nbytes))
+            for low, high in zip(lows, highs, strict=True):
+                starts.update((low, high, high - nbytes, low - nbytes))
         best: tuple[float, int, int] | None = None
+        count = len(slots)
         for start in starts:
             if not 0 <= start <= last:
                 continue
             end = start + nbytes
             soonest, evicted = _FOREVER, 0
-            for slot, use in zip(slots, values, strict=True):
-                if slot.offset < end and start < slot.end:
-                    evicted += slot.nbytes
-                    if use < soonest:
-                        soonest = use
-                        if use < 0:
-                            break
+            at = bisect_right(highs, start)  # the first slot that ends beyond the start
+            while at < count and lows[at] < end:
+                evicted += highs[at] - lows[at]
+                if values[at] < soonest:
+                    soonest = values[at]
+                    if soonest < 0:
+                        break
+                at += 1
             if soonest < 0:
                 continue
             score = (soonest, -evicted, -start)

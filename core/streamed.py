@@ -108,6 +108,7 @@ class Streamed:
     owners: list[Owner] = field(default_factory=list)
     slot: Slot | None = None
     views: OrderedDict[int, Views] = field(default_factory=OrderedDict)
+    nbytes: int = 0  # aligned, as it lies in a slot
     depth: int = 0  # runs in progress: its slot views stand in the modules while above zero
     epoch: int = 0  # raised when the host bytes may have changed unseen
     trainable: bool = False
@@ -119,10 +120,6 @@ class Streamed:
     @property
     def name(self) -> str:
         return self.unit.name
-
-    @property
-    def nbytes(self) -> int:
-        return self.unit.nbytes
 
     @property
     def host(self) -> torch.Tensor:

@@ -25,7 +25,7 @@ from .errors import BudgetError, CaromError
 from .landing import Landings
 from .meter import Meter
 from .runs import Runs, hand_back
-from .schedule import Order
+from .schedule import NEVER, Order
 from .slots import Region, Slot, SlotState
 from .store.arena import Block, HostArena
 from .streamed import Owner, Streamed, Views
@@ -63,7 +63,7 @@ class Streamer:
 
     def add(self, unit: Unit, index: int, block: Block) -> Streamed:
         """Take a unit whose bytes are in ``block``; its owners are added by the caller, before `start`."""
-        streamed = Streamed(self, unit, index, block)
+        streamed = Streamed(self, unit, index, block, nbytes=unit.nbytes)
         self.units.append(streamed)
         return streamed
 
@@ -189,7 +189,10 @@ class Streamer:
 
     def _make_views(self, unit: Streamed, offset: int) -> Views:
         # Outside inference mode, so that the same views serve training too.
-        with torch.inference_mode(False), torch.no_grad():
+        with (
+            torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.no_grad(),
+            torch.no_grad(),
+        ):
             base = self.engine.alias(self.memory, offset, unit.nbytes)
             tensors: list[torch.Tensor] = []
             for owner in unit.owners:
@@ -286,7 +289,10 @@ class Streamer:
         """When the slot's unit is expected again; None while it must stay."""
         if slot.users or slot.state is SlotState.HELD:
             return None
-        return self.order.next_use(slot.unit.index)
+        order = self.order
+        if slot.epoch != order.epoch or slot.next_place <= order.at or slot.next_place == NEVER:
+            slot.next_place, slot.epoch = order.next_place(slot.unit.index), order.epoch
+        return slot.next_place - order.at
 
     def _look_ahead(self) -> None:
         """Ask for what is expected next, as far as that evicts nothing needed sooner."""

@@ -133,10 +133,8 @@ class StreamEngine:
 
     def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         # set_stream instead of the context manager: it costs a third, and this runs for every unit.
-        before = self._api.current_stream(self.device)
-        if self._set_stream is None or before.device != torch.device(
-            self.device.type, self._api.current_device()
-        ):
+        before = self.stream()
+        if self._set_stream is None or self._api.current_device() != self.device.index:
             with self._api.stream(stream):
                 target.copy_(source, non_blocking=True)
             return

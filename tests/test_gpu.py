@@ -103,7 +103,9 @@ def test_peft_training_under_load_is_exact(kind, when):
             torch.manual_seed(1)
             return peft.get_peft_model(model, config)
 
-    plain = wrap(big(4, checkpoint="non-reentrant")).to(CUDA)
+    # What PEFT initialises from the weights it computes where the model stands: on the GPU once it streams there.
+    plain = big(4, checkpoint="non-reentrant")
+    plain = wrap(plain).to(CUDA) if when == "before" else wrap(plain.to(CUDA))
     expected = train(plain, Case, CUDA)
     model = big(4, checkpoint="non-reentrant")
     if when == "before":
@@ -364,7 +366,8 @@ def test_backward_runs_on_autograds_own_thread():
     """What the engine must bear: recomputation and unpacking are not on the thread of the forward."""
     model = big(2, checkpoint="non-reentrant")
     seen = set()
-    model.blocks[0].register_forward_hook(lambda *_: seen.add(threading.get_ident()))
+    # Before, not after: a checkpoint stops its recomputation early.
+    model.blocks[0].register_forward_pre_hook(lambda *_: seen.add(threading.get_ident()))
     with streamed(model, "cuda", int(1.2 * BLOCK)):
         step(model, 0)
     assert len(seen) == 2

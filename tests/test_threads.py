@@ -327,7 +327,9 @@ def test_reports_and_refreshes_from_another_thread_disturb_nothing(device):
 
         def look():
             while not over.is_set():
-                time.sleep(0.001)  # a busy loop would keep the lock from the other thread, as Python's locks are unfair
+                time.sleep(
+                    0.001
+                )  # a busy loop would keep the lock from the other thread, as Python's locks are unfair
                 live.report()
                 live.refresh()
                 live.read("blocks.3.a.weight")

@@ -1,0 +1,154 @@
+"""How finely a module is carved for a budget: large blocks in parts, never at the cost of exactness or of a transfer."""
+
+from __future__ import annotations
+
+import copy
+
+import carom
+import pytest
+import tests_harness as harness
+import tests_models as models
+import torch
+from carom.core import decide
+from carom.core.plan import SMALL_UNIT, UnitSize, Wish, plan_residency
+from carom.core.sizes import MIB
+from tests_harness import assert_same, on_every_device, on_simulated_devices, streamed
+from torch import nn
+
+
+class Large(nn.Module):
+    """Two linears of 80 MiB each beside a small norm; never run."""
+
+    def __init__(self, wide: int = 20480) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(1024)
+        self.up, self.down = nn.Linear(1024, wide, bias=False), nn.Linear(wide, 1024, bias=False)
+
+
+def chosen(model: nn.Module, vram: int, granularity: str = "auto", training: str | None = None):
+    return decide.decide(model, decide.Settings(vram, granularity, training, {}), 512)
+
+
+@pytest.fixture(scope="module")
+def large() -> nn.Module:
+    return nn.Sequential(*(Large() for _ in range(4))).requires_grad_(False)
+
+
+def test_large_blocks_are_split_where_the_parts_are_still_large_copies(large):
+    carving, plan = chosen(large, 300 * MIB)
+    assert [unit.name for unit in carving.units if unit.nbytes > MIB] == [
+        f"{block}.{part}" for block in range(4) for part in ("up", "down")
+    ]
+    assert all(carving.units[i].nbytes < MIB for i in plan.resident if carving.units[i].name.endswith("norm"))
+    assert carving.split_bytes >= 160 * MIB
+
+
+def test_small_blocks_stay_whole():
+    model = models.CASES["stack"].build().requires_grad_(False)
+    carving, _ = chosen(model, harness.some_vram(model, "cpu", 0.5))
+    assert "blocks.0" in [unit.name for unit in carving.units] and carving.split_bytes == 0
+
+
+def test_blocks_stay_whole_when_asked_and_when_compiled(large):
+    carving, _ = chosen(large, 400 * MIB, granularity="block")
+    assert [unit.name for unit in carving.units] == ["0", "1", "2", "3"]
+    for inner in (large[0], large):
+        part = copy.copy(inner)
+        part._compiled_call_impl = lambda *args: None
+        model = nn.Sequential(part, *large[1:]) if inner is not large else part
+        carving, _ = chosen(model, 400 * MIB)
+        assert [unit.name for unit in carving.units] == ["0", "1", "2", "3"]
+
+
+def test_forwards_alone_are_served_by_a_block_of_slots_and_training_by_three(large):
+    block = 160 * MIB
+    carving, plan = chosen(large, int(3.5 * block))
+    assert block <= plan.region_bytes < 1.6 * block
+    try:
+        large[0].norm.requires_grad_(True)  # an adapter, as good as any
+        carving, plan = chosen(large, int(3.5 * block))
+        assert 3 * block <= plan.region_bytes
+        assert not any(carving.units[i].nbytes > SMALL_UNIT for i in plan.resident)
+    finally:
+        large[0].norm.requires_grad_(False)
+
+
+@pytest.mark.parametrize("wish", [Wish(2, 30 * MIB), Wish(2, 45 * MIB)])
+def test_a_wish_in_bytes_is_met_where_there_is_room_and_bounded_where_there_is_not(wish):
+    units = [UnitSize(f"unit {i}", 10 * MIB) for i in range(12)]
+    plan = plan_residency(units, 80 * MIB, wish=wish)
+    assert plan.region_bytes >= wish.nbytes and plan.resident
+    plan = plan_residency(units, 20 * MIB, wish=wish)
+    assert plan.region_bytes == 20 * MIB and not plan.resident
+
+
+# -- parts run as blocks do
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """The test models' blocks count as large."""
+    monkeypatch.setattr(decide, "PART", 5 << 10)
+
+
+def stack(checkpoint: str, depth: int = 8) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = models.Stack(depth)
+    model.checkpoint = checkpoint
+    return model.requires_grad_(False)
+
+
+def split_names(session) -> list[str]:
+    return [unit.name for unit in session._placement.streamed if unit.name.endswith((".up", ".down"))]
+
+
+@on_every_device
+@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("blocks", [1.2, 2, 3.4])
+def test_training_in_parts_is_exact(in_parts, device, checkpoint, blocks):
+    case = models.CASES["stack"]
+    plain, model = stack(checkpoint), stack(checkpoint)
+    plain = plain.to(harness.place(device))
+    for net in (plain, model):
+        net.blocks[3].norm.requires_grad_(True)
+    expected = harness.train(plain, case, harness.place(device))
+    with streamed(model, device, int(blocks * 9216) + 4096) as session:
+        assert len(split_names(session)) > 8, "the blocks were not split: the test would show nothing"
+        assert_same(expected, harness.train(model, case, harness.place(device)))
+
+
+@on_simulated_devices
+@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
+def test_a_training_step_in_parts_takes_two_transfers_less_the_turns(in_parts, device, checkpoint):
+    model = stack(checkpoint)
+    model.head.requires_grad_(True)
+    x = torch.randn(2, models.D, requires_grad=True)
+    with streamed(model, device, 3 * 9216 + 4096) as session:
+        units = session._placement.streamed
+        largest = max(unit.nbytes for unit in units)
+        everything = sum(unit.nbytes for unit in units)
+        for _ in range(4):
+            harness.loss_of(model(x)).backward()
+        before = session._engine.bytes_in
+        for _ in range(4):
+            harness.loss_of(model(x)).backward()
+        crossed = (session._engine.bytes_in - before) / 4
+        # At each turn the region is full, but for less than one part that found no room.
+        assert crossed <= 2 * (everything - session._streamer.region.nbytes + largest)
+
+
+def test_parts_leave_smaller_bubbles_than_blocks(in_parts):
+    """The simulated clock: half resident, where link and compute are near each other."""
+    model = stack("none", depth=12)
+    x = torch.randn(2, models.D)
+    seconds = {}
+    for granularity in ("block", "auto"):
+        device = carom.SimulatedDevice(
+            link_bytes_per_second=9216 / 100e-6, copy_latency_seconds=0, kernel_seconds=11e-6
+        )
+        with torch.no_grad(), streamed(model, device, 7 * 9216, granularity=granularity) as session:
+            for _ in range(6):
+                model(x)
+            seconds[granularity] = session.report().step_seconds
+    assert seconds["auto"] < 0.97 * seconds["block"]
