@@ -117,7 +117,13 @@ def learn(
     if profile.link_bytes_per_second is None or not expected:
         return None
     uses = [(streamed[unit], backward) for unit, backward in expected]
-    order = _forward_order(len(units), [unit for unit, _ in uses])
+    named = {piece.name: unit for unit, piece in enumerate(units)}
+    seen_so = (
+        [named[turn.unit] for turn in profile.forwards[-1].turns if turn.unit in named]
+        if profile.forwards
+        else []
+    )
+    order = _forward_order(len(units), seen_so + [unit for unit, _ in uses])
     plain = Counter(unit for unit, backward in uses if not backward)
     graded = Counter(unit for unit, backward in uses if backward)
     again = {unit for unit in plain if plain[unit] >= 2 * max(1, graded[unit])} if profile.train else set()

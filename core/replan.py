@@ -31,6 +31,7 @@ class Advice:
     saves: float
     move: float
     reason: str  # why not to take it, "" when it is worth while
+    understood: bool  # whether the present step takes about what is predicted for it
 
     @property
     def steps(self) -> float:
@@ -93,14 +94,14 @@ def advise(
     held = sum(carving.units[index].nbytes for index in plan.resident)
     # Out and in again over the link, and what streams is copied in host memory, and pinned.
     move = (2 * held + 2 * total) / learnt.link.bytes_per_second
-    reason = ""
-    if abs(now - learnt.seconds) > TRUSTED * learnt.seconds:
+    reason, understood = "", abs(now - learnt.seconds) <= TRUSTED * learnt.seconds
+    if not understood:
         reason = (
             f"the present step is predicted as {now:.4g} s and takes {learnt.seconds:.4g} s: not understood"
         )
     elif saves < WORTH * now:
         reason = f"no layout is predicted to be {100 * WORTH:.0f} % faster"
-    return Advice(new_carving, new, now, saves, move, reason)
+    return Advice(new_carving, new, now, saves, move, reason, understood)
 
 
 def _blocks(module: nn.Module) -> Sequence[frozenset[str]]:

@@ -32,6 +32,7 @@ from .units import Carving, Entry, Unit
 
 logger = logging.getLogger("carom")
 _TUNE_AFTER = 4  # measured steps, the first two of a session apart
+_TUNE_AGAIN = 8  # steps until it is tried again where something was in the way
 
 # Every module of a streamed tree. Weak on both sides: a dropped module takes its session with it.
 _sessions: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
@@ -235,13 +236,15 @@ class Session:
             advice = self._advice()
             self._tune_at = math.inf
             if advice is None or advice.reason:
+                if advice is None or not advice.understood:  # steps were of mixed kinds, or disturbed
+                    self._tune_at = 2 * self._meter.settled + 2
                 return
             if self._meter.steps < advice.steps:
                 self._tune_at = self._meter.settled + advice.steps - self._meter.steps
             elif self._streamer.unreferenced:
                 self._relay(advice)
             else:  # a graph of an earlier forward still wants today's units: another time
-                self._tune_at = self._meter.settled + 1
+                self._tune_at = self._meter.settled + _TUNE_AGAIN
 
     def tune(self) -> bool:
         """Lay the weights out by what the steps so far taught, if a step is predicted to be 3 % faster so.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import carom
 import pytest
 import torch
+from carom.core import session as sessions
 from carom.core.learn import Forward, Piece, Profile, Turn, learn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -93,8 +94,8 @@ def test_a_session_takes_a_faster_layout_by_itself_once_it_pays(monkeypatch):
     net, simulated, vram = uneven()
     resident = [step(net, False) for _ in range(1)][0]
     laid_out = []
-    again = carom.core.session.Session._again
-    monkeypatch.setattr(carom.core.session.Session, "_again", lambda self: (laid_out.append(1), again(self)))
+    again = sessions.Session._again
+    monkeypatch.setattr(sessions.Session, "_again", lambda self: (laid_out.append(1), again(self)))
     with carom.stream(net, device=simulated, vram=vram, granularity="block") as session:
         session.report()
         for _ in range(6):
@@ -112,7 +113,7 @@ def test_a_session_takes_a_faster_layout_by_itself_once_it_pays(monkeypatch):
 def test_a_change_waits_until_it_has_paid_for_itself(monkeypatch):
     net, simulated, vram = uneven()
     moved = []
-    monkeypatch.setattr(carom.core.session.Session, "_relay", lambda self, advice: moved.append(advice))
+    monkeypatch.setattr(sessions.Session, "_relay", lambda self, advice: moved.append(advice))
     with carom.stream(net, device=simulated, vram=vram, granularity="block") as session:
         count = 0
         while not moved and count < 200:
@@ -133,8 +134,8 @@ def test_the_layout_does_not_change_under_a_graph_that_is_still_wanted():
         wanted.backward()  # asks for units as they were at its forward
         assert kept.grad is not None
         del wanted
-        step(net, False)
-        step(net, False)
+        for _ in range(10):
+            step(net, False)
         assert session._learnt is not None, "and is taken as soon as nobody wants it"
 
 
