@@ -240,6 +240,12 @@ class Meter:
         """Steps begun."""
         return self._steps
 
+    @property
+    def awaiting(self) -> bool:
+        """Whether a forward has run that a backward may still follow."""
+        step = self._open
+        return step is not None and step.gradient and step.turn is None and step.end is not None
+
     def profile(self) -> Profile | None:
         """A step of the latest kind that was profiled, None before there is any."""
         if not self._profiled:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,9 +14,9 @@ from torch import nn
 
 from . import decide, hooks, ops, replan, settings
 from .account import Held, describe, make_report
+from .adapt import Adapts
 from .attach import Placement, wanted_residents
 from .errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
-from .learn import Learnt, learn
 from .meter import Meter
 from .plan import Plan
 from .report import Report
@@ -31,8 +29,6 @@ from .tree import Tree
 from .units import Carving, Entry, Unit
 
 logger = logging.getLogger("carom")
-_TUNE_AFTER = 4  # measured steps, the first two of a session apart
-_TUNE_AGAIN = 8  # steps until it is tried again where something was in the way
 
 # Every module of a streamed tree. Weak on both sides: a dropped module takes its session with it.
 _sessions: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
@@ -55,9 +51,10 @@ def stream(
 
     ``module``: on the CPU or on the device; it is used as before, and is itself again after `Session.close`
     (also by ``with``). ``device``: default the current accelerator, else the CPU; or a `SimulatedDevice`.
-    ``vram``, ``ram``: bytes, "8GiB", "8GB", "50%" of what is free, or "auto": for ``vram`` 70 % of what
-    is free on the device less 1 GiB for activations, for ``ram`` 80 % of what is available (it bounds
-    pinned memory; what does not fit is streamed from pageable memory, more slowly).
+    ``vram``, ``ram``: bytes, "8GiB", "8GB", "50%" of what is free, or "auto": ``vram`` starts with 70 % of
+    what is free on the device less 1 GiB, and after the first steps takes what they leave, with headroom,
+    and gives way when memory runs short; for ``ram`` 80 % of what is available (it bounds pinned memory;
+    what does not fit is streamed from pageable memory, more slowly).
     ``granularity``: "block", "phase", "layer", or "auto" (blocks, split where two would not fit).
     ``codec``: "raw" or "auto" (raw in this version). ``pool``: "torch" or "auto" (torch in this version).
     ``host``: "raw" or "auto": a streamed parameter is its raw host tensor outside its unit's run.
@@ -72,7 +69,7 @@ def stream(
     )  # fmt: skip
 
 
-class Session:
+class Session(Adapts):
     """A module attached to a device. Made by `stream`; a context manager that closes itself."""
 
     def __init__(
@@ -93,9 +90,15 @@ class Session:
         self._watch: Callable[[], Any] = self._engine.step
         self._peak = 0
         self._stay: dict[str, str] = {}
-        self._learnt: Learnt | None = None
-        self._tune_at: float = _TUNE_AFTER  # measured steps after which the layout is thought over
-        self._attach()
+        self._adapts(vram == "auto")
+        try:
+            self._attach()
+        except BudgetError as error:
+            # What activations take is not known yet: begin with the least, if it is there at all.
+            if vram != "auto" or not 0 < (error.least_bytes or 0) <= 0.9 * self._engine.free_bytes():
+                raise
+            self._vram = error.least_bytes or 0
+            self._attach()
         for part in module.modules():
             _sessions[part] = weakref.ref(self)
 
@@ -210,8 +213,8 @@ class Session:
                         self._adopt()
                     elif streamer.runs.written:
                         self._keep_written()
-                    elif self._meter.settled >= self._tune_at:
-                        self._tune_once()
+                    elif self._meter.settled >= self._look_at:
+                        self._look()
                 streamer = self._streamer
                 streamer.runs.root_begins()
         return streamer, self._engine.step()
@@ -229,62 +232,6 @@ class Session:
             except BudgetError:
                 return  # no room: they go on streaming, written back after every run
             self._again()
-
-    def _tune_once(self) -> None:
-        """Enough steps were measured: take a layout predicted to be faster, once the change will pay for itself."""
-        with self._lock:
-            advice = self._advice()
-            self._tune_at = math.inf
-            if advice is None or advice.reason:
-                if advice is None or not advice.understood:  # steps were of mixed kinds, or disturbed
-                    self._tune_at = 2 * self._meter.settled + 2
-                return
-            if self._meter.steps < advice.steps:
-                self._tune_at = self._meter.settled + advice.steps - self._meter.steps
-            elif self._streamer.unreferenced:
-                self._relay(advice)
-            else:  # a graph of an earlier forward still wants today's units: another time
-                self._tune_at = self._meter.settled + _TUNE_AGAIN
-
-    def tune(self) -> bool:
-        """Lay the weights out by what the steps so far taught, if a step is predicted to be 3 % faster so.
-
-        A session does this by itself, once, when the change has paid for itself in the steps already seen. Call
-        between steps. Returns whether anything changed.
-        """
-        with self._lock:
-            self._need_open()
-            if self._parked or not self._streamer.idle or not self._streamer.unreferenced:
-                return False
-            with self._streamer.lock:
-                self._meter.finish()
-            advice = self._advice()
-            if advice is None or advice.reason:
-                return False
-            self._relay(advice)
-            return True
-
-    def _advice(self) -> replan.Advice | None:
-        """A better layout, None where nothing can be told."""
-        profile = self._meter.profile()
-        if profile is None or self.plan.all_resident or self._engine.blocking:
-            return None
-        known = {id(unit): index for index, unit in enumerate(self._carving.units)}
-        streamed = [known[id(unit.unit)] for unit in self._placement.streamed]
-        learnt = learn(replan.pieces(self._carving), streamed, self._streamer.order.expected(), profile)
-        if learnt is None:
-            return None
-        advice = replan.advise(
-            self.module, self._settings(), self._engine.grain, learnt, self._carving, self.plan
-        )
-        self.plan = dataclasses.replace(self.plan, predicted_seconds=advice.now)
-        self._candidate = learnt
-        return advice
-
-    def _relay(self, advice: replan.Advice) -> None:
-        logger.info("carom: a step is predicted to be %.3g s faster with another layout", advice.saves)
-        self._learnt, self._tune_at = self._candidate, math.inf
-        self._again()
 
     def _adopt(self) -> None:
         """The tree changed: adapters and small tensors that came move to the device; weights are laid out anew."""
@@ -347,6 +294,7 @@ class Session:
             before = self._vram, self._ram
             if vram is not None:
                 self._vram = settings.vram_budget(vram, self._engine, self._held_bytes())
+                self._govern(vram == "auto")
             if ram is not None:
                 self._ram = settings.ram_budget(ram)
             try:
