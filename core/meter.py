@@ -18,7 +18,7 @@ from .transfer import Engine
 
 _KEPT_STEPS = 64  # figures the medians are taken over
 _OPEN_STEPS = 6  # steps whose events may be outstanding before the oldest loses its timing
-_TIMED_FIRST = 32  # steps that take times, before only
+_TIMED_FIRST = 8  # steps that take times, before only
 _TIMED_EVERY = 16  # two in so many do
 _PROFILED = range(2, 8)  # steps of a kind (with gradients, without) in which each unit's turn is marked
 _FORWARDS = 8  # forwards that may precede a backward before they count as inference

@@ -231,9 +231,9 @@ class SimulatedEngine:
 
     # -- what may be read and overwritten
 
-    def freed(self, target: torch.Tensor) -> None:
+    def freed(self, memory: torch.Tensor, start: int, end: int) -> None:
         with self.unwatched():
-            target.fill_(255)
+            memory[start:end].fill_(255)
 
     def read(self, target: torch.Tensor) -> None:
         low = target.data_ptr()

@@ -7,7 +7,6 @@ clock, because the copy that overwrites it waits on the device for the events of
 from __future__ import annotations
 
 import enum
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,48 +70,44 @@ class Region:
         ``guarded``, and slots expected no later than ``later_than``. The stretch whose soonest-needed
         victim is needed last is taken (Belady), then the one that evicts the fewest bytes, then the lowest.
         """
-        slots = self.slots
-        lows, highs, values = [], [], []
-        available = self.nbytes
-        for slot in slots:
-            use = None if slot is guarded else next_use(slot)
-            if use is None or use <= later_than:
-                use = -1.0
-                available -= slot.nbytes
-            lows.append(slot.offset)
-            highs.append(slot.offset + slot.nbytes)
-            values.append(use)
-        if nbytes > available:
+        if nbytes > self.nbytes:
             return None
-        last = (self.nbytes - nbytes) // ALIGN * ALIGN
-        starts = {0, last}
-        if not self._ends_only:
-            for low, high in zip(lows, highs, strict=True):
-                starts.update((low, high, high - nbytes, low - nbytes))
+        slots, last = self.slots, (self.nbytes - nbytes) // ALIGN * ALIGN
         best: tuple[float, int, int] | None = None
-        count = len(slots)
-        for start in starts:
-            if not 0 <= start <= last:
-                continue
-            end = start + nbytes
-            soonest, evicted = _FOREVER, 0
-            at = bisect_right(highs, start)  # the first slot that ends beyond the start
-            while at < count and lows[at] < end:
-                evicted += highs[at] - lows[at]
-                if values[at] < soonest:
-                    soonest = values[at]
-                    if soonest < 0:
-                        break
-                at += 1
-            if soonest < 0:
-                continue
-            score = (soonest, -evicted, -start)
-            if best is None or score > best:
-                best = score
+        begin, run, uses = (
+            0,
+            [],
+            [],
+        )  # a stretch without slots that must stay, the slots in it, their next uses
+        for slot in (*slots, None):
+            if slot is not None:
+                use = None if slot is guarded else next_use(slot)
+                if use is not None and use > later_than:
+                    run.append(slot)
+                    uses.append(use)
+                    continue
+            end = self.nbytes if slot is None else slot.offset
+            if end - begin >= nbytes:
+                for start in self._starts(begin, end, run, nbytes, last):
+                    score = _score(start, start + nbytes, run, uses)
+                    if best is None or score > best:
+                        best = score
+            if slot is not None:
+                begin, run, uses = slot.end, [], []
         if best is None:
             return None
         start = -best[2]
         return start, [slot for slot in slots if slot.offset < start + nbytes and start < slot.end]
+
+    def _starts(self, begin: int, end: int, run: list[Slot], nbytes: int, last: int) -> set[int]:
+        """Where in a stretch a slot could start: at its ends, and against each slot's edges."""
+        if self._ends_only:
+            return {start for start in (0, last) if begin <= start and start + nbytes <= end}
+        starts = {begin, min(end - nbytes, last)}
+        for slot in run:
+            low, high = slot.offset, slot.end
+            starts.update((low, high, high - nbytes, low - nbytes))
+        return {start for start in starts if begin <= start <= last and start + nbytes <= end}
 
     def add(self, slot: Slot) -> None:
         self.slots.append(slot)
@@ -120,3 +115,14 @@ class Region:
 
     def remove(self, slot: Slot) -> None:
         self.slots.remove(slot)
+
+
+def _score(start: int, end: int, slots: list[Slot], uses: list[float]) -> tuple[float, int, int]:
+    """How well a stretch serves: its soonest-needed victim, the bytes evicted, its place; more is better."""
+    soonest, evicted = _FOREVER, 0
+    for slot, use in zip(slots, uses, strict=True):
+        if slot.offset < end and start < slot.offset + slot.nbytes:
+            evicted += slot.nbytes
+            if use < soonest:
+                soonest = use
+    return soonest, -evicted, -start

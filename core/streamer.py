@@ -55,6 +55,8 @@ class Streamer:
         self._tails: list[tuple[int, int, list[Any]]] = []
         self._held: list[Slot] = []
         self._last: Streamed | None = None
+        # Where looking ahead ended for want of room: the order's epoch, the place of the unit, the slot spared.
+        self._stuck: tuple[int, int, Slot | None] | None = None
         self.resting = False  # between a backward that made host gradients and the next forward
         self._landings = Landings(engine)
         self.backward = Backward(self, self._landings)
@@ -155,7 +157,8 @@ class Streamer:
                     self._held.append(slot)
                 else:
                     slot.state = SlotState.KEPT
-                self._look_ahead()
+                if not self._still_stuck(slot):
+                    self._look_ahead()
 
     def release_all(self, uses: Sequence[tuple[Slot, set | None]]) -> None:
         """Every one of them, also when one fails; the first failure is raised."""
@@ -283,20 +286,35 @@ class Streamer:
             self._tails.append((slot.offset, slot.end, list(slot.reads.values())))
         if slot.unit.slot is slot:
             slot.unit.slot = None
-        self.engine.freed(self.memory[slot.offset : slot.end])
+        self._stuck = None
+        self.engine.freed(self.memory, slot.offset, slot.end)
 
     def _use_of(self, slot: Slot) -> float | None:
         """When the slot's unit is expected again; None while it must stay."""
         if slot.users or slot.state is SlotState.HELD:
             return None
+        return self._place_of(slot) - self.order.at
+
+    def _place_of(self, slot: Slot) -> int:
+        """Where in the order the slot's unit is expected again."""
         order = self.order
         if slot.epoch != order.epoch or slot.next_place <= order.at or slot.next_place == NEVER:
             slot.next_place, slot.epoch = order.next_place(slot.unit.index), order.epoch
-        return slot.next_place - order.at
+        return slot.next_place
+
+    def _still_stuck(self, released: Slot) -> bool:
+        """Whether looking ahead would end where it did last: what gave up no slot then gives up none now."""
+        if self._stuck is None:
+            return False
+        epoch, place, spared = self._stuck
+        if epoch != self.order.epoch or self.order.at >= place:
+            return False
+        return all(slot is None or self._place_of(slot) <= place for slot in (released, spared))
 
     def _look_ahead(self) -> None:
         """Ask for what is expected next, as far as that evicts nothing needed sooner."""
         # In backward a unit's recomputation is followed by its gradients, whether or not that is learnt yet.
+        self._stuck = None
         guarded = self._last.slot if self._last is not None and ops.in_backward() else None
         room, seen = self.region.nbytes, set()
         for distance, index in enumerate(self.order.upcoming(), 1):
@@ -306,11 +324,13 @@ class Streamer:
             unit = self.units[index]
             room -= unit.nbytes
             if room < 0:
+                self._stuck = self.order.epoch, self.order.at + distance, guarded
                 return
             if unit.slot is not None or (self.resting and unit.trainable):
                 continue
             place = self.region.place(unit.nbytes, self._use_of, later_than=distance, guarded=guarded)
             if place is None:
+                self._stuck = self.order.epoch, self.order.at + distance, guarded
                 return
             self._fill(unit, *place)
 

@@ -67,8 +67,8 @@ class Engine(Protocol):
     def elapsed(self, first: Any, last: Any) -> float:
         """Seconds between two reached marks."""
 
-    def freed(self, target: torch.Tensor) -> None:
-        """A slot's bytes were given up (the simulated device poisons them)."""
+    def freed(self, memory: torch.Tensor, start: int, end: int) -> None:
+        """Bytes ``start`` to ``end`` were given up (the simulated device poisons them)."""
 
     def read(self, target: torch.Tensor) -> None:
         """The current stream is about to read a slot (the simulated device checks that it may)."""
@@ -86,7 +86,20 @@ class Engine(Protocol):
         """Give back to the device what the allocator keeps unused."""
 
 
-class StreamEngine:
+class _Unwatched:
+    """A real device: nobody looks on."""
+
+    def freed(self, memory: torch.Tensor, start: int, end: int) -> None:
+        pass
+
+    def read(self, target: torch.Tensor) -> None:
+        pass
+
+    def step(self) -> AbstractContextManager:
+        return contextlib.nullcontext()
+
+
+class StreamEngine(_Unwatched):
     """CUDA, ROCm (torch's cuda module is HIP there) and other accelerators with streams."""
 
     blocking = False
@@ -192,15 +205,6 @@ class StreamEngine:
     def elapsed(self, first: Any, last: Any) -> float:
         return first.elapsed_time(last) / 1e3
 
-    def freed(self, target: torch.Tensor) -> None:
-        pass
-
-    def read(self, target: torch.Tensor) -> None:
-        pass
-
-    def step(self) -> AbstractContextManager:
-        return contextlib.nullcontext()
-
     def free_bytes(self) -> int:
         free, _ = self._api.mem_get_info(self.device)
         cached = self._api.memory_reserved(self.device) - self._api.memory_allocated(self.device)
@@ -218,7 +222,7 @@ class StreamEngine:
         self._api.empty_cache()
 
 
-class PlainEngine:
+class PlainEngine(_Unwatched):
     """The CPU, and accelerators without streams: every copy is finished when the call returns."""
 
     pinner: Pinner | None = None
@@ -269,15 +273,6 @@ class PlainEngine:
 
     def elapsed(self, first: float, last: float) -> float:
         return last - first
-
-    def freed(self, target: torch.Tensor) -> None:
-        pass
-
-    def read(self, target: torch.Tensor) -> None:
-        pass
-
-    def step(self) -> AbstractContextManager:
-        return contextlib.nullcontext()
 
     def free_bytes(self) -> int:
         import psutil

@@ -279,7 +279,7 @@ def test_freed_memory_is_nan_in_every_float_dtype(dtype):
     device = engine()
     target = device.allocate(512)
     target.zero_()
-    device.freed(target)
+    device.freed(target, 0, target.numel())
     assert torch.isnan(target.view(dtype)).all()
 
 
