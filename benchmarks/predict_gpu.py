@@ -23,6 +23,7 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -80,10 +81,8 @@ def learn_from(session, lib):
 
 
 def stream(model, case, device, resident: int, slots: int, depth: int):
-    import carom
-
     budget = case.but(resident=resident, depth=depth, slots=slots).budget_bytes
-    session = carom.stream(model, device=device, vram=budget)
+    session = sys.modules["carom"].stream(model, device=device, vram=budget)
     session._tune_at = session._look_at = float(
         "inf"
     )  # the layout that is predicted is the one that is measured
@@ -106,8 +105,6 @@ def whole(learnt, session, lib):
 
     pieces = lib["replan"].pieces(session._carving)
     names = [name for piece in pieces for name in piece.tensors]
-    from dataclasses import replace
-
     there = replace(
         learnt,
         forward={name: learnt.forward.get(middle(name), 0.0) for name in names},

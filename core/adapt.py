@@ -12,6 +12,8 @@ import math
 import threading
 import time
 import traceback
+import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -24,7 +26,8 @@ from .auto import Governor, Memory
 from .errors import BudgetError
 from .learn import Learnt, learn
 from .meter import Meter
-from .plan import Plan, resident_cost
+from .plan import Plan, resident_cost, round_up
+from .shares import Shares
 from .simulated import SimulatedEngine
 from .sizes import format_size
 from .streamer import Streamer
@@ -36,7 +39,19 @@ OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryErro
 _TUNE_AFTER = 4  # measured steps, the first two of a session apart
 _TUNE_AGAIN = 8  # steps until it is tried again where something was in the way
 _LOOKS = 0.25  # seconds between readings of a device's memory, after the first steps
+_ROUNDING = 1.03  # of a model's bytes, for what allocators round up
 _FIRST = 8  # steps after an attachment that are looked at one by one, and may run again
+
+
+class _Device:
+    """The sessions with ``vram="auto"`` on one device."""
+
+    def __init__(self) -> None:
+        self.shares = Shares()
+        self.sessions: weakref.WeakValueDictionary[int, Adapts] = weakref.WeakValueDictionary()
+
+
+_devices: dict[Hashable, _Device] = {}
 
 
 class Adapts:
@@ -52,6 +67,7 @@ class Adapts:
     _lock: threading.RLock
     _vram: int
     _parked: bool
+    _closed: bool
 
     def _settings(self) -> decide.Settings:
         raise NotImplementedError
@@ -70,17 +86,32 @@ class Adapts:
 
     def _adapts(self, auto: bool) -> None:
         self._learnt: Learnt | None = None
+        self._device: _Device | None = None
         self._tune_at: float = _TUNE_AFTER  # measured steps after which the layout is thought over
         self._govern(auto)
 
     def _govern(self, auto: bool) -> None:
         """Let the budget follow the device's memory, or leave it as it is."""
+        self._ungovern()
         memory = self._engine.memory() if auto else None
+        if memory is not None:
+            engine = self._engine
+            key = id(engine.ledger) if isinstance(engine, SimulatedEngine) else engine.name
+            self._device = _devices.setdefault(key, _Device())
+            self._device.sessions[id(self)] = self
+            self._device.shares.join(id(self))
         self._governor = None if memory is None else Governor(memory.ooms)
         self._looked = 0.0
         self._failed = False  # the last step ran out of memory
         self._least_known: tuple[Placement, int] | None = None
         self._set_look()
+
+    def _ungovern(self) -> None:
+        """No longer one of those that share a device."""
+        if self._device is not None:
+            self._device.sessions.pop(id(self), None)
+            self._device.shares.leave(id(self))
+            self._device = None
 
     def _set_look(self) -> None:
         """Measured steps from which `_look` is called between steps."""
@@ -89,6 +120,8 @@ class Adapts:
     def _look(self) -> None:
         """Between steps: see whether memory or what was learnt asks for another layout."""
         if self._governor is not None and not self._meter.awaiting:
+            if self._device is not None and len(self._device.sessions) > 1:
+                self._count_use()
             self._watch_memory(self._governor)
         if self._meter.settled >= self._tune_at:
             self._tune_once()
@@ -174,13 +207,67 @@ class Adapts:
                 self._resize(budget)
             self._failed = False
 
+    # -- several sessions on one device
+
+    def _make_room(self, budget: int) -> bool:
+        """A new session has ``budget`` bytes for its weights: where that is short, let others give way first."""
+        everything = sum(
+            round_up(tensor.numel() * tensor.element_size(), 512)
+            for tensor in (*self.module.parameters(), *self.module.buffers())
+        )
+        missing = int(everything * _ROUNDING) - budget
+        given = False
+        if self._device is not None and missing > 0:
+            for key in self._device.shares.before_all(id(self)):
+                other = self._device.sessions.get(key)
+                if other is not None and missing > 0:
+                    got = other._yield(missing)
+                    missing -= got
+                    given = given or got > 0
+        return given
+
+    def _yield(self, nbytes: int) -> int:
+        """Give up to ``nbytes`` of resident weights to another session; returns how many it was."""
+        if not self._lock.acquire(blocking=False):
+            return 0  # it is in a step of another thread
+        try:
+            streamer = self._streamer
+            if self._closed or self._parked or self._governor is None:
+                return 0
+            if not streamer.idle or not streamer.unreferenced or self._meter.awaiting:
+                return 0
+            held = self._held_bytes()
+            budget = max(self._least(), held - nbytes)
+            if budget >= held:
+                return 0
+            self._governor.gave()
+            self._resize(budget)
+            return max(0, held - self._held_bytes())
+        finally:
+            self._lock.release()
+
+    def _count_use(self) -> None:
+        """A step begins: a session that is used much less gives way where this one is short."""
+        assert self._device is not None
+        short = bool(self._placement.streamed)
+        spare = {}
+        if short:
+            for key, other in list(self._device.sessions.items()):
+                if other is not self and not other._closed and not other._parked:
+                    spare[key] = other._held_bytes() - other._least()
+        giver = self._device.shares.used(id(self), short, spare)
+        if giver is not None:
+            found = self._device.sessions.get(giver)
+            if found is not None:
+                found._yield(sum(unit.nbytes for unit in self._placement.streamed))
+
     def _wanted(self, governor: Governor, memory: Memory) -> int | None:
         held, least = self._held_bytes(), self._least()
         if self._failed:
             return governor.short(memory, held, least)
         sizes = [unit.nbytes for unit in self._carving.units]
         everything = self.plan.fixed_bytes + resident_cost(sizes, self._engine.grain)
-        return governor.read(memory, held, least, everything)
+        return governor.read(memory, held, least, everything, self._vram)
 
     def _least(self) -> int:
         """The smallest budget that works with the present tensors."""

@@ -44,10 +44,12 @@ class Governor:
         """Bytes to be left free."""
         return min(GIB, int(HEADROOM * memory.total))
 
-    def read(self, memory: Memory, held: int, least: int, everything: int) -> int | None:
+    def read(
+        self, memory: Memory, held: int, least: int, everything: int, budget: int | None = None
+    ) -> int | None:
         """A new budget after a step, None to keep the present one.
 
-        ``held``: bytes of weights on the device; ``least``: the smallest budget that works; ``everything``: what all
+        ``budget``: the present one (default: ``held``), of which not all need be held; ``held``: bytes of weights on the device; ``least``: the smallest budget that works; ``everything``: what all
         weights take.
         """
         if memory.ooms > self._ooms:
@@ -58,7 +60,8 @@ class Governor:
             return self._fall(held - (headroom - memory.free), held, least)
         spare = memory.free - headroom
         target = min(everything, held + spare)
-        if target - held < min(WORTH * memory.total, max(1, everything - held)):
+        most = max(held, budget or 0)  # what is not held of it holds no unit more
+        if target - most < min(WORTH * memory.total, max(1, everything - most)):
             self._quiet = 0
             return None
         self._quiet += 1
@@ -73,8 +76,12 @@ class Governor:
         more = max(int(GIVEN_UP * held), self.headroom(memory) - memory.free)
         return self._fall(held - more, held, least)
 
-    def _fall(self, target: int, held: int, least: int) -> int | None:
+    def gave(self) -> None:
+        """Another session was given some of the budget: rise again later than sooner."""
         self._quiet = 0
         self._patience = min(MOST_QUIET, 2 * self._patience)
+
+    def _fall(self, target: int, held: int, least: int) -> int | None:
+        self.gave()
         target = max(least, target)
         return target if target < held else None

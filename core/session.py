@@ -91,11 +91,14 @@ class Session(Adapts):
         self._peak = 0
         self._stay: dict[str, str] = {}
         self._adapts(vram == "auto")
+        if vram == "auto" and self._make_room(self._vram):
+            self._vram = settings.vram_budget(vram, self._engine)
         try:
             self._attach()
         except BudgetError as error:
             # What activations take is not known yet: begin with the least, if it is there at all.
-            if vram != "auto" or not 0 < (error.least_bytes or 0) <= 0.9 * self._engine.free_bytes():
+            if vram != "auto" or not 0 < (error.least_bytes or 0) <= self._engine.free_bytes():
+                self._ungovern()
                 raise
             self._vram = error.least_bytes or 0
             self._attach()
@@ -182,6 +185,7 @@ class Session(Adapts):
             if self._closed:
                 return
             self._final = self._report()
+            self._ungovern()
             self._detach()
             self._parked = False
         for part in self.module.modules():

@@ -33,6 +33,14 @@ class SimulatedRaceError(CaromError):
     """An access that some legal timing of a real device would have made wrong."""
 
 
+@dataclass(eq=False)
+class Ledger:
+    """What sessions on one imagined device have in common: bytes that they and other programs hold."""
+
+    allocated: int = 0
+    others: int = 0
+
+
 @dataclass(frozen=True)
 class SimulatedDevice:
     """Pass as ``device=``. Rates are of the imagined hardware: bytes/s, seconds, flops/s.
@@ -50,6 +58,7 @@ class SimulatedDevice:
     memory_bytes: int = 1 << 34
     refuse_pinning: bool = False
     activation_bytes: int = 0
+    ledger: Ledger = field(default_factory=Ledger, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.timing not in ("late", "early", "random"):
@@ -98,8 +107,8 @@ class SimulatedEngine:
         self._regions: list[tuple[int, int]] = []
         self._guarded: dict[int, tuple[int, int, str]] = {}
         self._local = threading.local()
-        self.others = 0  # bytes that other programs hold; a test sets it
-        self.allocated = 0
+        self.ledger = config.ledger
+        self.allocated = 0  # of it by this engine
         self.activations = config.activation_bytes
         self._cached = 0  # activations of steps so far, kept by the allocator
         self._ooms = 0
@@ -115,14 +124,16 @@ class SimulatedEngine:
             buffer = torch.full((nbytes,), 255, dtype=torch.uint8, device=self.device)
         self._regions.append((buffer.data_ptr(), buffer.data_ptr() + nbytes))
         self.allocated += nbytes
+        self.ledger.allocated += nbytes
         weakref.finalize(buffer, self._released, nbytes)
         return buffer
 
     def _released(self, nbytes: int) -> None:
         self.allocated -= nbytes
+        self.ledger.allocated -= nbytes
 
     def _need(self, nbytes: int) -> None:
-        free = self.config.memory_bytes - self.allocated - self.others
+        free = self.config.memory_bytes - self.ledger.allocated - self.ledger.others
         if nbytes > free:
             self._ooms += 1
             raise torch.OutOfMemoryError(
@@ -140,7 +151,7 @@ class SimulatedEngine:
         self._guarded.pop(data.data_ptr(), None)
 
     def free_bytes(self) -> int:
-        return max(0, self.config.memory_bytes - self.allocated - self.others)
+        return max(0, self.config.memory_bytes - self.ledger.allocated - self.ledger.others)
 
     def memory(self) -> Memory:
         return Memory(

@@ -63,6 +63,12 @@ def test_a_budget_grows_into_what_is_left_only_after_quiet_readings():
     assert seen[-1] == 12 * GIB - Governor.headroom(memory)
 
 
+def test_what_a_budget_leaves_unused_is_not_asked_for_again():
+    governor = Governor()
+    memory = Memory(16 * GIB, 8 * GIB)
+    assert {governor.read(memory, 4 * GIB, GIB, 40 * GIB, budget=12 * GIB) for _ in range(20)} == {None}
+
+
 def test_it_gives_way_at_once_and_leaves_the_headroom():
     governor = Governor()
     memory = Memory(16 * GIB, 10 * MIB)
@@ -143,11 +149,11 @@ def test_a_session_gives_way_to_another_program_and_grows_back():
             run(net)
         engine = session._engine
         assert session.plan.all_resident
-        engine.others = memory - engine.allocated  # takes all there is
+        engine.ledger.others = memory - engine.allocated  # takes all there is
         assert torch.equal(run(net), expected)
         assert engine.free_bytes() >= 0.5 * Governor.headroom(engine.memory())
         assert session._held_bytes() < size(net)
-        engine.others = 0
+        engine.ledger.others = 0
         for _ in range(30):
             assert torch.equal(run(net), expected)
         assert session.plan.all_resident
@@ -231,7 +237,7 @@ def test_a_budget_in_bytes_does_not_follow_anything():
     net = Net()
     device = carom.SimulatedDevice(memory_bytes=2 * size(net))
     with carom.stream(net, device=device, vram=size(net) // 2, granularity="layer") as session:
-        session._engine.others = 2 * size(net) - session._engine.allocated
+        session._engine.ledger.others = 2 * size(net) - session._engine.allocated
         for _ in range(10):
             run(net)
         assert session._vram == size(net) // 2 and session._placement.streamed
@@ -257,7 +263,7 @@ def test_a_thousand_pressure_events_never_break_a_budget_or_a_result(seed):
         engine, plan = session._engine, session.plan
         for _ in range(250):
             if rng.random() < 0.5:
-                engine.others = min(
+                engine.ledger.others = min(
                     rng.randrange(memory // 2), max(0, memory - engine.allocated - engine._cached)
                 )
             if rng.random() < 0.2:
@@ -266,10 +272,10 @@ def test_a_thousand_pressure_events_never_break_a_budget_or_a_result(seed):
                 assert torch.equal(run(net), expected)
             except torch.OutOfMemoryError:
                 failures += 1
-                assert engine.allocated + engine.others + engine.activations > memory, (
+                assert engine.allocated + engine.ledger.others + engine.activations > memory, (
                     "it failed with room left"
                 )
-            assert engine.allocated + engine.others <= memory
+            assert engine.allocated + engine.ledger.others <= memory
             assert session._held_bytes() <= session._vram
             layouts += session.plan is not plan
             plan = session.plan
@@ -278,7 +284,7 @@ def test_a_thousand_pressure_events_never_break_a_budget_or_a_result(seed):
 
 
 def run_until_it_fits(net, engine):
-    engine.others = engine.activations = 0
+    engine.ledger.others = engine.activations = 0
     return run(net)
 
 
