@@ -132,8 +132,12 @@ class Adapts:
     def _tune_once(self) -> None:
         """Enough steps were measured: take a layout predicted to be faster, once the change will pay for itself."""
         with self._lock:
-            advice = self._advice()
             self._tune_at = math.inf
+            try:
+                advice = self._advice(self._meter.steps)
+            except (ValueError, ArithmeticError) as error:  # figures that no layout can be told from
+                logger.warning("carom: the steps so far cannot be planned with: %s", error)
+                return
             if advice is None or advice.reason:
                 if advice is None or not advice.understood:  # steps were of mixed kinds, or disturbed
                     self._tune_at = 2 * self._meter.settled + 2
@@ -163,8 +167,8 @@ class Adapts:
             self._relay(advice)
             return True
 
-    def _advice(self) -> replan.Advice | None:
-        """A better layout, None where nothing can be told."""
+    def _advice(self, steps: float = math.inf) -> replan.Advice | None:
+        """A better layout, None where nothing can be told; ``steps`` as in `replan.advise`."""
         profile = self._meter.profile()
         if profile is None or self.plan.all_resident or self._engine.blocking:
             return None
@@ -174,7 +178,7 @@ class Adapts:
         if learnt is None:
             return None
         advice = replan.advise(
-            self.module, self._settings(), self._engine.grain, learnt, self._carving, self.plan
+            self.module, self._settings(), self._engine.grain, learnt, self._carving, self.plan, steps
         )
         self.plan = dataclasses.replace(self.plan, predicted_seconds=advice.now)
         self._candidate = learnt

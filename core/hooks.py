@@ -165,9 +165,10 @@ def _root_ends(streamer: Streamer, failed: bool) -> None:
 def root_forward(session: Session) -> Callable[[Callable], Callable]:
     """Around the root's forward: a pass begins and ends, the tree is looked over for what is new."""
     begin, end, notice = quiet(session._begin), quiet(_root_ends), quiet(_notice_backward)
-    gives_way = quiet(session._gives_way)
+    gives_way, look = quiet(session._gives_way), quiet(session._before)
 
     def make(inner: Callable) -> Callable:
+        @_untraced
         @_untraced
         def run(args: Any, kwargs: Any) -> Any:
             streamer, watch = begin()
@@ -185,7 +186,7 @@ def root_forward(session: Session) -> Callable[[Callable], Callable]:
         @_untraced
         def forward(*args: Any, **kwargs: Any) -> Any:
             while True:
-                before = session._before(args, kwargs) if session._governor is not None else None
+                before = look(args, kwargs) if session._governor is not None else None
                 try:
                     return run(args, kwargs)
                 except OutOfMemory as error:

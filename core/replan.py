@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,9 +13,10 @@ from .errors import BudgetError
 from .learn import Learnt, Piece
 from .plan import Plan
 from .plan_search import choose
-from .predict import predict
+from .predict import floor_seconds, predict
 from .units import Carving, carve
 
+NOTHING = "no layout is predicted to be 3 % faster"
 WORTH = 0.03  # of a step that a new layout must save
 FINER = 0.99  # of the time with whole blocks that parts must stay below: they cost more of the host
 TRUSTED = 0.25  # of the measured step that the prediction of the present layout may be off
@@ -70,13 +72,6 @@ def decide_with(
     return best or decide.decide(module, settings, grain)
 
 
-def predicted_seconds(module: nn.Module, carving: Carving, plan: Plan, learnt: Learnt) -> float:
-    """Of a step under ``plan``."""
-    sizes = [unit.nbytes for unit in carving.units]
-    work = learnt.workload(pieces(carving), _blocks(module))
-    return predict(sizes, plan.resident, plan.region_bytes, work, learnt.link).seconds
-
-
 def advise(
     module: nn.Module,
     settings: decide.Settings,
@@ -84,24 +79,36 @@ def advise(
     learnt: Learnt,
     carving: Carving,
     plan: Plan,
+    steps: float = math.inf,
 ) -> Advice:
-    """Whether a layout other than ``plan`` of ``carving`` is worth while."""
-    now = predicted_seconds(module, carving, plan, learnt)
-    new_carving, new = decide_with(module, settings, grain, learnt)
-    then = new.predicted_seconds
-    saves = 0.0 if then is None else now - then
-    total = sum(unit.nbytes for unit in carving.units)
+    """Whether a layout other than ``plan`` of ``carving`` is worth while.
+
+    ``steps``: seen so far. While not even the fastest step that any layout allows would have made up for the
+    change in so many, nothing is searched, and ``saves`` is what that step would save.
+    """
+    sizes = [unit.nbytes for unit in carving.units]
+    work = learnt.workload(pieces(carving), _blocks(module))
+    now = predict(sizes, plan.resident, plan.region_bytes, work, learnt.link).seconds
+    floor = floor_seconds(sizes, settings.vram - plan.fixed_bytes, work, learnt.link)
+    total = sum(sizes)
     held = sum(carving.units[index].nbytes for index in plan.resident)
     # Out and in again over the link, and what streams is copied in host memory, and pinned.
     move = (2 * held + 2 * total) / learnt.link.bytes_per_second
-    reason, understood = "", abs(now - learnt.seconds) <= TRUSTED * learnt.seconds
-    if not understood:
+    if abs(now - learnt.seconds) > TRUSTED * learnt.seconds:
         reason = (
             f"the present step is predicted as {now:.4g} s and takes {learnt.seconds:.4g} s: not understood"
         )
-    elif saves < WORTH * now:
-        reason = f"no layout is predicted to be {100 * WORTH:.0f} % faster"
-    return Advice(new_carving, new, now, saves, move, reason, understood)
+        return Advice(carving, plan, now, 0.0, move, reason, understood=False)
+    most = now - floor
+    if most < WORTH * now:
+        return Advice(carving, plan, now, 0.0, move, NOTHING, understood=True)
+    if most * steps < move:
+        return Advice(carving, plan, now, most, move, "", understood=True)
+    new_carving, new = decide_with(module, settings, grain, learnt)
+    then = new.predicted_seconds
+    saves = 0.0 if then is None else now - then
+    reason = NOTHING if saves < WORTH * now else ""
+    return Advice(new_carving, new, now, saves, move, reason, understood=True)
 
 
 def _blocks(module: nn.Module) -> Sequence[frozenset[str]]:
