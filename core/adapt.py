@@ -81,6 +81,9 @@ class Adapts:
     def _need_open(self) -> None:
         raise NotImplementedError
 
+    def _detach_for_parking(self) -> None:
+        raise NotImplementedError
+
     def _held_bytes(self) -> int:
         raise NotImplementedError
 
@@ -303,6 +306,7 @@ class Adapts:
                 memory = self._engine.memory()
                 smaller = None if memory is None else self._governor.short(memory, self._vram, least)
                 if smaller is None:
+                    self._detach_for_parking()  # whole, on the host; the next forward tries again
                     raise
                 self._vram = smaller
         self._engine.trim()

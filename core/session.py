@@ -14,7 +14,7 @@ from torch import nn
 
 from . import decide, hooks, ops, replan, settings
 from .account import Held, describe, make_report
-from .adapt import Adapts
+from .adapt import Adapts, OutOfMemory
 from .attach import Placement, wanted_residents
 from .errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
 from .meter import Meter
@@ -328,7 +328,11 @@ class Session(Adapts):
         with self._lock:
             if self._parked:
                 self._parked = False
-                self._again()
+                try:
+                    self._again()
+                except OutOfMemory:
+                    self._detach_for_parking()
+                    raise
 
     def refresh(self, module: nn.Module | None = None) -> None:
         """Do not trust copies of host weights (below ``module``) kept on the device: they changed unseen.

@@ -198,6 +198,25 @@ def test_later_a_failed_step_is_raised_and_the_next_one_is_smaller():
         assert session._held_bytes() < held
 
 
+def test_where_not_even_the_least_fits_the_model_waits_on_the_host_and_returns():
+    net = Net()
+    expected = run(net)
+    memory = 2 * size(net)
+    with auto(net, memory) as session:
+        for _ in range(12):
+            run(net)
+        session._engine.ledger.others = memory - 4 * KB
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError):
+                run(net)
+            assert session._engine.allocated == 0
+        session._engine.ledger.others = 0
+        for _ in range(3):
+            assert torch.equal(run(net), expected)
+        assert session.report().vram_peak_bytes > 0
+    assert torch.equal(run(net), expected)
+
+
 def test_a_training_step_that_runs_out_leaves_the_model_whole_and_the_session_smaller():
     net = Net()
     adapter = nn.Parameter(torch.ones(32))
