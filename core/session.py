@@ -53,7 +53,7 @@ def stream(
     (also by ``with``). ``device``: default the current accelerator, else the CPU; or a `SimulatedDevice`.
     ``vram``, ``ram``: bytes, "8GiB", "8GB", "50%" of what is free, or "auto": ``vram`` starts with 70 % of
     what is free on the device less 1 GiB, and after the first steps takes what they leave, with headroom,
-    and gives way when memory runs short; for ``ram`` 80 % of what is available (it bounds pinned memory;
+    and gives way when memory runs short; for ``ram`` 80 % of what is available, less where a container allows less (it bounds pinned memory;
     what does not fit is streamed from pageable memory, more slowly).
     ``granularity``: "block", "phase", "layer", or "auto" (blocks, split where two would not fit).
     ``codec``: "raw" or "auto" (raw in this version). ``pool``: "torch" or "auto" (torch in this version).

@@ -109,7 +109,7 @@ def test_predicted_and_simulated_steps_agree(monkeypatch, kind, slots, share):
     assert predicted.transfers == pytest.approx(copies, rel=0.06, abs=1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(problems(uniform=True))
 def test_units_of_one_size_are_predicted_exactly(problem):
     sizes, resident, region, workload = problem
@@ -120,7 +120,7 @@ def test_units_of_one_size_are_predicted_exactly(problem):
     assert abs(predicted.transfers - copies) <= 1
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(problems())
 def test_a_step_is_never_faster_than_its_computing_nor_than_its_copies(problem):
     sizes, resident, region, workload = problem
@@ -139,7 +139,7 @@ def test_a_step_is_never_faster_than_its_computing_nor_than_its_copies(problem):
     assert sum(found.phases) == pytest.approx(found.seconds)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(problems())
 def test_a_device_that_waits_for_its_copies_takes_both_times(problem):
     sizes, resident, region, workload = problem

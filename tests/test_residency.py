@@ -225,5 +225,5 @@ class Machine(RuleBasedStateMachine):
             assert all(pool.resident[entry] for entry, pins in enumerate(pool.pins) if pins)
 
 
-Machine.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=30)
+Machine.TestCase.settings = settings(deadline=None, max_examples=80, stateful_step_count=30)
 test_pools_keep_their_promises_whatever_their_owners_do = Machine.TestCase
