@@ -122,6 +122,9 @@ class Adapts:
 
     def _look(self) -> None:
         """Between steps: see whether memory or what was learnt asks for another layout."""
+        if not self._movable():
+            self._tune_at = self._look_at = math.inf
+            return
         if self._governor is not None and not self._meter.awaiting:
             if self._device is not None and len(self._device.sessions) > 1:
                 self._count_use()
@@ -129,6 +132,12 @@ class Adapts:
         if self._meter.settled >= self._tune_at:
             self._tune_once()
         self._set_look()
+
+    def _movable(self) -> bool:
+        """Whether weights may move unasked: a trainable one that leaves the device and returns loses what
+        DistributedDataParallel hung onto its gradient's accumulator, and gradients would no longer be averaged."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return not (distributed and self._carving.adapters)
 
     # -- time
 
@@ -239,7 +248,7 @@ class Adapts:
             return 0  # it is in a step of another thread
         try:
             streamer = self._streamer
-            if self._closed or self._parked or self._governor is None:
+            if self._closed or self._parked or self._governor is None or not self._movable():
                 return 0
             if not streamer.idle or not streamer.unreferenced or self._meter.awaiting:
                 return 0

@@ -138,6 +138,18 @@ def test_the_layout_does_not_change_under_a_graph_that_is_still_wanted():
         assert session._learnt is not None, "and is taken as soon as nobody wants it"
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+def test_trainable_weights_of_a_distributed_job_do_not_move_unasked(monkeypatch, distributed):
+    """Who averages gradients hangs onto accumulators that a move would replace."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: distributed)
+    net, simulated, vram = uneven()
+    net.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    with carom.stream(net, device=simulated, vram=vram, granularity="block") as session:
+        for _ in range(40):
+            step(net, False)
+        assert (session._learnt is None) is distributed
+
+
 def test_an_explicit_granularity_is_kept():
     for granularity in ("block", "layer"):
         net = Net()
