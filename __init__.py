@@ -46,5 +46,16 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+# Read by ComfyUI: where the page finds the nodes' docs.
+WEB_DIRECTORY = "./web"
+
+
+async def comfy_entrypoint() -> Any:
+    """What ComfyUI asks for when this folder lies in its custom_nodes; nothing of the nodes is imported before."""
+    from .nodes.extension import CaromExtension
+
+    return CaromExtension()
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

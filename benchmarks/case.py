@@ -8,7 +8,7 @@ from typing import Any
 
 ENGINES = ("none", "carom", "ramtorch", "diffusers", "accelerate", "ai-toolkit", "musubi")
 MODES = ("infer", "train")
-KINDS = ("step", "link", "touch")
+KINDS = ("step", "link", "touch", "host")
 ADAPTER_DTYPES = ("bfloat16", "float32")
 CHECKPOINTS = ("outside", "inside", "off")
 WEIGHT_BYTES = 2  # bfloat16
@@ -22,7 +22,8 @@ MIB = 1 << 20
 class Case:
     """What one worker process runs. Sizes: `d` features, `tokens` a sample, `resident` blocks kept on the device.
 
-    `kind`: "step" times the model, "link" the pinned copy of one block, "touch" only grows the machine's memory.
+    `kind`: "step" times the model, "link" the pinned copy of one block, "touch" only grows the machine's memory,
+    "host" takes turns with no offloading where the host binds.
     `repeat`: how often each block is called in a row. `vram` overrides the budget that `resident` and `slots` imply (bytes). `limit_s` is the process's time limit.
     """
 
@@ -117,6 +118,8 @@ class Case:
 
     def label(self) -> str:
         """The case in a few words, for progress lines."""
+        if self.kind == "host":
+            return f"host time, {self.mode}, {self.resident}/{self.depth} resident, each block {self.repeat} times"
         if self.kind != "step":
             return self.kind
         where = "all resident" if self.resident == self.depth else f"{self.resident}/{self.depth} resident"

@@ -164,12 +164,9 @@ def attach_rate(results: Results, key: str) -> float:
     return result["weight_bytes"] / result["attach_seconds"] / GIB
 
 
-def host_overhead(results: Results, keys: list[str], base: str) -> float:
-    """Microseconds of wall time added a call of a block where the host binds; the worst of `keys` over the resident `base`."""
-    base_ms = results.get(base)["wall_ms_per_step"]
-    case = results.cases[base]
-    calls = case.depth * case.repeat
-    return max(1e3 * (results.get(k)["wall_ms_per_step"] - base_ms) / calls for k in keys)
+def host_added(results: Results, key: str) -> float:
+    """Microseconds of wall time that Carom adds to a call of a block where the host binds."""
+    return results.get(key)["added_us"]
 
 
 def within_memory(results: Results, keys: list[str], base: str, limit_bytes: float) -> float:

@@ -169,6 +169,8 @@ def outcome(result: dict[str, Any]) -> str:
         return f"{result['link_bytes_per_second'] / 1e9:.1f} GB/s" + took
     if "touched_bytes" in result:
         return f"{result['touched_bytes'] / 1e9:.0f} GB touched" + took
+    if "added_us" in result:
+        return f"{result['added_us']:+.1f} us a call of {result['plain_us']:.0f} us" + took
     if "ms_per_step" not in result:
         return f"attached in {result['attach_seconds']:.2f} s" + took
     peak = result.get("peak_reserved_bytes")

@@ -36,16 +36,15 @@ def suite_cases(device: str, tiny: bool = False) -> dict[str, Case]:
     half = big.depth // 2
     short, middle, long = (1024, 4096, 16384) if not tiny else (16, 32, 64)
     infer, train = big.but(mode="infer"), big.but(mode="train")
-    host = Case(device=device, d=256, depth=20, tokens=16, steps=100, warmup=30, slots=4)
+    host = Case(kind="host", device=device, d=256, depth=20, tokens=16, steps=25, warmup=12, slots=4)
     again = host.but(
-        depth=4, slots=2, repeat=25, steps=20, warmup=6
+        depth=4, slots=2, repeat=25, steps=6, warmup=4
     )  # 96 of 100 calls find their block fetched
     flat = Case(
         device=device, engine="carom", mode="train", d=1536, depth=12, tokens=512, steps=500, verify=False
     )
     if tiny:
-        host = host.but(depth=4, steps=3, warmup=1)
-        again = again.but(repeat=3, steps=3, warmup=1)
+        host, again = host.but(depth=4, steps=1, warmup=1), again.but(repeat=2, steps=1, warmup=1)
         flat = flat.but(d=256, depth=4, tokens=16, steps=55)
 
     def none(case: Case, tokens: int) -> Case:
@@ -53,6 +52,13 @@ def suite_cases(device: str, tiny: bool = False) -> dict[str, Case]:
 
     def carom(case: Case, tokens: int, **changes: Any) -> Case:
         return case.but(engine="carom", tokens=tokens, **changes)
+
+    def hosts(mode: str) -> dict[str, Case]:
+        return {
+            "resident": host.but(mode=mode, resident=host.depth),
+            "fetched": again.but(mode=mode, steps=again.steps if mode == "infer" else 1),
+            "streamed": host.but(mode=mode),
+        }
 
     return {
         "link": big.but(kind="link"),
@@ -68,22 +74,14 @@ def suite_cases(device: str, tiny: bool = False) -> dict[str, Case]:
         "none-train-1024": none(train, short),
         "carom-train-1024": carom(train, short),
         "musubi-train-1024": train.but(engine="musubi", tokens=short),
-        "none-host-infer": none(host.but(mode="infer"), host.tokens),
-        "carom-host-infer-resident": carom(host.but(mode="infer"), host.tokens, resident=host.depth),
-        "none-again-infer": none(again.but(mode="infer"), again.tokens),
-        "carom-again-infer": carom(again.but(mode="infer"), again.tokens),
-        "carom-host-infer-streamed": carom(host.but(mode="infer"), host.tokens),
+        **{f"host-infer-{kind}": c for kind, c in hosts("infer").items()},
+        **{f"host-train-{kind}": c for kind, c in hosts("train").items()},
         "carom-attach-24GB": carom(infer, middle, depth=70 if not tiny else 8, steps=0, verify=False),
         "ai-toolkit-train-4096": train.but(engine="ai-toolkit", tokens=middle, steps=big.steps // 2),
         "ai-toolkit-train-1024": train.but(engine="ai-toolkit", tokens=short, steps=big.steps // 2),
         "carom-infer-4096-half": carom(infer, middle, resident=half, slots=2),
         "none-infer-16384": none(infer, long).but(steps=big.steps // 2),
         "carom-infer-16384": carom(infer, long).but(steps=big.steps // 2),
-        "none-host-train": none(host.but(mode="train"), host.tokens),
-        "carom-host-train-resident": carom(host.but(mode="train"), host.tokens, resident=host.depth),
-        "none-again-train": none(again.but(mode="train", steps=6, warmup=2), again.tokens),
-        "carom-again-train": carom(again.but(mode="train", steps=6, warmup=2), again.tokens),
-        "carom-host-train-streamed": carom(host.but(mode="train"), host.tokens),
         "carom-flat": flat,
         "musubi-infer-4096": infer.but(engine="musubi", tokens=middle),
         "musubi-infer-4096-half": infer.but(engine="musubi", tokens=middle, resident=half),
@@ -147,13 +145,13 @@ def suite_figures() -> list[Figure]:
         Figure("weights placed in the pinned store", 10.0, partial(f.attach_rate, key="carom-attach-24GB"),
                at_least=True, unit=" GiB/s"),
         *(
-            Figure(f"host time added a block, {mode}, {words}", bound,
-                   partial(f.host_overhead, keys=[f"carom-{key}"], base=f"none-{base}"), unit=" us")
+            Figure(f"host time added a block, {mode}, {words}", bound, partial(f.host_added, key=f"host-{mode}-{kind}"),
+                   unit=" us")
             for mode, limit in (("infer", 50.0), ("train", 150.0))
-            for words, key, base, bound in (
-                ("all resident", f"host-{mode}-resident", f"host-{mode}", limit),
-                ("already fetched", f"again-{mode}", f"again-{mode}", limit),
-                ("each fetched anew (no bound set)", f"host-{mode}-streamed", f"host-{mode}", float("inf")),
+            for words, kind, bound in (
+                ("all resident", "resident", limit),
+                ("already fetched", "fetched", limit),
+                ("each fetched anew (no bound set)", "streamed", float("inf")),
             )
         ),
     ]  # fmt: skip
@@ -208,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     if any("ms_per_step" in result for result in results.values()):
         chart([e for e in record["cases"] if e["case"]["d"] == 3072 or args.tiny], args.out / "suite.png")
     # The small shapes serve two figures below and would only crowd the table.
-    print(table([e for e in record["cases"] if e["case"]["d"] >= 1536 or args.tiny]))
+    print(table([e for e in record["cases"] if e["case"]["kind"] != "host" and e["key"] != "carom-flat"]))
     print()
     print(render(judged))
     print(json.dumps({"record": str(path), "interrupted": record["interrupted"]}))

@@ -62,6 +62,10 @@ def run(case: Case) -> dict[str, Any]:
 
             rate = measure_link(case.block_bytes, device)
             return {"status": "ok", "link_bytes_per_second": rate, "buffer_bytes": case.block_bytes}
+        if case.kind == "host":
+            from .host_time import host_time
+
+            return {"status": "ok", **host_time(case, device)}
         return {"status": "ok", **_run_step_case(case, device)}
     except Skip as skip:
         return {"status": "skipped", "reason": str(skip)}

@@ -16,6 +16,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "what this machine can do, and what to fix",
     "plan": "what a model would do on a card: what stays, what streams, how fast and why",
     "pack": "rewrite a checkpoint in streaming order, page-aligned and checksummed",
+    "install-comfyui": "put Carom's nodes into a ComfyUI, or take them out again",
 }
 
 

@@ -7,7 +7,7 @@ modules. Both are undone in the reverse order, whatever failed in between.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,16 @@ class _Moved:
 
     tensor: torch.Tensor
     home: torch.device
+
+
+@dataclass(eq=False)
+class _Filling:
+    """A unit on its way into its block: ``views`` match its entries."""
+
+    unit: Unit
+    block: Block
+    views: list[torch.Tensor]
+    jobs: list[Future[Any]]
 
 
 class Placement:
@@ -110,22 +120,27 @@ class Placement:
     def stream(self, units: list[Unit], make: Callable[[Unit, int, Any], Streamed]) -> list[Streamed]:
         """Copy units to blocks of their own in host memory, pin them, and let the tensors stand there.
 
-        Each unit's old memory is given back before the next is copied, so the host holds the weights once.
+        While one unit is copied the next is begun and the last is pinned; a unit's old memory is given back before
+        the next but one is copied, so the host holds the weights once.
         """
         with (
             ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool,
             ThreadPoolExecutor(1, thread_name_prefix="carom-pin") as pinner,
         ):
-            # One block is registered while the next is filled.
-            pins = [pinner.submit(self._arena.pin, self._stream_one(unit, make, pool)) for unit in units]
+            pins: list[Future[Any]] = []
+            under_way: _Filling | None = None
+            for unit in (*units, None):
+                filling = None if unit is None else self._begin_filling(unit, pool)
+                if under_way is not None:
+                    self._stand_there(under_way, make)
+                    pins.append(pinner.submit(self._arena.pin, under_way.block))
+                under_way = filling
             for pin in pins:
                 pin.result()
         return_freed_memory()
         return self.streamed
 
-    def _stream_one(
-        self, unit: Unit, make: Callable[[Unit, int, Any], Streamed], pool: ThreadPoolExecutor
-    ) -> Block:
+    def _begin_filling(self, unit: Unit, pool: ThreadPoolExecutor) -> _Filling:
         block = self._arena.allocate(unit.nbytes)
         pieces = []
         views = []
@@ -141,12 +156,18 @@ class Placement:
                 else:
                     view.copy_(tensor.detach())
             views.append(view)
-        fill(pieces, pool)
-        del pieces
-        streamed = make(unit, len(self.streamed), block)
+        return _Filling(unit, block, views, fill(pieces, pool))
+
+    def _stand_there(self, filling: _Filling, make: Callable[[Unit, int, Any], Streamed]) -> None:
+        """The unit's bytes are in its block: its tensors stand there from here on."""
+        for job in filling.jobs:
+            job.result()
+        filling.jobs.clear()
+        unit = filling.unit
+        streamed = make(unit, len(self.streamed), filling.block)
         self.streamed.append(streamed)
         self.streamed_host_bytes += unit.nbytes
-        for entry, view in zip(unit.entries, views, strict=True):
+        for entry, view in zip(unit.entries, filling.views, strict=True):
             tensor = entry.tensor
             worn = type(tensor)
             self._worn.append((tensor, worn, tensor.device))
@@ -159,7 +180,6 @@ class Placement:
             tensor._carom = owner  # type: ignore[attr-defined]
             tensor.__class__ = HostParameter if isinstance(tensor, nn.Parameter) else HostTensor
         streamed.trainable = any(owner.trainable for owner in streamed.owners)
-        return block
 
     # -- the way back
 

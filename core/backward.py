@@ -68,6 +68,11 @@ class Backward:
     def running(self) -> bool:
         return bool(self._tasks)
 
+    @property
+    def reading(self) -> bool:
+        """Whether uses are under way, or not yet known to be over."""
+        return bool(self._reading or self._lingering)
+
     def elsewhere(self) -> bool:
         """Whether a pass other than this thread's is in progress."""
         return bool(self._tasks - {graph_task()})

@@ -134,17 +134,23 @@ _untraced(_Forward.__call__)
 
 def unit_forward(unit: Streamed) -> Callable[[Callable], Callable]:
     """Around a unit's forward: its slot is entered and left, exception, interrupt or not."""
-    streamer = unit.streamer
-    enter, leave = quiet(streamer.runs.enter), quiet(streamer.runs.leave)
+    runs = unit.streamer.runs
+    # Most calls are not compiled: they are spared the way around the compiler.
+    enter, leave = runs.enter, runs.leave
+    quiet_enter, quiet_leave = quiet(enter), quiet(leave)
 
     def make(inner: Callable) -> Callable:
         @_untraced
         def forward(*args: Any, **kwargs: Any) -> Any:
-            slot, gradient = enter(unit)
+            plain = _compiling() is None
+            slot, gradient = enter(unit) if plain else quiet_enter(unit)
             try:
                 return inner(*args, **kwargs)
             finally:
-                leave(unit, slot, gradient)
+                if plain:
+                    leave(unit, slot, gradient)
+                else:
+                    quiet_leave(unit, slot, gradient)
 
         return forward
 

@@ -93,11 +93,14 @@ def hooks_are_ours() -> bool:
     return top is None or getattr(top[0], "_carom", False)
 
 
+_functorch: Any = getattr(torch._C, "_functorch", None)
+_transforms: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", lambda: None)
+
+
 def refuse_transforms(name: str) -> None:
     """Raises UnsupportedError inside torch.func's grad and jvp: a copy there would be part of the function."""
-    functorch: Any = getattr(torch._C, "_functorch", None)
-    level = None if functorch is None else functorch.peek_interpreter_stack()
-    if level is not None and level.key() in (functorch.TransformType.Grad, functorch.TransformType.Jvp):
+    level = _transforms()
+    if level is not None and level.key() in (_functorch.TransformType.Grad, _functorch.TransformType.Jvp):
         raise UnsupportedError(
             f"unit {name!r} cannot be fetched inside torch.func.grad or jvp; use backward(), or close the session first"
         )

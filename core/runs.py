@@ -163,8 +163,7 @@ class Runs:
         """What the model wrote to its slot during the run goes to the host, where the weight lives."""
         streamer = self._streamer
         views = streamer.views(slot)
-        replaced = [t.data_ptr() != at for t, at in zip(views.tensors, views.addresses, strict=True)]
-        if views.version == unit.entered and not any(replaced):
+        if views.version == unit.entered and not views.moved():
             return
         for owner, view in zip(unit.owners, views.tensors, strict=True):
             # One counter for the whole slot does not tell which tensor it was: look.

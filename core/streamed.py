@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from .errors import UnsupportedError
 from .slots import Slot
@@ -72,6 +73,13 @@ class Views:
         """Raised by every write of the model to any of the tensors (they share the counter)."""
         return self.base._version
 
+    def moved(self) -> bool:
+        """Whether a tensor's data was replaced."""
+        for tensor, at in zip(self.tensors, self.addresses, strict=True):  # noqa: SIM110 - as above
+            if tensor.data_ptr() != at:
+                return True
+        return False
+
     def view(self, place: tuple) -> torch.Tensor:
         """The view of a handle's place; the caller takes an alias of its own."""
         found = self.saved.get(place)
@@ -94,7 +102,10 @@ class Views:
         if self.uses is not None and (storage_uses(self.base) or 0) > self.uses:
             return True
         count = sys.getrefcount
-        return any(count(tensor) > _OWN_REFERENCES for tensor in self.tensors)
+        for tensor in self.tensors:  # noqa: SIM110 - any() with a generator takes twice as long, at every release
+            if count(tensor) > _OWN_REFERENCES:
+                return True
+        return False
 
 
 @dataclass(eq=False)
@@ -128,4 +139,23 @@ class Streamed:
 
     def version(self) -> int:
         """Changes whenever torch sees the host tensors change."""
-        return self.epoch + sum(owner.host._version for owner in self.owners)
+        version = self.epoch
+        for owner in self.owners:
+            version += owner.host._version
+        return version
+
+
+def make_views(unit: Streamed, base: torch.Tensor) -> Views:
+    """The unit's tensors in ``base``, its bytes in a slot. Outside inference mode, so that they serve training too."""
+    with torch.inference_mode(False), torch.no_grad():
+        tensors: list[torch.Tensor] = []
+        for owner in unit.owners:
+            entry = owner.entry
+            piece = base[entry.offset : entry.offset + entry.nbytes].view(owner.host.dtype)
+            view = piece.as_strided(owner.host.shape, owner.host.stride(), piece.storage_offset())
+            is_parameter = isinstance(owner.tensor, nn.Parameter)
+            tensors.append(nn.Parameter(view, requires_grad=False) if is_parameter else view)
+    del piece, view
+    return Views(
+        base, base.data, tensors, storage_uses(base), addresses=[tensor.data_ptr() for tensor in tensors]
+    )

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import ops
@@ -28,8 +27,8 @@ from .runs import Runs, hand_back
 from .schedule import NEVER, Order
 from .slots import Region, Slot, SlotState
 from .store.arena import Block, HostArena
-from .streamed import Owner, Streamed, Views
-from .transfer import Engine, storage_uses
+from .streamed import Owner, Streamed, Views, make_views
+from .transfer import Engine
 from .units import Unit
 
 _PATIENCE = 20.0  # seconds to wait for a slot that another thread uses
@@ -45,6 +44,7 @@ class Streamer:
         self.units: list[Streamed] = []
         self.lock = threading.RLock()
         self._freed = threading.Condition(self.lock)
+        self._sleeping = 0  # threads that wait for one
         self._waiting: dict[int, int] = {}  # threads that wait for a slot: how many they use meanwhile
         self.closed = False
         self.order = Order(())
@@ -106,7 +106,8 @@ class Streamer:
         with self.lock:
             if self.closed:
                 raise CaromError(f"unit {unit.name!r} is needed, but its session was closed")
-            self.settle(unit)
+            if self._held or self.backward.reading:
+                self.settle(unit)
             foreseen = self.order.access(unit.index, backward)
             self._last = unit
             slot = unit.slot
@@ -150,7 +151,8 @@ class Streamer:
                 slot.users -= 1
                 if slot.users == 0:
                     slot.state = SlotState.KEPT
-                self._freed.notify_all()
+                if self._sleeping:
+                    self._freed.notify_all()
             if slot.users == 0 and slot.unit.slot is slot:
                 if self.views(slot).kept_elsewhere() and self._kept_by_others(slot):
                     slot.state = SlotState.HELD
@@ -183,32 +185,14 @@ class Streamer:
         unit = slot.unit
         found = unit.views.get(slot.offset)
         if found is None:
-            found = self._make_views(unit, slot.offset)
+            with torch.inference_mode(False), torch.no_grad():
+                base = self.engine.alias(self.memory, slot.offset, unit.nbytes)
+            found = make_views(unit, base)
             while len(unit.views) >= _VIEW_SETS:
                 oldest = next(iter(unit.views))
                 del unit.views[oldest]
             unit.views[slot.offset] = found
         return found
-
-    def _make_views(self, unit: Streamed, offset: int) -> Views:
-        # Outside inference mode, so that the same views serve training too.
-        with (
-            torch.inference_mode(False) if torch.is_inference_mode_enabled() else torch.no_grad(),
-            torch.no_grad(),
-        ):
-            base = self.engine.alias(self.memory, offset, unit.nbytes)
-            tensors: list[torch.Tensor] = []
-            for owner in unit.owners:
-                entry = owner.entry
-                piece = base[entry.offset : entry.offset + entry.nbytes].view(owner.host.dtype)
-                view = piece.as_strided(owner.host.shape, owner.host.stride(), piece.storage_offset())
-                is_parameter = isinstance(owner.tensor, nn.Parameter)
-                tensors.append(nn.Parameter(view, requires_grad=False) if is_parameter else view)
-        del piece, view
-        target = base.data
-        return Views(
-            base, target, tensors, storage_uses(base), addresses=[tensor.data_ptr() for tensor in tensors]
-        )
 
     def wait(self, slot: Slot) -> None:
         """The current stream goes on only when the slot's bytes are there."""
@@ -248,14 +232,22 @@ class Streamer:
         if others > sum(self._waiting.values()):
             self._waiting[thread] = mine
             try:
-                return self._freed.wait(left)
+                return self._sleep(left)
             finally:
                 del self._waiting[thread]
         # Another thread may keep a view for a moment (the traceback of a checkpoint's early stop): nobody tells of its end.
         if self._held and (self.runs.elsewhere() or self.backward.elsewhere()):
-            self._freed.wait(min(left, _POLL))
+            self._sleep(min(left, _POLL))
             return left > 0
         return False
+
+    def _sleep(self, seconds: float) -> bool:
+        """Until a slot is freed; False when none was."""
+        self._sleeping += 1
+        try:
+            return self._freed.wait(seconds)
+        finally:
+            self._sleeping -= 1
 
     def _fill(self, unit: Streamed, offset: int, victims: list[Slot]) -> Slot:
         for victim in victims:
@@ -309,7 +301,7 @@ class Streamer:
         epoch, place, spared = self._stuck
         if epoch != self.order.epoch or self.order.at >= place:
             return False
-        return all(slot is None or self._place_of(slot) <= place for slot in (released, spared))
+        return self._place_of(released) <= place and (spared is None or self._place_of(spared) <= place)
 
     def _look_ahead(self) -> None:
         """Ask for what is expected next, as far as that evicts nothing needed sooner."""

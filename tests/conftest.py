@@ -29,6 +29,8 @@ _load("carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
 # Helpers of the tests: tests/ is no package, and its folder is not on the path.
 _load("tests_models", ROOT / "tests" / "models.py")
 _load("tests_harness", ROOT / "tests" / "harness.py")
+_load("tests_comfy_server", ROOT / "tests" / "comfy_server.py")
+_load("tests_comfy_stand_in", ROOT / "tests" / "comfy_stand_in.py")
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,10 @@ def test_every_command_has_the_two_functions_and_a_help_line(name):
 def test_the_help_lists_every_command_without_importing_any(carom_cli):
     done = carom_cli("--help")
     assert done.returncode == 0, done.stderr
-    assert all(f"\n    {name} " in done.stdout for name in cli.COMMANDS)
+    listed = {
+        line.split()[0] for line in done.stdout.splitlines() if line.startswith("    ") and line[4] != " "
+    }
+    assert set(cli.COMMANDS) <= listed
     assert "0 done, 1 failed, 2 bad use" in done.stdout
 
 

@@ -341,7 +341,7 @@ ATTACH = [
     (decide, "carve"), (decide, "plan_residency"), (arena.HostArena, "allocate"), (attach, "fill"),
     (arena.HostArena, "pin"), ("engine", "allocate"), ("engine", "alias"), ("engine", "synchronize"),
     (attach.Placement, "keep"), (attach.Placement, "adapt"), (attach, "_relocate"), (attach, "_replace"),
-    (attach.Placement, "_stream_one"), (streamer.Streamer, "start"), (hooks.Wrapped, "forward"),
+    (attach.Placement, "_begin_filling"), (attach.Placement, "_stand_there"), (streamer.Streamer, "start"), (hooks.Wrapped, "forward"),
     (hooks.Wrapped, "attribute"), (session, "Tree"), (session.Session, "_account"), (session, "describe"),
 ]  # fmt: skip
 

@@ -16,15 +16,16 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 logger = logging.getLogger("carom")
 
 PAGE = mmap.PAGESIZE
-_CHUNK = 32 << 20  # bytes one thread copies at a time
+_CHUNK = 4 << 20  # bytes one thread copies at a time: a unit of tens of MiB keeps all of them busy
 
 
 @dataclass(frozen=True)
@@ -136,18 +137,21 @@ def workers() -> int:
         return max(1, min(16, os.cpu_count() or 1))
 
 
-def fill(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], pool: ThreadPoolExecutor) -> None:
-    """Copy (destination, source) pairs of CPU uint8 tensors of equal length, spread over ``pool``.
+def fill(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], pool: ThreadPoolExecutor) -> list[Future[Any]]:
+    """Start copying (destination, source) pairs of CPU uint8 tensors of equal length, spread over ``pool``.
 
     ctypes.memmove releases the GIL, so first touch and copy run in parallel.
     """
-    jobs = []
-    for destination, source in pieces:
-        to, at, size = destination.data_ptr(), source.data_ptr(), destination.numel()
-        for start in range(0, size, _CHUNK):
-            jobs.append(pool.submit(ctypes.memmove, to + start, at + start, min(_CHUNK, size - start)))
-    for job in jobs:
-        job.result()
+    return [
+        pool.submit(_copy, destination, source, start)
+        for destination, source in pieces
+        for start in range(0, destination.numel(), _CHUNK)
+    ]
+
+
+def _copy(destination: torch.Tensor, source: torch.Tensor, start: int) -> None:
+    size = min(_CHUNK, destination.numel() - start)
+    ctypes.memmove(destination.data_ptr() + start, source.data_ptr() + start, size)
 
 
 def return_freed_memory() -> None:

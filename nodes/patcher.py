@@ -1,0 +1,229 @@
+"""A thin mixin over a patcher's own class: ComfyUI goes on deciding when and how much, Carom carries the weights.
+
+ComfyUI keeps applying LoRA, dtype casts and quantised kernels: its own low-VRAM load is run with room for nothing,
+so it moves no weight and attaches every patch as a function; the session then puts each weight on the device before
+its module runs. Works over any static patcher class, other packs' included, because nothing of it is replaced.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..core.errors import BudgetError, CaromError, UnsupportedError
+from . import host
+from .policy import Settings, next_budget, parse_limit
+from .streaming import Streaming, streaming_of
+from .tensors import own_tensors
+
+KEY = "carom"  # of our attachment, which clones of a patcher carry on
+NOTHING = 1  # bytes: what ComfyUI's own load may put on the device; 0 would mean "everything"
+_classes: dict[type, type] = {}
+
+
+class CaromPatcher:
+    """Mixed in before a patcher class by `wear`. Overrides take any arguments, as releases add some."""
+
+    model: Any
+    load_device: torch.device
+    offload_device: torch.device
+    patches: dict
+    backup: dict
+    size: int
+    skip_injection: bool
+
+    @property
+    def _carom(self) -> Streaming:
+        return streaming_of(self.model)
+
+    @property
+    def _settings(self) -> Settings:
+        return settings_of(self) or Settings()
+
+    # -- sizes
+
+    def _limit(self) -> float:
+        return parse_limit(self._settings.vram, host.device_bytes(self.load_device))
+
+    def model_size(self, *args: Any, **kwargs: Any) -> int:
+        """What the model wants on the device: its true size, or the user's limit if that is less."""
+        return int(min(self._carom.total, self._limit()))
+
+    # -- loading
+
+    def load(
+        self, device_to: Any = None, lowvram_model_memory: float = 0, force_patch_weights: bool = False,
+        full_load: bool = False, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        offered = math.inf if full_load or lowvram_model_memory == 0 else lowvram_model_memory
+        bound = min(offered, self._limit())
+        carom = self._carom
+        if bound >= carom.total:
+            self._leave()
+            carom.note = ""
+        elif not carom.note:
+            try:
+                return self._stream(device_to, int(bound), force_patch_weights)
+            except CaromError as error:
+                if self._settings.mode == "stream" or isinstance(error, BudgetError):
+                    raise
+                self._leave()
+                carom.note = f"ComfyUI keeps the weights: {error}"
+                host.say(f"Carom: {carom.note}", self._settings.node)
+        return super().load(device_to, lowvram_model_memory, force_patch_weights, full_load, *args, **kwargs)  # type: ignore[misc]
+
+    def _stream(self, device_to: Any, bound: int, force_patch_weights: bool) -> None:
+        """ComfyUI attaches its patches, then the session takes the weights (or changes its budget)."""
+        carom, model = self._carom, self.model
+        if not carom.active and model.current_weight_patches_uuid is not None:
+            self._unload()  # ComfyUI had loaded it itself
+        carom.active = True
+        try:
+            super().load(device_to, NOTHING, force_patch_weights, False)  # type: ignore[misc]
+            self._patch_rest(device_to)
+            self._take(bound)
+        except BaseException:
+            carom.close()
+            raise
+        host.say(carom.line(carom.held), self._settings.node)
+
+    def _patch_rest(self, device_to: Any) -> None:
+        """Patches of weights that ComfyUI cannot cast on the fly are merged, as its full load would."""
+        for key in list(self.patches):
+            if not isinstance(key, str) or key in self.backup:
+                continue
+            path, _, leaf = key.rpartition(".")
+            try:
+                owner = self.model.get_submodule(path)
+            except AttributeError:
+                continue
+            if not (hasattr(owner, "comfy_cast_weights") and leaf in ("weight", "bias")):
+                self.patch_weight_to_device(key, device_to=device_to)  # type: ignore[attr-defined]
+
+    def _take(self, bound: int) -> None:
+        carom = self._carom
+        if carom.session is None:
+            carom.open(self.load_device, bound, self._settings)
+        else:
+            own_tensors(self.model)
+            budget = next_budget(carom.budget, carom.held, carom.streamed, bound)
+            if budget is not None:
+                carom.resize(budget)
+        self.model.model_loaded_weight_memory = carom.held
+        carom.expected = (self.model.current_weight_patches_uuid, carom.held)
+
+    def _leave(self) -> None:
+        """The weights become ComfyUI's again, none of them loaded."""
+        if self._carom.active:
+            self._carom.close()
+            self._unload()
+
+    def _unload(self) -> None:
+        """No weight on the device, no patch in a weight; object patches stay."""
+        super().unpatch_model(self.offload_device, unpatch_weights=True)  # type: ignore[misc]
+        before, self.skip_injection = self.skip_injection, True  # who called for a load injects after it
+        try:
+            super().patch_model(load_weights=False)  # type: ignore[misc]
+        finally:
+            self.skip_injection = before
+
+    def partially_load(self, device_to: Any, extra_memory: float = 0, *args: Any, **kwargs: Any) -> Any:
+        carom, model = self._carom, self.model
+        force = bool(args[0] if args else kwargs.get("force_patch_weights", False))
+        before = self.loaded_size()  # type: ignore[attr-defined]
+        bound = max(0, min(before + extra_memory, self._limit()))
+        if bound >= carom.total:
+            if carom.session is not None:
+                self._leave()
+                extra_memory += before
+            return super().partially_load(device_to, extra_memory, *args, **kwargs)  # type: ignore[misc]
+        if carom.session is None and carom.note:
+            return super().partially_load(device_to, extra_memory, *args, **kwargs)  # type: ignore[misc]
+        with self.use_ejected(skip_and_inject_on_exit_only=True):  # type: ignore[attr-defined]
+            known = model.current_weight_patches_uuid
+            changed = known is not None and (known != self.patches_uuid or force)  # type: ignore[attr-defined]
+            ours = carom.session is not None
+            if ours and changed and self.backup:
+                carom.close()  # merged patches are taken out of weights, which must be ComfyUI's own for that
+            # None: the functions go, the weights stay where the session has them.
+            super().unpatch_model(None, unpatch_weights=changed and ours)  # type: ignore[misc]
+            self.patch_model(load_weights=False)  # type: ignore[attr-defined]
+            try:
+                if carom.session is None or changed or known is None:
+                    self.load(device_to, max(NOTHING, int(bound)), force, False)
+                else:
+                    self._take(int(bound))
+            except Exception:
+                self.detach()  # type: ignore[attr-defined]
+                raise
+        return self.loaded_size() - before  # type: ignore[attr-defined]
+
+    def partially_unload(self, device_to: Any, memory_to_free: float = 0, *args: Any, **kwargs: Any) -> Any:
+        carom = self._carom
+        if carom.session is None:
+            return super().partially_unload(device_to, memory_to_free, *args, **kwargs)  # type: ignore[misc]
+        with self.use_ejected():  # type: ignore[attr-defined]
+            freed = carom.resize(max(0, int(carom.held - memory_to_free)))
+            self.model.model_loaded_weight_memory = carom.held
+            carom.expected = (self.model.current_weight_patches_uuid, carom.held)
+        host.say(carom.line(carom.held), self._settings.node)
+        return freed
+
+    def unpatch_model(
+        self, device_to: Any = None, unpatch_weights: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:
+        if unpatch_weights and device_to is not None:
+            self._carom.close()
+        return super().unpatch_model(device_to, unpatch_weights, *args, **kwargs)  # type: ignore[misc]
+
+    def pin_weight_to_device(self, *args: Any, **kwargs: Any) -> Any:
+        """The session pins what it streams; pinning the same weights twice would take the room of others."""
+        if not self._carom.active:
+            return super().pin_weight_to_device(*args, **kwargs)  # type: ignore[misc]
+        return None
+
+    # -- clones and runs
+
+    def clone(self, *args: Any, **kwargs: Any) -> Any:
+        copy = super().clone(*args, **kwargs)  # type: ignore[misc]
+        return copy if copy.is_dynamic() else wear(copy, self._settings)
+
+    def pre_run(self, *args: Any, **kwargs: Any) -> Any:
+        host.say(self._carom.line(self.loaded_size()), self._settings.node)  # type: ignore[attr-defined]
+        return super().pre_run(*args, **kwargs)  # type: ignore[misc]
+
+    def cleanup(self, *args: Any, **kwargs: Any) -> Any:
+        carom = self._carom
+        if carom.session is not None:
+            host.say(carom.line(carom.held, carom.stall_share()), self._settings.node)
+        return super().cleanup(*args, **kwargs)  # type: ignore[misc]
+
+
+def settings_of(patcher: Any) -> Settings | None:
+    """The settings a Carom node gave this patcher or the one it is a clone of."""
+    return getattr(patcher, "attachments", {}).get(KEY)
+
+
+def wear(patcher: Any, settings: Settings) -> Any:
+    """``patcher`` itself, of its own class with `CaromPatcher` before it. Raises UnsupportedError for dynamic ones."""
+    if patcher.is_dynamic():
+        raise UnsupportedError(
+            "a dynamic patcher keeps its weights; clone it with disable_dynamic=True first"
+        )
+    patcher.attachments[KEY] = settings
+    own = type(patcher)
+    if not issubclass(own, CaromPatcher):
+        if own not in _classes:
+            _classes[own] = type("Carom" + own.__name__, (CaromPatcher, own), {})
+        patcher.__class__ = _classes[own]
+    return patcher
+
+
+def strip(patcher: Any) -> Any:
+    """``patcher`` itself, of the class it had before `wear`."""
+    if isinstance(patcher, CaromPatcher):
+        patcher.__class__ = type(patcher).__mro__[2]
+        patcher.size = 0  # clones carry what `model_size` said; let it be counted again
+    return patcher

@@ -1,0 +1,118 @@
+"""PURE. What the user asked for on a node, and what follows from it: which way a model runs, with how much VRAM."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..core.errors import UnsupportedError
+from ..core.sizes import MIB, format_size, parse_size
+
+MODES = ("auto", "stream", "native")
+GRANULARITIES = ("auto", "block", "phase", "layer")
+CODECS = ("auto", "raw")
+# Accelerators whose copies run beside their computing; on others a streamed weight is always waited for.
+STREAMING_DEVICES = ("cuda", "xpu", "npu", "mlu")
+GROW_SHARE = (
+    8  # a budget grows when an eighth of what streams would become resident: laying out anew costs a second
+)
+GROW_LEAST = 256 * MIB
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A node's widgets. ``vram`` and ``ram``: "auto", bytes, "8GiB", "50%"; ``node``: the id progress text goes to;
+    ``reason``: why ComfyUI keeps the weights, once that is decided."""
+
+    mode: str = "auto"
+    vram: str = "auto"
+    ram: str = "auto"
+    granularity: str = "auto"
+    codec: str = "auto"
+    node: str = ""
+    reason: str = ""
+
+    def checked(self) -> Settings:
+        """Itself. Raises ValueError that names the widget for a value that cannot be meant."""
+        for name, value, allowed in (
+            ("mode", self.mode, MODES),
+            ("granularity", self.granularity, GRANULARITIES),
+            ("codec", self.codec, CODECS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
+        for name, size in (("vram", self.vram), ("ram", self.ram)):
+            parse_limit(size, 1 << 40, name)
+        return self
+
+
+@dataclass(frozen=True)
+class Way:
+    """``streams``: Carom takes the model; else ComfyUI keeps it. ``reason``: why, in words."""
+
+    streams: bool
+    reason: str
+
+
+def choose_way(mode: str, device: str, leaves: str | None = None) -> Way:
+    """Who runs a model of a node in ``mode`` on a ``device`` of that type.
+
+    ``leaves``: None, or why the model cannot leave ComfyUI's dynamic VRAM. Raises UnsupportedError where
+    ``mode`` "stream" cannot be had.
+    """
+    if mode == "native":
+        return Way(False, "asked for: ComfyUI keeps the weights, Carom plans and reports")
+    if leaves is not None:
+        if mode == "stream":
+            raise UnsupportedError(
+                f"this model cannot be streamed: {leaves}; load it with a Carom loader, or set mode to native"
+            )
+        return Way(False, f"{leaves}; ComfyUI keeps the weights")
+    if mode == "auto" and device == "cpu":
+        return Way(False, "computing happens on the CPU, where the weights are: there is nothing to stream")
+    if mode == "auto" and device not in STREAMING_DEVICES:
+        return Way(
+            False, f"copies to a {device} device do not run beside its computing; ComfyUI keeps the weights"
+        )
+    return Way(True, "asked for" if mode == "stream" else "streams what does not fit")
+
+
+def parse_limit(value: int | str, whole: int, setting: str = "vram") -> float:
+    """Bytes that ``value`` allows, infinity for "auto"; percentages are of ``whole``. Raises ValueError."""
+    if isinstance(value, str) and value.strip().lower() in ("auto", ""):
+        return math.inf
+    size = parse_size(value, whole=whole, setting=setting)
+    if size == 0:
+        raise ValueError(f"{setting}={value!r} leaves no memory at all; write a size such as 8GiB, or auto")
+    return size
+
+
+def next_budget(now: int | None, held: int, streamed: int, bound: int) -> int | None:
+    """The budget to change to, None to leave things as they are.
+
+    ``now``: the present budget (None: no session); ``held``: bytes on the device under it; ``streamed``: bytes that
+    are not resident; ``bound``: what may be used from now on. Shrinks whenever it must, grows only for a gain worth
+    laying the weights out anew, so that small changes of what ComfyUI offers move nothing.
+    """
+    if now is None:
+        return bound
+    if bound < held:
+        return bound
+    worth = max(GROW_LEAST, streamed // GROW_SHARE)
+    if streamed and bound - now >= min(worth, streamed):
+        return bound
+    return None
+
+
+def describe(way: str, held: int, streamed: int, budget: int | None, stall: float | None = None) -> str:
+    """One line for the node: the policy, the residency and, once measured, the stall."""
+    if way == "stream":
+        total = held + streamed
+        share = f"{100 * streamed / total:.0f} %" if total else "0 %"
+        text = f"Carom: {share} of {format_size(total)} streams, {format_size(held)} on the device"
+        if budget is not None:
+            text += f" of {format_size(budget)} allowed"
+        return text if stall is None else f"{text}; waited for weights {100 * stall:.1f} % of the time"
+    if way == "whole":
+        return f"Carom: the whole model fits ({format_size(held)}); nothing streams"
+    return f"Carom: {way}"

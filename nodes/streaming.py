@@ -1,0 +1,228 @@
+"""What Carom keeps for one model that ComfyUI loaded: its session, shared by all patchers of that model."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import BudgetError, UnsupportedError
+from ..core.report import Report
+from ..core.session import Session, stream
+from . import host
+from .policy import Settings, describe, parse_limit
+from .tensors import own_tensors, wrapped_kind
+from .wrapped import put_together, take_apart
+
+# What ComfyUI calls on models whose own forward it does not call: text encoders, then VAEs.
+ENTRANCES = ("encode_token_weights", "generate", "encode", "decode")
+_ATTRIBUTE = "_carom_streaming"
+
+
+class Scope(nn.Module):
+    """The root of a session on a model that is entered by other methods than ``forward``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+
+class Streaming:
+    """At most one session, opened, resized and closed as ComfyUI loads, squeezes and unloads the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)  # the model holds us
+        self.session: Session | None = None
+        self.active = False  # weights are Carom's, or about to be
+        self.budget: int | None = None
+        self.held = 0
+        self.streamed = 0
+        self.note = ""  # why the model does not stream, when it does not
+        self.expected: tuple = ()
+        self._total = 0
+        self._pinned = 0
+        self._last: Report | None = None
+        self._undo = contextlib.ExitStack()
+
+    # -- life
+
+    def open(self, device: torch.device, bound: int, settings: Settings) -> None:
+        """Stream within ``bound`` bytes of ``device``; where ComfyUI offers less than what works, within that.
+
+        Raises BudgetError (the user's own limit is too small) or another CaromError; nothing is attached then.
+        """
+        model = self._model()
+        assert model is not None and self.session is None
+        root = getattr(model, "diffusion_model", None)
+        entrances: tuple[str, ...] = ()
+        if not isinstance(root, nn.Module):
+            root = Scope(model)
+            entrances = tuple(name for name in ENTRANCES if callable(getattr(model, name, None)))
+        self._undo.callback(put_together, take_apart(root))
+        try:
+            session, bound = self._attach(root, device, bound, settings)
+        except BaseException:
+            self._undo.close()
+            raise
+        self.session, self.budget = session, bound
+        for name in entrances:
+            self._enter_by(model, root, name)
+        handle = root.register_forward_pre_hook(_quiet(functools.partial(_guard, weakref.ref(self))))
+        self._undo.callback(handle.remove)
+        self._measure()
+
+    @staticmethod
+    def _attach(root: nn.Module, device: torch.device, bound: int, settings: Settings) -> tuple[Session, int]:
+        kind = wrapped_kind(root)
+        if kind:
+            raise UnsupportedError(
+                f"its weights are of the kind {kind}, which Carom cannot take apart; set mode to auto or native"
+            )
+        own_tensors(root)
+        limit = parse_limit(settings.vram, host.device_bytes(device))
+        with _laying_out():
+            try:
+                return _stream(root, device, bound, settings), bound
+            except BudgetError as error:
+                if error.least_bytes is None or error.least_bytes > limit:
+                    raise
+                # Less than this cannot run at all; ComfyUI's own estimate has reserves to give.
+                return _stream(root, device, error.least_bytes, settings), error.least_bytes
+
+    def _enter_by(self, model: nn.Module, scope: nn.Module, name: str) -> None:
+        method = getattr(model, name)
+        model.__dict__[name] = functools.partial(scope, method)
+        self._undo.callback(model.__dict__.pop, name, None)
+
+    def resize(self, budget: int) -> int:
+        """Change the budget, to the least that works where ``budget`` is smaller; returns bytes given back."""
+        assert self.session is not None
+        before = self.held
+        with _laying_out():
+            try:
+                self.session.set_budget(vram=budget)
+            except BudgetError as error:
+                if error.least_bytes is None or error.least_bytes >= before:
+                    return 0
+                budget = error.least_bytes
+                self.session.set_budget(vram=budget)
+        self.budget = budget
+        self._measure()
+        return before - self.held
+
+    def close(self) -> None:
+        """Give the model back as it was before, on the host. Idempotent."""
+        self.active = False
+        session, self.session, self.budget = self.session, None, None
+        if session is None:
+            return
+        with contextlib.suppress(Exception):
+            self._last = session.report()
+        try:
+            with _laying_out():
+                session.close()
+        finally:
+            self._undo.close()
+            host.count_pinned(-self._pinned)
+            self._pinned = self.held = self.streamed = 0
+
+    # -- figures
+
+    @property
+    def total(self) -> int:
+        """The model's true size in bytes."""
+        if not self._total:
+            model = self._model()
+            assert model is not None
+            self._total = host.module_bytes(model)
+        return self._total
+
+    def _measure(self) -> None:
+        report = self.report()
+        assert report is not None
+        self.held = report.resident_bytes + report.slot_bytes + report.adapter_bytes
+        self.streamed = report.streamed_bytes
+        host.count_pinned(report.pinned_bytes - self._pinned)
+        self._pinned = report.pinned_bytes
+
+    def report(self) -> Report | None:
+        """The session's figures, or those of the last one; None where nothing was ever streamed."""
+        return self._last if self.session is None else self.session.report()
+
+    def line(self, loaded: int, stall: float | None = None) -> str:
+        """One line for the node."""
+        if self.session is not None:
+            return describe("stream", self.held, self.streamed, self.budget, stall)
+        return describe(self.note or "whole", loaded, 0, None)
+
+    def stall_share(self) -> float | None:
+        """Of the last steps' time, the part spent waiting for weights (waits for the device)."""
+        report = self.report()
+        if report is None or not report.step_seconds or report.stall_seconds is None:
+            return None
+        return report.stall_seconds / report.step_seconds
+
+
+def streaming_of(model: nn.Module) -> Streaming:
+    """The model's `Streaming`, made when first asked for; it dies with the model."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    if found is None:
+        found = model.__dict__[_ATTRIBUTE] = Streaming(model)
+    return found
+
+
+def known_streaming(model: Any) -> Streaming | None:
+    """The model's `Streaming` if it has one."""
+    return getattr(model, "__dict__", {}).get(_ATTRIBUTE)
+
+
+def _stream(root: nn.Module, device: torch.device, budget: int, settings: Settings) -> Session:
+    import psutil
+
+    wanted = parse_limit(settings.ram, psutil.virtual_memory().total, "ram")
+    available = int(psutil.virtual_memory().available * 0.8)
+    ram = min(available if wanted == float("inf") else int(wanted), host.pin_room())
+    return stream(
+        root, device=device, vram=budget, ram=ram, granularity=settings.granularity, codec=settings.codec
+    )
+
+
+@contextlib.contextmanager
+def _laying_out() -> Iterator[None]:
+    """Weights are moved about: outside inference mode, and outside what ComfyUI records of a block's allocations."""
+    with torch.inference_mode(False), torch.no_grad(), host.lasting_allocations():
+        yield
+
+
+def _guard(reference: weakref.ref[Streaming], root: nn.Module, args: Any) -> None:
+    """Before each pass: weights that ComfyUI replaced meanwhile (merged LoRA) are inference tensors again."""
+    streaming = reference()
+    model = None if streaming is None else streaming._model()
+    if streaming is None or model is None:
+        return
+    found = (
+        getattr(model, "current_weight_patches_uuid", None),
+        getattr(model, "model_loaded_weight_memory", 0),
+    )
+    if found != streaming.expected:
+        streaming._undo.callback(put_together, take_apart(root))
+        own_tensors(root)
+        streaming.expected = found
+
+
+def _quiet(function: Callable) -> Callable:
+    """Tells torch.compile to leave the function alone, without importing the compiler."""
+
+    def call(*args: Any) -> None:
+        function(*args)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call

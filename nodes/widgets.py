@@ -1,0 +1,65 @@
+"""The widgets that Carom's nodes share, and what they are called in ComfyUI's menu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io  # type: ignore[import-not-found]
+
+from .policy import CODECS, GRANULARITIES, MODES, Settings
+
+CATEGORY = "Carom"
+
+
+def widgets() -> list[Any]:
+    """Everything is optional and "auto"."""
+    return [
+        io.Combo.Input(
+            "mode",
+            options=list(MODES),
+            default="auto",
+            optional=True,
+            tooltip="auto: stream the weights where that is faster, else leave them to ComfyUI, and say which and why. "
+            "stream: always stream. native: ComfyUI keeps the weights, Carom only plans and reports.",
+        ),
+        io.String.Input(
+            "vram",
+            default="auto",
+            optional=True,
+            tooltip="The most VRAM the weights may take: auto (what ComfyUI has to give), a size such as 8GiB or "
+            "6000MB, or a share of the card such as 50%. Images and latents come on top of it.",
+        ),
+        io.String.Input(
+            "ram",
+            default="auto",
+            optional=True,
+            advanced=True,
+            tooltip="The most RAM that may be pinned for fast copies: auto, a size such as 24GiB, or a share such as 50%. "
+            "Weights beyond it still stream, more slowly.",
+        ),
+        io.Combo.Input(
+            "granularity",
+            options=list(GRANULARITIES),
+            default="auto",
+            optional=True,
+            advanced=True,
+            tooltip="What comes and goes as one: whole blocks, their phases, or single layers. auto takes blocks while "
+            "two of them fit.",
+        ),
+        io.Combo.Input(
+            "codec",
+            options=list(CODECS),
+            default="auto",
+            optional=True,
+            advanced=True,
+            tooltip="How weights are packed on the way to the card. Every choice gives the same picture, bit for bit.",
+        ),
+    ]
+
+
+def settings_from(node: Any, options: dict[str, Any]) -> Settings:
+    """Checked settings of a node's widgets. Raises ValueError that names the widget."""
+    names = ("mode", "vram", "ram", "granularity", "codec")
+    given = {name: str(options[name]) for name in names if options.get(name) is not None}
+    hidden = getattr(node, "hidden", None)
+    return Settings(**given, node=str(getattr(hidden, "unique_id", None) or "")).checked()

@@ -1,0 +1,162 @@
+"""Writes tiny random models that stock ComfyUI detects: ``python comfy_maker.py COMFYUI_PATH MODELS_FOLDER``.
+
+Runs in a process of its own, because it imports ComfyUI. Shapes are the smallest that are still recognised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+HIDDEN, VECTOR, CONTEXT = 256, 64, 128  # of the Flux-shaped model
+LORA_RANK = 4
+
+
+def main(comfyui: str, folder: str) -> None:
+    sys.argv = ["main.py", "--cpu"]
+    sys.path.insert(0, comfyui)
+    os.chdir(comfyui)
+    import comfy.options  # type: ignore[import-not-found]
+
+    comfy.options.enable_args_parsing()
+    import torch
+
+    models = Path(folder)
+    flux_weights = weights(flux(), 1)
+    save(flux_weights, models / "diffusion_models" / "flux.safetensors")
+    save(weights(flux(), 2), models / "diffusion_models" / "flux2nd.safetensors")
+    save(quantised(flux_weights), models / "diffusion_models" / "flux_quant.safetensors")
+    save(lora(flux_weights, 3), models / "loras" / "flux.safetensors")
+    save(lora(flux_weights, 4), models / "loras" / "other.safetensors")
+    save(weights(wan(), 5), models / "diffusion_models" / "wan.safetensors")
+    unet = weights(sd15(), 6, torch.float16)
+    save(unet, models / "diffusion_models" / "sd15.safetensors")
+    clip = {
+        "text_model." + k.removeprefix("text_model."): v
+        for k, v in weights(clip_l(), 7, torch.float16).items()
+    }
+    save(clip, models / "text_encoders" / "clip_l.safetensors")
+    whole = {"model.diffusion_model." + k: v for k, v in unet.items()}
+    whole.update({"cond_stage_model.transformer." + k: v for k, v in clip.items()})
+    whole.update({"first_stage_model." + k: v for k, v in weights(taesd(), 8, torch.float16).items()})
+    save(whole, models / "checkpoints" / "sd15.safetensors")
+
+
+def flux() -> Any:
+    import torch
+    from comfy import ops  # type: ignore[import-not-found]
+    from comfy.ldm.flux.model import Flux  # type: ignore[import-not-found]
+
+    return Flux(
+        image_model="flux", in_channels=16, out_channels=16, vec_in_dim=VECTOR, context_in_dim=CONTEXT, hidden_size=HIDDEN,
+        mlp_ratio=4.0, num_heads=HIDDEN // 128, depth=3, depth_single_blocks=4, axes_dim=[16, 56, 56], theta=10000,
+        patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[], dtype=torch.float32,
+        operations=ops.disable_weight_init,
+    )  # fmt: skip
+
+
+def wan() -> Any:
+    import torch
+    from comfy import ops
+    from comfy.ldm.wan.model import WanModel  # type: ignore[import-not-found]
+
+    return WanModel(
+        dim=256,
+        ffn_dim=512,
+        num_heads=2,
+        num_layers=4,
+        dtype=torch.float32,
+        operations=ops.disable_weight_init,
+    )
+
+
+def sd15() -> Any:
+    import torch
+    from comfy import ops
+    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel  # type: ignore[import-not-found]
+
+    return UNetModel(
+        image_size=32, in_channels=4, model_channels=320, out_channels=4, num_res_blocks=[1], channel_mult=(1,),
+        num_heads=8, use_spatial_transformer=True, context_dim=768, transformer_depth=[1], transformer_depth_middle=1,
+        transformer_depth_output=[1, 1], use_linear_in_transformer=False, legacy=False, dtype=torch.float32,
+        operations=ops.disable_weight_init,
+    )  # fmt: skip
+
+
+def clip_l() -> Any:
+    import torch
+    from comfy import clip_model, ops, sd1_clip  # type: ignore[import-not-found]
+
+    path = Path(sd1_clip.__file__).with_name("sd1_clip_config.json")
+    return clip_model.CLIPTextModel(
+        json.loads(path.read_text("utf-8")), torch.float32, "cpu", ops.disable_weight_init
+    )
+
+
+def taesd() -> Any:
+    from comfy.taesd.taesd import TAESD  # type: ignore[import-not-found]
+
+    return TAESD(latent_channels=4)
+
+
+def weights(module: Any, seed: int, dtype: Any = None) -> dict[str, Any]:
+    """Seeded random weights: small, so that activations stay finite; norms around one."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, tensor in module.state_dict().items():
+        if not tensor.is_floating_point():
+            found[name] = tensor
+            continue
+        value = torch.randn(tensor.shape, generator=generator) * 0.05
+        if "norm" in name and tensor.dim() == 1 and not name.endswith("bias"):
+            value += 1
+        found[name] = value.to(dtype or torch.bfloat16)
+    return found
+
+
+def quantised(flux_weights: dict[str, Any]) -> dict[str, Any]:
+    """The blocks' linear weights in ComfyUI's own fp8 checkpoint format."""
+    import torch
+
+    found = dict(flux_weights)
+    marker = torch.tensor(list(json.dumps({"format": "float8_e4m3fn"}).encode()), dtype=torch.uint8)
+    for name, tensor in flux_weights.items():
+        if "_blocks." in name and name.endswith(".weight") and tensor.dim() == 2:
+            scale = tensor.float().abs().max() / 448.0
+            found[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+            found[name.removesuffix("weight") + "weight_scale"] = scale
+            found[name.removesuffix("weight") + "comfy_quant"] = marker.clone()
+    return found
+
+
+def lora(flux_weights: dict[str, Any], seed: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, tensor in flux_weights.items():
+        if tensor.dim() == 2 and name.endswith(("qkv.weight", "linear1.weight", "mlp.0.weight")):
+            base = "diffusion_model." + name.removesuffix(".weight")
+            found[f"{base}.lora_down.weight"] = (
+                torch.randn(LORA_RANK, tensor.shape[1], generator=generator) * 0.1
+            )
+            found[f"{base}.lora_up.weight"] = (
+                torch.randn(tensor.shape[0], LORA_RANK, generator=generator) * 0.1
+            )
+    return found
+
+
+def save(tensors: dict[str, Any], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

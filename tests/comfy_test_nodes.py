@@ -1,0 +1,190 @@
+"""A custom node pack for the tests of the real server; copied into its custom_nodes, never imported by pytest."""
+
+import hashlib
+import time
+
+import torch
+
+ANY = type("Any", (str,), {"__ne__": lambda self, other: False})("*")
+
+
+class Conditioning:
+    """Random conditioning in the place of a text encoder."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("CONDITIONING",), "make", "carom-test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        number = ("INT", {"default": 8, "min": 1, "max": 1 << 16})
+        return {
+            "required": {"tokens": number, "width": number, "pooled": number, "seed": ("INT", {"default": 0})}
+        }
+
+    def make(self, tokens, width, pooled, seed):
+        generator = torch.Generator().manual_seed(seed)
+        cond = torch.randn(1, tokens, width, generator=generator)
+        return ([[cond, {"pooled_output": torch.randn(1, pooled, generator=generator)}]],)
+
+
+class Latent:
+    """An empty latent of any shape."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("LATENT",), "make", "carom-test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"shape": ("STRING", {"default": "1,16,16,16"})}}
+
+    def make(self, shape):
+        return ({"samples": torch.zeros([int(n) for n in shape.split(",")])},)
+
+
+class Hash:
+    """Says which bits a result is made of, and what the process holds."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "tell", "carom-test", True
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"value": (ANY,)}, "optional": {"model": ("MODEL",)}}
+
+    @classmethod
+    def IS_CHANGED(cls, **_):
+        return float("nan")  # older versions report nothing of what they took from their cache
+
+    def tell(self, value, model=None):
+        if isinstance(value, dict):
+            value = value["samples"]
+        if isinstance(value, list):
+            value = value[0][0]
+        value = value.contiguous()
+        finite = bool(torch.isfinite(value.float()).all())
+        told = {
+            "hash": [hashlib.sha256(value.view(torch.uint8).numpy().tobytes()).hexdigest()],
+            "finite": [finite],
+        }
+        if model is not None:
+            told["class"] = [type(model).__name__]
+            told["held"] = [int(model.loaded_size())]
+            told["size"] = [int(model.model_size())]
+        return {"ui": told}
+
+
+class Fails:
+    """A model whose forward raises at the n-th call."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",), "call": ("INT", {"default": 1})}}
+
+    def make(self, model, call):
+        copy, seen = model.clone(), []
+
+        def patch(args):
+            seen.append(1)
+            if len(seen) == call:
+                raise RuntimeError("a node of the test fails here")
+            return args
+
+        copy.set_model_patch(patch, "post_input")
+        return (copy,)
+
+
+class Slow:
+    """A model whose forward takes its time, so that it can be interrupted."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",), "seconds": ("FLOAT", {"default": 0.5})}}
+
+    def make(self, model, seconds):
+        copy = model.clone()
+
+        def wait(run, args):
+            time.sleep(seconds)
+            return run(args["input"], args["timestep"], **args["c"])
+
+        copy.set_model_unet_function_wrapper(wait)
+        return (copy,)
+
+
+class Attention:
+    """An attention patch, as IP-Adapters put in: it reads weights of its own on every call."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",)}}
+
+    def make(self, model):
+        copy = model.clone()
+
+        def patch(args):
+            return {**args, "img": args["img"] * 1.25}
+
+        copy.set_model_patch(patch, "post_input")
+        return (copy,)
+
+
+class Compile:
+    """torch.compile through ComfyUI's own wrapper, with the eager backend (no compiler is needed)."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",)}}
+
+    def make(self, model):
+        from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+        copy = model.clone()
+        set_torch_compile_wrapper(model=copy, backend="eager")
+        return (copy,)
+
+
+class LowVram:
+    """ComfyUI's own low-VRAM path: the reference where patches are applied on the fly."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",)}}
+
+    def make(self, model):
+        copy = model.clone()
+        own = type(copy)
+
+        def load(self, device_to=None, *args, **kwargs):
+            return own.load(self, device_to, 1, False, False)
+
+        copy.__class__ = type("LowVram" + own.__name__, (own,), {"load": load})
+        return (copy,)
+
+
+class Squeeze:
+    """Asks the loaded model for VRAM, as ComfyUI does when another needs it."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("LATENT",), "make", "carom-test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {"latent": ("LATENT",), "model": ("MODEL",), "share": ("FLOAT", {"default": 0.5})}
+        }
+
+    def make(self, latent, model, share):
+        model.partially_unload(model.offload_device, int(model.loaded_size() * share))
+        return (latent,)
+
+
+NODE_CLASS_MAPPINGS = {
+    "CaromTest" + node.__name__: node
+    for node in (Conditioning, Latent, Hash, Fails, Slow, Attention, Compile, LowVram, Squeeze)
+}

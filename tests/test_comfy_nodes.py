@@ -1,0 +1,353 @@
+"""The nodes as ComfyUI sees them: schemas, widgets, bad input, docs, locale, workflows, the registry's rules."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import carom
+import pytest
+import torch
+from tests_comfy_stand_in import Linear, ModelPatcher, installed
+from torch import nn
+
+NODES = {
+    "CaromLoadDiffusionModel", "CaromLoadCheckpoint", "CaromLoadCLIP", "CaromOffload", "CaromOffloadCLIP", "CaromPlan",
+    "CaromReport",
+}  # fmt: skip
+# Nodes of ComfyUI itself that the example workflows use; each is in 0.16 and in 0.33.
+STOCK = {
+    "CLIPTextEncode", "ConditioningZeroOut", "DualCLIPLoader", "EmptyHunyuanLatentVideo", "EmptySD3LatentImage",
+    "FluxGuidance", "KSampler", "LoraLoaderModelOnly", "MarkdownNote", "ModelSamplingSD3", "PreviewImage",
+    "SaveAnimatedWEBP", "SaveImage", "UNETLoader", "VAEDecode", "VAEDecodeTiled", "VAELoader",
+}  # fmt: skip
+ROOT = Path(carom.__file__).resolve().parent
+WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.diffusion_model = nn.Sequential(*(Linear(64, 64) for _ in range(6)))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.05)
+
+
+@pytest.fixture
+def comfy(tmp_path):
+    for folder in ("diffusion_models", "checkpoints", "text_encoders"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model.safetensors").write_bytes(b"a file")
+    with installed(tmp_path) as state:
+        state.make = lambda path: Model()
+        extension = asyncio.run(carom.comfy_entrypoint())
+        state.nodes = {node.define_schema().node_id: node for node in asyncio.run(extension.get_node_list())}
+        yield state
+
+
+def schemas(comfy: Any) -> dict[str, Any]:
+    return {name: node.define_schema() for name, node in comfy.nodes.items()}
+
+
+def execute(node: Any, **inputs: Any) -> Any:
+    copy = type(node.__name__, (node,), {"hidden": types.SimpleNamespace(unique_id="12")})
+    return copy.execute(**inputs)
+
+
+def test_the_entrypoint_gives_every_node_of_the_design(comfy):
+    assert set(comfy.nodes) == NODES
+
+
+def test_importing_carom_imports_no_node():
+    code = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("carom", {str(ROOT / "__init__.py")!r}, submodule_search_locations=[{str(ROOT)!r}])
+module = importlib.util.module_from_spec(spec); sys.modules["carom"] = module; spec.loader.exec_module(module)
+assert callable(module.comfy_entrypoint) and not hasattr(module, "NODE_CLASS_MAPPINGS")
+print([name for name in sys.modules if name.startswith("carom.nodes") or name == "torch"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_input_has_a_tooltip_in_words_and_budgets_are_auto(comfy):
+    for name, schema in schemas(comfy).items():
+        assert schema.description and schema.display_name.endswith("(Carom)"), name
+        for item in schema.inputs:
+            assert item.tooltip and len(item.tooltip) > 15 and item.tooltip.endswith("."), f"{name}.{item.id}"
+            if item.id in ("mode", "vram", "ram", "granularity", "codec"):
+                assert item.default == "auto" and item.optional
+            if item.default is not None and item.options:
+                assert item.default in item.options
+
+
+def test_loaders_offer_what_comfyuis_own_loaders_offer(comfy):
+    found = {name: {item.id: item for item in schema.inputs} for name, schema in schemas(comfy).items()}
+    assert found["CaromLoadDiffusionModel"]["weight_dtype"].options == [
+        "default",
+        "fp8_e4m3fn",
+        "fp8_e4m3fn_fast",
+    ]
+    assert found["CaromLoadDiffusionModel"]["unet_name"].options == ["model.safetensors"]
+    assert found["CaromLoadCLIP"]["type"].options == ["stable_diffusion", "wan", "sdxl", "flux"]
+    assert found["CaromLoadCLIP"]["clip_name3"].options[0] == "none"
+
+
+def test_locale_and_docs_say_what_the_schemas_say(comfy):
+    told = json.loads((ROOT / "locales" / "en" / "nodeDefs.json").read_text("utf-8"))
+    assert set(told) == NODES
+    for name, schema in schemas(comfy).items():
+        assert told[name]["display_name"] == schema.display_name
+        assert told[name]["description"] == schema.description
+        assert {i.id: i.tooltip for i in schema.inputs} == {
+            k: v["tooltip"] for k, v in told[name]["inputs"].items()
+        }
+        page = (ROOT / "web" / "docs" / f"{name}.md").read_text("utf-8")
+        assert page.startswith(f"# {schema.display_name}\n")
+        assert all(f"| `{item.id}` | {item.tooltip} |" in page for item in schema.inputs)
+
+
+# -- loaders
+
+
+def test_the_diffusion_model_loader_streams_and_says_so(comfy):
+    node = comfy.nodes["CaromLoadDiffusionModel"]
+    (model,) = execute(
+        node, unet_name="model.safetensors", weight_dtype="fp8_e4m3fn_fast", mode="stream", vram="40KiB"
+    ).args
+    (path, options), *rest = comfy.loads
+    assert path.endswith("model.safetensors") and not rest
+    assert options == {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True}
+    model.partially_load(torch.device("cpu"), 1e32)
+    assert 0 < model.loaded_size() <= 40 << 10
+    assert [text for to, text in comfy.server.texts if to == "12" and "streams" in text]
+
+
+def test_dynamic_systems_get_a_static_patcher_in_one_load(comfy):
+    comfy.dynamic = True
+    (model,) = execute(
+        comfy.nodes["CaromLoadDiffusionModel"], unet_name="model.safetensors", mode="stream"
+    ).args
+    assert not model.is_dynamic() and len(comfy.loads) == 1
+    (native,) = execute(
+        comfy.nodes["CaromLoadDiffusionModel"], unet_name="model.safetensors", mode="native"
+    ).args
+    assert native.is_dynamic()
+
+
+def test_checkpoint_loader_gives_model_clip_and_the_vae_as_it_is(comfy):
+    output = execute(
+        comfy.nodes["CaromLoadCheckpoint"], ckpt_name="model.safetensors", mode="stream", vram="40KiB"
+    )
+    model, clip, vae = output.args
+    assert type(model).__name__ == type(clip.patcher).__name__ == "CaromModelPatcher" and vae == "vae"
+
+
+def test_clip_loader_takes_several_files(comfy):
+    (clip,) = execute(
+        comfy.nodes["CaromLoadCLIP"], clip_name="model.safetensors", type="flux", clip_name2="model.safetensors",
+        clip_name3="none", mode="stream",
+    ).args  # fmt: skip
+    paths, kind = comfy.loads[-1]
+    assert len(paths) == 2 and kind.name == "FLUX"
+    assert type(clip.patcher).__name__ == "CaromModelPatcher"
+
+
+def test_auto_on_a_cpu_leaves_everything_to_comfyui_and_says_why(comfy):
+    (model,) = execute(comfy.nodes["CaromLoadDiffusionModel"], unet_name="model.safetensors").args
+    assert type(model) is ModelPatcher
+    assert any("CPU" in text for _, text in comfy.server.texts)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"unet_name": "gone.safetensors"}, carom.WeightsError, "gone.safetensors"),
+        ({"vram": "lots"}, ValueError, "vram='lots' is not a size"),
+        ({"vram": "0"}, ValueError, "leaves no memory"),
+        ({"vram": "101%"}, ValueError, "more than 100 %"),
+        ({"vram": "-5GiB"}, ValueError, "is not a size"),
+        ({"ram": "9" * 40}, ValueError, "ram="),
+        ({"mode": "fast"}, ValueError, "mode='fast': choose one of auto, stream, native"),
+        ({"granularity": "atom"}, ValueError, "granularity='atom'"),
+        ({"codec": "zip"}, ValueError, "codec='zip'"),
+        ({"weight_dtype": "fp3"}, ValueError, "weight_dtype='fp3'"),
+    ],
+)
+def test_bad_widgets_are_refused_by_name(comfy, options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        execute(comfy.nodes["CaromLoadDiffusionModel"], **{"unet_name": "model.safetensors", **options})
+    assert not comfy.loads
+
+
+def test_a_file_that_cannot_be_loaded_is_named(comfy):
+    def fail(path: str) -> Any:
+        raise KeyError("conv_in.weight")
+
+    comfy.make = fail
+    with pytest.raises(carom.WeightsError, match="'model.safetensors' could not be loaded: KeyError"):
+        execute(comfy.nodes["CaromLoadDiffusionModel"], unet_name="model.safetensors")
+
+
+def test_interrupts_pass_through_the_loader(comfy):
+    class InterruptProcessingException(Exception):
+        pass
+
+    def stop(path: str) -> Any:
+        raise InterruptProcessingException
+
+    comfy.make = stop
+    with pytest.raises(InterruptProcessingException):
+        execute(comfy.nodes["CaromLoadDiffusionModel"], unet_name="model.safetensors")
+
+
+# -- offload, report, plan
+
+
+def test_offload_twice_takes_the_later_settings_and_native_takes_it_back(comfy):
+    plain = ModelPatcher(Model(), torch.device("cpu"), torch.device("cpu"))
+    node = comfy.nodes["CaromOffload"]
+    (first,) = execute(node, model=plain, mode="stream", vram="64KiB").args
+    (second,) = execute(node, model=first, mode="stream", vram="40KiB").args
+    assert (first.model_size(), second.model_size()) == (64 << 10, 40 << 10)
+    (native,) = execute(node, model=second, mode="native").args
+    assert type(native) is ModelPatcher and native.model_size() == plain.model_size()
+    assert type(plain) is ModelPatcher and "carom" not in plain.attachments
+
+
+def test_report_gives_a_table_and_a_picture(comfy):
+    node = comfy.nodes["CaromReport"]
+    (model,) = execute(
+        comfy.nodes["CaromLoadDiffusionModel"], unet_name="model.safetensors", mode="stream", vram="40KiB"
+    ).args
+    before = execute(node, model=model)
+    assert "not loaded yet" in before.args[0]
+    model.partially_load(torch.device("cpu"), 1e32)
+    for _ in range(4):
+        model.model.diffusion_model(torch.randn(2, 64))
+    output = execute(node, model=model, after="a latent")
+    text, picture = output.args
+    assert (
+        "streams" in text and "budget for weights" in text and "40.00 KiB" in text and output.ui.value == text
+    )
+    assert picture.shape[0] == 1 and picture.shape[3] == 3 and picture.dtype == torch.float32
+    assert 0 <= float(picture.min()) < float(picture.max()) <= 1
+    model.detach()
+    assert "figures of its last run" in execute(node, model=model).args[0]
+    assert node.fingerprint_inputs(model=model) != node.fingerprint_inputs(model=model)
+
+
+def test_report_of_models_that_do_not_stream_says_why(comfy):
+    node = comfy.nodes["CaromReport"]
+    plain = ModelPatcher(Model(), torch.device("cpu"), torch.device("cpu"))
+    assert "no Carom node" in execute(node, model=plain).args[0]
+    (native,) = execute(comfy.nodes["CaromOffload"], model=plain, mode="native").args
+    assert "asked for" in execute(node, model=native).args[0]
+    with pytest.raises(ValueError, match="connect a model or a clip"):
+        execute(node)
+
+
+def test_plan_reads_a_header_and_plans_for_a_card(comfy, tmp_path):
+    from safetensors.torch import save_file
+
+    weights = {
+        f"double_blocks.{i}.{part}.weight": torch.zeros(512, 512, dtype=torch.bfloat16)
+        for i in range(4)
+        for part in ("qkv", "proj")
+    }
+    save_file(weights, tmp_path / "diffusion_models" / "tiny.safetensors")
+    node = comfy.nodes["CaromPlan"]
+    text = execute(node, model_name="tiny.safetensors", card="rtx4090", ram="32GiB", tokens=4096).args[0]
+    assert "tiny" in text and "4090" in text
+    with pytest.raises(ValueError, match="vram"):
+        execute(node, model_name="tiny.safetensors", card="rtx4090", vram="lots", tokens=64)
+    with pytest.raises((carom.CaromError, ValueError)):
+        execute(node, model_name="model.safetensors", card="rtx4090")
+
+
+# -- workflows
+
+
+def test_there_are_workflows_for_what_the_issue_names():
+    names = {path.stem for path in WORKFLOWS}
+    assert {
+        "carom_flux_text_to_image",
+        "carom_flux_lora",
+        "carom_wan_text_to_video",
+        "carom_8gb_card",
+    } <= names
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_are_whole_and_name_only_nodes_that_exist(path, comfy):
+    workflow = json.loads(path.read_text("utf-8"))
+    nodes = {node["id"]: node for node in workflow["nodes"]}
+    assert {node["type"] for node in nodes.values()} <= NODES | STOCK
+    assert any(node["type"] in NODES for node in nodes.values())
+    known = schemas(comfy)
+    for node in nodes.values():
+        if node["type"] not in known:
+            continue
+        schema = known[node["type"]]
+        assert [item["name"] for item in node["inputs"]] == _in_order(schema)
+        widgets = [item for item in node["inputs"] if "widget" in item]
+        assert len(widgets) == len(node["widgets_values"])
+        assert [output["type"] for output in node["outputs"]] == [o.kind.upper() for o in schema.outputs]
+        options = {item.id: item.options for item in schema.inputs if item.options}
+        for item, value in zip(widgets, node["widgets_values"], strict=True):
+            if item["name"] in ("mode", "granularity", "codec", "card", "device"):
+                assert value in options[item["name"]]
+    for number, source, slot, target, into, kind in workflow["links"]:
+        output, given = nodes[source]["outputs"][slot], nodes[target]["inputs"][into]
+        assert number in output["links"] and given["link"] == number
+        assert output["type"] == kind and given["type"] in (kind, "*")
+    required = [
+        (node["type"], item["name"])
+        for node in nodes.values()
+        for item in node["inputs"]
+        if "widget" not in item and item["link"] is None
+    ]
+    assert set(required) <= {("CaromReport", "clip"), ("CaromReport", "model")}
+
+
+def _in_order(schema: Any) -> list[str]:
+    """ComfyUI lists required inputs before optional ones."""
+    return [i.id for i in schema.inputs if not i.optional] + [i.id for i in schema.inputs if i.optional]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_every_workflow_has_a_picture(path):
+    from PIL import Image
+
+    with Image.open(path.with_suffix(".jpg")) as picture:
+        assert picture.format == "JPEG" and picture.width >= 600
+    assert path.with_suffix(".jpg").stat().st_size < 300_000
+
+
+# -- the registry
+
+
+def test_the_folder_follows_the_registrys_rules():
+    tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    comfy = settings["tool"]["comfy"]
+    assert {"PublisherId", "DisplayName", "Icon", "Banner", "requires-comfyui", "includes", "web"} <= set(
+        comfy
+    )
+    assert "comfyui" not in settings["project"]["name"].lower()
+    assert (ROOT / comfy["web"] / "docs").is_dir() and not (ROOT / "install.py").exists()
+    assert not any(
+        line.startswith("torch") for line in (ROOT / "requirements.txt").read_text("utf-8").splitlines()
+    )
+    for path in (ROOT / "nodes").glob("*.py"):
+        text = path.read_text("utf-8")
+        assert not re.search(r"\b(eval|exec)\(|subprocess|os\.system|pip install", text), path.name
+    assert importlib.import_module("carom").WEB_DIRECTORY == "./web"

@@ -1,0 +1,399 @@
+"""The nodes in a real ComfyUI server on the CPU: the same latents as the stock loader, bit for bit, whatever happens.
+
+One command: COMFYUI_PATH=/path/to/ComfyUI python -m pytest tests/test_comfy_server.py
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests_comfy_server import PATHS, PYTHON, REASON, PromptFailed, Server, node
+
+pytestmark = [pytest.mark.skipif(not PATHS, reason=REASON), pytest.mark.timeout(600)]
+SHAPES = {"flux": "1,16,16,16", "wan": "1,16,1,8,8", "sd15": "1,4,16,16"}
+CONDITIONS = {"flux": (128, 64), "wan": (4096, 64), "sd15": (768, 768)}
+LIMITS = {"flux": "8MiB", "wan": "9MiB", "sd15": "20MiB"}
+
+
+@pytest.fixture(scope="module", params=PATHS or ["none"], ids=lambda path: Path(path).name)
+def server(request, tmp_path_factory, carom_cli):
+    base = tmp_path_factory.mktemp("comfy")
+    server = Server(request.param, base)
+    server.prepare()
+    done = carom_cli("install-comfyui", str(base))
+    assert done.returncode == 0, done.stderr
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(base / "models", ignore_errors=True)
+
+
+class Graph:
+    """A prompt: a loader, what is done to its model, a sampler, and the hash of the latent."""
+
+    def __init__(self, family: str, loader: dict, seed: int = 1, steps: int = 2, cfg: float = 1.0) -> None:
+        width, pooled = CONDITIONS[family]
+        self.nodes: dict[str, dict] = {
+            "load": loader,
+            "cond": node("CaromTestConditioning", tokens=8, width=width, pooled=pooled, seed=5),
+            "latent": node("CaromTestLatent", shape=SHAPES[family]),
+        }
+        self.model: list[Any] = ["load", 0]
+        self.seed, self.steps, self.cfg = seed, steps, cfg
+        self.positive: list[Any] = ["cond", 0]
+
+    def then(self, kind: str, **inputs: Any) -> Graph:
+        name = f"m{len(self.nodes)}"
+        self.nodes[name] = node(kind, model=self.model, **inputs)
+        self.model = [name, 0]
+        return self
+
+    def prompt(self) -> dict:
+        nodes = dict(self.nodes)
+        nodes["sample"] = node(
+            "KSampler", model=self.model, positive=self.positive, negative=["cond", 0], latent_image=["latent", 0],
+            seed=self.seed, steps=self.steps, cfg=self.cfg, sampler_name="euler", scheduler="simple", denoise=1.0,
+        )  # fmt: skip
+        nodes["hash"] = node("CaromTestHash", value=["sample", 0], model=self.model)
+        return nodes
+
+
+def stock(family: str, name: str = "", dtype: str = "default", **options: Any) -> Graph:
+    loader = node("UNETLoader", unet_name=f"{name or family}.safetensors", weight_dtype=dtype)
+    return Graph(family, loader, **options)
+
+
+def ours(
+    family: str, name: str = "", dtype: str = "default", vram: str = "", mode: str = "stream", **options: Any
+):
+    loader = node(
+        "CaromLoadDiffusionModel", unet_name=f"{name or family}.safetensors", weight_dtype=dtype, mode=mode,
+        vram=vram or LIMITS[family],
+    )  # fmt: skip
+    return Graph(family, loader, **options)
+
+
+def hash_of(server: Server, graph: Graph) -> str:
+    told = server.run(graph.prompt())["hash"]
+    assert told["finite"] == [True]
+    return told["hash"][0]
+
+
+def told_by(server: Server, graph: Graph) -> dict:
+    return server.run(graph.prompt())["hash"]
+
+
+def test_all_nodes_are_there_with_tooltips_docs_and_locale(server):
+    found = server.get("/object_info")
+    mine = {name: info for name, info in found.items() if name.startswith("Carom") and "Test" not in name}
+    assert set(mine) == {
+        "CaromLoadDiffusionModel", "CaromLoadCheckpoint", "CaromLoadCLIP", "CaromOffload", "CaromOffloadCLIP",
+        "CaromPlan", "CaromReport",
+    }  # fmt: skip
+    translated = server.get("/i18n")["en"]["nodeDefs"]
+    for name, info in mine.items():
+        for group in (info["input"].get("required", {}), info["input"].get("optional", {})):
+            for widget, spec in group.items():
+                assert spec[1].get("tooltip"), f"{name}.{widget} has no tooltip"
+                assert widget in translated[name]["inputs"]
+        assert translated[name]["display_name"] == info["display_name"]
+        assert server.get(f"/extensions/carom/docs/{name}.md").startswith("#")
+    assert "carom" in server.get("/workflow_templates")
+
+
+def test_loader_offers_what_the_stock_loader_offers(server):
+    stock_types = server.get("/object_info/UNETLoader")["UNETLoader"]["input"]["required"]["weight_dtype"][0]
+    inputs = server.get("/object_info/CaromLoadDiffusionModel")["CaromLoadDiffusionModel"]["input"][
+        "required"
+    ]
+    spec = inputs["weight_dtype"]
+    assert (spec[0] if isinstance(spec[0], list) else spec[1]["options"]) == stock_types
+
+
+@pytest.mark.parametrize("family", ["flux", "wan", "sd15"])
+def test_latents_equal_the_stock_loaders_bit_for_bit(server, family):
+    told = told_by(server, ours(family))
+    assert told["class"] == ["CaromModelPatcher"]
+    assert 0 < told["held"][0] <= float(LIMITS[family].removesuffix("MiB")) * (1 << 20)
+    assert told["hash"][0] == hash_of(server, stock(family))
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3fn", "fp8_e5m2"])
+def test_fp8_cast_weights_stream(server, dtype):
+    told = told_by(server, ours("flux", dtype=dtype, vram="3MiB"))
+    assert told["class"] == ["CaromModelPatcher"] and told["held"][0] <= 3 << 20
+    assert told["hash"][0] == hash_of(server, stock("flux", dtype=dtype))
+
+
+def test_quantised_checkpoints_stream_with_and_without_lora(server):
+    reference = hash_of(server, stock("flux", name="flux_quant"))
+    told = told_by(server, ours("flux", name="flux_quant", vram="6MiB"))
+    assert told["class"] == ["CaromModelPatcher"] and told["held"][0] <= 6 << 20
+    assert told["hash"][0] == reference
+    patched = hash_of(server, lora(stock("flux", name="flux_quant")).then("CaromTestLowVram"))
+    assert patched != reference
+    assert hash_of(server, lora(ours("flux", name="flux_quant", vram="6MiB"))) == patched
+    assert hash_of(server, ours("flux", name="flux_quant", vram="6MiB")) == reference
+
+
+def test_offload_node_wraps_any_model(server):
+    wrapped = stock("flux").then("CaromOffload", mode="stream", vram="8MiB")
+    told = told_by(server, wrapped)
+    assert told["class"] == ["CaromModelPatcher"] and told["held"][0] <= 8 << 20
+    assert told["hash"][0] == hash_of(server, stock("flux"))
+
+
+def lora(graph: Graph, name: str = "flux", strength: float = 0.8) -> Graph:
+    return graph.then("LoraLoaderModelOnly", lora_name=f"{name}.safetensors", strength_model=strength)
+
+
+def test_lora_before_and_after_and_stacked(server):
+    plain = hash_of(server, ours("flux"))
+    reference = hash_of(server, lora(stock("flux")).then("CaromTestLowVram"))
+    assert reference != plain
+    assert hash_of(server, lora(ours("flux"))) == reference
+    assert hash_of(server, lora(stock("flux")).then("CaromOffload", mode="stream", vram="8MiB")) == reference
+    stacked = hash_of(server, lora(lora(stock("flux")), "other", 0.5).then("CaromTestLowVram"))
+    assert stacked != reference
+    assert hash_of(server, lora(lora(ours("flux")), "other", 0.5)) == stacked
+    assert hash_of(server, ours("flux")) == plain
+
+
+def test_keyframed_lora_hooks(server):
+    def hooked(graph: Graph) -> Graph:
+        graph.steps = 4
+        graph.nodes["hook"] = node(
+            "CreateHookLoraModelOnly", lora_name="flux.safetensors", strength_model=1.0
+        )
+        graph.nodes["first"] = node("CreateHookKeyframe", strength_mult=1.0, start_percent=0.0)
+        graph.nodes["key"] = node(
+            "CreateHookKeyframe", strength_mult=0.3, start_percent=0.5, prev_hook_kf=["first", 0]
+        )
+        graph.nodes["keyed"] = node("SetHookKeyframes", hooks=["hook", 0], hook_kf=["key", 0])
+        graph.nodes["with"] = node(
+            "ConditioningSetProperties", cond_NEW=["cond", 0], hooks=["keyed", 0], strength=1.0,
+            set_cond_area="default",
+        )  # fmt: skip
+        graph.positive = ["with", 0]
+        return graph
+
+    reference = hash_of(server, hooked(stock("flux", steps=4)))
+    assert reference != hash_of(server, stock("flux", steps=4))
+    assert hash_of(server, hooked(ours("flux", steps=4))) == reference
+    assert hash_of(server, ours("flux", steps=4)) == hash_of(server, stock("flux", steps=4))
+
+
+def test_attention_patches_and_compile_nodes(server):
+    patched = hash_of(server, stock("flux").then("CaromTestAttention"))
+    assert hash_of(server, ours("flux").then("CaromTestAttention")) == patched
+    assert hash_of(server, ours("flux").then("CaromTestCompile")) == hash_of(server, stock("flux"))
+
+
+def test_two_models_alternate_and_free_memory_unloads_them(server):
+    first, second = hash_of(server, stock("flux")), hash_of(server, stock("flux", name="flux2nd"))
+    assert first != second
+    for seed in (1, 1, 2, 1):
+        assert (hash_of(server, ours("flux", seed=seed)) == first) is (seed == 1)
+        assert (hash_of(server, ours("flux", name="flux2nd", seed=seed)) == second) is (seed == 1)
+    server.free()
+    assert hash_of(server, ours("flux")) == first
+    assert hash_of(server, ours("flux", name="flux2nd")) == second
+
+
+def test_stock_and_carom_branches_of_one_model(server):
+    reference = hash_of(server, stock("flux"))
+    with_lora = hash_of(server, lora(stock("flux")).then("CaromTestLowVram"))
+    for _ in range(2):
+        assert hash_of(server, stock("flux").then("CaromOffload", mode="stream", vram="8MiB")) == reference
+        assert hash_of(server, stock("flux", seed=9)) == hash_of(server, ours("flux", seed=9))
+        assert (
+            hash_of(server, lora(stock("flux")).then("CaromOffload", mode="stream", vram="8MiB")) == with_lora
+        )
+
+
+def test_giving_vram_back_in_the_middle(server):
+    graph = ours("flux", vram="16MiB")
+    before = told_by(server, graph)
+    graph.nodes["squeezed"] = node("CaromTestSqueeze", latent=["latent", 0], model=graph.model, share=0.5)
+    prompt = graph.prompt()
+    prompt["sample"]["inputs"]["latent_image"] = ["squeezed", 0]
+    after = server.run(prompt)["hash"]
+    assert after["hash"] == before["hash"]
+
+
+def test_error_in_a_node_leaves_the_next_prompt_working(server):
+    reference = hash_of(server, stock("flux", steps=3))
+    with pytest.raises(PromptFailed, match="a node of the test fails here"):
+        server.run(ours("flux", steps=3).then("CaromTestFails", call=2).prompt())
+    assert hash_of(server, ours("flux", steps=3)) == reference
+
+
+def test_cancel_in_mid_run(server):
+    reference = hash_of(server, stock("flux", steps=4))
+    running = server.queue(ours("flux", steps=40).then("CaromTestSlow", seconds=0.2).prompt())
+    time.sleep(2.5)
+    server.post("/interrupt", {})
+    with pytest.raises(PromptFailed, match="interrupted"):
+        server.result(running)
+    assert hash_of(server, ours("flux", steps=4)) == reference
+
+
+def test_several_prompts_queued(server):
+    reference = {seed: hash_of(server, stock("flux", seed=seed)) for seed in (21, 22, 23)}
+    queued = {seed: server.queue(ours("flux", seed=seed).prompt()) for seed in reference}
+    for seed, prompt_id in queued.items():
+        assert server.result(prompt_id)["hash"]["hash"] == [reference[seed]]
+
+
+def clip_prompt(loader: dict, text: str = "a lighthouse", offload: bool = False) -> dict:
+    nodes = {"clip": loader}
+    source = ["clip", 0]
+    if offload:
+        nodes["off"] = node("CaromOffloadCLIP", clip=["clip", 0], mode="stream", vram="90MiB")
+        source = ["off", 0]
+    nodes["encode"] = node("CLIPTextEncode", clip=source, text=text)
+    nodes["hash"] = node("CaromTestHash", value=["encode", 0])
+    nodes["report"] = node("CaromReport", clip=source, after=["encode", 0])
+    return nodes
+
+
+def test_text_encoders_stream_too(server):
+    loader = node("CLIPLoader", clip_name="clip_l.safetensors", type="stable_diffusion")
+    reference = server.run({k: v for k, v in clip_prompt(loader).items() if k != "report"})["hash"]
+    mine = node(
+        "CaromLoadCLIP", clip_name="clip_l.safetensors", type="stable_diffusion", mode="stream", vram="90MiB"
+    )
+    for prompt in (clip_prompt(mine), clip_prompt(loader, offload=True)):
+        outputs = server.run(prompt)
+        assert outputs["hash"]["hash"] == reference["hash"]
+        assert "streams" in outputs["report"]["text"][0]
+    again = server.run(clip_prompt(mine, text="a lighthouse at night"))
+    assert again["hash"]["hash"] != reference["hash"]
+
+
+def test_checkpoint_with_clip_and_vae(server):
+    def prompt(loader: dict) -> dict:
+        return {
+            "load": loader,
+            "positive": node("CLIPTextEncode", clip=["load", 1], text="a lighthouse"),
+            "latent": node("CaromTestLatent", shape=SHAPES["sd15"]),
+            "sample": node(
+                "KSampler", model=["load", 0], positive=["positive", 0], negative=["positive", 0],
+                latent_image=["latent", 0], seed=3, steps=2, cfg=2.0, sampler_name="euler", scheduler="normal",
+                denoise=1.0,
+            ),
+            "decode": node("VAEDecodeTiled", samples=["sample", 0], vae=["load", 2], tile_size=64, overlap=32,
+                           temporal_size=64, temporal_overlap=8),
+            "hash": node("CaromTestHash", value=["decode", 0]),
+        }  # fmt: skip
+
+    reference = server.run(prompt(node("CheckpointLoaderSimple", ckpt_name="sd15.safetensors")))["hash"]
+    mine = node("CaromLoadCheckpoint", ckpt_name="sd15.safetensors", mode="stream", vram="90MiB")
+    assert server.run(prompt(mine))["hash"]["hash"] == reference["hash"]
+
+
+def test_report_and_plan(server):
+    graph = ours("flux")
+    prompt = graph.prompt()
+    prompt["report"] = node("CaromReport", model=graph.model, after=["sample", 0])
+    prompt["picture"] = node("PreviewImage", images=["report", 1])
+    prompt["plan"] = node(
+        "CaromPlan", model_name="flux.safetensors", card="rtx4090", vram="auto", ram="32GiB", tokens=4096
+    )
+    outputs = server.run(prompt)
+    text = outputs["report"]["text"][0]
+    assert "streams" in text and "budget for weights" in text and "8.00 MiB" in text
+    assert outputs["picture"]["images"]
+    assert "flux" in outputs["plan"]["text"][0].lower()
+
+
+def test_native_mode_and_auto_on_a_cpu_leave_the_model_to_comfyui(server):
+    for mode in ("native", "auto"):
+        graph = ours("flux", mode=mode)
+        prompt = graph.prompt()
+        prompt["report"] = node("CaromReport", model=graph.model, after=["sample", 0])
+        outputs = server.run(prompt)
+        assert outputs["hash"]["class"] == ["ModelPatcher"]
+        assert outputs["hash"]["hash"] == [hash_of(server, stock("flux"))]
+        assert ("CPU" if mode == "auto" else "asked for") in outputs["report"]["text"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vram": "1KiB"}, "least budget that works"),
+        ({"vram": "a lot"}, "is not a size"),
+        ({"vram": "0"}, "no memory at all"),
+        ({"vram": "900%"}, "more than 100 %"),
+        ({"vram": "9" * 50}, "out of range"),
+        ({"unet_name": "corrupt.safetensors"}, "corrupt.safetensors"),
+        ({"unet_name": "text.safetensors"}, "text.safetensors"),
+        ({"unet_name": "vae.safetensors"}, "vae.safetensors"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_input_is_a_message_and_the_next_prompt_works(server, change, message):
+    folder = server.base / "models" / "diffusion_models"
+    flux = (folder / "flux.safetensors").read_bytes()
+    (folder / "corrupt.safetensors").write_bytes(flux[: len(flux) // 2])
+    (folder / "text.safetensors").write_text("this is no model")
+    if not (folder / "vae.safetensors").exists():
+        shutil.copy(server.base / "models" / "loras" / "flux.safetensors", folder / "vae.safetensors")
+    graph = ours("flux")
+    graph.nodes["load"]["inputs"].update(change)
+    with pytest.raises(PromptFailed) as refused:
+        server.run(graph.prompt())
+    assert message in str(refused.value)
+    assert hash_of(server, ours("flux")) == hash_of(server, stock("flux"))
+
+
+def test_memory_stays_flat_over_many_prompts(server):
+    """ComfyUI keeps the results of past prompts for a while, so the first dozen are not counted."""
+
+    def prompts(first: int) -> int:
+        for seed in range(first, first + 12):
+            hash_of(server, lora(ours("flux", seed=seed, steps=1), strength=seed / 200))
+        return server.rss_bytes
+
+    before = prompts(100)
+    assert prompts(120) - before < 40 << 20  # twelve LoRA of one 44 MiB model
+
+
+def test_example_workflows_name_nodes_of_the_server(server, root):
+    import json
+
+    known = set(server.get("/object_info"))
+    for path in sorted((root / "workflows").glob("*.json")):
+        workflow = json.loads(path.read_text("utf-8"))
+        kinds = {item["type"] for item in workflow["nodes"]} - {"MarkdownNote", "Note"}
+        assert kinds <= known, f"{path.name}: {kinds - known}"
+
+
+def test_table_of_stock_and_carom(server, capsys):
+    """The comparison table that the documented command prints (tiny models on a CPU: figures of the path, not of speed)."""
+    rows = []
+    for family in SHAPES:
+        for name, make in (("stock", stock), ("Carom", ours)):
+            hash_of(server, make(family, seed=50))
+            started = time.monotonic()
+            told = told_by(server, make(family, seed=51, steps=4))
+            rows.append((family, name, time.monotonic() - started, told["held"][0], told["hash"][0][:12]))
+    with capsys.disabled():
+        print(f"\n{Path(server.comfyui).name}: model, loader, seconds of 4 steps, MiB held, latent")
+        for family, name, seconds, held, latent in rows:
+            print(f"  {family:<6}{name:<7}{seconds:6.2f} {held / (1 << 20):8.1f}  {latent}")
+    assert all(rows[i][4] == rows[i + 1][4] for i in range(0, len(rows), 2))
+
+
+def test_python_of_the_server_is_named():
+    done = subprocess.run([PYTHON, "-c", "import torch"], capture_output=True, env=os.environ)
+    assert done.returncode == 0 and sys.version_info >= (3, 10)
