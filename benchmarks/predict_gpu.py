@@ -228,7 +228,7 @@ def main() -> int:
     if args.json:
         path = Path(args.json)
         draft = path.with_name(path.name + ".part")
-        draft.write_text(json.dumps(record, indent=1) + "\n")
+        draft.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         draft.replace(path)
     print(table(rows))
     print(f"probe {probe_seconds:.1f} s, all {record['seconds']:.0f} s")
