@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from carom.core import ops
+from carom.core import streamer as streamers
 from carom.core.meter import Meter
 from carom.core.plan import resident_cost
 from carom.core.predict import Link, Workload, floor_seconds, predict
 from carom.core.simulated import SimulatedDevice, SimulatedEngine
 from carom.core.store.arena import HostArena
 from carom.core.streamed import Views
-from carom.core.streamer import Streamer
 from carom.core.units import Unit
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,12 +29,9 @@ def simulated_steps(monkeypatch, sizes, resident, region, workload, steps=9, ski
         )
     )
 
-    def views(self, unit, offset):  # these units have bytes, and no tensors
-        base = engine.alias(self.memory, offset, unit.nbytes)
-        return Views(base, base, [], None)
-
-    monkeypatch.setattr(Streamer, "_make_views", views)
-    streamer = Streamer(engine, region, Meter(engine))
+    # These units have bytes, and no tensors.
+    monkeypatch.setattr(streamers, "make_views", lambda unit, base: Views(base, base, [], None))
+    streamer = streamers.Streamer(engine, region, Meter(engine))
     streamer.meter.timing = False
     arena = HostArena(engine.pinner, None)
     streamed = {}
