@@ -6,7 +6,7 @@ import argparse
 import json
 import textwrap
 
-from ..core import hardware
+from ..core import amd, hardware
 from ..core.diagnosis import Finding, diagnose
 
 SCHEMA = 1
@@ -19,13 +19,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-disk", action="store_true", help="do not measure the drive (it writes a temporary 128 MiB)"
     )
+    parser.add_argument(
+        "--amd", action="store_true", help="AMD's checks too where no AMD card or ROCm build of torch is seen"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     found = hardware.probe(args.folder, disk=not args.no_disk)
     findings = diagnose(found)
+    rocm = None
+    if args.amd or amd.present(found.torch.build):
+        # The proof starts a child process with torch: only where ROCm can be there at all.
+        rocm = amd.examine(prove=found.torch.build.startswith("rocm"))
+        findings += amd.findings(rocm)
     if args.json:
-        print(json.dumps(to_dict(found, findings), indent=2))
+        print(json.dumps({**to_dict(found, findings), "rocm": rocm}, indent=2))
     else:
         print(table(found, findings))
     return 0

@@ -121,17 +121,20 @@ def machine_of(args: argparse.Namespace) -> tuple[Machine, list[str]]:
     probed = None
     if args.gpu is None or args.gpu.lower() == "probe":
         probed = hardware.probe(_folder(args.model), disk=args.nvme in (None, "probe"), extras=False)
-    if probed is not None and probed.gpu is None and args.gpu is not None:
-        raise UnsupportedError(
-            f"no GPU to probe here ({probed.gpu_reason}); name a card: --gpu {', '.join(presets.CARDS)}"
-        )
     if probed is not None and probed.gpu is not None:
         machine = measured_machine(probed)
         remarks.append(f"Measured on this machine: {machine.card.title}.")
     else:
-        card = presets.find("gpu", args.gpu or REFERENCE, presets.CARDS)
+        asked = None if probed is not None else args.gpu
+        card = presets.find("gpu", asked or REFERENCE, presets.CARDS)
         machine = Machine(card)
-        if args.gpu is None:
+        if probed is not None and args.gpu is not None:
+            machine = around(probed, card)
+            remarks.append(
+                f"No GPU to probe here ({probed.gpu_reason}): RAM and drive are this machine's, the card is a "
+                f"{card.title}; name yours with --gpu {', '.join(presets.CARDS)}."
+            )
+        elif args.gpu is None:
             remarks.append(f"No GPU found here, so this is for a {card.title}; name yours with --gpu.")
     if args.ram:
         ram = parse_size(args.ram, whole=host.host_memory().total, setting="--ram")
@@ -194,9 +197,14 @@ def measured_machine(probed: hardware.Hardware) -> Machine:
         gpu.name, gpu.name, gpu.free + presets.CONTEXT_BYTES, flops, link, memory, "measured on this machine",
         nvfp4=preset.nvfp4 if preset else None, workstation=True,
     )  # fmt: skip
+    return around(probed, card, "measured on this machine")
+
+
+def around(probed: hardware.Hardware, card: Card, source: str = "") -> Machine:
+    """``card`` in this machine: its RAM, and its drive where that was measured with direct I/O."""
     disk = probed.disk
     rate = max(disk.one, disk.several) if disk is not None and disk.direct else None
     return Machine(
         card, probed.memory.total, rate, f"the drive of {disk.folder} (measured)" if rate and disk else "",
-        ram_usable=probed.memory.usable, source="measured on this machine",
+        ram_usable=probed.memory.usable, source=source,
     )  # fmt: skip

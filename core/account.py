@@ -67,6 +67,7 @@ def make_report(
         compute_seconds=figures.compute_seconds,
         stall_seconds=figures.stall_seconds,
         roofline_seconds=figures.roofline_seconds,
+        predicted_seconds=plan.predicted_seconds,
         hidden_fraction=figures.hidden_fraction,
         link_bytes_per_second=figures.link_bytes_per_second,
         units=len(carving.units),

@@ -45,10 +45,10 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
     if settings.granularity == "auto":
         finest = [settings.vram // 3, settings.vram // 6, 1]
         # What is compiled as one runs best as one.
-        limits = [None, *finest] if _compiled(module) else [PART, *(n for n in finest if n < PART)]
+        limits = [None, *finest] if compiled(module) else [PART, *(n for n in finest if n < PART)]
     error: BudgetError | None = None
     for limit in limits:
-        carving = _carve(module, settings, limit)
+        carving = cut(module, settings, limit)
         try:
             plan = _plan(carving, settings.vram, grain)
         except BudgetError as reason:
@@ -62,30 +62,42 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
     raise error
 
 
-def _compiled(module: nn.Module) -> bool:
+def compiled(module: nn.Module) -> bool:
+    """Whether any part of ``module`` is compiled."""
     return any(
         getattr(part, "_compiled_call_impl", None) is not None or "_orig_mod" in part._modules
         for part in module.modules()
     )
 
 
-def _carve(module: nn.Module, settings: Settings, limit: int | None) -> Carving:
+def cut(module: nn.Module, settings: Settings, limit: int | None) -> Carving:
+    """``module`` in units of at most ``limit`` bytes where they can be split."""
     stream_trainable = settings.training == "stream"
 
-    def cut() -> Carving:
+    def carved() -> Carving:
         return carve(
             module, granularity=settings.granularity, limit=limit, stream_trainable=stream_trainable,
             stay=settings.stay, from_file=settings.from_file,
         )  # fmt: skip
 
-    carving = cut()
+    carving = carved()
     if settings.training is None and sum(entry.nbytes for entry in carving.adapters) > settings.vram:
         stream_trainable = True  # full fine-tuning: the weights themselves are trainable
-        carving = cut()
+        carving = carved()
     return carving
 
 
-def _plan(carving: Carving, vram: int, grain: int) -> Plan:
+@dataclass(frozen=True)
+class Problem:
+    """What a planner is given of a carving: ``fixed`` bytes are spoken for."""
+
+    units: list[UnitSize]
+    fixed: int
+    wish: Wish
+
+
+def problem(carving: Carving, grain: int) -> Problem:
+    """The planner's view of ``carving``."""
     fixed = resident_cost([-(-entry.nbytes // ALIGN) * ALIGN for entry, _ in carving.resident], grain)
     # Of the parts of a split block the small ones (norms, biases) are better kept than copied.
     least = min(SMALL_UNIT, carving.largest // 8)
@@ -93,7 +105,12 @@ def _plan(carving: Carving, vram: int, grain: int) -> Plan:
         UnitSize(unit.name, unit.nbytes, unit.kind == "loose", unit.kind == "block" or unit.nbytes >= least)
         for unit in carving.units
     ]
-    return plan_residency(units, vram, fixed, _wish(carving), grain)
+    return Problem(units, fixed, _wish(carving))
+
+
+def _plan(carving: Carving, vram: int, grain: int) -> Plan:
+    given = problem(carving, grain)
+    return plan_residency(given.units, vram, given.fixed, given.wish, grain)
 
 
 def _wish(carving: Carving) -> Wish:

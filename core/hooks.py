@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from .errors import UnsupportedError
 
+OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+
 if TYPE_CHECKING:
     from .session import Session
     from .streamed import Owner, Streamed
@@ -169,10 +171,12 @@ def _root_ends(streamer: Streamer, failed: bool) -> None:
 def root_forward(session: Session) -> Callable[[Callable], Callable]:
     """Around the root's forward: a pass begins and ends, the tree is looked over for what is new."""
     begin, end, notice = quiet(session._begin), quiet(_root_ends), quiet(_notice_backward)
+    gives_way, look = quiet(session._gives_way), quiet(session._before)
 
     def make(inner: Callable) -> Callable:
         @_untraced
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        @_untraced
+        def run(args: Any, kwargs: Any) -> Any:
             streamer, watch = begin()
             failed = True
             try:
@@ -184,6 +188,16 @@ def root_forward(session: Session) -> Callable[[Callable], Callable]:
                 return result
             finally:
                 end(streamer, failed)
+
+        @_untraced
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            while True:
+                before = look(args, kwargs) if session._governor is not None else None
+                try:
+                    return run(args, kwargs)
+                except OutOfMemory as error:
+                    if not gives_way(error, before):
+                        raise
 
         return forward
 

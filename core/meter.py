@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from .learn import Forward, Profile, Turn
 from .report import Span
 from .transfer import Engine
 
@@ -21,6 +22,7 @@ _KEPT_STEPS = 64  # figures the medians are taken over
 _OPEN_STEPS = 6  # steps whose events may be outstanding before the oldest loses its timing
 _TIMED_FIRST = 8  # steps that take times, before only
 _TIMED_EVERY = 16  # two in so many do
+_PROFILED = range(2, 8)  # steps of a kind (with gradients, without) in which each unit's turn is marked
 _FORWARDS = 8  # forwards that may precede a backward before they count as inference
 
 
@@ -48,6 +50,7 @@ class _Step:
     disk_bytes: int = 0
     copies: list[_Copy] = field(default_factory=list)
     waits: list[tuple[Any, Any, str, bool]] = field(default_factory=list)
+    turns: list[list[Any]] = field(default_factory=list)  # of units in the forward: name, came, went on, left
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,16 @@ class Meter:
         self._waiting: deque[_Step] = deque()
         self._figures: deque[StepFigures] = deque(maxlen=_KEPT_STEPS)
         self._pictured: tuple[_Step, float] | None = None
+        self._profiled: deque[tuple[bool, Forward]] = deque(maxlen=2 * len(_PROFILED))
+        self._copies: tuple[tuple[int, float], ...] = ()  # bytes, seconds: of the last profiled step
         self._steps = 0
         self.disk_bytes: Callable[[], int] = int  # bytes read from disk so far; none without a disk
         self._disk_before = 0
         # (what, start, end, bytes) of reads, on the host's clock; None where the device's clock is another one
         self.disk_reads: Callable[[], Iterable[tuple[str, float, float, int]]] | None = None
+        self._read_steps = 0
+        self._kinds = [0, 0]  # steps begun without gradients, with
+        self.profiling = False  # whether the streamer tells of each unit's turn
         self.timing = True  # whether the present step takes times; the streamer asks before it makes marks
 
     # -- what happens
@@ -116,6 +124,8 @@ class Meter:
         # Times cost host time: the first steps take them, then some. Bytes and copies are always counted.
         self.timing = self._steps < _TIMED_FIRST or self._steps % _TIMED_EVERY < 2
         self._steps += 1
+        self.profiling = self.timing and self._kinds[gradient] in _PROFILED
+        self._kinds[gradient] += 1
         self._open = _Step(self._engine.mark(), gradient, self.timing)
 
     def forward_ends(self) -> None:
@@ -125,6 +135,7 @@ class Meter:
                 self._close()
 
     def backward_begins(self) -> None:
+        self.profiling = False
         if self._open is not None and self._open.turn is None:
             self._open.turn = self._engine.mark()
 
@@ -152,6 +163,19 @@ class Meter:
         if self._open is not None:
             self._open.waits.append((before, after, name, backward))
 
+    def came(self, name: str, came: Any, went_on: Any) -> None:
+        """The stream came to a unit in a forward, and went on when it was there."""
+        if self._open is not None:
+            self._open.turns.append([name, came, went_on, None])
+
+    def left(self, name: str, left: Any) -> None:
+        """The unit's kernels were issued."""
+        if self._open is not None:
+            for turn in reversed(self._open.turns):
+                if turn[0] == name and turn[3] is None:
+                    turn[3] = left
+                    return
+
     # -- what comes of it
 
     def _close(self) -> None:
@@ -171,6 +195,7 @@ class Meter:
     def _read(self, step: _Step) -> StepFigures:
         between = self._engine.elapsed
         seconds = between(step.begin, step.end)
+        self._read_steps += 1
         stalls = [0.0, 0.0]
         for before, after, _, backward in step.waits:
             stalls[backward] += max(0.0, between(before, after))
@@ -178,6 +203,11 @@ class Meter:
         copies = [(copy, max(0.0, between(copy.started, copy.done))) for copy in step.copies]
         if step.timed:
             self._pictured = step, seconds
+        if step.turns:
+            at = lambda event: between(step.begin, event)  # noqa: E731
+            turns = tuple(Turn(name, *map(at, marks)) for name, *marks in step.turns if marks[2] is not None)
+            self._profiled.append((step.turn is not None, Forward(turns, forward)))
+            self._copies = tuple((copy.nbytes, time) for copy, time in copies)
         return StepFigures(
             train=step.turn is not None,
             seconds=seconds,
@@ -218,6 +248,46 @@ class Meter:
             if first < last:
                 spans.append(Span("disk", name, first, last, nbytes))
         return tuple(spans)
+
+    @property
+    def settled(self) -> int:
+        """Steps that have been read and are past the learning of the order."""
+        return max(0, self._read_steps - 2)
+
+    @property
+    def steps(self) -> int:
+        """Steps begun."""
+        return self._steps
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether a forward has run that a backward may still follow."""
+        step = self._open
+        return step is not None and step.gradient and step.turn is None and step.end is not None
+
+    def profile(self) -> Profile | None:
+        """A step of the latest kind that was profiled, None before there is any."""
+        if not self._profiled:
+            return None
+        train = self._profiled[-1][0]
+        timed = [figures for figures in self._figures if figures.train == train and figures.timed]
+        timed = timed[2:] or timed[-1:]
+        if not timed:
+            return None
+        copy_seconds = sum(figures.copy_seconds for figures in timed)
+        return Profile(
+            train=train,
+            seconds=median(figures.seconds for figures in timed),
+            compute=(
+                median(figures.compute_by_phase[0] for figures in timed),
+                median(figures.compute_by_phase[1] for figures in timed),
+            ),
+            link_bytes_per_second=sum(figures.copied_bytes for figures in timed) / copy_seconds
+            if copy_seconds > 0
+            else None,
+            forwards=tuple(forward for kind, forward in self._profiled if kind == train),
+            copies=self._copies,
+        )
 
     def finish(self) -> None:
         """Wait for the device and read what is outstanding."""

@@ -76,6 +76,7 @@ class Report:
     resident_by_choice: tuple[UnitPlace, ...] = ()
     resident_by_need: tuple[UnitPlace, ...] = ()
     # beyond the contract
+    predicted_seconds: float | None = None
     adapter_bytes: int = 0
     streamed_bytes: int = 0
     ram_budget_bytes: int = 0  # of the host cache; these are zero where weights do not come from disk
@@ -157,6 +158,7 @@ class Report:
             ("  computing", format_seconds(self.compute_seconds), _share(self.compute_seconds, self.step_seconds, "of the step")),
             ("  waiting for weights", format_seconds(self.stall_seconds), _share(self.stall_seconds, self.step_seconds, "of the step (stall)")),
             ("  best possible", format_seconds(self.roofline_seconds), self._roofline_verdict()),
+            ("  predicted", format_seconds(self.predicted_seconds), "by the planner, from the first steps"),
             ("transfers hidden", _percent(self.hidden_fraction), "behind computing"),
             ("link rate", format_rate(self.link_bytes_per_second), "host to device"),
         ]  # fmt: skip

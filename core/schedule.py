@@ -52,6 +52,10 @@ class Order:
         for place in range(self._at + 1, len(history)):
             yield history[place] >> 1
 
+    def expected(self) -> list[tuple[int, bool]]:
+        """What is expected over one period, nearest first: (unit, whether by a backward)."""
+        return [(key >> 1, bool(key & 1)) for key in self._history[self._at + 1 :]]
+
     @property
     def at(self) -> int:
         """The place in the learnt order that corresponds to now."""

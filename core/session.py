@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import decide, hooks, ops, settings
+from . import decide, hooks, ops, replan, settings
 from .account import Held, describe, make_report
+from .adapt import Adapts, OutOfMemory
 from .attach import Placement, wanted_residents
 from .checkpoint import Checkpoint, Stand
 from .disk import Disk, DiskPlacement
@@ -54,10 +55,13 @@ def stream(
     ``module``: on the CPU, on the device, or on ``meta`` with ``weights``; it is used as before, and is itself again
     after `Session.close` (also by ``with``). ``weights``: a .safetensors file, a folder of shards, its index.json, or
     a `Weights`: the values come from there, through a host cache of at most ``ram`` bytes, and are frozen; outside
-    its unit's run such a parameter is a ``meta`` tensor (`Session.read` gives its value). ``device``: default the current accelerator, else the CPU; or a `SimulatedDevice`.
-    ``vram``, ``ram``: bytes, "8GiB", "8GB", "50%" of what is free, or "auto": for ``vram`` 70 % of what
-    is free on the device less 1 GiB for activations, for ``ram`` 80 % of what is available (it bounds
-    pinned memory; what does not fit is streamed from pageable memory, more slowly; from disk it bounds the cache).
+    its unit's run such a parameter is a ``meta`` tensor (`Session.read` gives its value).
+    ``device``: default the current accelerator, else the CPU; or a `SimulatedDevice`.
+    ``vram``, ``ram``: bytes, "8GiB", "8GB", "50%" of what is free, or "auto": ``vram`` starts with 70 % of
+    what is free on the device less 1 GiB, and after the first steps takes what they leave, with headroom,
+    and gives way when memory runs short; for ``ram`` 80 % of what is available, less where a container allows
+    less (it bounds pinned memory; what does not fit is streamed from pageable memory, more slowly; with
+    ``weights`` it bounds the cache).
     ``granularity``: "block", "phase", "layer", or "auto" (blocks, split where two would not fit).
     ``codec``: "raw" or "auto" (raw in this version). ``pool``: "torch" or "auto" (torch in this version).
     ``host``: "raw" or "auto": a streamed parameter is its raw host tensor outside its unit's run.
@@ -72,7 +76,7 @@ def stream(
     )  # fmt: skip
 
 
-class Session:
+class Session(Adapts):
     """A module attached to a device. Made by `stream`; a context manager that closes itself."""
 
     def __init__(
@@ -94,17 +98,31 @@ class Session:
         self._watch: Callable[[], Any] = self._engine.step
         self._peak = 0
         self._stay: dict[str, str] = {}
+        self._adapts(vram == "auto")
         if weights is not None:
             self._checkpoint = Checkpoint(module, weights)
         try:
-            self._attach()
+            self._first_attach(vram)
         except BaseException:
+            self._ungovern()
             self._unbind()
             raise
         for part in module.modules():
             _sessions[part] = weakref.ref(self)
 
     # -- attach and detach
+
+    def _first_attach(self, vram: int | str) -> None:
+        if vram == "auto" and self._make_room(self._vram):
+            self._vram = settings.vram_budget(vram, self._engine)
+        try:
+            self._attach()
+        except BudgetError as error:
+            # What activations take is not known yet: begin with the least, if it is there at all.
+            if vram != "auto" or not 0 < (error.least_bytes or 0) <= self._engine.free_bytes():
+                raise
+            self._vram = error.least_bytes or 0
+            self._attach()
 
     def _attach(self) -> None:
         self._arena = HostArena(self._engine.pinner, self._ram)
@@ -142,9 +160,14 @@ class Session:
 
     def _decide(self) -> tuple[Carving, Plan]:
         """Units and residency under the present settings."""
-        from_file = None if self._checkpoint is None else self._checkpoint.of
-        chosen = decide.Settings(self._vram, self._granularity, self._training, self._stay, from_file)
+        chosen = self._settings()
+        if self._learnt is not None:
+            return replan.decide_with(self.module, chosen, self._engine.grain, self._learnt)
         return decide.decide(self.module, chosen, self._engine.grain)
+
+    def _settings(self) -> decide.Settings:
+        from_file = None if self._checkpoint is None else self._checkpoint.of
+        return decide.Settings(self._vram, self._granularity, self._training, self._stay, from_file)
 
     def _stand_in_front(self, streamed: list[Streamed]) -> None:
         for unit in streamed:
@@ -196,6 +219,7 @@ class Session:
             if self._closed:
                 return
             self._final = self._report()
+            self._ungovern()
             if discard:
                 self._placement.leave_behind()
             self._detach()
@@ -234,6 +258,8 @@ class Session:
                         self._adopt()
                     elif streamer.runs.written:
                         self._keep_written()
+                    elif self._meter.settled >= self._look_at:
+                        self._look()
                 streamer = self._streamer
                 streamer.runs.root_begins()
         return streamer, self._engine.step()
@@ -320,6 +346,7 @@ class Session:
             before = self._vram, self._ram
             if vram is not None:
                 self._vram = settings.vram_budget(vram, self._engine, self._held_bytes())
+                self._govern(vram == "auto")
             if ram is not None:
                 self._ram = settings.ram_budget(ram)
             try:
@@ -351,7 +378,11 @@ class Session:
         with self._lock:
             if self._parked:
                 self._parked = False
-                self._again()
+                try:
+                    self._again()
+                except OutOfMemory:
+                    self._detach_for_parking()
+                    raise
 
     def refresh(self, module: nn.Module | None = None) -> None:
         """Do not trust copies of host weights (below ``module``) kept on the device: they changed unseen.

@@ -10,6 +10,7 @@ from torch import nn
 
 from .checkpoint import Weights
 from .errors import BudgetError, UnsupportedError
+from .host import host_memory
 from .sizes import GIB, parse_size
 from .transfer import Engine
 
@@ -59,7 +60,10 @@ def ram_budget(value: int | str) -> int:
     import psutil
 
     available = psutil.virtual_memory().available
-    return int(available * 0.8) if value == "auto" else _size(value, available, "ram")
+    if value == "auto":
+        # A container's limit counts too; where little is left, a quarter is pinned all the same.
+        return min(int(available * 0.8), max(host_memory().usable, available // 4))
+    return _size(value, available, "ram")
 
 
 def _size(value: int | str, whole: int, setting: str) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .auto import Memory
 from .errors import CaromError, UnsupportedError
 from .slots import ALIGN
 from .store.arena import Pinner
@@ -31,11 +33,20 @@ class SimulatedRaceError(CaromError):
     """An access that some legal timing of a real device would have made wrong."""
 
 
+@dataclass(eq=False)
+class Ledger:
+    """What sessions on one imagined device have in common: bytes that they and other programs hold."""
+
+    allocated: int = 0
+    others: int = 0
+
+
 @dataclass(frozen=True)
 class SimulatedDevice:
     """Pass as ``device=``. Rates are of the imagined hardware: bytes/s, seconds, flops/s.
 
-    ``refuse_pinning`` imagines a system without pinned memory, ``memory_bytes`` its free memory.
+    ``refuse_pinning`` imagines a system without pinned memory, ``memory_bytes`` its memory, ``activation_bytes`` what
+    a step needs of it beside the weights.
     """
 
     seed: int = 0
@@ -46,6 +57,8 @@ class SimulatedDevice:
     kernel_seconds: float = 2e-6
     memory_bytes: int = 1 << 34
     refuse_pinning: bool = False
+    activation_bytes: int = 0
+    ledger: Ledger = field(default_factory=Ledger, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.timing not in ("late", "early", "random"):
@@ -95,6 +108,11 @@ class SimulatedEngine:
         self._regions: list[tuple[int, int]] = []
         self._guarded: dict[int, tuple[int, int, str]] = {}
         self._local = threading.local()
+        self.ledger = config.ledger
+        self.allocated = 0  # of it by this engine
+        self.activations = config.activation_bytes
+        self._cached = 0  # activations of steps so far, kept by the allocator
+        self._ooms = 0
 
     def _register(self, address: int, size: int) -> str | None:
         return "the simulated system pins nothing" if self.config.refuse_pinning else None
@@ -102,10 +120,26 @@ class SimulatedEngine:
     # -- memory
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        self._need(nbytes)
         with self.unwatched(), torch.inference_mode(False):
             buffer = torch.full((nbytes,), 255, dtype=torch.uint8, device=self.device)
         self._regions.append((buffer.data_ptr(), buffer.data_ptr() + nbytes))
+        self.allocated += nbytes
+        self.ledger.allocated += nbytes
+        weakref.finalize(buffer, self._released, nbytes)
         return buffer
+
+    def _released(self, nbytes: int) -> None:
+        self.allocated -= nbytes
+        self.ledger.allocated -= nbytes
+
+    def _need(self, nbytes: int) -> None:
+        free = self.config.memory_bytes - self.ledger.allocated - self.ledger.others
+        if nbytes > free:
+            self._ooms += 1
+            raise torch.OutOfMemoryError(
+                f"simulated: {nbytes} bytes are needed and {max(0, free)} of {self.config.memory_bytes} are free"
+            )
 
     def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
         return host_alias(buffer, offset, nbytes)
@@ -118,7 +152,15 @@ class SimulatedEngine:
         self._guarded.pop(data.data_ptr(), None)
 
     def free_bytes(self) -> int:
-        return self.config.memory_bytes
+        return max(0, self.config.memory_bytes - self.ledger.allocated - self.ledger.others)
+
+    def memory(self) -> Memory:
+        return Memory(
+            self.config.memory_bytes, max(0, self.free_bytes() - self._cached), self._cached, self._ooms
+        )
+
+    def trim(self) -> None:
+        self._cached = 0
 
     # -- streams and events
 
@@ -278,6 +320,9 @@ class SimulatedEngine:
             with contextlib.suppress(Exception):  # a formula that does not fit a call costs a kernel, no more
                 seconds = max(seconds, count(*args, **kwargs, out_val=result) / self.config.flops)
         self._streams["compute"].clock += seconds
+        if self.activations:
+            self._need(self.activations)
+            self._cached = max(self._cached, self.activations)
 
 
 class _Watch(TorchDispatchMode):

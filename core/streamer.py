@@ -9,6 +9,7 @@ autograd threads).
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -60,6 +61,7 @@ class Streamer:
         self._landings = Landings(engine)
         self.backward = Backward(self, self._landings)
         self.runs = Runs(self)
+        self._references = 0
 
     def add(self, unit: Unit, index: int, block: Block) -> Streamed:
         """Take a unit whose bytes are in ``block``; its owners are added by the caller, before `start`."""
@@ -84,6 +86,7 @@ class Streamer:
             self.high = self.low + self.memory.numel()
         # Memory that other streams were still using when it was freed must not be copied into early.
         self.engine.synchronize()
+        self._references = sys.getrefcount(self.backward)
 
     # -- using units
 
@@ -117,7 +120,12 @@ class Streamer:
             slot.users += 1
             slot.state = SlotState.IN_USE
             try:
-                self.wait(slot)
+                if self.meter.profiling:
+                    came = self.engine.mark()
+                    self.wait(slot)
+                    self.meter.came(unit.name, came, self.engine.mark())
+                else:
+                    self.wait(slot)
                 if not foreseen:  # else the last release has asked for all that fits
                     self._look_ahead()
             except BaseException:
@@ -129,6 +137,8 @@ class Streamer:
     def release(self, slot: Slot, streams: set | None = None) -> None:
         """The kernels that read the slot have been issued (on ``streams``; default: the current one)."""
         with self.lock:
+            if self.meter.profiling:
+                self.meter.left(slot.unit.name, self.engine.mark())
             try:
                 for stream in streams or (self.engine.stream(),):
                     slot.reads[stream] = self.engine.record(stream, slot.reads.get(stream))
@@ -361,6 +371,11 @@ class Streamer:
     def idle(self) -> bool:
         """Whether no pass is under way, so that tensors may be laid out anew."""
         return not (self.runs.active or self.backward.running)
+
+    @property
+    def unreferenced(self) -> bool:
+        """Whether no autograd graph is left that would ask for today's units."""
+        return sys.getrefcount(self.backward) <= self._references
 
     def true_values(self, state: dict[str, Any], names: dict[str, Owner]) -> None:
         """Replace slot views in a state dict (taken while units run) by the host tensors they stand for."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .auto import Memory
 from .errors import UnsupportedError
 from .plan import GRAIN
 from .slots import ALIGN
@@ -80,6 +81,12 @@ class Engine(Protocol):
 
     def free_bytes(self) -> int:
         """Device memory that could be had now."""
+
+    def memory(self) -> Memory | None:
+        """What the device has left; None where that is the host's business."""
+
+    def trim(self) -> None:
+        """Give back to the device what the allocator keeps unused."""
 
 
 class _Unwatched:
@@ -209,6 +216,17 @@ class StreamEngine(_Unwatched):
         cached = self._api.memory_reserved(self.device) - self._api.memory_allocated(self.device)
         return free + cached
 
+    def memory(self) -> Memory | None:
+        if not hasattr(self._api, "mem_get_info") or not hasattr(self._api, "memory_stats"):
+            return None
+        free, total = self._api.mem_get_info(self.device)
+        stats = self._api.memory_stats(self.device)
+        cached = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
+        return Memory(total, free, cached, stats.get("num_ooms", 0))
+
+    def trim(self) -> None:
+        self._api.empty_cache()
+
 
 class PlainEngine(_Unwatched):
     """The CPU, and accelerators without streams: every copy is finished when the call returns."""
@@ -269,6 +287,12 @@ class PlainEngine(_Unwatched):
         import psutil
 
         return psutil.virtual_memory().available
+
+    def memory(self) -> Memory | None:
+        return None
+
+    def trim(self) -> None:
+        pass
 
 
 class _DeviceArray:

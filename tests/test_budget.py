@@ -264,3 +264,18 @@ def test_set_budget_while_parked_takes_effect_later():
         session.set_budget(vram=least)
         assert torch.equal(model(case.inputs()), expected)
         assert session._held_bytes() <= least
+
+
+def test_ram_auto_counts_a_containers_limit(monkeypatch):
+    from carom.core import settings
+
+    class Memory:
+        usable = 3 << 30
+
+    monkeypatch.setattr(settings, "host_memory", lambda: Memory)
+    import psutil
+
+    available = psutil.virtual_memory().available
+    assert settings.ram_budget("auto") <= max(3 << 30, available // 4) + (64 << 20)
+    Memory.usable = 0
+    assert settings.ram_budget("auto") >= available // 8

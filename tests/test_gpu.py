@@ -426,3 +426,44 @@ def test_copies_run_beside_the_kernels():
         report = session.report()
     assert report.hidden_fraction is not None and report.hidden_fraction > 0.8
     assert report.link_bytes_per_second is not None and report.link_bytes_per_second > 1e9
+
+
+# -- planning from measured steps, and memory that comes and goes
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_a_tuned_session_is_exact_and_its_step_is_understood(share):
+    model = big(16)
+    plain = copy.deepcopy(model).to(CUDA)
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    with torch.no_grad():
+        expected = [plain(inputs(seed, 4096)) for seed in range(4)]
+        with carom.stream(model, device="cuda", vram=int(share * whole)) as session:
+            for seed in range(12):
+                assert_same([expected[seed % 4]], [model(inputs(seed % 4, 4096))])
+            session.tune()
+            for seed in range(8):
+                assert_same([expected[seed % 4]], [model(inputs(seed % 4, 4096))])
+            report = session.report()
+            assert report.vram_peak_bytes <= int(share * whole)
+            if report.predicted_seconds is not None:
+                assert report.predicted_seconds == pytest.approx(report.step_seconds, rel=0.4)
+
+
+def test_auto_takes_what_is_free_and_gives_way_to_a_neighbour():
+    model = big(16)
+    plain = copy.deepcopy(model).to(CUDA)
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    with torch.no_grad():
+        expected = plain(inputs())
+        with carom.stream(model, device="cuda", vram="auto") as session:
+            governor = session._governor
+            for _ in range(6):
+                assert_same([expected], [model(inputs())])
+            held = session._held_bytes()
+            session._vram, session._governor = int(0.4 * whole), governor
+            session._resize(int(0.4 * whole))
+            assert session._held_bytes() < held
+            assert_same([expected], [model(inputs())])
+            memory = session._engine.memory()
+            assert 0 < memory.free <= memory.total and memory.cached >= 0

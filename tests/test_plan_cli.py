@@ -186,9 +186,12 @@ def test_the_plot_has_a_line_for_each_configuration_that_differs(capsys):
     assert all(overhead >= 0 for _, points in lines for _, overhead in points)
 
 
-def test_probe_without_a_gpu_says_to_name_a_card(capsys, monkeypatch):
-    monkeypatch.setattr(hardware, "probe", lambda *_, **__: stand_in.whole())
-    assert "rtx4090" in ask(capsys, "plan sdxl --gpu probe", code=1).err
+def test_probe_without_a_gpu_plans_for_the_reference_card_in_this_machine(capsys, monkeypatch):
+    probed = stand_in.whole(memory=stand_in.memory_of())
+    monkeypatch.setattr(hardware, "probe", lambda *_, **__: probed)
+    found = answer(capsys, "plan sdxl --gpu probe")
+    assert found["hardware"]["gpu"] == "RTX 4090" and "rtx4090" in found["remarks"][0]
+    assert "No GPU to probe here" in found["remarks"][0]
 
 
 def test_no_card_named_and_none_there_still_plans_and_says_for_what(capsys, monkeypatch):

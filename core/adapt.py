@@ -1,0 +1,353 @@
+"""What changes a session's layout between its steps: times that were learnt, and memory that runs short or is left.
+
+A mixin of `Session`. Nothing here runs within a step, and between steps it costs one comparison unless it is time
+to look. Layouts change only while no graph wants today's units.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import decide, replan
+from .again import Before
+from .attach import Placement
+from .auto import Governor, Memory
+from .errors import BudgetError
+from .learn import Learnt, learn
+from .meter import Meter
+from .plan import Plan, resident_cost, round_up
+from .shares import Shares
+from .simulated import SimulatedEngine
+from .sizes import format_size
+from .streamer import Streamer
+from .transfer import Engine
+from .units import Carving
+
+logger = logging.getLogger("carom")
+OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+_TUNE_AFTER = 4  # measured steps, the first two of a session apart
+_TUNE_AGAIN = 8  # steps until it is tried again where something was in the way
+_LOOKS = 0.25  # seconds between readings of a device's memory, after the first steps
+_ROUNDING = 1.03  # of a model's bytes, for what allocators round up
+_FIRST = 8  # steps after an attachment that are looked at one by one, and may run again
+
+
+class _Device:
+    """The sessions with ``vram="auto"`` on one device."""
+
+    def __init__(self) -> None:
+        self.shares = Shares()
+        self.sessions: weakref.WeakValueDictionary[int, Adapts] = weakref.WeakValueDictionary()
+
+
+_devices: dict[Hashable, _Device] = {}
+
+
+class Adapts:
+    """Adapts the layout of a `Session` (which see for the fields) to times and memory."""
+
+    module: nn.Module
+    plan: Plan
+    _engine: Engine
+    _streamer: Streamer
+    _placement: Placement
+    _meter: Meter
+    _carving: Carving
+    _lock: threading.RLock
+    _vram: int
+    _parked: bool
+    _closed: bool
+
+    def _settings(self) -> decide.Settings:
+        raise NotImplementedError
+
+    def _decide(self) -> tuple[Carving, Plan]:
+        raise NotImplementedError
+
+    def _again(self) -> None:
+        raise NotImplementedError
+
+    def _need_open(self) -> None:
+        raise NotImplementedError
+
+    def _detach_for_parking(self) -> None:
+        raise NotImplementedError
+
+    def _held_bytes(self) -> int:
+        raise NotImplementedError
+
+    def _adapts(self, auto: bool) -> None:
+        self._learnt: Learnt | None = None
+        self._device: _Device | None = None
+        self._tune_at: float = _TUNE_AFTER  # measured steps after which the layout is thought over
+        self._govern(auto)
+
+    def _govern(self, auto: bool) -> None:
+        """Let the budget follow the device's memory, or leave it as it is."""
+        self._ungovern()
+        memory = self._engine.memory() if auto else None
+        if memory is not None:
+            engine = self._engine
+            key = id(engine.ledger) if isinstance(engine, SimulatedEngine) else engine.name
+            self._device = _devices.setdefault(key, _Device())
+            self._device.sessions[id(self)] = self
+            self._device.shares.join(id(self))
+        self._governor = None if memory is None else Governor(memory.ooms)
+        self._looked = 0.0
+        self._failed = False  # the last step ran out of memory
+        self._least_known: tuple[Placement, int] | None = None
+        self._set_look()
+
+    def _ungovern(self) -> None:
+        """No longer one of those that share a device."""
+        if self._device is not None:
+            self._device.sessions.pop(id(self), None)
+            self._device.shares.leave(id(self))
+            self._device = None
+
+    def _set_look(self) -> None:
+        """Measured steps from which `_look` is called between steps."""
+        self._look_at: float = 0 if self._governor is not None else self._tune_at
+
+    def _look(self) -> None:
+        """Between steps: see whether memory or what was learnt asks for another layout."""
+        if not self._movable():
+            self._tune_at = self._look_at = math.inf
+            return
+        if self._governor is not None and not self._meter.awaiting:
+            if self._device is not None and len(self._device.sessions) > 1:
+                self._count_use()
+            self._watch_memory(self._governor)
+        if self._meter.settled >= self._tune_at:
+            self._tune_once()
+        self._set_look()
+
+    def _movable(self) -> bool:
+        """Whether weights may move unasked: a trainable one that leaves the device and returns loses what
+        DistributedDataParallel hung onto its gradient's accumulator, and gradients would no longer be averaged."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return not (distributed and self._carving.adapters)
+
+    # -- time
+
+    def _tune_once(self) -> None:
+        """Enough steps were measured: take a layout predicted to be faster, once the change will pay for itself."""
+        with self._lock:
+            self._tune_at = math.inf
+            try:
+                advice = self._advice(self._meter.steps)
+            except (ValueError, ArithmeticError) as error:  # figures that no layout can be told from
+                logger.warning("carom: the steps so far cannot be planned with: %s", error)
+                return
+            if advice is None or advice.reason:
+                if advice is None or not advice.understood:  # steps were of mixed kinds, or disturbed
+                    self._tune_at = 2 * self._meter.settled + 2
+                return
+            if self._meter.steps < advice.steps:
+                self._tune_at = self._meter.settled + advice.steps - self._meter.steps
+            elif self._streamer.unreferenced:
+                self._relay(advice)
+            else:  # a graph of an earlier forward still wants today's units: another time
+                self._tune_at = self._meter.settled + _TUNE_AGAIN
+
+    def tune(self) -> bool:
+        """Lay the weights out by what the steps so far taught, if a step is predicted to be 3 % faster so.
+
+        A session does this by itself, once, when the change has paid for itself in the steps already seen. Call
+        between steps. Returns whether anything changed.
+        """
+        with self._lock:
+            self._need_open()
+            if self._parked or not self._streamer.idle or not self._streamer.unreferenced:
+                return False
+            with self._streamer.lock:
+                self._meter.finish()
+            advice = self._advice()
+            if advice is None or advice.reason:
+                return False
+            self._relay(advice)
+            return True
+
+    def _advice(self, steps: float = math.inf) -> replan.Advice | None:
+        """A better layout, None where nothing can be told; ``steps`` as in `replan.advise`."""
+        profile = self._meter.profile()
+        if profile is None or self.plan.all_resident or self._engine.blocking:
+            return None
+        known = {id(unit): index for index, unit in enumerate(self._carving.units)}
+        streamed = [known[id(unit.unit)] for unit in self._placement.streamed]
+        learnt = learn(replan.pieces(self._carving), streamed, self._streamer.order.expected(), profile)
+        if learnt is None:
+            return None
+        advice = replan.advise(
+            self.module, self._settings(), self._engine.grain, learnt, self._carving, self.plan, steps
+        )
+        self.plan = dataclasses.replace(self.plan, predicted_seconds=advice.now)
+        self._candidate = learnt
+        return advice
+
+    def _relay(self, advice: replan.Advice) -> None:
+        logger.info("carom: a step is predicted to be %.3g s faster with another layout", advice.saves)
+        self._learnt, self._tune_at = self._candidate, math.inf
+        self._again()
+
+    # -- memory
+
+    def _watch_memory(self, governor: Governor) -> None:
+        """Follow what the device has left."""
+        now = time.monotonic()
+        often = self._meter.settled < _FIRST or isinstance(self._engine, SimulatedEngine) or self._failed
+        if not often and now - self._looked < _LOOKS:
+            return
+        self._looked = now
+        with self._lock:
+            memory = self._engine.memory()
+            if (
+                memory is None
+                or not self._streamer.unreferenced
+                or (self._meter.steps < 1 and not self._failed)
+            ):
+                return
+            budget = self._wanted(governor, memory)
+            if budget is not None:
+                self._resize(budget)
+            self._failed = False
+
+    # -- several sessions on one device
+
+    def _make_room(self, budget: int) -> bool:
+        """A new session has ``budget`` bytes for its weights: where that is short, let others give way first."""
+        everything = sum(
+            round_up(tensor.numel() * tensor.element_size(), 512)
+            for tensor in (*self.module.parameters(), *self.module.buffers())
+        )
+        missing = int(everything * _ROUNDING) - budget
+        given = False
+        if self._device is not None and missing > 0:
+            for key in self._device.shares.before_all(id(self)):
+                other = self._device.sessions.get(key)
+                if other is not None and missing > 0:
+                    got = other._yield(missing)
+                    missing -= got
+                    given = given or got > 0
+        return given
+
+    def _yield(self, nbytes: int) -> int:
+        """Give up to ``nbytes`` of resident weights to another session; returns how many it was."""
+        if not self._lock.acquire(blocking=False):
+            return 0  # it is in a step of another thread
+        try:
+            streamer = self._streamer
+            if self._closed or self._parked or self._governor is None or not self._movable():
+                return 0
+            if not streamer.idle or not streamer.unreferenced or self._meter.awaiting:
+                return 0
+            held = self._held_bytes()
+            budget = max(self._least(), held - nbytes)
+            if budget >= held:
+                return 0
+            self._governor.gave()
+            self._resize(budget)
+            return max(0, held - self._held_bytes())
+        finally:
+            self._lock.release()
+
+    def _count_use(self) -> None:
+        """A step begins: a session that is used much less gives way where this one is short."""
+        assert self._device is not None
+        short = bool(self._placement.streamed)
+        spare = {}
+        if short:
+            for key, other in list(self._device.sessions.items()):
+                if other is not self and not other._closed and not other._parked:
+                    spare[key] = other._held_bytes() - other._least()
+        giver = self._device.shares.used(id(self), short, spare)
+        if giver is not None:
+            found = self._device.sessions.get(giver)
+            if found is not None:
+                found._yield(sum(unit.nbytes for unit in self._placement.streamed))
+
+    def _wanted(self, governor: Governor, memory: Memory) -> int | None:
+        held, least = self._held_bytes(), self._least()
+        if self._failed:
+            return governor.short(memory, held, least)
+        sizes = [unit.nbytes for unit in self._carving.units]
+        everything = self.plan.fixed_bytes + resident_cost(sizes, self._engine.grain)
+        return governor.read(memory, held, least, everything, self._vram)
+
+    def _least(self) -> int:
+        """The smallest budget that works with the present tensors."""
+        if self._least_known is None or self._least_known[0] is not self._placement:
+            chosen = self._settings()
+            if chosen.training is None and self._carving.adapters:
+                chosen = dataclasses.replace(chosen, training="resident")
+            try:
+                decide.decide(self.module, dataclasses.replace(chosen, vram=0), self._engine.grain)
+                least = 0
+            except BudgetError as error:
+                least = error.least_bytes or 0
+            self._least_known = self._placement, least
+        return self._least_known[1]
+
+    def _resize(self, budget: int) -> None:
+        """Lay out anew for ``budget``, or for less where even that does not fit by now."""
+        logger.info(
+            "carom: vram='auto': %s for weights instead of %s", format_size(budget), format_size(self._vram)
+        )
+        least = self._least()
+        assert self._governor is not None
+        self._vram = max(budget, least)
+        while True:
+            try:
+                self._again()
+                break
+            except OutOfMemory:
+                memory = self._engine.memory()
+                smaller = None if memory is None else self._governor.short(memory, self._vram, least)
+                if smaller is None:
+                    self._detach_for_parking()  # whole, on the host; the next forward tries again
+                    raise
+                self._vram = smaller
+        self._engine.trim()
+        if self._learnt is None:
+            self._tune_at = _TUNE_AFTER
+
+    # -- a forward that ran out of memory
+
+    def _before(self, args: tuple, kwargs: dict) -> Before | None:
+        """What a pass finds, where it may have to run again."""
+        if self._governor is None or torch.is_grad_enabled() or self._meter.steps > _FIRST:
+            return None
+        return Before(self.module, args, kwargs)
+
+    def _gives_way(self, error: BaseException, before: Before | None) -> bool:
+        """A forward ran out of memory: hold less from now on; True when the forward may run again."""
+        if self._governor is None or not isinstance(error, OutOfMemory):
+            return False
+        self._failed = True
+        self._look_at = 0
+        held = format_size(self._held_bytes())
+        note = getattr(error, "add_note", lambda text: None)
+        note(f"carom held {held} of weights with vram='auto'; it holds less from the next step on, if it can")
+        with self._lock, self._streamer.lock:
+            memory = self._engine.memory()
+            if before is None or memory is None or not self._streamer.idle or not self._streamer.unreferenced:
+                return False
+            budget = self._wanted(self._governor, memory)
+            if budget is None or not before.restore():
+                return False
+            # The failed pass's frames would keep its activations, and weights that are to leave.
+            traceback.clear_frames(error.__traceback__)
+            self._resize(budget)
+            self._failed = False
+            return True

@@ -1,0 +1,66 @@
+"""Whether a forward that ran out of memory may be run once more: only where everything it could have changed is as it was.
+
+Looked at in a session's first passes and after its layout changed, where memory runs short for the first time, and
+without gradients only. Inputs that torch counts writes to must not have been written; those made in inference mode
+are copied beforehand and put back; random states too. A pass that was given anything but tensors and plain
+values (a cache that grows, say), or that changed a module's attributes or buffers, is not run again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+LIMIT = 64 << 20  # bytes of inputs that are copied
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class Before:
+    """What a pass found. Raises nothing; `may_run_again` tells."""
+
+    def __init__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._modules = [(part, _shape(part)) for part in module.modules()]
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.possible = all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves)
+        written = [t for t in tensors if t.is_inference()]
+        self.possible &= sum(t.numel() * t.element_size() for t in written) <= LIMIT
+        if not self.possible:
+            return
+        self._copies = [(t, t.clone()) for t in written]
+        for part, _ in self._modules:
+            tensors += [t for t in part._buffers.values() if t is not None]
+        self._versions = [(t, t._version) for t in tensors if not t.is_inference()]
+        self._random = torch.get_rng_state()
+        devices = {t.device for t in tensors if t.device.type == "cuda"}
+        self._device_random = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+    def restore(self) -> bool:
+        """Put back what can be; False where the pass must not be run again."""
+        if not self.possible or any(tensor._version != version for tensor, version in self._versions):
+            return False
+        if any(_shape(part) != shape for part, shape in self._modules):
+            return False
+        for tensor, copy in self._copies:
+            with torch.inference_mode():
+                tensor.copy_(copy)
+        torch.set_rng_state(self._random)
+        for device, state in self._device_random:
+            torch.cuda.set_rng_state(state, device)
+        return True
+
+
+def _shape(module: nn.Module) -> dict[str, Any]:
+    """A module's own attributes: by identity, and containers by their length too."""
+    tables = [(*map(id, part.values()),) for part in (module._parameters, module._buffers)]
+    return {"": tables} | {
+        name: (id(value), len(value) if isinstance(value, (list, dict, set)) else value)
+        if isinstance(value, (list, dict, set, int, float, str, bool))
+        else id(value)
+        for name, value in vars(module).items()
+    }

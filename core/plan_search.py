@@ -1,0 +1,247 @@
+"""PURE. The plan that is predicted to be fastest: which units stay, once computing times and the link are known.
+
+The region takes what the residents leave, so a plan is a set of residents. Candidates come from the simple
+rule of `plan.py`, from even spreads by bytes and by bytes against computing time at every useful size of
+the region, and from the ends of the order (both turns); the best are then improved by exchanging units.
+Small cases are searched whole. The work is bounded by a count of replayed uses, not by time, and nothing
+is random: the same input gives the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import combinations
+
+from .plan import Plan, UnitSize, Wish, plan_residency, resident_cost, round_up
+from .predict import Link, Prediction, Workload, floor_seconds, predict
+
+WORK = 12_000  # replayed uses; about 0.1 s of a core
+CYCLES = (
+    4,
+    2,
+)  # steps of each replay of inference, of training: slots may lie differently from one to the next
+WHOLE = 12  # units of which every choice is tried, where the work allows
+FINAL = 6  # candidates whose order the longer replay decides
+ENOUGH = 1.002  # of the floor: what is this close is not searched further
+REGIONS = (2.0, 3.0, 1.0, 1.5, 2.5, 4.0, 6.0)  # of the largest streamed unit, the likeliest first
+CHOSEN = "predicted to pay most"
+
+
+@dataclass(eq=False)
+class _Search:
+    """Evaluated residencies of one problem."""
+
+    units: Sequence[UnitSize]
+    available: int
+    grain: int
+    workload: Workload
+    link: Link
+    work: int
+    sizes: list[int] = field(init=False)
+    floor: float = field(init=False)
+    cycles: int = field(init=False)
+    passes: int = field(init=False)
+    seen: dict[frozenset[int], float] = field(default_factory=dict)
+    best: tuple[float, int, frozenset[int]] | None = None
+
+    def __post_init__(self) -> None:
+        self.sizes = [unit.nbytes for unit in self.units]
+        self.floor = floor_seconds(self.sizes, self.available, self.workload, self.link)
+        self.cycles = CYCLES[self.workload.train]
+        self.passes = 4 if self.workload.train and self.workload.groups else 2 if self.workload.train else 1
+
+    @property
+    def over(self) -> bool:
+        """Whether the work is spent, or nothing better can be found."""
+        return self.work <= 0 or (self.best is not None and self.best[0] <= ENOUGH * self.floor)
+
+    def region(self, resident: Iterable[int]) -> int | None:
+        """Bytes the region gets beside ``resident``; None where they do not fit together."""
+        chosen = set(resident)
+        streamed = [size for unit, size in enumerate(self.sizes) if unit not in chosen]
+        if not streamed:
+            return None
+        left = self.available - resident_cost([self.sizes[unit] for unit in chosen], self.grain)
+        region = min(left // self.grain * self.grain, round_up(sum(streamed), self.grain))
+        if min(streamed) == max(streamed):  # units of one size use whole slots only
+            region = min(region, round_up(region // streamed[0] * streamed[0], self.grain))
+        return region if region >= max(streamed) else None
+
+    def price(self, resident: frozenset[int], region: int) -> int:
+        """Work of one replay: finding a place takes longer the more slots there are."""
+        streamed = [size for unit, size in enumerate(self.sizes) if unit not in resident]
+        slots = min(len(streamed), region * len(streamed) // sum(streamed))
+        uses = self.passes * (len(self.units) + len(streamed) * slots * slots // 16)
+        return (1 + self.cycles) * uses
+
+    def try_(self, resident: Iterable[int]) -> float | None:
+        """Predicted seconds with these residents; None where they do not fit or the work is spent."""
+        chosen = frozenset(resident)
+        found = self.seen.get(chosen)
+        if found is not None:
+            return found
+        region = self.region(chosen)
+        if region is None or self.over:
+            return None
+        self.work -= self.price(chosen, region)
+        seconds = predict(self.sizes, chosen, region, self.workload, self.link, steps=self.cycles).seconds
+        self.seen[chosen] = seconds
+        # Of equals the one with fewer residents: it moves less when the plan is laid out.
+        score = seconds, len(chosen), chosen
+        if self.best is None or (score[:2], sorted(chosen)) < (self.best[:2], sorted(self.best[2])):
+            self.best = score
+        return seconds
+
+    # -- candidates
+
+    def spreads(self, kept: frozenset[int]) -> Iterator[frozenset[int]]:
+        """Residents for each size of the region, by each way to spread them."""
+        free = [unit for unit in self.workload.order if unit not in kept]
+        largest = max(self.sizes[unit] for unit in free)
+        spent = resident_cost([self.sizes[unit] for unit in kept], self.grain)
+        total = [
+            a + b
+            for a, b in zip(
+                self.workload.forward, self.workload.backward or [0.0] * len(self.units), strict=True
+            )
+        ]
+        by_bytes = [float(self.sizes[unit]) for unit in free]
+        # A unit whose computing hides its own copy needs to stay less than one that computes nothing.
+        dense = [max(self.sizes[u] / self.link.bytes_per_second - total[u] / 2, 0.0) + 1e-12 for u in free]
+        ways: list[Callable[[int], frozenset[int]]] = [
+            partial(self.spread, free, weights, start=start)
+            for start in (0.0, 0.5)
+            for weights in (by_bytes, dense)
+        ]
+        thin = sorted(free, key=lambda u: total[u] / self.sizes[u])
+        ways += [partial(self.first, order) for order in (free, free[::-1], thin)]
+        for way in ways:
+            for slots in REGIONS:
+                room = self.available - spent - round_up(int(slots * largest), self.grain)
+                if room >= 0:
+                    yield kept | way(room)
+
+    def spread(self, free: list[int], weights: list[float], room: int, *, start: float) -> frozenset[int]:
+        """Residents worth ``room`` bytes, evenly over the order by ``weights``."""
+        wanted = sum(self.sizes[unit] for unit in free)
+        share = min(1.0, room / wanted) * wanted / (sum(weights) or 1.0)
+        credit, chosen = start * min(self.sizes[unit] for unit in free), set()
+        for unit, weight in zip(free, weights, strict=True):
+            credit += share * weight
+            size = round_up(self.sizes[unit], self.grain)
+            if credit >= self.sizes[unit] * 0.999 and size <= room:
+                chosen.add(unit)
+                room -= size
+                credit -= self.sizes[unit]
+        return self.fill(chosen, free, room)
+
+    def first(self, order: list[int], room: int) -> frozenset[int]:
+        """The first of ``order`` that fit into ``room``."""
+        chosen: set[int] = set()
+        for unit in order:
+            size = round_up(self.sizes[unit], self.grain)
+            if size <= room:
+                chosen.add(unit)
+                room -= size
+        return frozenset(chosen)
+
+    def fill(self, chosen: set[int], free: list[int], room: int) -> frozenset[int]:
+        """What rounding left."""
+        for unit in sorted(free, key=lambda u: (-self.sizes[u], u)):
+            size = round_up(self.sizes[unit], self.grain)
+            if unit not in chosen and size <= room:
+                chosen.add(unit)
+                room -= size
+        return frozenset(chosen)
+
+    # -- improvement
+
+    def improve(self, kept: frozenset[int]) -> None:
+        """From the best so far, exchange units while that is faster."""
+        moved = True
+        while moved and not self.over:
+            assert self.best is not None
+            seconds, _, chosen = self.best
+            moved = False
+            for candidate in self.neighbours(chosen, kept):
+                found = self.try_(candidate)
+                if self.over:
+                    return
+                if found is not None and found < seconds * (1 - 1e-9):
+                    moved = True
+                    break
+
+    def neighbours(self, chosen: frozenset[int], kept: frozenset[int]) -> Iterator[frozenset[int]]:
+        """One unit more, one less, or one for another: the nearest in the order first."""
+        order = self.workload.order
+        at = {unit: place for place, unit in enumerate(order)}
+        out = [unit for unit in order if unit not in chosen]
+        free = [unit for unit in order if unit in chosen and unit not in kept]
+        for unit in out:
+            yield chosen | {unit}
+        for unit in free:
+            yield chosen - {unit}
+        pairs = sorted((abs(at[a] - at[b]), at[a], at[b], a, b) for a in free for b in out)
+        for *_, a, b in pairs:
+            yield chosen - {a} | {b}
+        # One large unit for several small ones.
+        for a in free:
+            for b, c in combinations([unit for unit in out if self.sizes[unit] < self.sizes[a]], 2):
+                yield chosen - {a} | {b, c}
+
+
+def choose(
+    units: Sequence[UnitSize],
+    budget: int,
+    fixed_bytes: int,
+    workload: Workload,
+    link: Link,
+    *,
+    wish: Wish | None = None,
+    grain: int = 512,
+    work: int = WORK,
+) -> tuple[Plan, Prediction]:
+    """The plan for ``budget`` device bytes whose predicted step is shortest, and that prediction.
+
+    Raises BudgetError as `plan_residency` does, whose plan is the first candidate: the choice is never worse.
+    """
+    rule = plan_residency(units, budget, fixed_bytes, wish or Wish(), grain)
+    sizes = [unit.nbytes for unit in units]
+    if rule.all_resident or not units:
+        return rule, predict(sizes, rule.resident, 0, workload, link, steps=1)
+    loose = frozenset(index for index in rule.resident if units[index].loose)
+    kept = frozenset(
+        index for index, unit in enumerate(units) if index in rule.resident and (unit.loose or not unit.block)
+    )
+    search = _Search(units, budget - fixed_bytes, grain, workload, link, work)
+    search.try_(rule.resident)
+    free = [index for index in range(len(units)) if index not in loose]
+    if (
+        len(free) <= WHOLE
+        and (1 << len(free)) * (1 + search.cycles) * search.passes * len(units) <= search.work
+    ):
+        for count in range(len(free) + 1):
+            for some in combinations(free, count):
+                search.try_(loose | set(some))
+    elif len(kept) < len(units):
+        for candidate in search.spreads(kept):
+            search.try_(candidate)
+        search.improve(loose if len(units) <= 24 else kept)
+    ranked = sorted(search.seen, key=lambda c: (search.seen[c], len(c), sorted(c)))
+    ranked = ranked[: FINAL if len(units) <= 60 else 1]
+    chosen, region, exact = frozenset[int](), 0, None
+    for candidate in ranked:
+        room = search.region(candidate)
+        assert room is not None
+        found = predict(sizes, candidate, room, workload, link)
+        if exact is None or found.seconds < exact.seconds:
+            chosen, region, exact = candidate, room, found
+    assert exact is not None
+    before = predict(sizes, rule.resident, rule.region_bytes, workload, link)
+    if before.seconds <= exact.seconds * 1.001:
+        return rule, before
+    streamed = max(size for unit, size in enumerate(sizes) if unit not in chosen)
+    reasons = {index: rule.resident.get(index, CHOSEN) for index in sorted(chosen)}
+    return replace(rule, resident=reasons, region_bytes=region, slots=region // streamed), exact

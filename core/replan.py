@@ -1,0 +1,117 @@
+"""From what the first steps taught to a better layout: which carving, which residents, and whether it is worth the move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from . import decide
+from .errors import BudgetError
+from .learn import Learnt, Piece
+from .plan import Plan
+from .plan_search import choose
+from .predict import floor_seconds, predict
+from .units import Carving, carve
+
+NOTHING = "no layout is predicted to be 3 % faster"
+WORTH = 0.03  # of a step that a new layout must save
+FINER = 0.99  # of the time with whole blocks that parts must stay below: they cost more of the host
+TRUSTED = 0.25  # of the measured step that the prediction of the present layout may be off
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A layout and what it is predicted to save of the present step (``now``), in seconds; ``move``: seconds that
+    the change takes."""
+
+    carving: Carving
+    plan: Plan
+    now: float
+    saves: float
+    move: float
+    reason: str  # why not to take it, "" when it is worth while
+    understood: bool  # whether the present step takes about what is predicted for it
+
+    @property
+    def steps(self) -> float:
+        """Steps after which the change has paid for itself."""
+        return self.move / self.saves if self.saves > 0 else float("inf")
+
+
+def pieces(carving: Carving) -> list[Piece]:
+    """Units as `learn` sees them."""
+    return [Piece(unit.name, {entry.name: entry.nbytes for entry in unit.entries}) for unit in carving.units]
+
+
+def decide_with(
+    module: nn.Module, settings: decide.Settings, grain: int, learnt: Learnt
+) -> tuple[Carving, Plan]:
+    """As `decide.decide`, by the shortest predicted step. Raises as that does."""
+    limits: list[int | None] = [None]
+    if settings.granularity == "auto" and not decide.compiled(module):
+        limits.append(decide.PART)
+    blocks = _blocks(module)
+    best: tuple[Carving, Plan] | None = None
+    fastest = float("inf")
+    for limit in limits:
+        carving = decide.cut(module, settings, limit)
+        given = decide.problem(carving, grain)
+        work = learnt.workload(pieces(carving), blocks)
+        try:
+            plan, found = choose(
+                given.units, settings.vram, given.fixed, work, learnt.link, wish=given.wish, grain=grain
+            )
+        except BudgetError:
+            continue
+        if best is None or found.seconds < FINER * fastest:
+            best, fastest = (carving, replace(plan, predicted_seconds=found.seconds)), found.seconds
+    # Where neither fits, the rule goes finer, or says what would.
+    return best or decide.decide(module, settings, grain)
+
+
+def advise(
+    module: nn.Module,
+    settings: decide.Settings,
+    grain: int,
+    learnt: Learnt,
+    carving: Carving,
+    plan: Plan,
+    steps: float = math.inf,
+) -> Advice:
+    """Whether a layout other than ``plan`` of ``carving`` is worth while.
+
+    ``steps``: seen so far. While not even the fastest step that any layout allows would have made up for the
+    change in so many, nothing is searched, and ``saves`` is what that step would save.
+    """
+    sizes = [unit.nbytes for unit in carving.units]
+    work = learnt.workload(pieces(carving), _blocks(module))
+    now = predict(sizes, plan.resident, plan.region_bytes, work, learnt.link).seconds
+    floor = floor_seconds(sizes, settings.vram - plan.fixed_bytes, work, learnt.link)
+    total = sum(sizes)
+    held = sum(carving.units[index].nbytes for index in plan.resident)
+    # Out and in again over the link, and what streams is copied in host memory, and pinned.
+    move = (2 * held + 2 * total) / learnt.link.bytes_per_second
+    if abs(now - learnt.seconds) > TRUSTED * learnt.seconds:
+        reason = (
+            f"the present step is predicted as {now:.4g} s and takes {learnt.seconds:.4g} s: not understood"
+        )
+        return Advice(carving, plan, now, 0.0, move, reason, understood=False)
+    most = now - floor
+    if most < WORTH * now:
+        return Advice(carving, plan, now, 0.0, move, NOTHING, understood=True)
+    if most * steps < move:
+        return Advice(carving, plan, now, most, move, "", understood=True)
+    new_carving, new = decide_with(module, settings, grain, learnt)
+    then = new.predicted_seconds
+    saves = 0.0 if then is None else now - then
+    reason = NOTHING if saves < WORTH * now else ""
+    return Advice(new_carving, new, now, saves, move, reason, understood=True)
+
+
+def _blocks(module: nn.Module) -> Sequence[frozenset[str]]:
+    """Tensors by block: what a checkpoint recomputes together."""
+    carving = carve(module, granularity="block", stream_trainable=True)
+    return [frozenset(entry.name for entry in unit.entries) for unit in carving.units if unit.kind == "block"]

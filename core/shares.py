@@ -1,0 +1,59 @@
+"""PURE. Sessions with ``vram="auto"`` on one device: who gives way to whom, and when that is worth a reload.
+
+A new session comes first: others give way to it at once, the one used least (then the oldest) before others. Later
+bytes move only to a session that is short and has been used oftener, since the last move, by as many steps as
+make up for loading them, here and perhaps back again. Models that alternate are used alike, so nothing moves:
+any fixed split copies the same bytes a round, and every exchange would come on top. Every move doubles the lead
+that the next one needs, so that loads which come in bursts settle too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+LEAD, MOST = 3, 1 << 12  # steps ahead of another session; doubled by every move
+
+
+class Shares:
+    """The sessions of one device, by a number each."""
+
+    def __init__(self) -> None:
+        self._uses: dict[int, int] = {}  # since the last move; in the order in which they joined
+        self._lead = LEAD
+
+    def join(self, key: int) -> None:
+        """A new session; all begin anew."""
+        self._uses[key] = 0
+        self._begin_anew()
+        self._lead = LEAD
+
+    def leave(self, key: int) -> None:
+        """A session ended."""
+        if self._uses.pop(key, None) is not None:
+            self._begin_anew()
+
+    def before_all(self, key: int) -> list[int]:
+        """The others in the order in which they give way to a new session."""
+        others = [other for other in self._uses if other != key]
+        return sorted(others, key=lambda other: self._uses[other])
+
+    def used(self, key: int, short: bool, spare: Mapping[int, int]) -> int | None:
+        """A step of ``key`` begins; who gives way to it now, None for nobody.
+
+        ``short``: not all of its weights are resident. ``spare``: bytes that others could give.
+        """
+        if key not in self._uses:
+            return None
+        self._uses[key] += 1
+        if not short:
+            return None
+        givers = [other for other in self._uses if other != key and spare.get(other, 0) > 0]
+        giver = min(givers, key=lambda other: self._uses[other], default=None)
+        if giver is None or self._uses[key] - self._uses[giver] < self._lead:
+            return None
+        self._lead = min(MOST, 2 * self._lead)
+        self._begin_anew()
+        return giver
+
+    def _begin_anew(self) -> None:
+        self._uses = dict.fromkeys(self._uses, 0)
