@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from . import decide, hooks, ops, replan, settings
 from .account import Held, describe, make_report
 from .adapt import Adapts, OutOfMemory
+from .adopt import Adopts
 from .attach import Placement, wanted_residents
-from .checkpoint import Checkpoint, Stand
+from .checkpoint import Checkpoint
 from .disk import Disk, DiskPlacement
 from .disk_streamer import DiskStreamer
-from .errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
+from .errors import BudgetError, CaromError, PinError, UnsupportedError
 from .meter import Meter
 from .plan import Plan
 from .report import Report
@@ -29,7 +28,8 @@ from .streamed import Owner, Streamed
 from .streamer import Streamer
 from .transfer import Engine, make_engine
 from .tree import Tree
-from .units import Carving, Entry, Unit
+from .units import Carving, Unit
+from .values import Values
 
 logger = logging.getLogger("carom")
 
@@ -76,7 +76,7 @@ def stream(
     )  # fmt: skip
 
 
-class Session(Adapts):
+class Session(Adapts, Adopts, Values):
     """A module attached to a device. Made by `stream`; a context manager that closes itself."""
 
     def __init__(
@@ -264,63 +264,6 @@ class Session(Adapts):
                 streamer.runs.root_begins()
         return streamer, self._engine.step()
 
-    def _keep_written(self) -> None:
-        """Weights that the model writes to are safe, but slow, when streamed: from now on they stay."""
-        with self._lock:
-            fresh = {o.entry.name: "the model writes to it" for o in self._streamer.runs.written}
-            self._streamer.runs.written.clear()
-            if fresh.keys() <= self._stay.keys():
-                return
-            self._stay.update(fresh)
-            try:
-                self._decide()
-            except BudgetError:
-                return  # no room: they go on streaming, written back after every run
-            self._again()
-
-    def _adopt(self) -> None:
-        """The tree changed: adapters and small tensors that came move to the device; weights are laid out anew."""
-        with self._lock:
-            self._follow_replaced()
-            known = {id(entry.tensor) for entry in self._known()}
-            fresh = [entry for entry in self._tree.entries() if id(entry.tensor) not in known]
-            gone = known - {id(entry.tensor) for entry in self._tree.entries()}
-            weights = [entry for entry in fresh if not entry.trainable]
-            if gone or sum(entry.nbytes for entry in weights) > self._vram - self._held_bytes():
-                logger.info("carom: the module's weights changed; laying them out anew")
-                self._again()
-                return
-            for entry in fresh:
-                if entry.trainable:
-                    self._placement.adapt(entry)
-                    self._carving.adapters.append(entry)
-                else:
-                    self._placement.keep([], [entry])
-                    self._carving.resident.append((entry, "appeared after stream"))
-            self._tree = Tree(self.module)
-            self._account()
-
-    def _follow_replaced(self) -> None:
-        """Small resident tensors that the model replaced by others of their kind (running statistics) are theirs now."""
-        for entry, _ in self._carving.resident:
-            old = entry.tensor
-            new = entry.sites[0].table.get(entry.sites[0].name)
-            if (
-                new is None
-                or new is old
-                or new.requires_grad
-                or (new.shape, new.dtype) != (old.shape, old.dtype)
-            ):
-                continue
-            if all(site.table.get(site.name) is new for site in entry.sites):
-                entry.tensor = new
-                self._placement.replaced(old, new)
-
-    def _known(self) -> list[Entry]:
-        carving = self._carving
-        units = [entry for unit in carving.units for entry in unit.entries]
-        return units + [entry for entry, _ in carving.resident] + carving.adapters
-
     def _again(self, between: Callable[[], None] = lambda: None) -> None:
         """Detach and attach under the present settings; ``between`` runs while detached."""
         self._detach()
@@ -383,68 +326,6 @@ class Session(Adapts):
                 except OutOfMemory:
                     self._detach_for_parking()
                     raise
-
-    def refresh(self, module: nn.Module | None = None) -> None:
-        """Do not trust copies of host weights (below ``module``) kept on the device: they changed unseen.
-
-        Resident weights have no other copy; what changes them changes them on the device.
-        """
-        self._need_open()
-        if self._parked:
-            return
-        below = None if module is None else {id(m) for m in module.modules()}
-        units = [
-            unit
-            for unit in self._placement.streamed
-            if below is None
-            or any(id(site.module) in below for entry in unit.unit.entries for site in entry.sites)
-        ]
-        self._streamer.refresh(units)
-
-    def read(self, name: str) -> torch.Tensor:
-        """The true value of parameter or buffer ``name``: a copy on the CPU. Raises WeightsError if unknown."""
-        self._need_open()
-        tensor = self._tensor(name)
-        stand = None if self._checkpoint is None else self._checkpoint.of(tensor)
-        if stand is not None and tensor.is_meta:
-            assert self._checkpoint is not None
-            return self._checkpoint.read(stand)
-        return tensor.detach().cpu().clone()
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Set parameter or buffer ``name``. Raises WeightsError for an unknown name, another shape or dtype."""
-        self._need_open()
-        target = self._tensor(name)
-        if target.shape != tensor.shape or target.dtype != tensor.dtype:
-            raise WeightsError(
-                f"{name} is {target.dtype} {tuple(target.shape)}; cannot write {tensor.dtype} {tuple(tensor.shape)}"
-            )
-        stand = None if self._checkpoint is None else self._checkpoint.of(target)
-        if stand is not None and target.is_meta:
-            self._write_streamed(stand, tensor)
-            return
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            target.copy_(tensor)
-
-    def _write_streamed(self, stand: Stand, tensor: torch.Tensor) -> None:
-        """A weight from a file gets another value: it is kept in RAM, within the budget, and the file is left alone."""
-        with self._lock:
-            self._need_open()
-            stand.check(tensor)
-            if self._parked:
-                stand.change(tensor)
-            elif not (isinstance(self._streamer, DiskStreamer) and self._streamer.take(stand, tensor)):
-                self._again(lambda: stand.change(tensor))  # with a smaller cache
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        path, _, leaf = name.rpartition(".")
-        with contextlib.suppress(AttributeError):
-            module = self.module.get_submodule(path)
-            found: torch.Tensor | None = module._parameters.get(leaf)
-            found = module._buffers.get(leaf) if found is None else found
-            if found is not None:
-                return found
-        raise WeightsError(f"{name!r} is no parameter or buffer of the module")
 
     # -- accounts
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,9 +29,8 @@ from .store.arena import Block, HostArena
 from .streamed import Owner, Streamed, Views, make_views
 from .transfer import Engine
 from .units import Unit
+from .waiting import Waiting
 
-_PATIENCE = 20.0  # seconds to wait for a slot that another thread uses
-_POLL = 0.001  # seconds between looks at views that others keep
 _VIEW_SETS = 16  # slot positions whose views a unit remembers
 
 
@@ -43,9 +41,7 @@ class Streamer:
         self.engine, self.meter = engine, meter
         self.units: list[Streamed] = []
         self.lock = threading.RLock()
-        self._freed = threading.Condition(self.lock)
-        self._sleeping = 0  # threads that wait for one
-        self._waiting: dict[int, int] = {}  # threads that wait for a slot: how many they use meanwhile
+        self._waiting = Waiting(self.lock)
         self.closed = False
         self.order = Order(())
         self.region = Region(region_bytes, 0)
@@ -151,8 +147,7 @@ class Streamer:
                 slot.users -= 1
                 if slot.users == 0:
                     slot.state = SlotState.KEPT
-                if self._sleeping:
-                    self._freed.notify_all()
+                self._waiting.slot_freed()
             if slot.users == 0 and slot.unit.slot is slot:
                 if self.views(slot).kept_elsewhere() and self._kept_by_others(slot):
                     slot.state = SlotState.HELD
@@ -212,7 +207,7 @@ class Streamer:
     def _fetch(self, unit: Streamed) -> Slot:
         """Bring a unit that is needed now, at the cost of anything that is not in use."""
         place = self.region.place(unit.nbytes, self._use_of)
-        give_up = time.monotonic() + _PATIENCE
+        give_up = self._waiting.patience()
         while place is None:
             if not self._freed_soon(give_up):
                 raise BudgetError(self._no_room(unit))
@@ -224,30 +219,10 @@ class Streamer:
 
     def _freed_soon(self, give_up: float) -> bool:
         """Wait for another thread's slot; False when none will be freed by waiting."""
-        thread = threading.get_ident()
-        mine = self.runs.mine() + self.backward.uses(thread)
-        others = sum(slot.users for slot in self.region.slots) - mine
-        left = max(0.0, give_up - time.monotonic())
-        # What this thread itself uses does not end by waiting, nor what threads use that wait for it.
-        if others > sum(self._waiting.values()):
-            self._waiting[thread] = mine
-            try:
-                return self._sleep(left)
-            finally:
-                del self._waiting[thread]
-        # Another thread may keep a view for a moment (the traceback of a checkpoint's early stop): nobody tells of its end.
-        if self._held and (self.runs.elsewhere() or self.backward.elsewhere()):
-            self._sleep(min(left, _POLL))
-            return left > 0
-        return False
-
-    def _sleep(self, seconds: float) -> bool:
-        """Until a slot is freed; False when none was."""
-        self._sleeping += 1
-        try:
-            return self._freed.wait(seconds)
-        finally:
-            self._sleeping -= 1
+        mine = self.runs.mine() + self.backward.uses(threading.get_ident())
+        used = sum(slot.users for slot in self.region.slots)
+        momentary = bool(self._held) and (self.runs.elsewhere() or self.backward.elsewhere())
+        return self._waiting.another(mine, used, momentary, give_up)
 
     def _fill(self, unit: Streamed, offset: int, victims: list[Slot]) -> Slot:
         for victim in victims:

@@ -1,0 +1,102 @@
+"""A module tree that changes while it streams: adapters and weights that come, tensors that the model replaces or writes.
+
+A mixin of `Session`. Runs where a root forward begins, never within a pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from torch import nn
+
+from .attach import Placement
+from .errors import BudgetError
+from .streamer import Streamer
+from .tree import Tree
+from .units import Carving, Entry
+
+logger = logging.getLogger("carom")
+
+
+class Adopts:
+    """Follows changes of a `Session`'s tree (which see for the fields)."""
+
+    module: nn.Module
+    _streamer: Streamer
+    _placement: Placement
+    _carving: Carving
+    _tree: Tree
+    _lock: threading.RLock
+    _vram: int
+    _stay: dict[str, str]
+
+    def _decide(self) -> Any:
+        raise NotImplementedError
+
+    def _again(self) -> None:
+        raise NotImplementedError
+
+    def _held_bytes(self) -> int:
+        raise NotImplementedError
+
+    def _account(self) -> None:
+        raise NotImplementedError
+
+    def _keep_written(self) -> None:
+        """Weights that the model writes to are safe, but slow, when streamed: from now on they stay."""
+        with self._lock:
+            fresh = {o.entry.name: "the model writes to it" for o in self._streamer.runs.written}
+            self._streamer.runs.written.clear()
+            if fresh.keys() <= self._stay.keys():
+                return
+            self._stay.update(fresh)
+            try:
+                self._decide()
+            except BudgetError:
+                return  # no room: they go on streaming, written back after every run
+            self._again()
+
+    def _adopt(self) -> None:
+        """The tree changed: adapters and small tensors that came move to the device; weights are laid out anew."""
+        with self._lock:
+            self._follow_replaced()
+            known = {id(entry.tensor) for entry in self._known()}
+            fresh = [entry for entry in self._tree.entries() if id(entry.tensor) not in known]
+            gone = known - {id(entry.tensor) for entry in self._tree.entries()}
+            weights = [entry for entry in fresh if not entry.trainable]
+            if gone or sum(entry.nbytes for entry in weights) > self._vram - self._held_bytes():
+                logger.info("carom: the module's weights changed; laying them out anew")
+                self._again()
+                return
+            for entry in fresh:
+                if entry.trainable:
+                    self._placement.adapt(entry)
+                    self._carving.adapters.append(entry)
+                else:
+                    self._placement.keep([], [entry])
+                    self._carving.resident.append((entry, "appeared after stream"))
+            self._tree = Tree(self.module)
+            self._account()
+
+    def _follow_replaced(self) -> None:
+        """Small resident tensors that the model replaced by others of their kind (running statistics) are theirs now."""
+        for entry, _ in self._carving.resident:
+            old = entry.tensor
+            new = entry.sites[0].table.get(entry.sites[0].name)
+            if (
+                new is None
+                or new is old
+                or new.requires_grad
+                or (new.shape, new.dtype) != (old.shape, old.dtype)
+            ):
+                continue
+            if all(site.table.get(site.name) is new for site in entry.sites):
+                entry.tensor = new
+                self._placement.replaced(old, new)
+
+    def _known(self) -> list[Entry]:
+        carving = self._carving
+        units = [entry for unit in carving.units for entry in unit.entries]
+        return units + [entry for entry, _ in carving.resident] + carving.adapters

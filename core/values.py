@@ -1,0 +1,98 @@
+"""True values of a streamed module's tensors, wherever they wait: read, written, no longer trusted.
+
+A mixin of `Session`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .attach import Placement
+from .checkpoint import Checkpoint, Stand
+from .disk_streamer import DiskStreamer
+from .errors import WeightsError
+from .streamer import Streamer
+
+
+class Values:
+    """Values by name of a `Session` (which see for the fields)."""
+
+    module: nn.Module
+    _checkpoint: Checkpoint | None
+    _placement: Placement
+    _streamer: Streamer
+    _lock: threading.RLock
+    _parked: bool
+
+    def _need_open(self) -> None:
+        raise NotImplementedError
+
+    def _again(self, between: Callable[[], None] = lambda: None) -> None:
+        raise NotImplementedError
+
+    def refresh(self, module: nn.Module | None = None) -> None:
+        """Do not trust copies of host weights (below ``module``) kept on the device: they changed unseen.
+
+        Resident weights have no other copy; what changes them changes them on the device.
+        """
+        self._need_open()
+        if self._parked:
+            return
+        below = None if module is None else {id(m) for m in module.modules()}
+        units = [
+            unit
+            for unit in self._placement.streamed
+            if below is None
+            or any(id(site.module) in below for entry in unit.unit.entries for site in entry.sites)
+        ]
+        self._streamer.refresh(units)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The true value of parameter or buffer ``name``: a copy on the CPU. Raises WeightsError if unknown."""
+        self._need_open()
+        tensor = self._tensor(name)
+        stand = None if self._checkpoint is None else self._checkpoint.of(tensor)
+        if stand is not None and tensor.is_meta:
+            assert self._checkpoint is not None
+            return self._checkpoint.read(stand)
+        return tensor.detach().cpu().clone()
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Set parameter or buffer ``name``. Raises WeightsError for an unknown name, another shape or dtype."""
+        self._need_open()
+        target = self._tensor(name)
+        if target.shape != tensor.shape or target.dtype != tensor.dtype:
+            raise WeightsError(
+                f"{name} is {target.dtype} {tuple(target.shape)}; cannot write {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        stand = None if self._checkpoint is None else self._checkpoint.of(target)
+        if stand is not None and target.is_meta:
+            self._write_streamed(stand, tensor)
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            target.copy_(tensor)
+
+    def _write_streamed(self, stand: Stand, tensor: torch.Tensor) -> None:
+        """A weight from a file gets another value: it is kept in RAM, within the budget, and the file is left alone."""
+        with self._lock:
+            self._need_open()
+            stand.check(tensor)
+            if self._parked:
+                stand.change(tensor)
+            elif not (isinstance(self._streamer, DiskStreamer) and self._streamer.take(stand, tensor)):
+                self._again(lambda: stand.change(tensor))  # with a smaller cache
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        path, _, leaf = name.rpartition(".")
+        with contextlib.suppress(AttributeError):
+            module = self.module.get_submodule(path)
+            found: torch.Tensor | None = module._parameters.get(leaf)
+            found = module._buffers.get(leaf) if found is None else found
+            if found is not None:
+                return found
+        raise WeightsError(f"{name!r} is no parameter or buffer of the module")
