@@ -80,7 +80,6 @@ ROWS = [
     Row("text qfloat8", both={"model": {"quantize_te": True, "qtype_te": "qfloat8"}}),
     Row("text convrot8", both={"model": {"quantize_te": True, "qtype_te": "convrot8"}}),
     _train("merge on save", merge_network_on_save=True),
-    Row("merge on save float8", both={"train": {"merge_network_on_save": True}, "model": {"quantize": True, "qtype": "float8"}}, budget="48MiB"),
     Row("resume", both={"train": {"steps": 4}}, resume=2),
     Row("two processes", twice=True),
     Row("full fine-tune", both={"network": None}),
@@ -91,8 +90,6 @@ ROWS = [
     Row("sd1 sampling", "sd1", {"train": {**SAMPLING, "steps": 5}}),
     _train("sd1 text encoder trained", "sd1", train_text_encoder=True),
     Row("sd1 cached text", "sd1", {"train": {"cache_text_embeddings": True}}),
-    Row("sd1 merge on save", "sd1", {"train": {"merge_network_on_save": True}}),
-    Row("sd1 full fine-tune", "sd1", {"network": None}),
     Row("sd1 slider", "sd1", {"type": "concept_slider", "slider": {"guidance_strength": 3.0, "anchor_strength": 1.0, "positive_prompt": "cat", "negative_prompt": "dog", "target_class": "a", "anchor_class": ""}}),
 ]  # fmt: skip
 
