@@ -23,6 +23,7 @@ from . import decide, replan
 from .again import Before
 from .attach import Placement
 from .auto import Governor, Memory
+from .checkpoint import Checkpoint
 from .errors import BudgetError
 from .learn import Learnt, learn
 from .meter import Meter
@@ -63,6 +64,7 @@ class Adapts:
     _streamer: Streamer
     _placement: Placement
     _meter: Meter
+    _checkpoint: Checkpoint | None
     _carving: Carving
     _lock: threading.RLock
     _vram: int
@@ -182,6 +184,8 @@ class Adapts:
     def _advice(self, steps: float = math.inf) -> replan.Advice | None:
         """A better layout, None where nothing can be told; ``steps`` as in `replan.advise`."""
         profile = self._meter.profile()
+        if self._checkpoint is not None:
+            return None  # what the drive gives is not predicted
         if profile is None or self.plan.all_resident or self._engine.blocking:
             return None
         known = {id(unit): index for index, unit in enumerate(self._carving.units)}
