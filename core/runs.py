@@ -152,8 +152,11 @@ class Runs:
             host = unit.owners[which].tensor
             if table.get(name) is host:
                 ours = tensors[which]
-                if gradient and unit.owners[which].trainable:
-                    ours = self._differentiable(unit.owners[which], ours)
+                if unit.owners[which].trainable:
+                    if gradient:
+                        ours = self._differentiable(unit.owners[which], ours)
+                    else:
+                        ours.requires_grad_(True)  # modules ask, also under no_grad (torch's attention)
                 table[name] = ours
                 unit.standing.append((table, name, ours, host))
 
@@ -233,6 +236,9 @@ def _swap_out(unit: Streamed) -> None:
     for table, name, ours, host in unit.standing:
         if table.get(name) is ours:  # a module that put something else there keeps it
             table[name] = host
+        if ours.requires_grad and ours.is_leaf:
+            ours.requires_grad_(False)
+            ours.grad = None
     unit.standing.clear()
 
 

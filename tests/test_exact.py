@@ -208,15 +208,7 @@ def test_passes_after_a_forward_whose_graph_is_thrown_away_are_exact(device):
 @on_some_devices
 @pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("name", ["stack", "heterogeneous", "conv2d", "attention", "tied", "nested", "lstm"])
-def test_full_fine_tuning_is_exact(name, checkpoint, device, request):
-    if (name, checkpoint) == ("attention", "reentrant"):
-        request.applymarker(
-            pytest.mark.xfail(
-                strict=True,
-                reason="known limit: torch's attention asks whether its weights require gradients, also under "
-                "no_grad, where a slot says no",
-            )
-        )
+def test_full_fine_tuning_is_exact(name, checkpoint, device):
     if place(device).type != "cpu":
         pytest.skip("the host's optimizer is not the device's: tests/test_gpu.py compares gradients")
     case = CASES[name]
