@@ -151,7 +151,8 @@ class Streamer:
             if slot.users == 0 and slot.unit.slot is slot:
                 if self.views(slot).kept_elsewhere() and self._kept_by_others(slot):
                     slot.state = SlotState.HELD
-                    self._held.append(slot)
+                    if slot not in self._held:
+                        self._held.append(slot)
                 else:
                     slot.state = SlotState.KEPT
                 if not self._still_stuck(slot):

@@ -310,3 +310,21 @@ def test_weights_that_are_only_read_are_never_written_back(mode, device, monkeyp
             for _ in range(3):
                 model(torch.randn(2, models.D))
         assert session.plan is before, "the model was laid out anew"
+
+
+@on_cpu_and_simulated
+def test_a_view_kept_over_many_runs_is_looked_after_once(device):
+    """A model that keeps a weight's slot view: the streamer's care for it does not grow with every run."""
+    model = stack(4)
+    kept = []
+    keep = lambda layer, args: None if kept else kept.append(layer.weight)  # noqa: E731
+    hook = model.blocks[1].up.register_forward_pre_hook(keep)
+    with torch.no_grad(), streamed(model, device, slots_vram(model, 3), granularity="block") as session:
+        for _ in range(20):
+            model(torch.randn(2, models.D))
+        assert len(session._streamer._held) == 1
+        hook.remove()
+        kept.clear()
+        model(torch.randn(2, models.D))
+        session._streamer.settle()
+        assert not session._streamer._held
