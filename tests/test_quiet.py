@@ -14,6 +14,7 @@ import pytest
 import tests_harness as harness
 import tests_models as models
 import torch
+import torch._dynamo  # noqa: F401 - checkpointing imports it in its first call, and it sets warning filters of its own
 
 on_cpu_and_simulated = pytest.mark.parametrize("device", harness.DEVICES.values(), ids=harness.DEVICES)
 
