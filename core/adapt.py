@@ -77,7 +77,7 @@ class Adapts:
     def _decide(self) -> tuple[Carving, Plan]:
         raise NotImplementedError
 
-    def _again(self) -> None:
+    def _again(self, *, retry: bool = False) -> None:
         raise NotImplementedError
 
     def _need_open(self) -> None:
@@ -139,7 +139,8 @@ class Adapts:
         """Whether weights may move unasked: a trainable one that leaves the device and returns loses what
         DistributedDataParallel hung onto its gradient's accumulator, and gradients would no longer be averaged."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return not (distributed and self._carving.adapters)
+        # A module that came on the device would go back there whole on the way to another layout.
+        return not (distributed and self._carving.adapters) and not self._placement.came_on_device
 
     # -- time
 
@@ -149,7 +150,7 @@ class Adapts:
             self._tune_at = math.inf
             try:
                 advice = self._advice(self._meter.steps)
-            except (ValueError, ArithmeticError) as error:  # figures that no layout can be told from
+            except Exception as error:  # advice is a service: without it the step goes on as it is
                 logger.warning("carom: the steps so far cannot be planned with: %s", error)
                 return
             if advice is None or advice.reason:
@@ -202,8 +203,16 @@ class Adapts:
 
     def _relay(self, advice: replan.Advice) -> None:
         logger.info("carom: a step is predicted to be %.3g s faster with another layout", advice.saves)
-        self._learnt, self._tune_at = self._candidate, math.inf
-        self._again()
+        before, self._learnt, self._tune_at = self._learnt, self._candidate, math.inf
+        try:
+            self._again(retry=True)
+        except OutOfMemory:  # what was there before did fit
+            self._learnt = before
+            try:
+                self._again(retry=True)
+            except OutOfMemory:
+                self._detach_for_parking()
+                raise
 
     # -- memory
 
@@ -313,7 +322,7 @@ class Adapts:
         self._vram = max(budget, least)
         while True:
             try:
-                self._again()
+                self._again(retry=True)
                 break
             except OutOfMemory:
                 memory = self._engine.memory()

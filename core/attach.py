@@ -52,6 +52,11 @@ class Placement:
         self.adapter_bytes = 0
         self.streamed_host_bytes = 0
 
+    @property
+    def came_on_device(self) -> bool:
+        """Whether streamed weights were on a device when they were taken, and have to return there."""
+        return any(home.type != "cpu" for _, _, home in self._worn)
+
     # -- residents
 
     def keep(self, units: list[Unit], entries: list[Entry]) -> None:

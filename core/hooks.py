@@ -192,8 +192,10 @@ def root_forward(session: Session) -> Callable[[Callable], Callable]:
         @_untraced
         def forward(*args: Any, **kwargs: Any) -> Any:
             while True:
-                before = look(args, kwargs) if session._governor is not None else None
+                before = None
                 try:
+                    if session._governor is not None:
+                        before = look(args, kwargs)
                     return run(args, kwargs)
                 except OutOfMemory as error:
                     if not gives_way(error, before):

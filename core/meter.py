@@ -190,7 +190,14 @@ class Meter:
             self._waiting.popleft()
 
     def _reached(self, step: _Step) -> bool:
-        return self._engine.done(step.end) and all(self._engine.done(copy.done) for copy in step.copies)
+        done = self._engine.done
+        return (
+            done(step.end)
+            and all(done(copy.done) for copy in step.copies)
+            # Marks on a side stream, or of a unit used after the root's forward, may be reached later than its end.
+            and all(done(after) for _, after, _, _ in step.waits)
+            and all(done(mark) for turn in step.turns for mark in turn[1:] if mark is not None)
+        )
 
     def _read(self, step: _Step) -> StepFigures:
         between = self._engine.elapsed

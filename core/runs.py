@@ -148,6 +148,7 @@ class Runs:
             assert unit.slot is not None
             unit.entered = self._streamer.views(unit.slot).version
         unit.differentiable = gradient and unit.trainable
+        autocast = unit.trainable and torch.is_autocast_enabled(self._streamer.engine.device.type)
         for table, name, which in unit.sites:
             host = unit.owners[which].tensor
             if table.get(name) is host:
@@ -155,7 +156,7 @@ class Runs:
                 if unit.owners[which].trainable:
                     if gradient:
                         ours = self._differentiable(unit.owners[which], ours)
-                    else:
+                    elif not autocast:  # it would keep casts of such leaves, and their slots with them
                         ours.requires_grad_(True)  # modules ask, also under no_grad (torch's attention)
                 table[name] = ours
                 unit.standing.append((table, name, ours, host))

@@ -264,14 +264,20 @@ class Session(Adapts, Adopts, Values):
                 streamer.runs.root_begins()
         return streamer, self._engine.step()
 
-    def _again(self, between: Callable[[], None] = lambda: None) -> None:
-        """Detach and attach under the present settings; ``between`` runs while detached."""
+    def _again(self, between: Callable[[], None] = lambda: None, retry: bool = False) -> None:
+        """Detach and attach under the present settings; ``between`` runs while detached.
+
+        ``retry``: whoever calls comes again with other settings where the device's memory does not suffice.
+        """
         self._detach()
         between()
+        self._engine.trim()  # what the allocator keeps is whole now: the new region must not be cut from the old
         self._wrapped = hooks.Wrapped()
         try:
             self._attach()
-        except BaseException:
+        except BaseException as error:
+            if retry and isinstance(error, OutOfMemory):
+                raise
             # The module must not be left with stand-ins (a drive may have failed), nor the session half open.
             self._final = Report(notes=("attaching anew failed: the session is closed",))
             self._unbind()
@@ -322,7 +328,7 @@ class Session(Adapts, Adopts, Values):
             if self._parked:
                 self._parked = False
                 try:
-                    self._again()
+                    self._again(retry=True)
                 except OutOfMemory:
                     self._detach_for_parking()
                     raise

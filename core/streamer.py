@@ -133,9 +133,9 @@ class Streamer:
     def release(self, slot: Slot, streams: set | None = None) -> None:
         """The kernels that read the slot have been issued (on ``streams``; default: the current one)."""
         with self.lock:
-            if self.meter.profiling:
-                self.meter.left(slot.unit.name, self.engine.mark())
             try:
+                if self.meter.profiling:
+                    self.meter.left(slot.unit.name, self.engine.mark())
                 for stream in streams or (self.engine.stream(),):
                     slot.reads[stream] = self.engine.record(stream, slot.reads.get(stream))
             except BaseException:

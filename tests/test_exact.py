@@ -386,3 +386,26 @@ def test_a_forward_that_was_replaced_by_hand_is_exact(device):
                 replace(model)
             assert_same(expected, infer(model, case, where))
         assert_same(expected, infer(model.to(where), case, where))
+
+
+@pytest.mark.parametrize("how", ["no_grad", "reentrant"])
+@on_some_devices
+def test_streamed_trainable_weights_leave_their_slots_under_autocast(how, device):
+    """Autocast keeps its casts of leaves that require gradients: slots are not shown to it as such."""
+    case = CASES["stack"]
+    plain, model = case.build("reentrant"), case.build("reentrant")
+    plain = plain.to(place(device))
+
+    def run(net):
+        x = case.inputs(0, place(device))
+        with torch.autocast(place(device).type, torch.bfloat16):
+            if how == "no_grad":
+                with torch.no_grad():
+                    return [net(x), net(x)]
+            y = net(x.requires_grad_())
+        y.float().pow(2).mean().backward()
+        return [y.detach(), x.grad]
+
+    expected = run(plain)
+    with streamed(model, device, harness.some_vram(model, device, 0.0, 2, training="stream"), training="stream"):
+        assert_same(expected, run(model))

@@ -293,9 +293,11 @@ class HostCache:
             if not buffer.ready or buffer.busy:
                 continue
             rank = buffer.piece.rank
+            kept = rank in self._keeper.kept or (buffer.fresh and self._keeper.eviction == "fifo")
+            if kept and not demanded:  # first: with much RAM that is most of them
+                continue
             if self._next_use(rank) <= when or not self._idle(buffer):
                 continue
-            kept = rank in self._keeper.kept or (buffer.fresh and self._keeper.eviction == "fifo")
             (taken if kept else free)[rank] = buffer
         if not free and demanded:
             free = taken
