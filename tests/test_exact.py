@@ -407,5 +407,7 @@ def test_streamed_trainable_weights_leave_their_slots_under_autocast(how, device
         return [y.detach(), x.grad]
 
     expected = run(plain)
-    with streamed(model, device, harness.some_vram(model, device, 0.0, 2, training="stream"), training="stream"):
+    with streamed(
+        model, device, harness.some_vram(model, device, 0.0, 2, training="stream"), training="stream"
+    ):
         assert_same(expected, run(model))

@@ -6,6 +6,7 @@ import carom
 import pytest
 import torch
 from carom.core import session as sessions
+from carom.core.adapt import OutOfMemory
 from carom.core.learn import Forward, Piece, Profile, Turn, learn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -94,7 +95,9 @@ def test_a_session_takes_a_faster_layout_by_itself_once_it_pays(monkeypatch):
     resident = [step(net, False) for _ in range(1)][0]
     laid_out = []
     again = sessions.Session._again
-    monkeypatch.setattr(sessions.Session, "_again", lambda self: (laid_out.append(1), again(self)))
+    monkeypatch.setattr(
+        sessions.Session, "_again", lambda self, **how: (laid_out.append(1), again(self, **how))
+    )
     with carom.stream(net, device=simulated, vram=vram, granularity="block") as session:
         session.report()
         for _ in range(6):
@@ -300,3 +303,24 @@ def test_auto_granularity_lets_blocks_and_parts_compete(monkeypatch):
                     chosen.add(carving.units[0].kind)
         assert found["auto"] <= min(found["block"], found["phase"]) / replan.FINER
     assert chosen == {"phase", "block"}
+
+
+def test_a_change_that_finds_no_memory_takes_the_layout_before(monkeypatch):
+    net, simulated, vram = uneven()
+    resident = step(net, False)
+    with carom.stream(net, device=simulated, vram=vram, granularity="block") as session:
+        for _ in range(6):
+            step(net, False)
+        held, attach, failed = session.plan.resident, sessions.Session._attach, []
+
+        def short(self):
+            if not failed:
+                failed.append(1)
+                raise OutOfMemory("injected")
+            attach(self)
+
+        monkeypatch.setattr(sessions.Session, "_attach", short)
+        session.tune()
+        assert failed, "nothing was to be gained: the test would show nothing"
+        assert session.plan.resident == held
+        assert torch.equal(step(net, False), resident)
