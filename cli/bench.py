@@ -102,7 +102,7 @@ def make_cases(args: argparse.Namespace, device: str) -> dict[str, Case]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the cases; exit code 0 unless Carom was asked for and failed, or the run was interrupted."""
+    """Run the cases; exit code 0 unless nothing ran, Carom was asked for and failed, or the run was interrupted."""
     import torch
 
     from ..benchmarks.record import add_result, new_record, write_record
@@ -147,7 +147,10 @@ def run(args: argparse.Namespace) -> int:
     ours = [e["result"]["status"] for e in record["cases"] if e["case"]["engine"] in ("none", "carom")]
     bad = "failed" in ours or "timeout" in ours
     wrong = any(row["bit_exact"] is False for row in found if row["case"].engine == "carom")
-    return 1 if bad or wrong or record["interrupted"] else 0
+    nothing = not any(e["result"]["status"] == "ok" for e in record["cases"])
+    if nothing:
+        print("carom bench: no case could run; the reasons stand above", file=sys.stderr)
+    return 1 if bad or wrong or nothing or record["interrupted"] else 0
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -385,6 +385,10 @@ class TestRecord:
 
 
 class TestCommand:
+    def test_a_run_in_which_nothing_ran_fails(self, carom_cli):
+        done = carom_cli("bench", "--device", "cuda:77", "--d", "64", "--depth", "1", "--engines", "none")
+        assert done.returncode == 1 and "no case could run" in done.stderr
+
     SMALL_RUN = ("bench", "--d", "256", "--depth", "4", "--tokens", "8", "--rank", "2", "--steps", "2", "--warmup", "1",
                  "--device", "cpu")  # fmt: skip
 
