@@ -3,7 +3,7 @@
 Blocks are the natural unit: one copy, one wait, no matter what happens inside. Large blocks are split
 into their parts all the same where each part is still a copy at full link rate, because bubbles shrink
 with the unit: a region holds more of them, a copy starts as soon as a part has been used, and residency
-comes in finer steps. (Simulated and measured: docs/units.md.)
+comes in finer steps. (Measured: docs/units.md.)
 """
 
 from __future__ import annotations

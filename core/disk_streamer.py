@@ -18,6 +18,7 @@ from .disk_tensors import DiskOwner
 from .errors import UnsupportedError
 from .meter import Meter
 from .simulated import SimulatedEngine
+from .slots import Slot
 from .store.arena import HostArena, storage_bytes
 from .store.cache import CacheFigures, HostCache
 from .store.pieces import Piece, Placed, choose_buffers, cut
@@ -151,28 +152,19 @@ class DiskStreamer(Streamer):
         self._expect(unit)
         return super()._fetch(unit)
 
+    def _ready(self, unit: Streamed) -> bool:
+        return self.cache is not None and self.cache.has(unit.index)
+
     def _look_ahead(self) -> None:
         """As the base does, for units that are in RAM; the others are read meanwhile."""
-        cache = self.cache
-        if cache is None:
+        if self.cache is None:
             return
-        guarded = self._last.slot if self._last is not None and ops.in_backward() else None
-        room, seen = self.region.nbytes, set()
-        for distance, index in enumerate(self.order.upcoming(), 1):
-            if index in seen:
-                continue
-            seen.add(index)
-            unit = self.units[index]
-            room -= unit.nbytes
-            if room < 0:
-                break
-            if unit.slot is not None or not cache.has(index):
-                continue
-            place = self.region.place(unit.nbytes, self._use_of, later_than=distance, guarded=guarded)
-            if place is None:
-                break
-            self._fill(unit, *place)
+        super()._look_ahead()
         self._expect(None)
+
+    def _still_stuck(self, released: Slot) -> bool:
+        # Until everything is in RAM a read may have ended since, and the cache wants to know of every use.
+        return self.cache is not None and self.cache.complete and super()._still_stuck(released)
 
     def _expect(self, unit: Streamed | None) -> None:
         """Tell the cache what it will be asked for: the order, less what is in slots and needed before they are reused."""

@@ -91,9 +91,8 @@ class Streamer:
 
         Raises BudgetError when everything in the region is in use.
         """
-        if (
-            torch._C._len_torch_dispatch_stack()
-        ):  # fake tensors, counters: our copies are none of their business
+        # Fake tensors, counters: our copies are none of their business.
+        if torch._C._len_torch_dispatch_stack():
             with _disable_current_modes():
                 return self._acquire(unit, backward)
         return self._acquire(unit, backward)
@@ -284,6 +283,10 @@ class Streamer:
             return False
         return self._place_of(released) <= place and (spared is None or self._place_of(spared) <= place)
 
+    def _ready(self, unit: Streamed) -> bool:
+        """Whether the unit's bytes are on the host and will not change before they are used."""
+        return not (self.resting and unit.trainable)
+
     def _look_ahead(self) -> None:
         """Ask for what is expected next, as far as that evicts nothing needed sooner."""
         # In backward a unit's recomputation is followed by its gradients, whether or not that is learnt yet.
@@ -299,7 +302,7 @@ class Streamer:
             if room < 0:
                 self._stuck = self.order.epoch, self.order.at + distance, guarded
                 return
-            if unit.slot is not None or (self.resting and unit.trainable):
+            if unit.slot is not None or not self._ready(unit):
                 continue
             place = self.region.place(unit.nbytes, self._use_of, later_than=distance, guarded=guarded)
             if place is None:
@@ -336,7 +339,7 @@ class Streamer:
                 self._evict(slot)
 
     def free_all(self) -> None:
-        """End every use: whatever was under way has been given up."""
+        """End every use: what was under way has been given up."""
         for slot in self.region.slots:
             if slot.users:
                 slot.users = 0
