@@ -1,9 +1,8 @@
 """The mechanism: brings units into slots, tells when they may be read and overwritten, looks ahead.
 
 Host threads enter under one lock; nothing here waits for the device. What a slot promises:
-it is read only on streams that wait for its copy's event, and overwritten only by a copy that waits
-for the events of its last reads, wherever those were issued (backward and recomputation run on
-autograd threads).
+it is read only on streams that wait for its copy's event, and overwritten only by a copy that waits for
+the events of its last reads, wherever those were issued (backward and recomputation on autograd threads).
 """
 
 from __future__ import annotations
