@@ -46,6 +46,7 @@ WIRE_ALIGN = 128  # bytes; where packed tensors start in a wire
 EXPECTED = (
     0.72  # of the bytes that Gaussian-like bf16 weights pack to, and a little: what staging is planned for
 )
+_SCRATCH = 32  # bytes of device memory that packing takes per element at a time
 _AT_ONCE = 4  # tensors that are encoded at a time
 
 
@@ -88,13 +89,15 @@ class PackedTensor:
             self.tensor.data = one.as_strided(self.layout.shape, (0,) * self.layout.dim())
 
 
-def pack(value: torch.Tensor, threads: int | None = None) -> tuple[Header, torch.Tensor] | None:
+def pack(
+    value: torch.Tensor, threads: int | None = None, scratch: int = 1 << 29
+) -> tuple[Header, torch.Tensor] | None:
     """Header and blob, where ``value`` is, of a dense tensor's elements in storage order; None where packing gains too
-    little."""
+    little. ``scratch``: bytes of a device that may be used meanwhile."""
     flat = torch.as_strided(value.detach(), (value.numel(),), (1,), value.storage_offset())
     nbytes = flat.numel() * flat.element_size()
     if flat.device.type != "cpu":
-        return encode_there(flat, limit=int(GAIN * nbytes))
+        return encode_there(flat, limit=int(GAIN * nbytes), at_once=scratch // _SCRATCH)
     blob = lossless.encode(flat, threads=threads, limit=int(GAIN * nbytes))
     return None if blob is None else (parse_header(blob.numpy().data[:128], "weight", blob.numel()), blob)
 
@@ -161,9 +164,11 @@ class PackedPlacement(Placement):
         shelf: dict[int, PackedTensor],
         policy: Packing,
         staging_bytes: int,
+        scratch_bytes: int = 1 << 29,
     ) -> None:
         super().__init__(engine, arena)
         self._shelf, self._policy, self._staging_bytes = shelf, policy, staging_bytes
+        self._scratch_bytes = scratch_bytes  # of the device, until the region is there
         self._dressed: list[tuple[torch.Tensor, type]] = []
         self._homes: dict[int, torch.device] = {}  # of tensors that keep their bytes, until they stand
         self._proven: set[tuple[str, int, int]] = set()
@@ -255,7 +260,7 @@ class PackedPlacement(Placement):
         with torch.inference_mode(False), torch.no_grad():
             layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             try:
-                found = pack(value, max(1, workers() // 2))
+                found = pack(value, max(1, workers() // 2), self._scratch_bytes)
             except OutOfMemory:
                 found = pack(value.cpu())
         return None if found is None else PackedTensor(tensor, layout, tensor.device, *found)
@@ -370,6 +375,7 @@ class PackedPlacement(Placement):
                 after = self._engine.mark()
                 self._engine.synchronize()
                 best = min(best, self._engine.elapsed(before, after))
+            streamed.decoder.forget()  # buffers that are given back
             for entry, packed in zip(streamed.unit.entries, streamed.packed, strict=True):
                 if packed is not None and id(packed.tensor) not in self._shelf:
                     there = out[entry.offset : entry.offset + entry.nbytes]

@@ -148,6 +148,7 @@ class Session(Adapts, Adopts, Values):
                     self._shelf,
                     self._packing or Packing(),
                     self.plan.staging_bytes,
+                    self.plan.region_bytes,
                 )
             resident, streamed = wanted_residents(self._carving, self.plan)
             self._placement.keep(resident, [entry for entry, _ in self._carving.resident])

@@ -420,7 +420,7 @@ class Streamer:
             self.backward.close()
             self._landings.close()
             for unit in self.units:
-                unit.slot = None
+                unit.slot = unit.decoder = None
                 unit.views.clear()
             self.region.slots.clear()
             self._held.clear()

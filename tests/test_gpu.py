@@ -279,7 +279,7 @@ def test_budget_counts_what_the_allocator_reserves():
 
 def test_streamed_weights_lie_in_exactly_pinned_memory():
     model = big(8)
-    with streamed(model, "cuda", VRAM) as session:
+    with streamed(model, "cuda", VRAM, codec="raw") as session:
         units = session._placement.streamed
         assert all(unit.block.pinned for unit in units)
         assert all(torch.cuda.is_available() and unit.block.data.is_pinned() for unit in units)

@@ -55,7 +55,12 @@ def encode_on_device(
 
 
 def encode_there(
-    tensor: torch.Tensor, *, lanes: int = DEFAULT_LANES, code: Code | None = None, limit: int | None = None
+    tensor: torch.Tensor,
+    *,
+    lanes: int = DEFAULT_LANES,
+    code: Code | None = None,
+    limit: int | None = None,
+    at_once: int = SCRATCH_ELEMENTS,
 ) -> tuple[Header, torch.Tensor] | None:
     """The header and the blob on the tensor's device, without a checksum; None where ``limit`` bytes (default: the raw
     bytes) are not undercut."""
@@ -87,7 +92,7 @@ def encode_there(
     nibble_of[torch.tensor(list(code.table))] = torch.arange(16, dtype=torch.uint8)
     nibble_of = nibble_of.to(device)
     streams, written, most = [], 0, 0
-    step = max(1, SCRATCH_ELEMENTS // header.tile)
+    step = max(1, min(at_once, SCRATCH_ELEMENTS) // header.tile)
     for first in range(0, header.tiles, step):
         tiles = min(step, header.tiles - first)
         begin, end = first * header.tile, min((first + tiles) * header.tile, coded)
