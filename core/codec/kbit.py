@@ -13,6 +13,7 @@ paper's appendix E; the paper stops there, NF3 and NF2 are the same formula at k
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -179,16 +180,36 @@ def dequantize_torch(blob: torch.Tensor, layout: Layout, out: torch.Tensor, begi
 
     Starts at element ``begin``, a multiple of 8.
     """
+    dequantize_range(blob, layout, begin, out[begin : layout.numel])
+
+
+def dequantize_range(blob: torch.Tensor, layout: Layout, begin: int, out: torch.Tensor) -> None:
+    """As `dequantize_torch`, for the elements ``begin`` (a multiple of 8) to ``begin + len(out)`` only."""
     values = codebook_on(layout.codebook, blob.device)
     scales = blob[layout.scales_at :]
     scales = (scales if scales.storage_offset() % 4 == 0 else scales.clone()).view(torch.float32)
-    for start in range(begin, layout.numel, CHUNK):
-        end = min(start + CHUNK, layout.numel)
+    last = begin + len(out)
+    for start in range(begin, last, CHUNK):
+        end = min(start + CHUNK, last)
         codes = _unpack(blob, layout, start // 8, -(-(end - start) // 8))[: end - start]
         block = start // layout.block
         scale = scales[block : -(-end // layout.block)].repeat_interleave(layout.block)
         first = start - block * layout.block
-        out[start:end] = values[codes.to(torch.int32)] * scale[first : first + end - start]
+        out[start - begin : end - begin] = values[codes.to(torch.int32)] * scale[first : first + end - start]
+
+
+def relative_error(tensor: torch.Tensor, blob: torch.Tensor, layout: Layout) -> float:
+    """Norm of (decoded ``blob`` - ``tensor``) over the norm of ``tensor``; 0 where both are zero. In float64 sums."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    wrong = whole = 0.0
+    part = torch.empty(min(CHUNK, flat.numel()), dtype=flat.dtype, device=flat.device)
+    for start in range(0, flat.numel(), CHUNK):
+        true = flat[start : start + CHUNK]
+        dequantize_range(blob, layout, start, part[: len(true)])
+        exact = true.float()
+        wrong += float((part[: len(true)].float() - exact).pow_(2).sum(dtype=torch.float64))
+        whole += float(exact.pow_(2).sum(dtype=torch.float64))
+    return math.sqrt(wrong / whole) if whole else 0.0
 
 
 def dequantize(blob: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
