@@ -30,6 +30,7 @@ class Codec(Protocol):
     """One way to write a tensor. ``lossy`` codecs change values; all others give back every bit."""
 
     name: str
+    version: int
     lossy: bool
 
     def encode(self, tensor: torch.Tensor, name: str = "tensor") -> Packed:

@@ -58,8 +58,9 @@ class Encode:
         raw = self._gather(entry, parts)
         wanted = self.wanted(entry)
         packed = None
-        if wanted != "raw" and entry.nbytes:
-            tensor = torch.frombuffer(raw, dtype=torch.uint8).view(_dtype(entry)).view(entry.shape)
+        dtype = _dtype(entry)
+        if wanted != "raw" and dtype is not None and entry.nbytes:
+            tensor = torch.frombuffer(raw, dtype=torch.uint8).view(dtype).view(entry.shape)
             packed = self._pack(tensor, wanted, entry)
             if packed is None and wanted != "lossless" and self._codec == "lossless":
                 packed = self._pack(tensor, "lossless", entry)

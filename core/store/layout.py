@@ -63,9 +63,15 @@ def merged_metadata(index: Index) -> dict[str, str]:
 
 
 def packed_header(
-    written: Sequence[Written], metadata: Mapping[str, str], codec: str, pad: bool, lossy: bool = False
+    written: Sequence[Written],
+    metadata: Mapping[str, str],
+    codec: str,
+    pad: bool,
+    *,
+    lossy: bool = False,
+    describes: bool = False,
 ) -> bytes:
-    """The file's first bytes, up to the data section, before spaces fill them up."""
+    """The file's first bytes, up to the data section, before spaces fill them up; ``describes``: packed tensors too."""
     info: dict[str, Any] = {"version": VERSION, "codec": codec, "align": ALIGN if pad else 1}
     if lossy:
         info["lossy"] = True
@@ -78,7 +84,7 @@ def packed_header(
             CHECKSUM_KEY: json.dumps(sums, **compact),  # type: ignore[arg-type]
         }
     }
-    if codec != "raw":
+    if describes:
         metas = {w.name: w.meta for w in written if w.meta is not None}
         described = {"version": CODEC_VERSION, "tensors": metas}
         header["__metadata__"][CODEC_KEY] = json.dumps(described, **compact)  # type: ignore[arg-type]

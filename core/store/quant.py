@@ -45,7 +45,8 @@ class Scheme:
             return None
         if _EXPERT.search(name):
             return self.experts if len(shape) in (2, 3) else None
-        return self.dense if len(shape) == 2 else None
+        # Tables, embeddings of positions and the like are parameters of other names.
+        return self.dense if len(shape) == 2 and name.endswith(".weight") else None
 
 
 def parse_scheme(asked: str) -> Scheme:

@@ -146,13 +146,13 @@ class _Run:
         worst = []
         for name in names:
             entry, meta, shape = self.index[name], None, self.index[name].shape
-            if self.transform.describes:
+            if self.transform.wanted(entry) != "raw" and self.transform.describes and entry.nbytes > ALIGN:
                 # Longer than any codec's: the longest of each field that there is.
                 meta = {"codec": "lossless", "version": 9, "dtype": "float8_e4m3fnuz", "shape": list(shape),
                         "block": 1024, "lossy": True, "error": 0.123456e-100, "crc32": 1 << 32}  # fmt: skip
                 shape = (room,) * max(len(shape), 2)
             worst.append(Written(name, entry.dtype, shape, room, room, "0" * 64, meta))
-        return whole_pages(len(packed_header(worst, self.metadata, self.transform.name, self.pad, True)))
+        return whole_pages(len(self._header(worst, True)))
 
     def go(self, verify: bool, progress: Callable[[int, int], None] | None) -> PackReport:
         began = time.perf_counter()
@@ -251,12 +251,15 @@ class _Run:
                         if progress:
                             progress(copied, total)
                     self._commit(out, place, pending)
-                    out.finish(self._header(shard), self.reserve[shard])
+                    written = [w for r in self.done if r.shard == shard for w in r.written]
+                    lossy = pack_report.is_lossy_result(self.index, written)
+                    out.finish(self._header(written, lossy), self.reserve[shard])
 
-    def _header(self, shard: int) -> bytes:
-        written = [w for record in self.done if record.shard == shard for w in record.written]
-        lossy = pack_report.is_lossy_result(self.index, written)
-        return packed_header(written, self.metadata, self.transform.name, self.pad, lossy)
+    def _header(self, written: Sequence[Written], lossy: bool) -> bytes:
+        transform = self.transform
+        return packed_header(
+            written, self.metadata, transform.name, self.pad, lossy=lossy, describes=transform.describes
+        )
 
     def _pieces(self, entries: Sequence[TensorEntry], chunks: Chunks) -> Iterator[Piece]:
         """What ``entries`` become, in turn; the next is made while one is written, where the transform allows it."""
