@@ -17,6 +17,7 @@ from .checkpoint import Checkpoint, Stand
 from .disk_streamer import DiskStreamer
 from .errors import WeightsError
 from .streamer import Streamer
+from .wrapped import LaidOpen
 
 
 class Values:
@@ -28,6 +29,7 @@ class Values:
     _streamer: Streamer
     _lock: threading.RLock
     _parked: bool
+    _laid_open: LaidOpen | None
 
     def _need_open(self) -> None:
         raise NotImplementedError
@@ -55,6 +57,9 @@ class Values:
     def read(self, name: str) -> torch.Tensor:
         """The true value of parameter or buffer ``name``: a copy on the CPU. Raises WeightsError if unknown."""
         self._need_open()
+        quantised = None if self._laid_open is None else self._laid_open.read(name)
+        if quantised is not None:
+            return quantised
         tensor = self._tensor(name)
         stand = None if self._checkpoint is None else self._checkpoint.of(tensor)
         if stand is not None and tensor.is_meta:
