@@ -20,6 +20,7 @@ from torch import nn
 
 from . import ops
 from .errors import UnsupportedError
+from .graph_held import let_go
 from .shells import (
     Dress,
     Held,
@@ -163,7 +164,10 @@ class _Leaf:
             self.weights[name] = _Weight(wrapper, shell, buffers, companions)
             # The bytes are the buffer's now: kept twice they would take host memory twice.
             _let_go(self.weights[name], torch.empty(0, dtype=tensors[0].dtype))
-        self._hook = module._register_state_dict_hook(self._save)
+        self._hooks = [
+            module.register_state_dict_pre_hook(self._begin_save),
+            module._register_state_dict_hook(self._end_save),
+        ]
         self._had = module.__dict__.get("forward")
         self._front = _Front(self, module.forward)
         module.__dict__["forward"] = self._front
@@ -173,11 +177,16 @@ class _Leaf:
         """Whether what was laid open is still what the module has."""
         return all(self.module.__dict__.get(name) is weight.wrapper for name, weight in self.weights.items())
 
-    def made(self, name: str) -> dict[str, Any]:
-        """Attributes of the module made of what stands in the buffers now: the weight, and what goes with it."""
+    def made(self, name: str, plain: bool = False) -> dict[str, Any]:
+        """Attributes of the module made of what stands in the buffers now: the weight, and what goes with it.
+
+        ``plain``: of tensors that no session's class stands before.
+        """
         weight, table = self.weights[name], self.module._buffers
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             parts: list[Any] = [table[buffer] for buffer in weight.buffers]
+            if plain:
+                parts = [part.detach() for part in parts]
             tensors = iter(parts)
             made: Any = weight.shell.fill(tensors)
             if isinstance(weight.shell, Shell):
@@ -196,10 +205,27 @@ class _Leaf:
             if main is not None:
                 _let_go(weight, main)
 
-    def _save(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
-        for name, weight in self.weights.items():
-            if self.module is module and name in module.__dict__:
-                state[prefix + name] = weight.wrapper
+    def _begin_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """For as long as the module saves itself, as it likes, it has its weights as parameters of plain tensors."""
+        if self.module is module and self.whole:
+            for name in self.weights:
+                made = self.made(name, plain=True)
+                module._parameters[name] = made.pop(name)
+                del module.__dict__[name]
+                module.__dict__.update(made)
+            self._reorder()
+
+    def _end_save(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
+        if self.module is module:
+            for name in self.weights:
+                if name not in module.__dict__ and module._parameters.pop(name, None) is not None:
+                    module.__dict__.update(self.host(name))
+
+    def _reorder(self) -> None:
+        table = self.module._parameters
+        ordered = {name: table[name] for name in [*self._order, *table] if name in table}
+        table.clear()
+        table.update(ordered)
 
     def close(self) -> None:
         module, table = self.module, self.module._parameters
@@ -209,7 +235,8 @@ class _Leaf:
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = self._had
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self.follow()
         for name, weight in self.weights.items():
             for buffer in weight.buffers:
@@ -217,9 +244,7 @@ class _Leaf:
             if module.__dict__.pop(name, None) is not None:
                 table[name] = weight.wrapper
         module._non_persistent_buffers_set = self._not_saved
-        ordered = {name: table[name] for name in [*self._order, *table] if name in table}
-        table.clear()
-        table.update(ordered)
+        self._reorder()
 
 
 def _let_go(weight: _Weight, data: torch.Tensor) -> None:
@@ -269,7 +294,10 @@ class _Front:
                 table.update(leaf.made(name))
             if saved is not None:
                 saved.push([table[name] for name in leaf.weights])
-            return self._inner(*args, **kwargs)
+            result = self._inner(*args, **kwargs)
+            if saved is not None and saved.streamer is not None:
+                let_go(saved.streamer, result, (args, kwargs))
+            return result
         finally:
             if saved is not None:
                 saved.pop()
@@ -294,6 +322,7 @@ class _Saved:
 
     def __init__(self) -> None:
         self._pushed = False
+        self.streamer = ops.streaming()
 
     def push(self, wrappers: list[Any]) -> None:
         below: Any = ops._top_hooks(False) if ops._top_hooks is not None else None
@@ -316,7 +345,7 @@ class _Saved:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 return packed.shell.fill(iter(parts))
 
-        pack._carom = True  # type: ignore[attr-defined]
+        pack._carom = self.streamer  # type: ignore[attr-defined]
         ops._push_hooks(pack, unpack)
         self._pushed = True
 
