@@ -40,7 +40,7 @@ def let_go(streamer: Streamer, result: Any, given: Any) -> None:
     waiting = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     seen: set[Any] = {None, *stops}
     while waiting and len(seen) < _MOST:
-        node = waiting.pop()
+        node: Any = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
