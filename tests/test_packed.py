@@ -457,7 +457,9 @@ def test_a_packed_file_streams_the_values_it_stands_for(options, ram, device, tm
         assert torch.equal(session.read(name), model.state_dict()[name].cpu())
         report = session.report()
         assert report.vram_peak_bytes <= VRAM
-        assert report.disk_bytes_per_step is not None
+        read = report.disk_bytes_per_step
+    if device == "cpu" and ram < 600 << 10:  # what the drive read in a pass, the packed bytes
+        assert 0 < read < report.raw_bytes_per_step * 0.8
 
 
 @on_some_devices

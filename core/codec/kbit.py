@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -22,6 +23,8 @@ import torch
 
 from ..errors import UnsupportedError, WeightsError
 from .backends import triton_works
+from .kbit_host import quantize_host
+from .lossless import cores
 
 DEFAULT_BLOCK = 64
 BLOCKS = (32, 64, 128, 256, 512, 1024)
@@ -123,24 +126,38 @@ def quantize(tensor: torch.Tensor, codebook: Codebook, block: int, name: str = "
     flat = tensor.detach().contiguous().reshape(-1)
     layout = Layout(codebook, flat.numel(), block)
     blob = torch.zeros(layout.total, dtype=torch.uint8, device=flat.device)
+    if flat.device.type == "cpu":
+        raw = flat.view(torch.int16).numpy().view(np.uint16) if flat.dtype == torch.bfloat16 else flat.numpy()
+        with ThreadPoolExecutor(cores()) as pool:
+            finite = quantize_host(raw, layout, blob.numpy(), SMALLEST_SCALE, pool)
+    else:
+        finite = quantize_torch(flat, layout, blob)
+    if not finite:
+        raise WeightsError(
+            f"tensor {name!r} holds NaN or infinities, which {codebook.name} cannot express; pack it lossless or raw"
+        )
+    return blob
+
+
+def quantize_torch(flat: torch.Tensor, layout: Layout, blob: torch.Tensor) -> bool:
+    """Codes and scales of 1-D ``flat`` into ``blob`` (zeros), on any device; False where a value is not finite."""
+    block = layout.block
     scales = blob[layout.scales_at :].view(torch.float32)
-    values = codebook_on(codebook, flat.device)
+    values = codebook_on(layout.codebook, flat.device)
     middles = (values[1:] + values[:-1]) / 2
     for start in range(0, flat.numel(), CHUNK):
         part = flat[start : start + CHUNK].float()
         blocks = torch.nn.functional.pad(part, (0, -len(part) % block)).view(-1, block)
         scale = blocks.abs().amax(1)
         if not bool(torch.isfinite(scale).all()):
-            raise WeightsError(
-                f"tensor {name!r} holds NaN or infinities, which {codebook.name} cannot express; pack it lossless or raw"
-            )
+            return False
         scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)
         scales[start // block : start // block + len(scale)] = scale
         quotient = blocks / torch.where(scale == 0, 1.0, scale)[:, None]
         quotient *= (scale != 0)[:, None]
         codes = torch.bucketize(quotient.view(-1), middles, out_int32=True).to(torch.uint8)
         _pack(codes[: -(-len(part) // 8) * 8].view(-1, 8), blob, layout, start // 8)
-    return blob
+    return True
 
 
 def _pack(codes: torch.Tensor, blob: torch.Tensor, layout: Layout, first: int) -> None:

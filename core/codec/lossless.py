@@ -124,7 +124,7 @@ def encode(
     end, most, offsets, entries = header.escapes_at, 0, 0, []
     step = max(1, CHUNK // header.tile)
     starts = range(0, header.tiles, step)
-    with ThreadPoolExecutor(max(1, min(threads or _cores(), len(starts)))) as pool:
+    with ThreadPoolExecutor(max(1, min(threads or cores(), len(starts)))) as pool:
         for stream, sizes, flags in _in_order(pool, encoder, starts, step):
             if end + len(stream) > limit:
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -147,7 +147,7 @@ def encode(
     return torch.from_numpy(blob)
 
 
-def _cores() -> int:
+def cores() -> int:
     """Cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
