@@ -26,7 +26,7 @@ def decode_bytes(blob: np.ndarray, header: Header, begin: int, out: np.ndarray) 
     end = begin + len(out)
     step = max(1, CHUNK // header.tile) * header.tile
     first, last = begin // size, min(-(-end // size), coded)
-    start = first // header.tile * header.tile
+    start = first // header.tile * header.tile if first < last else last  # else: the tail only
     while start < last:
         stop = min((start // step + 1) * step, -(-last // header.tile) * header.tile)
         count = min(stop, coded) - start
