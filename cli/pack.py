@@ -9,10 +9,13 @@ from typing import Any
 
 import psutil
 
-from ..core.errors import UnsupportedError
 from ..core.sizes import format_size, parse_size
+from ..core.store.pack_report import PackReport
+from ..core.store.quant import parse_scheme
 from ..core.store.verify import verify_packed
 from ..core.store.writer import pack
+
+ROWS = 100  # of the table of errors; a model with experts has tens of thousands of tensors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +26,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "dst", metavar="DST", nargs="?",
         help="a new .safetensors file or a new folder; without it, --verify checks SRC itself",
     )  # fmt: skip
-    parser.add_argument("--codec", default="raw", help="how bytes are stored: raw (default)")
-    parser.add_argument("--quant", help="not in this version")
+    parser.add_argument(
+        "--codec", default="raw", metavar="raw|lossless",
+        help="raw (default): bytes as they are; unpacks a packed SRC. lossless: bf16 in 0.70 of the bytes, every bit kept",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quant", metavar="SCHEME",
+        help="LOSSY: nf4, nf3 or nf2 for the matrices of linear layers, or by kind: dense=nf4,experts=nf2",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu"),
+        help="what packs: a GPU where there is one, or the cores",
+    )
     parser.add_argument(
         "--order", default="auto", metavar="FILE",
         help="auto (default: by the tensors' names) or a file with one name or glob a line",
@@ -42,11 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.quant is not None or args.codec != "raw":
-        asked = "--quant" if args.quant is not None else f"--codec {args.codec}"
-        raise UnsupportedError(
-            f"{asked}: this version of carom packs raw only; leave it out or say --codec raw"
-        )
+    scheme = None if args.quant is None else parse_scheme(args.quant)
     if args.dst is None and not args.verify:
         raise ValueError("name a destination: carom pack SRC DST (or: carom pack SRC --verify)")
     shard_bytes = None if args.shard_size is None else parse_size(args.shard_size, setting="--shard-size")
@@ -57,19 +68,10 @@ def run(args: argparse.Namespace) -> int:
             text = f"{args.src}: {tensors} tensors ({format_size(nbytes)}) match their checksums"
         else:
             report = pack(
-                args.src, args.dst, order=args.order, shard_bytes=shard_bytes,
+                args.src, args.dst, codec=args.codec, quant=scheme, device=args.device, order=args.order, shard_bytes=shard_bytes,
                 pad=not args.no_pad, verify=args.verify, progress=progress,
             )  # fmt: skip
-            result = report.to_dict()
-            rate = report.tensor_bytes / max(report.seconds, 1e-9)
-            resumed = (
-                f", {report.resumed_tensors} of them by an earlier run" if report.resumed_tensors else ""
-            )
-            text = (
-                f"{report.destination}: {report.tensors} tensors{resumed}, {format_size(report.tensor_bytes)} "
-                f"+ {format_size(report.padding_bytes)} of padding in {len(report.files)} file(s), "
-                f"{report.seconds:.1f} s ({format_size(rate)}/s){', verified' if report.verified else ''}"
-            )
+            result, text = report.to_dict(), _told(report)
     peak = peak_rss_bytes()
     print(
         json.dumps({**result, "peak_rss_bytes": peak})
@@ -77,6 +79,43 @@ def run(args: argparse.Namespace) -> int:
         else f"{text}; peak memory {format_size(peak)}"
     )
     return 0
+
+
+def _told(report: PackReport) -> str:
+    """The run in words; a table of errors first where something was quantised."""
+    rate = report.raw_bytes / max(report.seconds, 1e-9)
+    resumed = f", {report.resumed_tensors} of them by an earlier run" if report.resumed_tensors else ""
+    lines = [*_errors(report), *(f"note: {note}" for note in report.notes)]
+    share = ""
+    if report.tensor_bytes != report.raw_bytes:
+        packed = ", ".join(f"{count} {codec}" for codec, count in sorted(report.codecs.items()))
+        share = f" ({packed}; {report.tensor_bytes / max(1, report.raw_bytes):.3f} of {format_size(report.raw_bytes)})"
+    lossy = ", LOSSY" if report.lossy else ""
+    lines.append(
+        f"{report.destination}: {report.tensors} tensors{resumed}{lossy}, {format_size(report.tensor_bytes)}{share} "
+        f"+ {format_size(report.padding_bytes)} of padding in {len(report.files)} file(s), "
+        f"{report.seconds:.1f} s ({format_size(rate)}/s){', verified' if report.verified else ''}"
+    )
+    return "\n".join(lines)
+
+
+def _errors(report: PackReport) -> list[str]:
+    """Each quantised tensor's error, the worst first where there are many."""
+    found = report.lossy_tensors
+    if not found:
+        return []
+    shown = found if len(found) <= ROWS else sorted(found, key=lambda t: -t.error)[:ROWS]
+    wide = max(len(t.name) for t in shown)
+    rows = [f"{'LOSSY tensor':<{wide}}  codec  relative error  bytes"]
+    rows += [
+        f"{t.name:<{wide}}  {t.codec:<5}  {t.error:<14.4f}  {t.bytes / max(1, t.raw_bytes):.3f}"
+        for t in shown
+    ]
+    if len(shown) < len(found):
+        rows.append(f"... and {len(found) - len(shown)} with smaller errors; --json lists all")
+    mean = sum(t.error * t.raw_bytes for t in found) / max(1, sum(t.raw_bytes for t in found))
+    rows.append(f"{len(found)} tensors are quantised (lossy): relative error {mean:.4f} on average by bytes")
+    return rows
 
 
 def peak_rss_bytes() -> int:

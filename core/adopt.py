@@ -16,6 +16,7 @@ from .errors import BudgetError
 from .streamer import Streamer
 from .tree import Tree
 from .units import Carving, Entry
+from .wrapped import LaidOpen
 
 logger = logging.getLogger("carom")
 
@@ -31,6 +32,7 @@ class Adopts:
     _lock: threading.RLock
     _vram: int
     _stay: dict[str, str]
+    _laid_open: LaidOpen | None
 
     def _decide(self) -> Any:
         raise NotImplementedError
@@ -62,6 +64,10 @@ class Adopts:
         """The tree changed: adapters and small tensors that came move to the device; weights are laid out anew."""
         with self._lock:
             self._follow_replaced()
+            if self._laid_open is not None and self._laid_open.stale:
+                logger.info("carom: quantised weights came or were replaced; laying them out anew")
+                self._again()
+                return
             known = {id(entry.tensor) for entry in self._known()}
             fresh = [entry for entry in self._tree.entries() if id(entry.tensor) not in known]
             gone = known - {id(entry.tensor) for entry in self._tree.entries()}

@@ -170,7 +170,7 @@ class DiskPlacement(Placement):
                 block.unpin()
             load = self._disk.load
             self._disk.load = CacheFigures(
-                load.read_bytes + sum(read.nbytes for piece in pieces for read in piece.reads),
+                load.read_bytes + sum(read.disk_bytes for piece in pieces for read in piece.reads),
                 load.reading_seconds + time.perf_counter() - began,
                 held_bytes=max(load.held_bytes, count * size),
             )

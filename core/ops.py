@@ -66,7 +66,7 @@ def push_handles(streamer: Streamer) -> None:
                 pass
             return tensor
 
-        pack._carom = True  # type: ignore[attr-defined]
+        pack._carom = streamer  # type: ignore[attr-defined]
         _push_hooks(pack, _unpack)
         return
 
@@ -83,7 +83,7 @@ def push_handles(streamer: Streamer) -> None:
     def unpack_through(packed: Any) -> Any:
         return packed.backward.unpack(packed) if type(packed) is Handle else outer_unpack(packed)
 
-    pack_through._carom = True  # type: ignore[attr-defined]
+    pack_through._carom = streamer  # type: ignore[attr-defined]
     _push_hooks(pack_through, unpack_through)
 
 
@@ -91,6 +91,12 @@ def hooks_are_ours() -> bool:
     """Whether no foreign saved-tensor hook is on top (a checkpoint inside a unit counts what it sees, both times)."""
     top = _top_hooks(False) if _top_hooks is not None else None
     return top is None or getattr(top[0], "_carom", False)
+
+
+def streaming() -> Streamer | None:
+    """The streamer whose handles this thread's autograd nodes keep now; None outside units' runs with gradients."""
+    top = _top_hooks(False) if _top_hooks is not None else None
+    return None if top is None else getattr(top[0], "_carom", None)
 
 
 _functorch: Any = getattr(torch._C, "_functorch", None)

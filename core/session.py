@@ -31,6 +31,7 @@ from .transfer import Engine, make_engine
 from .tree import Tree
 from .units import Carving, Unit
 from .values import Values
+from .wrapped import LaidOpen
 
 logger = logging.getLogger("carom")
 
@@ -107,6 +108,7 @@ class Session(Adapts, Adopts, Values):
         self._adapts(vram == "auto")
         if weights is not None:
             self._checkpoint = Checkpoint(module, weights)
+        self._laid_open = None if weights is not None else LaidOpen(module)
         try:
             self._first_attach(vram)
         except BaseException:
@@ -161,6 +163,8 @@ class Session(Adapts, Adopts, Values):
                 else DiskStreamer(self._engine, region, self._meter, disk)
             )
             self._placement.stream(streamed, self._streamer.add)
+            if self._laid_open is not None:
+                self._laid_open.follow()
             self._streamer.start(self._arena)
             self._stand_in_front(self._placement.streamed)
             self._tree = Tree(self.module)
@@ -222,6 +226,8 @@ class Session(Adapts, Adopts, Values):
             for unit in self._placement.streamed:
                 self._engine.unguard(unit.block.data)
         self._placement.undo()
+        if self._laid_open is not None:
+            self._laid_open.follow()
         self._closed = True
 
     def close(self, *, discard: bool = False) -> None:
@@ -255,6 +261,8 @@ class Session(Adapts, Adopts, Values):
         give_back(self._shelf)
         if self._checkpoint is not None:
             self._checkpoint.unbind()
+        if self._laid_open is not None:
+            self._laid_open.close()
 
     def __enter__(self) -> Session:
         self._need_open()
@@ -300,6 +308,8 @@ class Session(Adapts, Adopts, Values):
         """
         self._detach()
         between()
+        if self._laid_open is not None:
+            self._laid_open.renew()
         self._engine.trim()  # what the allocator keeps is whole now: the new region must not be cut from the old
         self._wrapped = hooks.Wrapped()
         try:

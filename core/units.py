@@ -19,6 +19,7 @@ from torch import nn
 from .errors import UnsupportedError
 from .ops import HostParameter, HostTensor
 from .slots import ALIGN
+from .wrapped import is_inner
 
 SMALL_BUFFER = (
     256 << 10
@@ -118,7 +119,7 @@ def why_not_streamed(entry: Entry) -> str | None:
     if type(tensor) not in (nn.Parameter, torch.Tensor) and not isinstance(
         tensor, (HostParameter, HostTensor)
     ):
-        return f"tensor subclass {type(tensor).__name__}: its inner tensors are not streamed in this version"
+        return f"tensor subclass {type(tensor).__name__}, which cannot be put together of tensors in a slot"
     if waits_packed(tensor):
         return None
     if tensor.layout != torch.strided:
@@ -129,7 +130,8 @@ def why_not_streamed(entry: Entry) -> str | None:
         return "empty"
     if not _dense(tensor):
         return "its elements overlap or leave gaps in memory"
-    if any(site.buffer for site in entry.sites) and entry.nbytes < SMALL_BUFFER:
+    state = any(site.buffer and not is_inner(site.name) for site in entry.sites)
+    if state and entry.nbytes < SMALL_BUFFER:
         return "small buffer: may be written by the model"
     return None
 

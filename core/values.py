@@ -18,6 +18,7 @@ from .disk_streamer import DiskStreamer
 from .errors import WeightsError
 from .packing import PackedOwner, PackedTensor
 from .streamer import Streamer
+from .wrapped import LaidOpen
 
 
 class Values:
@@ -30,6 +31,7 @@ class Values:
     _streamer: Streamer
     _lock: threading.RLock
     _parked: bool
+    _laid_open: LaidOpen | None
 
     def _need_open(self) -> None:
         raise NotImplementedError
@@ -57,6 +59,9 @@ class Values:
     def read(self, name: str) -> torch.Tensor:
         """The true value of parameter or buffer ``name``: a copy on the CPU. Raises WeightsError if unknown."""
         self._need_open()
+        quantised = None if self._laid_open is None else self._laid_open.read(name)
+        if quantised is not None:
+            return quantised
         tensor = self._tensor(name)
         packed = self._shelf.get(id(tensor))
         if packed is not None:

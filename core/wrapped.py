@@ -1,17 +1,18 @@
-"""Wrapped quantised weights (torchao, quanto, any tensor that names its inner tensors): laid open, so that these stream.
+"""Quantised weights laid open, so that they stream as they are: torchao, bitsandbytes, optimum-quanto, GGUF and their like.
 
-A wrapper has no bytes of its own, so it can neither be pinned nor lie in a slot; its inner tensors can. While laid
-open they are buffers of the module, the wrapper stands beside the parameters, readable as ever, and whenever
-the module's own forward runs it finds a wrapper made of what stands in the buffers then: slots, or what stays
-on the device. What autograd saves of such a wrapper is kept as what the surrounding hook makes of its inner
-tensors: handles, while a unit runs. Nothing is known of any one library but `__tensor_flatten__`.
+What is quantised is a tensor subclass: a wrapper has no bytes of its own, so it can neither be pinned nor lie in a slot,
+and what hangs on a dressed tensor (its scales) would stay behind; the inner tensors can (`shells`). While laid
+open they are buffers of the module, the weight stands beside the parameters, readable as ever, and whenever
+the module's own forward runs it finds a weight made of what stands in the buffers then: slots, or what stays
+on the device. What autograd saves of such a weight is kept as what the surrounding hook makes of its inner
+tensors: handles, while a unit runs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,73 +20,54 @@ from torch import nn
 
 from . import ops
 from .errors import UnsupportedError
+from .graph_held import let_go
+from .shells import (
+    Dress,
+    Held,
+    Shell,
+    can_be_filled,
+    hangs,
+    hold,
+    is_dressed,
+    is_wrapper,
+    lay_open,
+    same_memory,
+    set_data,
+)
 
-
-@dataclass(frozen=True)
-class Shell:
-    """What is left of a wrapper without its inner tensors; these follow in order, nested wrappers as shells."""
-
-    cls: type
-    names: tuple[str, ...]
-    context: Any
-    shape: torch.Size
-    stride: tuple[int, ...]
-    inner: tuple[Shell | None, ...]  # None: a plain tensor
-
-    def fill(self, tensors: Iterator[Any]) -> Any:
-        """The wrapper again, around the next of ``tensors``."""
-        parts = {
-            name: next(tensors) if shell is None else shell.fill(tensors)
-            for name, shell in zip(self.names, self.inner, strict=True)
-        }
-        make: Any = self.cls
-        return make.__tensor_unflatten__(parts, self.context, self.shape, self.stride)
-
-
-def is_wrapper(tensor: Any) -> bool:
-    """Whether ``tensor`` is a wrapper that can be taken apart and put together."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) or isinstance(
-        tensor, (ops.HostParameter, ops.HostTensor)
-    )
-    return not plain and all(hasattr(tensor, name) for name in ("__tensor_flatten__", "__tensor_unflatten__"))
-
-
-def lay_open(wrapper: Any) -> tuple[Shell, list[torch.Tensor]]:
-    """The shell and the plain inner tensors, the very objects, in the order that `Shell.fill` takes them."""
-    names, context = wrapper.__tensor_flatten__()
-    shells: list[Shell | None] = []
-    tensors: list[torch.Tensor] = []
-    for name in names:
-        part = getattr(wrapper, name)
-        if is_wrapper(part):
-            shell, inner = lay_open(part)
-            shells.append(shell)
-            tensors += inner
-        else:
-            shells.append(None)
-            tensors.append(part)
-    return Shell(
-        type(wrapper), tuple(names), context, wrapper.shape, wrapper.stride(), tuple(shells)
-    ), tensors
+INNER = "__inner_"  # in the names of buffers that hold inner tensors
 
 
 class LaidOpen:
-    """Every frozen wrapped parameter below ``root`` laid open; `close` puts them back as they were."""
+    """Every frozen quantised parameter below ``root`` laid open; `close` puts them back as they were."""
 
     def __init__(self, root: nn.Module) -> None:
+        self._root = root
         self._leaves: list[_Leaf] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Lay open what came since, and let go of what the model replaced. Not within a run."""
+        kept = [leaf for leaf in self._leaves if leaf.whole]
+        gone = [leaf for leaf in self._leaves if not leaf.whole]
+        self._leaves = kept
+        for leaf in gone:
+            leaf.close()
         try:
-            for module in root.modules():
-                names = [
-                    name
-                    for name, p in module._parameters.items()
-                    if p is not None and is_wrapper(p) and not p.requires_grad
-                ]
+            for module in self._root.modules():
+                names = _open_names(module)
+                if names and any(leaf.module is module for leaf in self._leaves):
+                    continue  # one more of a module that is laid open already stays whole
                 if names:
                     self._leaves.append(_Leaf(module, names))
         except BaseException:
             self.close()
             raise
+
+    def follow(self) -> None:
+        """The dressed weights' own memory is where their bytes are now: after these moved."""
+        for leaf in self._leaves:
+            leaf.follow()
 
     def __len__(self) -> int:
         return sum(len(leaf.weights) for leaf in self._leaves)
@@ -94,6 +76,25 @@ class LaidOpen:
     def replaced(self) -> bool:
         """Whether somebody put another weight in the place of one of them (a merge into quantised weights)."""
         return any(not leaf.whole for leaf in self._leaves)
+
+    @property
+    def stale(self) -> bool:
+        """Whether `renew` would change anything."""
+        known = {id(leaf.module) for leaf in self._leaves}
+        return self.replaced or any(
+            id(module) not in known and _open_names(module) for module in self._root.modules()
+        )
+
+    def read(self, name: str) -> torch.Tensor | None:
+        """The true value of the quantised weight called ``name`` in the tree, on the CPU; None where there is none."""
+        path, _, leaf_name = name.rpartition(".")
+        for leaf in self._leaves:
+            weight = leaf.weights.get(leaf_name)
+            if weight is not None and leaf.module is dict(self._root.named_modules()).get(path):
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    parts = [leaf.module._buffers[b].detach().cpu().clone() for b in weight.buffers]  # type: ignore[union-attr]
+                    return weight.shell.fill(iter(parts))
+        return None
 
     @property
     def wrappers(self) -> list[nn.Parameter]:
@@ -116,11 +117,29 @@ class LaidOpen:
             self._leaves.pop().close()
 
 
+def _open_names(module: nn.Module) -> list[str]:
+    """Parameters of ``module`` that can be laid open."""
+    return [
+        name
+        for name, p in module._parameters.items()
+        if p is not None and (is_wrapper(p) or is_dressed(p))
+        and not (p.requires_grad or p.is_inference()) and can_be_filled(p)
+    ]  # fmt: skip
+
+
+def is_inner(name: str) -> bool:
+    """Whether a buffer called ``name`` is part of a weight: never state, however small."""
+    return INNER in name
+
+
 @dataclass(frozen=True)
 class _Weight:
     wrapper: nn.Parameter
-    shell: Shell
+    shell: Shell | Dress
     buffers: tuple[str, ...]
+    companions: dict[str, Held] = field(
+        default_factory=dict
+    )  # attributes of the module, filled after the shell
 
 
 class _Leaf:
@@ -134,15 +153,21 @@ class _Leaf:
         for name in names:
             wrapper: Any = module._parameters[name]
             shell, tensors = lay_open(wrapper)
-            buffers = tuple(f"{name}__inner_{i}" for i in range(len(tensors)))
+            companions = _companions(module, shell, tensors) if isinstance(shell, Dress) else {}
+            buffers = tuple(f"{name}{INNER}{i}" for i in range(len(tensors)))
             for buffer, tensor in zip(buffers, tensors, strict=True):
                 if hasattr(module, buffer):
                     raise UnsupportedError(f"{type(module).__name__} has an attribute {buffer} of its own")
                 module.register_buffer(buffer, tensor, persistent=False)
             del module._parameters[name]
             module.__dict__[name] = wrapper
-            self.weights[name] = _Weight(wrapper, shell, buffers)
-        self._hook = module._register_state_dict_hook(self._save)
+            self.weights[name] = _Weight(wrapper, shell, buffers, companions)
+            # The bytes are the buffer's now: kept twice they would take host memory twice.
+            _let_go(self.weights[name], torch.empty(0, dtype=tensors[0].dtype))
+        self._hooks = [
+            module.register_state_dict_pre_hook(self._begin_save),
+            module._register_state_dict_hook(self._end_save),
+        ]
         self._had = module.__dict__.get("forward")
         self._front = _Front(self, module.forward)
         module.__dict__["forward"] = self._front
@@ -152,17 +177,55 @@ class _Leaf:
         """Whether what was laid open is still what the module has."""
         return all(self.module.__dict__.get(name) is weight.wrapper for name, weight in self.weights.items())
 
-    def made(self, weight: _Weight) -> Any:
-        """A wrapper of what stands in the buffers now."""
-        table = self.module._buffers
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            tensors = iter([table[name] for name in weight.buffers])
-            return nn.Parameter(weight.shell.fill(tensors), requires_grad=False)
+    def made(self, name: str, plain: bool = False) -> dict[str, Any]:
+        """Attributes of the module made of what stands in the buffers now: the weight, and what goes with it.
 
-    def _save(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
-        for name, weight in self.weights.items():
-            if self.module is module and name in module.__dict__:
-                state[prefix + name] = weight.wrapper
+        ``plain``: of tensors that no session's class stands before.
+        """
+        weight, table = self.weights[name], self.module._buffers
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            parts: list[Any] = [table[buffer] for buffer in weight.buffers]
+            if plain:
+                parts = [part.detach() for part in parts]
+            tensors = iter(parts)
+            made: Any = weight.shell.fill(tensors)
+            if isinstance(weight.shell, Shell):
+                made = nn.Parameter(made, requires_grad=False)
+            more = {key: held.fill(parts[0], tensors) for key, held in weight.companions.items()}
+        return {name: made, **more}
+
+    def host(self, name: str) -> dict[str, Any]:
+        """What stands there outside a run."""
+        weight = self.weights[name]
+        return {name: weight.wrapper, **{key: held.original for key, held in weight.companions.items()}}
+
+    def follow(self) -> None:
+        for weight in self.weights.values():
+            main = self.module._buffers.get(weight.buffers[0])
+            if main is not None:
+                _let_go(weight, main)
+
+    def _begin_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """For as long as the module saves itself, as it likes, it has its weights as parameters of plain tensors."""
+        if self.module is module and self.whole:
+            for name in self.weights:
+                made = self.made(name, plain=True)
+                module._parameters[name] = made.pop(name)
+                del module.__dict__[name]
+                module.__dict__.update(made)
+            self._reorder()
+
+    def _end_save(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
+        if self.module is module:
+            for name in self.weights:
+                if name not in module.__dict__ and module._parameters.pop(name, None) is not None:
+                    module.__dict__.update(self.host(name))
+
+    def _reorder(self) -> None:
+        table = self.module._parameters
+        ordered = {name: table[name] for name in [*self._order, *table] if name in table}
+        table.clear()
+        table.update(ordered)
 
     def close(self) -> None:
         module, table = self.module, self.module._parameters
@@ -172,16 +235,45 @@ class _Leaf:
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = self._had
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self.follow()
         for name, weight in self.weights.items():
             for buffer in weight.buffers:
                 module._buffers.pop(buffer, None)
             if module.__dict__.pop(name, None) is not None:
                 table[name] = weight.wrapper
         module._non_persistent_buffers_set = self._not_saved
-        ordered = {name: table[name] for name in [*self._order, *table] if name in table}
-        table.clear()
-        table.update(ordered)
+        self._reorder()
+
+
+def _let_go(weight: _Weight, data: torch.Tensor) -> None:
+    """A dressed weight's memory becomes ``data``'s; a wrapper has none."""
+    if isinstance(weight.shell, Dress):
+        set_data(weight.wrapper, data)
+        again = list(same_memory(weight.shell, weight.wrapper))
+        for held in weight.companions.values():
+            again += same_memory(held, held.original)
+        for tensor in again:
+            set_data(tensor, data)
+
+
+def _companions(module: nn.Module, shell: Dress, tensors: list[torch.Tensor]) -> dict[str, Held]:
+    """Objects of ``module`` that hold tensors, or take over what hangs on the weight (bitsandbytes' int8 state)."""
+    hanging = hangs(shell)
+    found: dict[str, Held] = {}
+    for name, value in module.__dict__.items():
+        attributes = getattr(value, "__dict__", None)
+        if name.startswith("_") or isinstance(value, (type, nn.Module, torch.Tensor)) or callable(value):
+            continue
+        if not isinstance(attributes, dict):
+            continue
+        held = hold(value, tensors)
+        if held is None and hanging & attributes.keys():
+            held = Held(value, {})
+        if held is not None:
+            found[name] = held
+    return found
 
 
 class _Front:
@@ -198,16 +290,19 @@ class _Front:
         table = leaf.module.__dict__
         saved = _Saved() if torch.is_grad_enabled() else None
         try:
-            for name, weight in leaf.weights.items():
-                table[name] = leaf.made(weight)
+            for name in leaf.weights:
+                table.update(leaf.made(name))
             if saved is not None:
                 saved.push([table[name] for name in leaf.weights])
-            return self._inner(*args, **kwargs)
+            result = self._inner(*args, **kwargs)
+            if saved is not None and saved.streamer is not None:
+                let_go(saved.streamer, result, (args, kwargs))
+            return result
         finally:
             if saved is not None:
                 saved.pop()
-            for name, weight in leaf.weights.items():
-                table[name] = weight.wrapper
+            for name in leaf.weights:
+                table.update(leaf.host(name))
 
     def __deepcopy__(self, memo: dict) -> Any:
         raise UnsupportedError(
@@ -217,7 +312,7 @@ class _Front:
 
 @dataclass(frozen=True)
 class _Packed:
-    shell: Shell
+    shell: Shell | Dress
     parts: tuple[Any, ...]
     unpack: Callable
 
@@ -227,6 +322,7 @@ class _Saved:
 
     def __init__(self) -> None:
         self._pushed = False
+        self.streamer = ops.streaming()
 
     def push(self, wrappers: list[Any]) -> None:
         below: Any = ops._top_hooks(False) if ops._top_hooks is not None else None
@@ -249,7 +345,7 @@ class _Saved:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 return packed.shell.fill(iter(parts))
 
-        pack._carom = True  # type: ignore[attr-defined]
+        pack._carom = self.streamer  # type: ignore[attr-defined]
         ops._push_hooks(pack, unpack)
         self._pushed = True
 

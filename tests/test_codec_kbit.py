@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 codec = importlib.import_module("carom.core.codec")
 errors = importlib.import_module("carom.core.errors")
 kbit = importlib.import_module("carom.core.codec.kbit")
+kbit_host = importlib.import_module("carom.core.codec.kbit_host")
 
 # Published: QLoRA, appendix E, and bitsandbytes' kernels, as printed there.
 PUBLISHED_NF4 = [
@@ -97,12 +98,28 @@ def test_decoding_may_begin_at_any_group(name):
     assert torch.equal(out[1000:], codec.decode(packed)[1000:]) and (out[:1000] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", kbit.DTYPES, ids=str)
+@pytest.mark.parametrize("count", [0, 1, 7, 63, 64, 1003, 2048 * 3 + 5])
+def test_the_cores_write_the_bytes_that_a_device_writes(count, dtype, monkeypatch):
+    monkeypatch.setattr(kbit_host, "CHUNK", 2048)
+    weights = (torch.randn(count) * 0.05).to(dtype)
+    weights[: count // 3] = weights[: count // 3] * 1e-35  # blocks that count as zero, and subnormals
+    weights[count // 2 : count // 2 + 3] = 0
+    for name, book in kbit.CODEBOOKS.items():
+        for block in (32, 64, 1024):
+            layout = kbit.Layout(book, count, block)
+            blob = torch.zeros(layout.total, dtype=torch.uint8)
+            assert kbit.quantize_torch(weights, layout, blob)
+            assert torch.equal(blob, kbit.quantize(weights, book, block)), name
+
+
 def test_pieces_do_not_change_the_result(monkeypatch):
     weights = torch.randn(5000).half()
     for name in BOOKS:
         whole = codec.encode(weights, name)
         decoded = codec.decode(whole)
         monkeypatch.setattr(kbit, "CHUNK", 1024)
+        monkeypatch.setattr(kbit_host, "CHUNK", 1024)
         assert torch.equal(whole.blob, codec.encode(weights, name).blob)
         assert torch.equal(decoded, codec.decode(whole))
         monkeypatch.undo()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,8 @@ lossless = importlib.import_module("carom.core.codec.lossless")
 formats = importlib.import_module("carom.core.codec.lossless_format")
 device_encoder = importlib.import_module("carom.core.codec.lossless_device")
 reference = importlib.import_module("carom.core.codec.lossless_reference")
+host_decoder = importlib.import_module("carom.core.codec.lossless_host")
+crc = importlib.import_module("carom.core.codec.crc")
 torch_decoder = importlib.import_module("carom.core.codec.lossless_torch")
 
 DTYPES = [kind.dtype for kind in formats.KINDS]
@@ -47,6 +51,11 @@ def assert_exact(tensor: torch.Tensor, **options) -> formats.Header | None:
     torch_decoder.decode_torch(blob, header, out[: len(want)])
     assert np.array_equal(out[: len(want)].numpy(), want)
     assert (out[len(want) :] == 0xA5).all()
+    for begin, end in ((0, len(want)), (len(want) // 3, len(want) - 1), (len(want) - 3, len(want)), (5, 5)):
+        part = np.full(end - begin + 7, 0xA5, np.uint8)
+        host_decoder.decode_bytes(blob.numpy(), header, begin, part[: end - begin])
+        assert np.array_equal(part[: end - begin], want[begin:end])
+        assert (part[end - begin :] == 0xA5).all()
     return header
 
 
@@ -222,7 +231,15 @@ def test_the_device_encoder_writes_the_same_bytes(dtype, monkeypatch):
     assert torch.equal(lossless.encode(large), device_encoder.encode_on_device(large))
 
 
+@given(data=st.binary(max_size=5000), start=st.integers(0, 2**32 - 1), part=st.integers(1, 2000))
+def test_a_checksum_joined_of_parts_is_zlibs(data, start, part):
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(crc, "PART", part)
+        assert crc.crc32(memoryview(data), start, pool) == zlib.crc32(data, start)
+
+
 def test_decoding_in_several_pieces_gives_the_same_bits(monkeypatch):
+    monkeypatch.setattr(host_decoder, "CHUNK", 4096)
     monkeypatch.setattr(torch_decoder, "SCRATCH_ELEMENTS", 8192)
     assert assert_exact((torch.randn(50_001) * 0.02).bfloat16()) is not None
 

@@ -13,6 +13,8 @@ paper's appendix E; the paper stops there, NF3 and NF2 are the same formula at k
 from __future__ import annotations
 
 import functools
+import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -21,6 +23,8 @@ import torch
 
 from ..errors import UnsupportedError, WeightsError
 from .backends import triton_works
+from .kbit_host import quantize_host
+from .lossless import cores
 
 DEFAULT_BLOCK = 64
 BLOCKS = (32, 64, 128, 256, 512, 1024)
@@ -122,24 +126,38 @@ def quantize(tensor: torch.Tensor, codebook: Codebook, block: int, name: str = "
     flat = tensor.detach().contiguous().reshape(-1)
     layout = Layout(codebook, flat.numel(), block)
     blob = torch.zeros(layout.total, dtype=torch.uint8, device=flat.device)
+    if flat.device.type == "cpu":
+        raw = flat.view(torch.int16).numpy().view(np.uint16) if flat.dtype == torch.bfloat16 else flat.numpy()
+        with ThreadPoolExecutor(cores()) as pool:
+            finite = quantize_host(raw, layout, blob.numpy(), SMALLEST_SCALE, pool)
+    else:
+        finite = quantize_torch(flat, layout, blob)
+    if not finite:
+        raise WeightsError(
+            f"tensor {name!r} holds NaN or infinities, which {codebook.name} cannot express; pack it lossless or raw"
+        )
+    return blob
+
+
+def quantize_torch(flat: torch.Tensor, layout: Layout, blob: torch.Tensor) -> bool:
+    """Codes and scales of 1-D ``flat`` into ``blob`` (zeros), on any device; False where a value is not finite."""
+    block = layout.block
     scales = blob[layout.scales_at :].view(torch.float32)
-    values = codebook_on(codebook, flat.device)
+    values = codebook_on(layout.codebook, flat.device)
     middles = (values[1:] + values[:-1]) / 2
     for start in range(0, flat.numel(), CHUNK):
         part = flat[start : start + CHUNK].float()
         blocks = torch.nn.functional.pad(part, (0, -len(part) % block)).view(-1, block)
         scale = blocks.abs().amax(1)
         if not bool(torch.isfinite(scale).all()):
-            raise WeightsError(
-                f"tensor {name!r} holds NaN or infinities, which {codebook.name} cannot express; pack it lossless or raw"
-            )
+            return False
         scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)
         scales[start // block : start // block + len(scale)] = scale
         quotient = blocks / torch.where(scale == 0, 1.0, scale)[:, None]
         quotient *= (scale != 0)[:, None]
         codes = torch.bucketize(quotient.view(-1), middles, out_int32=True).to(torch.uint8)
         _pack(codes[: -(-len(part) // 8) * 8].view(-1, 8), blob, layout, start // 8)
-    return blob
+    return True
 
 
 def _pack(codes: torch.Tensor, blob: torch.Tensor, layout: Layout, first: int) -> None:
@@ -179,16 +197,36 @@ def dequantize_torch(blob: torch.Tensor, layout: Layout, out: torch.Tensor, begi
 
     Starts at element ``begin``, a multiple of 8.
     """
+    dequantize_range(blob, layout, begin, out[begin : layout.numel])
+
+
+def dequantize_range(blob: torch.Tensor, layout: Layout, begin: int, out: torch.Tensor) -> None:
+    """As `dequantize_torch`, for the elements ``begin`` (a multiple of 8) to ``begin + len(out)`` only."""
     values = codebook_on(layout.codebook, blob.device)
     scales = blob[layout.scales_at :]
     scales = (scales if scales.storage_offset() % 4 == 0 else scales.clone()).view(torch.float32)
-    for start in range(begin, layout.numel, CHUNK):
-        end = min(start + CHUNK, layout.numel)
+    last = begin + len(out)
+    for start in range(begin, last, CHUNK):
+        end = min(start + CHUNK, last)
         codes = _unpack(blob, layout, start // 8, -(-(end - start) // 8))[: end - start]
         block = start // layout.block
         scale = scales[block : -(-end // layout.block)].repeat_interleave(layout.block)
         first = start - block * layout.block
-        out[start:end] = values[codes.to(torch.int32)] * scale[first : first + end - start]
+        out[start - begin : end - begin] = values[codes.to(torch.int32)] * scale[first : first + end - start]
+
+
+def relative_error(tensor: torch.Tensor, blob: torch.Tensor, layout: Layout) -> float:
+    """Norm of (decoded ``blob`` - ``tensor``) over the norm of ``tensor``; 0 where both are zero. In float64 sums."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    wrong = whole = 0.0
+    part = torch.empty(min(CHUNK, flat.numel()), dtype=flat.dtype, device=flat.device)
+    for start in range(0, flat.numel(), CHUNK):
+        true = flat[start : start + CHUNK]
+        dequantize_range(blob, layout, start, part[: len(true)])
+        exact = true.float()
+        wrong += float((part[: len(true)].float() - exact).pow_(2).sum(dtype=torch.float64))
+        whole += float(exact.pow_(2).sum(dtype=torch.float64))
+    return math.sqrt(wrong / whole) if whole else 0.0
 
 
 def dequantize(blob: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:

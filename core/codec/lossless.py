@@ -4,8 +4,8 @@ Method: the exponents of trained weights carry about 2.6 bits (NeuZip, arXiv:241
 so fixed 3-bit codes for 7 neighbouring exponents and 4-bit escapes for the others give 11.1 bits per bf16 Gaussian
 weight. Entropy coders come nearer to 10.6, but their decoders walk bit by bit; fixed codes are unpacked four at a time.
 
-The work is NumPy on chunks that fit the cache, one chunk a thread at a time (ufuncs release the GIL), so scratch
-memory is about 4 MB a thread whatever the tensor's size.
+The work is NumPy on chunks that fit the cache, one chunk a thread at a time (ufuncs release the GIL) in memory that is
+used again (`scratch`), about 4 MB a thread whatever the tensor's size.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .lossless_format import (
     checksum,
 )  # fmt: skip
 from .packed import raw_bytes
+from .scratch import scratch
 
 CHUNK = 1 << 18  # elements that a thread holds at once: fewer cost calls, more leave the cache
 SAMPLE_RUNS, SAMPLE_RUN = 256, 2048  # larger tensors: exponents are counted in evenly spread runs
@@ -123,7 +124,7 @@ def encode(
     end, most, offsets, entries = header.escapes_at, 0, 0, []
     step = max(1, CHUNK // header.tile)
     starts = range(0, header.tiles, step)
-    with ThreadPoolExecutor(max(1, min(threads or _cores(), len(starts)))) as pool:
+    with ThreadPoolExecutor(max(1, min(threads or cores(), len(starts)))) as pool:
         for stream, sizes, flags in _in_order(pool, encoder, starts, step):
             if end + len(stream) > limit:
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -133,20 +134,20 @@ def encode(
             entries.append(before | flags)
             end, offsets = end + len(stream), offsets + len(stream)
             most = max(most, int((flags >> MOST_SHIFT).max()))
-    header = Header(kind, code.k, lanes, code.base, len(flat), offsets, code.table, tail, most)
-    if header.total >= limit:
-        return None
-    blob[end : header.total] = 0
-    blob[header.tiles_at : header.tiles_at + 8 * header.tiles] = np.concatenate(entries).view(np.uint8)
-    blob[header.tiles_at + 8 * header.tiles : header.escapes_at] = 0
-    del encoder
-    blob.resize(header.total, refcheck=False)
-    header = header.with_crc(checksum(header, blob.data[HEADER_BYTES:]))
+        header = Header(kind, code.k, lanes, code.base, len(flat), offsets, code.table, tail, most)
+        if header.total >= limit:
+            return None
+        blob[end : header.total] = 0
+        blob[header.tiles_at : header.tiles_at + 8 * header.tiles] = np.concatenate(entries).view(np.uint8)
+        blob[header.tiles_at + 8 * header.tiles : header.escapes_at] = 0
+        del encoder
+        blob.resize(header.total, refcheck=False)
+        header = header.with_crc(checksum(header, blob.data[HEADER_BYTES:], pool))
     blob[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
     return torch.from_numpy(blob)
 
 
-def _cores() -> int:
+def cores() -> int:
     """Cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -155,6 +156,9 @@ def _cores() -> int:
 
 def _in_order(pool: ThreadPoolExecutor, encoder: _Chunks, starts: range, step: int) -> Iterator[tuple]:
     """Results of chunks in order, with a bounded number of them waiting."""
+    if len(starts) == 1:  # here, where this thread's scratch memory is
+        yield encoder(starts[0], step)
+        return
     ahead = 4 * pool._max_workers
     pending = [pool.submit(encoder, first, step) for first in starts[:ahead]]
     for position in range(len(starts)):
@@ -178,8 +182,16 @@ def count_exponents(kind: Kind, flat: np.ndarray) -> np.ndarray:
     return counts
 
 
+def ones_of(mask: np.ndarray) -> np.ndarray:
+    """Set bits of each uint32."""
+    if hasattr(np, "bitwise_count"):  # NumPy 2
+        return np.bitwise_count(mask)
+    by_byte = _ONES_OF_BYTE.take(mask.view(np.uint8)).view(np.uint32)
+    return by_byte.reshape(mask.shape) * np.uint32(0x01010101) >> 24
+
+
 class _Chunks:
-    """Encodes runs of tiles into the fixed sections of ``blob``; escapes are handed back."""
+    """Encodes runs of tiles into the fixed sections of ``blob``; escapes are handed back. Any thread may call it."""
 
     def __init__(self, header: Header, flat: np.ndarray, blob: np.ndarray) -> None:
         self.header, self.flat, self.blob = header, flat, blob
@@ -197,63 +209,101 @@ class _Chunks:
         header = self.header
         tiles = min(count, header.tiles - first)
         start, end = first * header.tile, min((first + tiles) * header.tile, header.words * 4)
-        planes, rest, exponent = split(header.kind, self.flat[start:end])
-        for i, plane in enumerate(planes):
+        targets = []
+        for i in range(header.kind.byte_planes):
             at = HEADER_BYTES + i * header.byte_plane_stride
-            self.blob[at + start : at + end] = plane
+            targets.append(self.blob[at + start : at + end])
             if end == header.words * 4:
                 self.blob[at + end : at + header.byte_plane_stride] = 0
+        rest, exponent = self._split(self.flat[start:end], targets)
         escape = np.uint8((1 << header.k) - 1)
-        combined = exponent - np.uint8(header.base)
-        combined |= (combined >= escape).view(np.uint8) * np.uint8(255)
-        combined &= escape
+        whole = scratch("combined", tiles * header.tile, np.uint8)
+        whole[end - start :] = 0  # code 0 where the last tile has no elements
+        combined = whole[: end - start]
+        np.subtract(exponent, np.uint8(header.base), out=combined)
+        # NumPy's minimum of uint8 takes five times as long as these four.
+        out_of_reach = scratch("above", end - start, np.bool_)
+        np.greater_equal(combined, escape, out=out_of_reach)
+        above = out_of_reach.view(np.uint8)
+        np.multiply(above, np.uint8(255), out=above)
+        np.bitwise_or(combined, above, out=combined)
+        np.bitwise_and(combined, escape, out=combined)
         if rest is not None:
             combined |= rest * np.uint8(1 << header.k)
-        if end - start < tiles * header.tile:  # code 0 where the last tile has no elements
-            combined = np.concatenate([combined, np.zeros(tiles * header.tile - (end - start), np.uint8)])
-        mask = self._bit_planes(combined.view(np.uint64).reshape(tiles, 4, header.lanes), first)
+        mask = self._bit_planes(whole.view(np.uint64).reshape(tiles, 4, header.lanes), first)
         return self._escapes(mask, exponent)
+
+    def _split(self, x: np.ndarray, targets: list[np.ndarray]) -> tuple[np.ndarray | None, np.ndarray]:
+        """`split`, with the byte planes written to ``targets``: (rest bits, exponents)."""
+        kind = self.header.kind
+        if kind.name not in ("bf16", "fp32"):
+            planes, rest, exponent = split(kind, x)
+            for target, plane in zip(targets, planes, strict=True):
+                target[:] = plane
+            return rest, exponent
+        exponent = scratch("exponents", len(x), np.uint8)
+        high = scratch("high bytes", len(x), np.uint8)
+        shifted = scratch("shifted", len(x), x.dtype.type)
+        for i, target in enumerate(targets):
+            if i:
+                np.right_shift(x, 8 * i, out=shifted)
+            np.copyto(target, shifted if i else x, casting="unsafe")
+        np.right_shift(x, 8 * kind.itemsize - 9, out=shifted)
+        np.copyto(exponent, shifted, casting="unsafe")
+        np.right_shift(shifted, 1, out=shifted)
+        np.copyto(high, shifted, casting="unsafe")
+        np.bitwise_and(high, np.uint8(0x80), out=high)
+        np.bitwise_and(targets[-1], np.uint8(0x7F), out=targets[-1])
+        np.bitwise_or(targets[-1], high, out=targets[-1])
+        return None, exponent
 
     def _bit_planes(self, words: np.ndarray, first: int) -> np.ndarray:
         """Writes all bit planes of uint64 ``words`` [tiles, 4, lanes] (8 elements each); returns the escape mask."""
         header = self.header
         tiles, _, lanes = words.shape
-        scratch, gathered = np.empty((2, tiles, lanes), np.uint64)
-        mask: np.ndarray | None = None
+        even, odd, gathered, moved = (
+            scratch(name, tiles * lanes, np.uint64).reshape(tiles, lanes)
+            for name in ("even", "odd", "gathered", "moved")
+        )
+        mask = scratch("mask", tiles * lanes, np.uint32).reshape(tiles, lanes)
+        ones = _BYTE_ONES * np.uint64(17)
         for nibble in range(0, header.planes, 4):
             part = words if header.planes <= 4 else words >> np.uint64(nibble) & _BYTE_ONES * np.uint64(15)
             # Two words a byte, rows 0 and 2, and 1 and 3, so that one operation takes a bit of both.
-            even = part[:, 2] << np.uint64(4) | part[:, 0]
-            odd = part[:, 3] << np.uint64(4) | part[:, 1]
+            for row, both in ((0, even), (1, odd)):
+                np.left_shift(part[:, row + 2], np.uint64(4), out=both)
+                np.bitwise_or(both, part[:, row], out=both)
             for j in range(nibble, min(nibble + 4, header.planes)):
-                np.right_shift(even, np.uint64(j - nibble), out=scratch)
-                scratch &= _BYTE_ONES * np.uint64(17)
                 np.right_shift(odd, np.uint64(j - nibble), out=gathered)
-                gathered &= _BYTE_ONES * np.uint64(17)
-                gathered <<= np.uint64(2)
-                gathered |= scratch
+                np.bitwise_and(gathered, ones, out=gathered)
+                np.left_shift(gathered, np.uint64(2), out=gathered)
+                np.right_shift(even, np.uint64(j - nibble), out=moved)
+                np.bitwise_and(moved, ones, out=moved)
+                np.bitwise_or(gathered, moved, out=gathered)
                 # The upper four elements go to the odd bits: bit 32 + b to bit b + 1.
-                np.right_shift(gathered, np.uint64(31), out=scratch)
-                gathered |= scratch
-                plane = gathered.astype(np.uint32)
-                self.bits[first : first + tiles, j] = plane
-                if j < header.k:
-                    mask = plane if mask is None else mask & plane
-        assert mask is not None
+                np.right_shift(gathered, np.uint64(31), out=moved)
+                np.bitwise_or(gathered, moved, out=gathered)
+                plane = self.bits[first : first + tiles, j]
+                np.copyto(plane, gathered, casting="unsafe")
+                if j == 0:
+                    np.copyto(mask, plane)
+                elif j < header.k:
+                    np.bitwise_and(mask, plane, out=mask)
         return mask
 
     def _escapes(self, mask: np.ndarray, exponent: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         tile = self.header.tile
         found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little").view(np.bool_))
-        by_lane = _ONES_OF_BYTE.take(mask.view(np.uint8)).view(np.uint32) * np.uint32(0x01010101) >> 24
-        by_lane = by_lane.reshape(mask.shape)
+        by_lane = ones_of(mask)
         counts = by_lane.sum(1, dtype=np.int64)
         flags = by_lane.max(1).astype(np.int64) << MOST_SHIFT
         values = exponent.take((found & -tile) + self.element_of_bit.take(found & (tile - 1)))
         nibbles = self.nibble_of.take(values)
         if len(found) and nibbles.max() == 255:
             return self._wide(found // tile, counts, flags, values, nibbles)
-        half = np.insert(nibbles, np.cumsum(counts)[counts % 2 == 1], 0)
+        odd = counts & 1  # a tile's odd last half byte is zero
+        half = np.zeros(len(found) + int(odd.sum()), np.uint8)
+        half[np.arange(len(found)) + np.repeat(np.cumsum(odd) - odd, counts)] = nibbles
         return half[0::2] | (half[1::2] * np.uint8(16)), (counts + 1) >> 1, flags
 
     def _wide(

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import struct
 import zlib
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from ..errors import UnsupportedError, WeightsError
+from .crc import crc32
 from .packed import corrupt
 
 MAGIC = b"CRML"
@@ -146,9 +148,9 @@ class Header:
         return replace(self, crc=crc)
 
 
-def checksum(header: Header, body: memoryview) -> int:
-    """CRC-32 (zlib) of the whole blob, with the header's own crc field counted as zero."""
-    return zlib.crc32(body, zlib.crc32(header.with_crc(0).pack()))
+def checksum(header: Header, body: memoryview, pool: Executor | None = None) -> int:
+    """CRC-32 (zlib) of the whole blob, with the header's own crc field counted as zero; on ``pool``, if given."""
+    return crc32(body, zlib.crc32(header.with_crc(0).pack()), pool)
 
 
 def parse_header(blob: memoryview, name: str, length: int | None = None) -> Header:

@@ -30,6 +30,7 @@ class Codec(Protocol):
     """One way to write a tensor. ``lossy`` codecs change values; all others give back every bit."""
 
     name: str
+    version: int
     lossy: bool
 
     def encode(self, tensor: torch.Tensor, name: str = "tensor") -> Packed:
@@ -162,9 +163,16 @@ class LosslessCodec(_Base):
     name = "lossless"
 
     def encode(self, tensor: torch.Tensor, name: str = "tensor") -> Packed:
-        blob = lossless.encode(tensor) if tensor.device.type == "cpu" else encode_on_device(tensor)
-        if blob is None:
-            return _CODECS["raw"].encode(tensor, name)
+        return self.smaller(tensor) or _CODECS["raw"].encode(tensor, name)
+
+    def smaller(self, tensor: torch.Tensor, limit: int | None = None) -> Packed | None:
+        """The tensor packed, its blob on the host; None where that takes ``limit`` bytes or more (default: the raw ones)."""
+        if tensor.device.type == "cpu":
+            blob = lossless.encode(tensor, limit=limit)
+        else:
+            blob = encode_on_device(tensor)
+        if blob is None or (limit is not None and blob.numel() >= limit):
+            return None
         return Packed(describe(self.name, self.version, tensor, blob.numpy().data[:HEADER_BYTES]), blob)
 
     def header(self, packed: Packed, name: str = "tensor") -> Header:
@@ -207,10 +215,21 @@ class KbitCodec(_Base):
         self.codebook = codebook
         self.name = codebook.name
 
-    def encode(self, tensor: torch.Tensor, name: str = "tensor", block: int = kbit.DEFAULT_BLOCK) -> Packed:
+    def encode(
+        self,
+        tensor: torch.Tensor,
+        name: str = "tensor",
+        block: int = kbit.DEFAULT_BLOCK,
+        measure: bool = False,
+    ) -> Packed:
+        """As `Codec.encode`. ``measure``: the description says the relative error (norm of the change over norm)."""
         blob = kbit.quantize(tensor, self.codebook, block, name)
         data = blob.cpu().numpy().data
-        return Packed(describe(self.name, self.version, tensor, data, block=block, lossy=True), blob)
+        more: dict[str, Any] = {}
+        if measure:
+            layout = kbit.Layout(self.codebook, tensor.numel(), block)
+            more["error"] = float(f"{kbit.relative_error(tensor, blob, layout):.6g}")
+        return Packed(describe(self.name, self.version, tensor, data, block=block, lossy=True, **more), blob)
 
     def layout(self, packed: Packed, name: str = "tensor") -> kbit.Layout:
         """Where codes and scales lie, checked against the blob's size."""

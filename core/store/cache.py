@@ -377,7 +377,7 @@ class HostCache:
                     self._failed[piece.rank] = buffer.error
             else:
                 buffer.ready = True
-                nbytes = sum(read.nbytes for read in piece.reads)
+                nbytes = sum(read.disk_bytes for read in piece.reads)
                 self._read_bytes += nbytes
                 if piece.reads:
                     self._spans.append((piece.reads[0].what, buffer.began, now, nbytes))

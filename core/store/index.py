@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PAD_PREFIX = "__pad__."
 PACK_KEY = "carom.pack"
 CHECKSUM_KEY = "carom.sha256"
+CODEC_KEY, CODEC_VERSION = "carom.codec", 1  # describes packed tensors: docs/codec.md
 MAX_FILES = 10_000
 
 _PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
@@ -40,6 +41,11 @@ _TORCH_DTYPES = {
     "I32": "int32", "U32": "uint32", "F32": "float32", "I64": "int64", "U64": "uint64", "F64": "float64",
     "C64": "complex64",
 }  # fmt: skip
+
+
+def format_code(torch_name: str) -> str:
+    """The format's code of a torch dtype's name: "BF16" of "bfloat16"."""
+    return next(code for code, name in _TORCH_DTYPES.items() if name == torch_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,7 @@ class TensorEntry:
 class Index:
     """All tensors of one checkpoint by name, in file order; padding of packed files is left out.
 
-    ``metadata`` are the files' ``__metadata__`` in the order of ``files``.
+    Tensors packed by a codec stand as what they decode to (`packed_source`). ``metadata`` are the files' ``__metadata__`` in the order of ``files``.
     """
 
     path: str
@@ -138,13 +144,18 @@ class Index:
 
     @property
     def codec(self) -> str:
-        """What the bytes are: "raw" unless `carom pack` wrote these files with another codec."""
+        """What `carom pack` was told: "raw", "lossless", or how it quantised ("dense=nf4,experts=nf2")."""
         names = {str(_pack_info(m, self.path).get("codec", "raw")) for m in self.metadata if PACK_KEY in m}
         if len(names) > 1:
             raise WeightsError(
                 f"{self.path}: files packed with different codecs {sorted(names)}; pack them again"
             )
         return names.pop() if names else "raw"
+
+    @property
+    def lossy(self) -> bool:
+        """Whether `carom pack` marked these files as holding values that quantising changed."""
+        return any(_pack_info(m, self.path).get("lossy") is True for m in self.metadata if PACK_KEY in m)
 
     @property
     def packed(self) -> bool:
@@ -274,6 +285,10 @@ def _assemble(root: str, paths: Iterable[str], weight_map: Mapping[str, str] | N
                 f"{root}: {len(absent)} tensors are not in the file the index names, first {show(absent[0])} in "
                 f"{weight_map[absent[0]]!r}; download the folder again"
             )
+    if any(CODEC_KEY in meta for meta in metadata):
+        from .packed_source import as_decoded  # here, because it needs torch
+
+        merged = as_decoded(merged, files, metadata)
     return Index(root, tuple(files), MappingProxyType(merged), tuple(metadata))
 
 

@@ -102,7 +102,7 @@ class Workplace:
 
     def add(self, record: Record) -> None:
         """Note a finished tensor. Its bytes must be on the drive already."""
-        written = [[w.name, w.dtype, w.shape, w.begin, w.end, w.sha256] for w in record.written]
+        written = [[w.name, w.dtype, w.shape, w.begin, w.end, w.sha256, w.meta] for w in record.written]
         self._append([record.number, record.shard, written])
 
     def close(self) -> None:

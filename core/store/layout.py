@@ -6,8 +6,9 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from .index import CHECKSUM_KEY, PACK_KEY, PAD_PREFIX, Index
+from .index import CHECKSUM_KEY, CODEC_KEY, CODEC_VERSION, PACK_KEY, PAD_PREFIX, Index
 from .rawio import ALIGN
 
 VERSION = 1
@@ -15,7 +16,8 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A tensor in a packed file: ``begin`` and ``end`` are bytes from the start of its data section."""
+    """A tensor in a packed file: ``begin`` and ``end`` are bytes from the start of its data section; ``meta``
+    describes a packed one."""
 
     name: str
     dtype: str
@@ -23,6 +25,7 @@ class Written:
     begin: int
     end: int
     sha256: str
+    meta: dict[str, Any] | None = None
 
 
 def whole_pages(nbytes: int) -> int:
@@ -55,13 +58,23 @@ def merged_metadata(index: Index) -> dict[str, str]:
     """The sources' metadata, the first file's word where they differ. transformers refuses files without "format"."""
     merged: dict[str, str] = {"format": "pt"}
     for metadata in reversed(index.metadata):
-        merged.update({k: v for k, v in metadata.items() if k not in (PACK_KEY, CHECKSUM_KEY)})
+        merged.update({k: v for k, v in metadata.items() if k not in (PACK_KEY, CHECKSUM_KEY, CODEC_KEY)})
     return merged
 
 
-def packed_header(written: Sequence[Written], metadata: Mapping[str, str], codec: str, pad: bool) -> bytes:
-    """The file's first bytes, up to the data section, before spaces fill them up."""
-    info = {"version": VERSION, "codec": codec, "align": ALIGN if pad else 1}
+def packed_header(
+    written: Sequence[Written],
+    metadata: Mapping[str, str],
+    codec: str,
+    pad: bool,
+    *,
+    lossy: bool = False,
+    describes: bool = False,
+) -> bytes:
+    """The file's first bytes, up to the data section, before spaces fill them up; ``describes``: packed tensors too."""
+    info: dict[str, Any] = {"version": VERSION, "codec": codec, "align": ALIGN if pad else 1}
+    if lossy:
+        info["lossy"] = True
     sums = {w.name: w.sha256 for w in written}
     compact = {"separators": (",", ":"), "ensure_ascii": False}
     header: dict = {
@@ -71,6 +84,10 @@ def packed_header(written: Sequence[Written], metadata: Mapping[str, str], codec
             CHECKSUM_KEY: json.dumps(sums, **compact),  # type: ignore[arg-type]
         }
     }
+    if describes:
+        metas = {w.name: w.meta for w in written if w.meta is not None}
+        described = {"version": CODEC_VERSION, "tensors": metas}
+        header["__metadata__"][CODEC_KEY] = json.dumps(described, **compact)  # type: ignore[arg-type]
     pads = 0
     for w in written:
         header[w.name] = {"dtype": w.dtype, "shape": list(w.shape), "data_offsets": [w.begin, w.end]}

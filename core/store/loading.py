@@ -6,24 +6,23 @@ import os
 
 import torch
 
-from ..errors import UnsupportedError, WeightsError
+from ..errors import WeightsError
 from .header import show
 from .index import TensorEntry, open_index
+from .packed_source import require_readable
 from .reader import DiskReader, ReaderPolicy
 
 
 def load_file(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """All tensors of a file or folder that Carom wrote (or any safetensors checkpoint), by name, in file order.
 
-    Each is a CPU tensor of its own, of the dtype and shape it had before packing; padding is left out. Raises
-    WeightsError for bad files and for a checkpoint larger than memory, UnsupportedError for codecs and dtypes
-    that this version or this torch lacks.
+    Each is a CPU tensor of its own, of the dtype and shape it had before packing; padding is left out. Lossless
+    packing gives every bit back; quantised tensors (lossy) come as the values that their codes stand for. Raises
+    WeightsError (naming the tensor) for bad files and for a checkpoint larger than memory, UnsupportedError for codecs,
+    their versions and dtypes that this version or this torch lacks.
     """
     index = open_index(path)
-    if index.codec != "raw":
-        raise UnsupportedError(
-            f"{index.path}: packed with codec {index.codec!r}, which this version cannot read"
-        )
+    require_readable(index)
     dtypes = {
         entry.name: entry.torch_dtype for entry in index.entries.values()
     }  # refused before anything is read

@@ -16,9 +16,10 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from ..errors import UnsupportedError, WeightsError
+from ..errors import WeightsError
 from .header import show
 from .index import Index, TensorEntry
+from .packed_source import require_readable
 
 # fused name part -> its parts in row order.
 FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -98,10 +99,9 @@ def match_module(
     ``prefix``: taken off the file's names ("" for none); "auto" finds it, also one that the module has and the file
     lacks. ``rename``: applied to the module's names first. ``adopt_dtype``: tensors on `meta` take the file's dtype
     instead of being refused. Raises WeightsError that names tensors on `meta` which the file lacks, and tensors whose
-    shape or dtype differs; UnsupportedError for files packed with a codec other than raw.
+    shape or dtype differs; UnsupportedError for files of an unknown codec. Packed tensors count as what they decode to.
     """
-    if index.codec != "raw":
-        raise UnsupportedError(f"{index.path}: packed with codec {index.codec!r}; map the unpacked file")
+    require_readable(index)
     targets = _targets(module)
     wanted = {n: _WRAPPERS.sub("", rename(n) if rename else n) for t in targets for n in t.names}
     keys, chosen = _keys(index, set(wanted.values()), prefix)

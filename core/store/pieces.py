@@ -15,6 +15,7 @@ from ..sizes import MIB, format_size
 from .header import show
 from .index import SourceFile, TensorEntry
 from .mapping import Segment
+from .packed_source import PackedSource
 from .rawio import ALIGN
 
 WHOLE_PIECE = 64 * MIB  # bytes; large enough for full link and disk rate, small enough to start copying early
@@ -33,6 +34,13 @@ class Read:
     nbytes: int
     at: int
     what: str
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the drive reads for it: of a packed tensor its share of the blob."""
+        if isinstance(self.file, PackedSource):
+            return -(-self.nbytes * self.file.stored.nbytes // max(1, self.file.size))
+        return self.nbytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,14 +18,18 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import WeightsError
 from .header import show
 from .index import SourceFile, TensorEntry
+from .packed_source import PackedSource
 from .rawio import ALIGN, RawFile, aligned_buffer, open_raw
+
+if TYPE_CHECKING:
+    from .decoding import Decoding
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,7 @@ class DiskReader:
         self._shared = _Shared(self.policy, opener)
         self._threads: list[threading.Thread] = []
         self._sequence = itertools.count()
+        self._decoding: Decoding | None = None
         self._stop = weakref.finalize(self, self._shared.stop)
 
     def submit(
@@ -219,6 +224,8 @@ class DiskReader:
             raise ValueError(f"bytes {offset} to {offset + nbytes} of {file.path!r}, which has {file.size}")
         if len(target) < nbytes:
             raise ValueError(f"a buffer of {len(target)} bytes for a read of {nbytes}")
+        if isinstance(file, PackedSource):
+            return self._decodes().submit(file, offset, target[:nbytes], what, priority)  # type: ignore[return-value]
         handle = ReadHandle(file, offset, target[:nbytes], what or f"bytes at {offset}", priority)
         if nbytes == 0:
             handle._finish()
@@ -237,6 +244,9 @@ class DiskReader:
 
     def reprioritise(self, handle: ReadHandle, priority: float) -> None:
         """Change the urgency of what no worker has begun of ``handle``."""
+        if isinstance(handle.file, PackedSource):
+            handle.priority = priority
+            return
         with handle._lock:
             handle.priority = priority
             starts = sorted(handle._waiting)
@@ -247,8 +257,19 @@ class DiskReader:
         with self._shared.lock:
             return ReaderStats(**vars(self._shared.stats))
 
+    def _decodes(self) -> Decoding:
+        """What reads packed tensors for this reader."""
+        with self._shared.opening:
+            if self._decoding is None:
+                from .decoding import Decoding  # imports torch; only packed files need it
+
+                self._decoding = Decoding(self)
+            return self._decoding
+
     def close(self) -> None:
         """Cancel what waits, let running reads end, close the files. Idempotent."""
+        if self._decoding is not None:
+            self._decoding.close()
         self._stop()
         for thread in self._threads:
             thread.join()

@@ -8,20 +8,18 @@ and checksums are known after one pass, and an unfinished file can never be take
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import shutil
-import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import CaromError, UnsupportedError, WeightsError
 from ..sizes import format_size
-from . import output
+from . import output, pack_report
+from .destination import check_destination, copy_side_files, exists, explain, stem_of
 from .header import MAX_HEADER_BYTES, show
 from .index import PAD_PREFIX, Index, TensorEntry, open_index, read_header
 from .journal import PackError, Record, Workplace
@@ -36,76 +34,12 @@ from .layout import (
 )
 from .order import order_from_file, order_of_use
 from .output import OutputFile, sync_folder
+from .pack_report import PackReport
+from .packed_source import require_readable
+from .quant import Scheme, parse_scheme
 from .rawio import ALIGN
+from .transform import Piece, Transform, make_transform
 from .verify import Chunks, verify_packed
-
-_SIDE_SUFFIXES = (
-    ".json", ".txt", ".model", ".md", ".jinja", ".tiktoken", ".yaml", ".yml", ".vocab", ".merges", ".py",
-)  # fmt: skip
-_SIDE_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A tensor to be written: its header entry and its bytes in parts. A part is used up before the next is asked for."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    parts: Iterable[memoryview | bytes]
-
-
-class Transform(Protocol):
-    """What turns a source tensor into tensors of the packed file; the seam where codecs come in.
-
-    ``name`` stands in the file as its codec. `most` bounds how many tensors one becomes, and ``longer`` how many
-    characters their names are longer, so that room for the header can be kept before sizes are known. Calling it
-    gives the pieces in turn, from the tensor's bytes in parts; the total must not exceed the source's by more than
-    ``growth`` bytes a tensor.
-    """
-
-    name: str
-    longer: int
-    growth: int
-
-    def most(self, entry: TensorEntry) -> int: ...
-
-    def __call__(self, entry: TensorEntry, parts: Iterator[memoryview]) -> Iterator[Piece]: ...
-
-
-class _Raw:
-    """Every tensor as it is."""
-
-    name, longer, growth = "raw", 0, 0
-
-    def most(self, entry: TensorEntry) -> int:
-        return 1
-
-    def __call__(self, entry: TensorEntry, parts: Iterator[memoryview]) -> Iterator[Piece]:
-        yield Piece(entry.name, entry.dtype, entry.shape, parts)
-
-
-TRANSFORMS: dict[str, Transform] = {"raw": _Raw()}
-
-
-@dataclass(frozen=True)
-class PackReport:
-    """What a run did. Sizes in bytes; ``resumed_tensors`` were taken over from a run that had been cut short."""
-
-    source: str
-    destination: str
-    files: list[str]
-    codec: str
-    tensors: int
-    resumed_tensors: int
-    tensor_bytes: int
-    padding_bytes: int
-    written_bytes: int
-    seconds: float
-    verified: bool
-
-    def to_dict(self) -> dict:
-        return asdict(self)
 
 
 def pack(
@@ -113,6 +47,8 @@ def pack(
     destination: str | os.PathLike[str],
     *,
     codec: str = "raw",
+    quant: str | Scheme | None = None,
+    device: str = "auto",
     order: str | os.PathLike[str] = "auto",
     shard_bytes: int | None = None,
     pad: bool = True,
@@ -123,15 +59,22 @@ def pack(
 
     ``destination``: a new `.safetensors` file, or else a new folder, which also gets the source folder's small files
     (configs, tokenizers) and, with ``shard_bytes``, several shards and their index. ``order``: "auto" or a file, see
-    `order_from_file`. ``pad=False`` adds no `__pad__` tensors: whole-page tensors come first, all others after them.
-    ``verify`` reads the result back from the drive before it gets its name. ``progress(done, total)`` gets source bytes.
+    `order_from_file`. ``codec``: "lossless" packs what gains by it and "raw" leaves it, or unpacks what was packed;
+    both keep every bit. ``quant``: "nf4", "nf3", "nf2", or by kind "dense=nf4,experts=nf2" (`quant.parse_scheme`):
+    **lossy**, for matrices of linear layers; the rest follows ``codec``. ``device``: "auto" packs large tensors on a
+    GPU where there is one, "cpu" on the cores. ``pad=False`` adds no `__pad__` tensors: whole-page tensors come first,
+    all others after them. ``verify`` reads the result back from the drive before it gets its name.
+    ``progress(done, total)`` gets bytes of the tensors as they are unpacked.
 
     A run cut short is resumed by the same call. Raises WeightsError for a bad source, PackError for a destination
-    that exists, is full or not writable, UnsupportedError for codecs this version lacks. The source is only read.
+    that exists, is full or not writable, UnsupportedError for codecs this version lacks, ValueError for settings that
+    do not go together. The source is only read.
     """
-    if codec not in TRANSFORMS:
-        raise UnsupportedError(
-            f"codec {codec!r}: this version of carom packs {', '.join(sorted(TRANSFORMS))} only; use --codec raw"
+    transform = make_transform(codec, parse_scheme(quant) if isinstance(quant, str) else quant, device)
+    if transform.describes and not pad:
+        raise ValueError(
+            "--no-pad goes with --codec raw alone: it is for readers that refuse unknown names, and they cannot read "
+            "packed tensors either"
         )
     target = os.path.abspath(os.fsdecode(os.fspath(destination)))
     single = target.endswith(".safetensors")
@@ -139,17 +82,14 @@ def pack(
         raise ValueError(f"--shard-size makes several files: name a folder, not {os.path.basename(target)!r}")
     if shard_bytes is not None and shard_bytes < ALIGN:
         raise ValueError(f"a shard of {shard_bytes} bytes is too small; use 1GiB or more")
-    _check_destination(target)
+    check_destination(target)
     index = open_index(source)
-    if index.codec != "raw":
-        raise UnsupportedError(
-            f"{index.path}: is packed with codec {index.codec!r}, which this version cannot undo"
-        )
-    run = _Run(index, target, single, TRANSFORMS[codec], order, shard_bytes, pad)
+    require_readable(index)
+    run = _Run(index, target, single, transform, order, shard_bytes, pad)
     try:
         return run.go(verify, progress)
     except OSError as error:
-        raise _explain(error, target, run.needed) from error
+        raise explain(error, target, run.needed) from error
 
 
 class _Run:
@@ -173,10 +113,10 @@ class _Run:
         self.shards = split_shards(names, index, shard_bytes)
         self.order = [(name, shard) for shard, names in enumerate(self.shards) for name in names]
         self.metadata = merged_metadata(index)
-        self.stem = _stem(index)
+        self.stem = stem_of(index)
         self.reserve = [self._header_room(names) for names in self.shards]
         self.needed = sum(self.reserve) + sum(
-            e.nbytes + transform.growth + (ALIGN if pad else 0) for e in index.entries.values()
+            e.nbytes + (ALIGN if pad else 0) for e in index.entries.values()
         )
         self.done: list[Record] = []
 
@@ -205,12 +145,14 @@ class _Run:
         room = (1 << 60) + 1  # no whole page, so that every padding entry is counted
         worst = []
         for name in names:
-            entry = self.index[name]
-            for number in range(self.transform.most(entry)):
-                longer = name + "x" * self.transform.longer + (str(number) if number else "")
-                shape = entry.shape if self.transform.name == "raw" else (room,) * max(len(entry.shape), 2)
-                worst.append(Written(longer, entry.dtype, shape, room, room, "0" * 64))
-        return whole_pages(len(packed_header(worst, self.metadata, self.transform.name, self.pad)))
+            entry, meta, shape = self.index[name], None, self.index[name].shape
+            if self.transform.wanted(entry) != "raw" and self.transform.describes and entry.nbytes > ALIGN:
+                # Longer than any codec's: the longest of each field that there is.
+                meta = {"codec": "lossless", "version": 9, "dtype": "float8_e4m3fnuz", "shape": list(shape),
+                        "block": 1024, "lossy": True, "error": 0.123456e-100, "crc32": 1 << 32}  # fmt: skip
+                shape = (room,) * max(len(shape), 2)
+            worst.append(Written(name, entry.dtype, shape, room, room, "0" * 64, meta))
+        return whole_pages(len(self._header(worst, True)))
 
     def go(self, verify: bool, progress: Callable[[int, int], None] | None) -> PackReport:
         began = time.perf_counter()
@@ -245,16 +187,22 @@ class _Run:
             place.close()
             raise
         place.remove()
-        tensors = [w for record in self.done for w in record.written]
+        return self._report(files, resumed, time.perf_counter() - began, verify)
+
+    def _report(self, files: list[str], resumed: int, seconds: float, verified: bool) -> PackReport:
+        written = [w for record in self.done for w in record.written]
         sizes = [
             os.path.getsize(p)
             for p in ([self.target] if self.single else [os.path.join(self.target, f) for f in files])
         ]
-        nbytes = sum(w.end - w.begin for w in tensors)
+        nbytes = sum(w.end - w.begin for w in written)
         return PackReport(
             self.index.path, self.target, [os.path.basename(self.target)] if self.single else files,
-            self.transform.name, len(self.order), resumed, nbytes, sum(sizes) - nbytes - sum(self.reserve),
-            sum(sizes), time.perf_counter() - began, verify,
+            self.transform.name, len(self.order), resumed, self.index.nbytes, nbytes,
+            sum(sizes) - nbytes - sum(self.reserve), sum(sizes), seconds, verified,
+            pack_report.is_lossy_result(self.index, written), pack_report.codecs_of(written),
+            pack_report.lossy_tensors(self.index, written),
+            pack_report.notes(self.index, self.done, self.transform),
         )  # fmt: skip
 
     def _still_there(self, place: Workplace) -> bool:
@@ -291,28 +239,45 @@ class _Run:
                     at = max((w.end for w in written), default=0)
                     out.resume(self.reserve[shard] + (whole_pages(at) if self.pad else at))
                     pending: list[Record] = []
-                    for number in range(first + len(mine), first + len(names)):
-                        entry = self.index[self.order[number][0]]
-                        pieces = []
-                        for piece in self.transform(entry, chunks.of(entry)):
-                            pieces.append(self._write_piece(out, piece, self.reserve[shard]))
+                    numbers = range(first + len(mine), first + len(names))
+                    entries = [self.index[self.order[number][0]] for number in numbers]
+                    pieces = self._pieces(entries, chunks)
+                    for number, entry, piece in zip(numbers, entries, pieces, strict=True):
+                        wrote = self._write_piece(out, piece, self.reserve[shard])
                         copied += entry.nbytes
-                        pending.append(Record(number, shard, tuple(pieces)))
+                        pending.append(Record(number, shard, (wrote,)))
                         if out.uncommitted >= output.SYNC_BYTES:
                             self._commit(out, place, pending)
                         if progress:
                             progress(copied, total)
                     self._commit(out, place, pending)
-                    records = [r for r in self.done if r.shard == shard]
-                    out.finish(
-                        packed_header(
-                            [w for r in records for w in r.written],
-                            self.metadata,
-                            self.transform.name,
-                            self.pad,
-                        ),
-                        self.reserve[shard],
-                    )
+                    written = [w for r in self.done if r.shard == shard for w in r.written]
+                    lossy = pack_report.is_lossy_result(self.index, written)
+                    out.finish(self._header(written, lossy), self.reserve[shard])
+
+    def _header(self, written: Sequence[Written], lossy: bool) -> bytes:
+        transform = self.transform
+        return packed_header(
+            written, self.metadata, transform.name, self.pad, lossy=lossy, describes=transform.describes
+        )
+
+    def _pieces(self, entries: Sequence[TensorEntry], chunks: Chunks) -> Iterator[Piece]:
+        """What ``entries`` become, in turn; the next is made while one is written, where the transform allows it."""
+        transform = self.transform
+        if not transform.ahead:
+            for entry in entries:
+                yield transform(entry, chunks.of(entry))
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="carom-pack") as pool:
+
+            def make(entry: TensorEntry) -> Piece:
+                return transform(entry, chunks.of(entry))
+
+            coming = [pool.submit(make, entry) for entry in entries[:1]]
+            for number in range(len(entries)):
+                piece = coming.pop().result()
+                coming = [pool.submit(make, entry) for entry in entries[number + 1 : number + 2]]
+                yield piece
 
     def _write_piece(self, out: OutputFile, piece: Piece, data: int) -> Written:
         begin, digest = out.at - data, hashlib.sha256()
@@ -322,7 +287,7 @@ class _Run:
         end = out.at - data
         if self.pad:
             out.write(bytes(-out.at % ALIGN))
-        return Written(piece.name, piece.dtype, piece.shape, begin, end, digest.hexdigest())
+        return Written(piece.name, piece.dtype, piece.shape, begin, end, digest.hexdigest(), piece.meta)
 
     def _commit(self, out: OutputFile, place: Workplace, pending: list[Record]) -> None:
         if out.unsynced:
@@ -347,15 +312,15 @@ class _Run:
             try:
                 os.link(made, self.target)  # unlike a rename it fails where something stands
             except FileExistsError:
-                raise _exists(self.target) from None
+                raise exists(self.target) from None
             except OSError:  # a file system without hard links
-                _check_destination(self.target)
+                check_destination(self.target)
                 os.rename(made, self.target)
         else:
             if len(files) > 1:
                 self._write_map(place, files)
-            _copy_side_files(self.index.path, place.output)
-            _check_destination(self.target)
+            copy_side_files(self.index.path, place.output)
+            check_destination(self.target)
             os.rename(place.output, self.target)
         sync_folder(os.path.dirname(self.target))
 
@@ -367,62 +332,3 @@ class _Run:
             os.path.join(place.output, f"{self.stem}.safetensors.index.json"), "w", encoding="utf-8"
         ) as file:
             json.dump(value, file, indent=2, ensure_ascii=False)
-
-
-def _stem(index: Index) -> str:
-    """The name under which transformers or diffusers look for this checkpoint."""
-    names = [os.path.basename(index.path), *(os.path.basename(f.path) for f in index.files)]
-    return (
-        "diffusion_pytorch_model" if any(n.startswith("diffusion_pytorch_model") for n in names) else "model"
-    )
-
-
-def _copy_side_files(source: str, folder: str) -> None:
-    """Configs and tokenizers beside the source's weights, so that the packed folder loads like the source."""
-    base = source if os.path.isdir(source) else os.path.dirname(os.path.abspath(source))
-    if not os.path.isdir(source) and not source.endswith(".json"):
-        return  # a lone file: what lies beside it may be anything
-    for name in sorted(os.listdir(base)):
-        path, copy = os.path.join(base, name), os.path.join(folder, name)
-        if not name.endswith(_SIDE_SUFFIXES) or name.endswith(".index.json") or os.path.lexists(copy):
-            continue
-        found = os.stat(path)
-        if stat.S_ISREG(found.st_mode) and found.st_size <= _SIDE_BYTES:
-            shutil.copyfile(path, copy)
-
-
-def _check_destination(target: str) -> None:
-    if os.path.lexists(target):
-        raise _exists(target)
-    parent = os.path.dirname(target)
-    try:
-        if not stat.S_ISDIR(os.stat(parent).st_mode):
-            raise PackError(f"{parent}: not a folder; choose another destination")
-        os.lstat(target)
-    except FileNotFoundError:
-        if not os.path.isdir(parent):
-            raise PackError(f"{parent}: no such folder; create it first") from None
-    except (OSError, ValueError) as error:
-        raise _explain(error, target, 0) from error
-
-
-def _exists(target: str) -> PackError:
-    return PackError(
-        f"{target}: exists already, and nothing is overwritten; move it away or choose another name"
-    )
-
-
-def _explain(error: OSError | ValueError, target: str, needed: int) -> PackError:
-    number = getattr(error, "errno", 0)
-    advice = {
-        errno.ENOSPC: f"the drive became full; packing needs {format_size(needed)} in all. Free some space and run the "
-        "same command again: it goes on where it stopped (the unfinished part is the folder .carom-pack-* beside it)",
-        errno.EFBIG: "the file system takes no file that large; pack to a folder with --shard-size 2GiB",
-        errno.EROFS: "the file system is read-only; choose another destination",
-        errno.EACCES: "no permission to write there; change the folder's permissions or choose another destination",
-        errno.EPERM: "no permission to write there; change the folder's permissions or choose another destination",
-        errno.ENAMETOOLONG: "the name or path is too long for this file system; choose a shorter one",
-    }
-    if hasattr(errno, "EDQUOT"):
-        advice[errno.EDQUOT] = advice[errno.ENOSPC].replace("drive became full", "quota is used up")
-    return PackError(f"{target[:300]}: {advice.get(number or 0, f'cannot be written: {error}')}")
