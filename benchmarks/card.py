@@ -59,11 +59,19 @@ def hold(free_bytes: int) -> list[Any]:
         over = (torch.cuda.mem_get_info()[0] - free_bytes) // GRAIN * GRAIN
         if over < 4 * GRAIN:
             break
-        # In halves at the end: what the allocator and the driver take on top must not go under the limit.
-        held.append(
-            torch.empty(over if over > (1 << 30) else max(GRAIN, over // 2), dtype=torch.uint8, device="cuda")
-        )
+        # Short of it at first, then in halves: what the allocator and the driver take on top must not go under the limit.
+        size = over - (256 << 20) if over > (1 << 30) else max(GRAIN, over // 2)
+        held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
     return held
+
+
+def touch(count: int) -> None:
+    """Use ``count`` bytes of host memory once, in a process of its own: a guest whose memory grows on demand has grown then."""
+    code = "import numpy, sys; numpy.empty(int(sys.argv[1]), numpy.uint8).fill(1)"
+    pieces = max(1, min(16, count >> 30))
+    running = [subprocess.Popen([sys.executable, "-c", code, str(count // pieces)]) for _ in range(pieces)]
+    for process in running:
+        process.wait()
 
 
 def main(free_bytes: int) -> None:

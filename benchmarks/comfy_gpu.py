@@ -167,9 +167,7 @@ class Bench:
     def prepare(self) -> None:
         """Host memory, node packs, an empty page (no frontend package is needed) and the checkpoint."""
         if self.arguments.touch_gb:
-            code = "import json, sys; sys.argv[1:]; from carom.benchmarks.worker import _touch; _touch(int(float(sys.argv[1]) * 1e9))"
-            launch = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); import launch; launch.load_checkout(); {code}"
-            subprocess.run([sys.executable, "-c", launch, str(self.arguments.touch_gb)], check=True)
+            self.lib["card"].touch(int(self.arguments.touch_gb * 1e9))
         pack = self.folder / "custom_nodes" / "carom_bench"
         for path in (pack, self.folder / "input", self.folder / "user", self.folder / "page"):
             path.mkdir(parents=True)
