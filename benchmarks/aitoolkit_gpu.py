@@ -36,6 +36,7 @@ TESTS = ROOT / "tests"
 CONFIGS = "plain,stock,all/raw,all/lossless,half/auto,float8-plain,float8-half/auto"
 WARM = 5  # the probe's steps before the figures begin
 FLOAT8 = "float8-"
+LEAST = re.compile(r"least budget that works is (\d+) bytes")  # of a BudgetError in a job's log
 TINY_BUDGET = "34MiB"  # no device's peaks to derive one from
 
 
@@ -200,9 +201,9 @@ class Bench:
             except KeyError as error:
                 return {"status": "skipped", "reason": f"needs {error.args[0]} run before it"}
         result = self._job(config.word, config, budget)
-        least = re.search(r"least budget that works[^0-9]*([0-9.]+ ?[KMG]i?B)", result.get("reason", ""))
-        if least and config.budget in ("all", "half"):
-            first, budget = budget, least[1].replace(" ", "")
+        least = LEAST.search(result.get("log", ""))
+        if result["status"] == "failed" and least and config.budget in ("all", "half"):
+            first, budget = budget, int(least[1])
             result = self._job(config.word, config, budget)
             result["budget_refused"] = first
         if config.bounces:
