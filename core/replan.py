@@ -13,7 +13,7 @@ from .errors import BudgetError
 from .learn import Learnt, Piece
 from .plan import Plan
 from .plan_search import choose
-from .predict import floor_seconds, predict
+from .predict import Workload, floor_seconds, predict
 from .units import Carving, carve
 
 NOTHING = "no layout is predicted to be 3 % faster"
@@ -60,14 +60,20 @@ def decide_with(
         carving = decide.cut(module, settings, limit)
         given = decide.problem(carving, grain)
         work = learnt.workload(pieces(carving), blocks)
-        try:
+
+        def plan(vram: int, given: decide.Problem = given, work: Workload = work) -> Plan:
             plan, found = choose(
-                given.units, settings.vram, given.fixed, work, learnt.link, wish=given.wish, grain=grain
+                given.units, vram, given.fixed, work, learnt.link, wish=given.wish, grain=grain
             )
+            return replace(plan, predicted_seconds=found.seconds)
+
+        try:
+            found = decide.with_staging(carving, settings, grain, plan)
         except BudgetError:
             continue
-        if best is None or found.seconds < FINER * fastest:
-            best, fastest = (carving, replace(plan, predicted_seconds=found.seconds)), found.seconds
+        seconds = found.predicted_seconds or 0.0
+        if best is None or seconds < FINER * fastest:
+            best, fastest = (carving, found), seconds
     # Where neither fits, the rule goes finer, or says what would.
     return best or decide.decide(module, settings, grain)
 
@@ -89,7 +95,7 @@ def advise(
     sizes = [unit.nbytes for unit in carving.units]
     work = learnt.workload(pieces(carving), _blocks(module))
     now = predict(sizes, plan.resident, plan.region_bytes, work, learnt.link).seconds
-    floor = floor_seconds(sizes, settings.vram - plan.fixed_bytes, work, learnt.link)
+    floor = floor_seconds(sizes, settings.vram - plan.staging_bytes - plan.fixed_bytes, work, learnt.link)
     total = sum(sizes)
     held = sum(carving.units[index].nbytes for index in plan.resident)
     # Out and in again over the link, and what streams is copied in host memory, and pinned.

@@ -77,7 +77,7 @@ class UnitDecoder:
     """
 
     def __init__(
-        self, entries: Sequence[Entry], *, method: str = "auto", tuning: Tuning | None = None
+        self, entries: Sequence[AnyEntry], *, method: str = "auto", tuning: Tuning | None = None
     ) -> None:
         for entry in entries:
             if entry.wire_at % ALIGN or entry.wire_at < 0 or entry.out_at < 0:
