@@ -19,6 +19,7 @@ from tests_comfy_server import PATHS, PYTHON, REASON, PromptFailed, Server, node
 pytestmark = [pytest.mark.skipif(not PATHS, reason=REASON), pytest.mark.timeout(600)]
 SHAPES = {"flux": "1,16,16,16", "wan": "1,16,1,8,8", "sd15": "1,4,16,16"}
 CONDITIONS = {"flux": (128, 64), "wan": (4096, 64), "sd15": (768, 768)}
+CODEC = os.environ.get("CAROM_TEST_CODEC", "auto")  # of Carom's loader in every test here
 LIMITS = {"flux": "8MiB", "wan": "9MiB", "sd15": "20MiB"}
 
 
@@ -77,7 +78,7 @@ def ours(
 ):
     loader = node(
         "CaromLoadDiffusionModel", unet_name=f"{name or family}.safetensors", weight_dtype=dtype, mode=mode,
-        vram=vram or LIMITS[family],
+        vram=vram or LIMITS[family], codec=CODEC,
     )  # fmt: skip
     return Graph(family, loader, **options)
 
