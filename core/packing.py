@@ -28,6 +28,7 @@ from .codec.unit import AnyEntry, RawEntry, UnitDecoder
 from .codec.unit import Entry as WireEntry
 from .errors import UnsupportedError
 from .ops import HostParameter, HostTensor
+from .progress import Progress
 from .sizes import KIB
 from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, workers
 from .streamed import Owner, Streamed
@@ -196,6 +197,7 @@ class PackedPlacement(Placement):
             ThreadPoolExecutor(1, thread_name_prefix="carom-pin") as pinner,
         ):
             pins: list[Future[Any]] = []
+            progress = Progress(sum(unit.nbytes for unit in units))
             for unit in units:
                 streamed = make(unit, len(self.streamed), Block(torch.empty(0, dtype=torch.uint8), False, 0))
                 streamed.packed = list(packers.map(self._pack, unit.entries))
@@ -205,6 +207,7 @@ class PackedPlacement(Placement):
                     self._build(streamed, pool)
                 self._stand(streamed)
                 pins.append(pinner.submit(self._arena.pin, streamed.block))
+                progress.add(unit.nbytes)
             for pin in pins:
                 pin.result()
         return_freed_memory()

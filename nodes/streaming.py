@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from ..core.errors import BudgetError, UnsupportedError
+from ..core.progress import told_to
 from ..core.report import Report
 from ..core.session import Session, stream
 from . import host
@@ -22,6 +24,7 @@ from .wrapped import put_together, take_apart
 # What ComfyUI calls on models whose own forward it does not call: text encoders, then VAEs.
 ENTRANCES = ("encode_token_weights", "generate", "encode", "decode")
 _ATTRIBUTE = "_carom_streaming"
+TELL_EVERY_S = 2.0
 
 
 class Scope(nn.Module):
@@ -51,6 +54,8 @@ class Streaming:
         self._pinned = 0
         self._last: Report | None = None
         self._undo = contextlib.ExitStack()
+        self._node = ""  # of the page, which running is told to
+        self._told = 0.0
 
     # -- life
 
@@ -67,8 +72,9 @@ class Streaming:
             root = Scope(model)
             entrances = tuple(name for name in ENTRANCES if callable(getattr(model, name, None)))
         self._undo.callback(put_together, take_apart(root))
+        bar = host.LoadingBar()
         try:
-            session, bound = self._attach(root, device, bound, settings)
+            session, bound = self._attach(root, device, bound, settings, bar)
         except BaseException:
             self._undo.close()
             raise
@@ -78,9 +84,13 @@ class Streaming:
         handle = root.register_forward_pre_hook(_quiet(functools.partial(_guard, weakref.ref(self))))
         self._undo.callback(handle.remove)
         self._measure()
+        self._node, self._told = settings.node, time.monotonic()
+        bar.finish()  # cancelled meanwhile: whoever loads closes us again
 
     @staticmethod
-    def _attach(root: nn.Module, device: torch.device, bound: int, settings: Settings) -> tuple[Session, int]:
+    def _attach(
+        root: nn.Module, device: torch.device, bound: int, settings: Settings, bar: host.LoadingBar
+    ) -> tuple[Session, int]:
         kind = wrapped_kind(root)
         if kind:
             raise UnsupportedError(
@@ -88,7 +98,7 @@ class Streaming:
             )
         own_tensors(root)
         limit = parse_limit(settings.vram, host.device_bytes(device))
-        with _laying_out():
+        with _laying_out(), told_to(bar):
             try:
                 return _stream(root, device, bound, settings), bound
             except BudgetError as error:
@@ -163,6 +173,13 @@ class Streaming:
             return describe("stream", self.held, self.streamed, self.budget, stall)
         return describe(self.note or "whole", loaded, 0, None)
 
+    def tell(self) -> None:
+        """While it runs: residency and stall on the node, every few seconds."""
+        now = time.monotonic()
+        if self.session is not None and now - self._told >= TELL_EVERY_S:
+            self._told = now
+            host.show(self.line(self.held, self.session.stall_share()), self._node)
+
     def stall_share(self) -> float | None:
         """Of the last steps' time, the part spent waiting for weights (waits for the device)."""
         report = self.report()
@@ -212,6 +229,7 @@ def _guard(reference: weakref.ref[Streaming], root: nn.Module, args: Any) -> Non
         getattr(model, "current_weight_patches_uuid", None),
         getattr(model, "model_loaded_weight_memory", 0),
     )
+    streaming.tell()
     if found != streaming.expected:
         streaming._undo.callback(put_together, take_apart(root))
         own_tensors(root)

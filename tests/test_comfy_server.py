@@ -231,6 +231,21 @@ def test_giving_vram_back_in_the_middle(server):
     assert after["hash"] == before["hash"]
 
 
+def test_the_page_sees_a_bar_while_weights_are_laid_out_and_words_while_it_runs(server):
+    server.free()
+    graph = ours("flux", steps=5, seed=31).then("CaromTestSlow", seconds=0.6).then("CaromTestListen")
+    prompt = graph.prompt()
+    prompt["heard"] = node("CaromTestHeard", value=["sample", 0])
+    heard = server.run(prompt)["heard"]
+    total = heard["bar"][0][1]
+    laying = [value for value, of in heard["bar"] if of == total]
+    assert total > 8 << 20 and laying == sorted(laying) and laying[-1] == total and len(laying) > 3
+    words = [text for text, where in heard["text"] if where == "load"]
+    assert any("streams" in text for text in words)
+    # ... while it runs, not only at its end
+    assert sum("waited for weights" in text for text in words) >= 2, words
+
+
 def test_error_in_a_node_leaves_the_next_prompt_working(server):
     reference = hash_of(server, stock("flux", steps=3))
     with pytest.raises(PromptFailed, match="a node of the test fails here"):
