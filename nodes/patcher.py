@@ -72,7 +72,10 @@ class CaromPatcher:
                 self._leave()
                 carom.note = f"ComfyUI keeps the weights: {error}"
                 host.say(f"Carom: {carom.note}", self._settings.node)
-        return super().load(device_to, lowvram_model_memory, force_patch_weights, full_load, *args, **kwargs)  # type: ignore[misc]
+        return super().load(  # type: ignore[misc]
+            device_to, *args, lowvram_model_memory=lowvram_model_memory, force_patch_weights=force_patch_weights,
+            full_load=full_load, **kwargs,
+        )  # fmt: skip
 
     def _stream(self, device_to: Any, bound: int, force_patch_weights: bool) -> None:
         """ComfyUI attaches its patches, then the session takes the weights (or changes its budget)."""
@@ -81,7 +84,10 @@ class CaromPatcher:
             self._unload()  # ComfyUI had loaded it itself
         carom.active = True
         try:
-            super().load(device_to, NOTHING, force_patch_weights, False)  # type: ignore[misc]
+            # By name, as ComfyUI itself calls it: other packs' overrides rely on that (GGUF).
+            super().load(  # type: ignore[misc]
+                device_to, lowvram_model_memory=NOTHING, force_patch_weights=force_patch_weights, full_load=False
+            )
             self._patch_rest(device_to)
             self._take(bound)
         except BaseException:
@@ -145,8 +151,8 @@ class CaromPatcher:
             known = model.current_weight_patches_uuid
             changed = known is not None and (known != self.patches_uuid or force)  # type: ignore[attr-defined]
             ours = carom.session is not None
-            if ours and changed and self.backup:
-                carom.close()  # merged patches are taken out of weights, which must be ComfyUI's own for that
+            if ours and changed and (self.backup or carom.dressed):
+                carom.close()  # patches are taken out of weights, which must be ComfyUI's own for that
             # None: the functions go, the weights stay where the session has them.
             super().unpatch_model(None, unpatch_weights=changed and ours)  # type: ignore[misc]
             self.patch_model(load_weights=False)  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from ..core.session import Session, stream
 from . import host
 from .policy import Settings, describe, parse_limit
 from .tensors import own_tensors, wrapped_kind
-from .wrapped import put_together, take_apart
+from .wrapped import dresses, put_together, take_apart
 
 # What ComfyUI calls on models whose own forward it does not call: text encoders, then VAEs.
 ENTRANCES = ("encode_token_weights", "generate", "encode", "decode")
@@ -50,6 +50,7 @@ class Streaming:
         self.streamed = 0
         self.note = ""  # why the model does not stream, when it does not
         self.expected: tuple = ()
+        self.dressed = False  # weights are dressed tensors: patches are written on them, and only while they are whole
         self._total = 0
         self._pinned = 0
         self._last: Report | None = None
@@ -71,7 +72,7 @@ class Streaming:
         if not isinstance(root, nn.Module):
             root = Scope(model)
             entrances = tuple(name for name in ENTRANCES if callable(getattr(model, name, None)))
-        self._undo.callback(put_together, take_apart(root))
+        self._take_apart(root)
         bar = host.LoadingBar()
         try:
             session, bound = self._attach(root, device, bound, settings, bar)
@@ -107,6 +108,11 @@ class Streaming:
                 # Less than this cannot run at all; ComfyUI's own estimate has reserves to give.
                 return _stream(root, device, error.least_bytes, settings), error.least_bytes
 
+    def _take_apart(self, root: nn.Module) -> None:
+        opened = take_apart(root)
+        self._undo.callback(put_together, opened)
+        self.dressed = self.dressed or dresses(opened)
+
     def _enter_by(self, model: nn.Module, scope: nn.Module, name: str) -> None:
         method = getattr(model, name)
         model.__dict__[name] = functools.partial(scope, method)
@@ -141,6 +147,7 @@ class Streaming:
                 session.close()
         finally:
             self._undo.close()
+            self.dressed = False
             host.count_pinned(-self._pinned)
             self._pinned = self.held = self.streamed = 0
 
@@ -231,7 +238,7 @@ def _guard(reference: weakref.ref[Streaming], root: nn.Module, args: Any) -> Non
     )
     streaming.tell()
     if found != streaming.expected:
-        streaming._undo.callback(put_together, take_apart(root))
+        streaming._take_apart(root)
         own_tensors(root)
         streaming.expected = found
 

@@ -55,6 +55,11 @@ def take_apart(root: nn.Module) -> list[tuple[nn.Module, str]]:
     return opened
 
 
+def dresses(opened: list[tuple[nn.Module, str]]) -> bool:
+    """Whether any of them dresses a tensor of its own: what its owner writes on it (patches) is not seen while open."""
+    return any(not module.__dict__[_TABLE][name].parts for module, name in opened)
+
+
 def put_together(opened: list[tuple[nn.Module, str]]) -> None:
     """Every weight a parameter again, over the same memory."""
     for module, name in opened:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from carom.benchmarks.comfy_host import PYTHON, ComfyServer, PromptFailed, node
 
-__all__ = ["PATHS", "PYTHON", "REASON", "PromptFailed", "Server", "node"]
+__all__ = ["PACKS", "PATHS", "PYTHON", "REASON", "PromptFailed", "Server", "node"]
 
 HERE = Path(__file__).resolve().parent
 PATHS = [path for path in os.environ.get("COMFYUI_PATH", "").split(os.pathsep) if path]
+PACKS = [path for path in os.environ.get("COMFYUI_PACKS", "").split(os.pathsep) if path]
 REASON = (
     "set COMFYUI_PATH to a ComfyUI folder (several: separated as in PATH) to run the tests of the real server"
 )
@@ -28,6 +29,8 @@ class Server(ComfyServer):
         (nodes / "carom_test" / "__init__.py").write_text(
             (HERE / "comfy_test_nodes.py").read_text("utf-8"), "utf-8"
         )
+        for pack in PACKS:
+            (nodes / Path(pack).name).symlink_to(Path(pack).resolve(), target_is_directory=True)
         made = subprocess.run(
             [PYTHON, str(HERE / "comfy_maker.py"), self.comfyui, str(self.base / "models")],
             capture_output=True, text=True, timeout=300,

@@ -148,6 +148,23 @@ class Compile:
         return (copy,)
 
 
+class CompileBlocks:
+    """Blocks compiled one by one and put in as object patches, as compile nodes of other packs do (eager backend)."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",)}}
+
+    def make(self, model):
+        copy = model.clone()
+        for index, block in enumerate(copy.get_model_object("diffusion_model").double_blocks):
+            compiled = torch.compile(block, backend="eager")
+            copy.add_object_patch(f"diffusion_model.double_blocks.{index}", compiled)
+        return (copy,)
+
+
 class LowVram:
     """ComfyUI's own low-VRAM path: the reference where patches are applied on the fly."""
 
@@ -246,5 +263,18 @@ class Heard:
 
 NODE_CLASS_MAPPINGS = {
     "CaromTest" + node.__name__: node
-    for node in (Conditioning, Latent, Hash, Fails, Slow, Attention, Compile, LowVram, Squeeze, Listen, Heard)
+    for node in (
+        Conditioning,
+        Latent,
+        Hash,
+        Fails,
+        Slow,
+        Attention,
+        Compile,
+        CompileBlocks,
+        LowVram,
+        Squeeze,
+        Listen,
+        Heard,
+    )
 }

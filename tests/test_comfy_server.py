@@ -246,6 +246,55 @@ def test_the_page_sees_a_bar_while_weights_are_laid_out_and_words_while_it_runs(
     assert sum("waited for weights" in text for text in words) >= 2, words
 
 
+def other_pack(server: Server, kind: str) -> None:
+    if kind not in server.get("/object_info"):
+        pytest.skip(f"no pack with {kind} here: COMFYUI_PACKS names folders of packs to install beside")
+
+
+def test_gguf_models_stream_with_and_without_lora(server):
+    other_pack(server, "UnetLoaderGGUF")
+
+    def gguf(**options: Any) -> Graph:
+        return Graph("flux", node("UnetLoaderGGUF", unet_name="flux_q8.gguf"), **options)
+
+    def streamed(graph: Graph) -> Graph:
+        return graph.then("CaromOffload", mode="stream", vram="4MiB", codec=CODEC)
+
+    reference, patched = hash_of(server, gguf()), hash_of(server, lora(gguf()))
+    assert reference != patched
+    told = told_by(server, streamed(gguf()))
+    assert told["class"] == ["CaromGGUFModelPatcher"] and 0 < told["held"][0] <= 4 << 20
+    assert told["hash"] == [reference]
+    assert hash_of(server, streamed(lora(gguf()))) == patched
+    assert hash_of(server, lora(streamed(gguf()))) == patched
+    assert hash_of(server, streamed(gguf())) == reference
+    assert hash_of(server, gguf()) == reference
+
+
+def test_kjnodes_patches_stand(server):
+    other_pack(server, "ModelPatchTorchSettings")
+    reference = hash_of(server, stock("flux"))
+    assert (
+        hash_of(server, ours("flux").then("ModelPatchTorchSettings", enable_fp16_accumulation=False))
+        == reference
+    )
+    assert (
+        hash_of(
+            server, ours("flux").then("PathchSageAttentionKJ", sage_attention="disabled", allow_compile=False)
+        )
+        == reference
+    )
+
+
+def test_blocks_that_a_compile_node_replaced_stream(server):
+    reference = hash_of(server, stock("flux"))
+    assert hash_of(server, ours("flux").then("CaromTestCompileBlocks")) == reference
+    assert hash_of(server, ours("flux")) == reference
+    assert hash_of(server, lora(ours("flux")).then("CaromTestCompileBlocks")) == hash_of(
+        server, lora(ours("flux"))
+    )
+
+
 def test_error_in_a_node_leaves_the_next_prompt_working(server):
     reference = hash_of(server, stock("flux", steps=3))
     with pytest.raises(PromptFailed, match="a node of the test fails here"):
