@@ -379,9 +379,21 @@ class PackedPlacement(Placement):
         if pinned:
             self._arena.pin(unit.block)
 
-    def fetch_values(self, streamer: Streamer) -> None:
-        """Bring the values back from the device, which decodes faster; what fails is decoded on the host later."""
-        for unit in self.streamed:
+    def unpack(self, streamer: Streamer, units: list[Streamed]) -> None:
+        """Between passes: from now on these units wait and cross as they are."""
+        self.fetch_values(streamer, units)
+        for unit in units:
+            for packed in unit.packed:
+                if packed is not None and packed.header is not None:
+                    value = packed.value() if packed.fetched is None else packed.fetched
+                    packed.header, packed.blob, packed.fetched = None, storage_bytes(value), None
+            before = unit.block.data.numel()
+            self._rebuild(unit)
+            self.wire_bytes += unit.block.data.numel() - before
+
+    def fetch_values(self, streamer: Streamer, units: list[Streamed] | None = None) -> None:
+        """Bring values back from the device, which decodes faster; what fails is decoded on the host when it is wanted."""
+        for unit in self.streamed if units is None else units:
             if unit.decoder is None or self._policy.keep_raw:
                 continue
             try:
@@ -425,10 +437,12 @@ def give_back(shelf: dict[int, PackedTensor]) -> None:
 
 @dataclass(frozen=True)
 class Packing:
-    """``raw``: names of tensors whose units are not packed; ``keep_raw``: weights keep their plain bytes besides."""
+    """``raw``: names of tensors whose units are not packed; ``keep_raw``: weights keep their plain bytes besides;
+    ``auto``: whether units may come to cross as they are where packing does not pay."""
 
     raw: frozenset[str] = frozenset()
     keep_raw: bool = False
+    auto: bool = False
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def packing(codec: str, host: str, weights: Any, engine: Engine) -> Packing | No
             )
         return Packing(keep_raw=host == "raw")
     if codec == "auto" and host == "auto" and weights is None and engine.unpacks:
-        return Packing()
+        return Packing(auto=True)
     return None
 
 

@@ -62,7 +62,7 @@ def sizes(entry: AnyEntry) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch parameters of the Triton decoder: tiles a program, warps (None: as many as cover the lanes)."""
+    """Launch parameters of the Triton decoder: tiles a program, warps (None: half as many as cover the lanes)."""
 
     tiles: int = 1
     warps: int | None = None
