@@ -7,6 +7,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,6 +75,10 @@ class Streaming:
             entrances = tuple(name for name in ENTRANCES if callable(getattr(model, name, None)))
         self._take_apart(root)
         bar = host.LoadingBar()
+        if self.dressed or any(type(part).__name__ == "OptimizedModule" for part in root.modules()):
+            # What GGUF weights are made of packs no further, and they are read past their parameters; compiled blocks
+            # look at parameters between runs, when packed ones have no memory.
+            settings = replace(settings, codec="raw")
         try:
             session, bound = self._attach(root, device, bound, settings, bar)
         except BaseException:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.away import AwayParameter, AwayTensor
 from .tensors import is_plain, ordinary
 
 _TABLE = "_carom_wrapped"
@@ -78,6 +79,8 @@ def _parts(tensor: Any) -> tuple[tuple[str, ...], Any] | None:
 
 
 def _undressed(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, (AwayParameter, AwayTensor)):
+        return tensor._carom.read()  # its own memory is no value: that waits packed
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach().as_subclass(torch.Tensor)
 
