@@ -57,6 +57,7 @@ class CaromPatcher:
         self, device_to: Any = None, lowvram_model_memory: float = 0, force_patch_weights: bool = False,
         full_load: bool = False, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
+        self._carom.succeed()
         offered = math.inf if full_load or lowvram_model_memory == 0 else lowvram_model_memory
         bound = min(offered, self._limit())
         carom = self._carom
@@ -86,7 +87,10 @@ class CaromPatcher:
         try:
             # By name, as ComfyUI itself calls it: other packs' overrides rely on that (GGUF).
             super().load(  # type: ignore[misc]
-                device_to, lowvram_model_memory=NOTHING, force_patch_weights=force_patch_weights, full_load=False
+                device_to,
+                lowvram_model_memory=NOTHING,
+                force_patch_weights=force_patch_weights,
+                full_load=False,
             )
             self._patch_rest(device_to)
             self._take(bound)
@@ -137,6 +141,7 @@ class CaromPatcher:
 
     def partially_load(self, device_to: Any, extra_memory: float = 0, *args: Any, **kwargs: Any) -> Any:
         carom, model = self._carom, self.model
+        carom.succeed()
         force = bool(args[0] if args else kwargs.get("force_patch_weights", False))
         before = self.loaded_size()  # type: ignore[attr-defined]
         bound = max(0, min(before + extra_memory, self._limit()))
@@ -168,6 +173,7 @@ class CaromPatcher:
 
     def partially_unload(self, device_to: Any, memory_to_free: float = 0, *args: Any, **kwargs: Any) -> Any:
         carom = self._carom
+        carom.succeed()
         if carom.session is None:
             return super().partially_unload(device_to, memory_to_free, *args, **kwargs)  # type: ignore[misc]
         with self.use_ejected():  # type: ignore[attr-defined]
@@ -183,6 +189,12 @@ class CaromPatcher:
         if unpatch_weights and device_to is not None:
             self._carom.close()
         return super().unpatch_model(device_to, unpatch_weights, *args, **kwargs)  # type: ignore[misc]
+
+    def detach(self, *args: Any, **kwargs: Any) -> Any:
+        """A clone takes over: one of ours takes the session too, ComfyUI's own must find the weights its own."""
+        result = super().detach(*args, **kwargs)  # type: ignore[misc]
+        self._carom.expect_successor()
+        return result
 
     def pin_weight_to_device(self, *args: Any, **kwargs: Any) -> Any:
         """The session pins what it streams; pinning the same weights twice would take the room of others."""

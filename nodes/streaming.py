@@ -51,7 +51,9 @@ class Streaming:
         self.streamed = 0
         self.note = ""  # why the model does not stream, when it does not
         self.expected: tuple = ()
-        self.dressed = False  # weights are dressed tensors: patches are written on them, and only while they are whole
+        self.dressed = (
+            False  # weights are dressed tensors: patches are written on them, and only while they are whole
+        )
         self._total = 0
         self._pinned = 0
         self._last: Report | None = None
@@ -139,8 +141,22 @@ class Streaming:
         self._measure()
         return before - self.held
 
+    def expect_successor(self) -> None:
+        """Our patcher let go of the model. Whoever looks through its modules next, without `succeed`, is to load it
+        himself: then the session ends first."""
+        model = self._model()
+        if self.session is not None and model is not None:
+            model.__dict__["named_modules"] = functools.partial(_taken_over, weakref.ref(self))
+
+    def succeed(self) -> None:
+        """It is one of ours again who loads the model."""
+        model = self._model()
+        if model is not None:
+            model.__dict__.pop("named_modules", None)
+
     def close(self) -> None:
         """Give the model back as it was before, on the host. Idempotent."""
+        self.succeed()
         self.active = False
         session, self.session, self.budget = self.session, None, None
         if session is None:
@@ -229,6 +245,14 @@ def _laying_out() -> Iterator[None]:
     """Weights are moved about: outside inference mode, and outside what ComfyUI records of a block's allocations."""
     with torch.inference_mode(False), torch.no_grad(), host.lasting_allocations():
         yield
+
+
+def _taken_over(reference: weakref.ref[Streaming], *args: Any, **kwargs: Any) -> Any:
+    streaming = reference()
+    model = None if streaming is None else streaming._model()
+    assert streaming is not None and model is not None  # the model's own attribute: both live
+    streaming.close()
+    return model.named_modules(*args, **kwargs)
 
 
 def _guard(reference: weakref.ref[Streaming], root: nn.Module, args: Any) -> None:

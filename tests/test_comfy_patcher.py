@@ -757,3 +757,26 @@ def test_packed_weights_take_patches_and_survive_unloading(comfy, monkeypatch, c
     for name, value in patcher.model.state_dict().items():
         assert torch.equal(value, fresh.state_dict()[name]), name
     assert torch.equal(run(patcher), plain_result(comfy))
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_who_takes_the_model_over_finds_weights_of_its_own_kind(comfy, sessions, monkeypatch, codec):
+    """ComfyUI lets go of a clone's weights without unloading them when another clone of the model comes."""
+    monkeypatch.setattr("carom.core.packing.LEAST", 1)
+    monkeypatch.setattr("carom.core.packing.GAIN", 2.0)
+    patcher = make(comfy, LIMIT, codec=codec)
+    mine, stock = patcher.clone(), strip(patcher.clone())
+    reference = run(patcher)
+    with torch.inference_mode():
+        patcher.detach(unpatch_all=False)
+    assert torch.equal(run(mine), reference) and sessions == ["open"]
+    with torch.inference_mode():
+        mine.detach(unpatch_all=False)
+        stock.partially_load(CPU, UNLIMITED)
+    assert streaming_of(patcher.model).session is None
+    assert all(type(p) is nn.Parameter and not p.is_meta for p in patcher.model.parameters())
+    assert "named_modules" not in patcher.model.__dict__
+    assert torch.equal(run(stock), reference)
+    with torch.inference_mode():
+        stock.detach(unpatch_all=False)
+    assert torch.equal(run(patcher), reference) and sessions == ["open", "open"]

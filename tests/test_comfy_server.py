@@ -221,6 +221,14 @@ def test_stock_and_carom_branches_of_one_model(server):
         )
 
 
+def test_stock_takes_a_quantised_model_over_and_gives_it_back(server):
+    reference = hash_of(server, stock("flux", name="flux_quant"))
+    for _ in range(2):
+        graph = stock("flux", name="flux_quant").then("CaromOffload", mode="stream", vram="6MiB", codec=CODEC)
+        assert hash_of(server, graph) == reference
+        assert hash_of(server, stock("flux", name="flux_quant")) == reference
+
+
 def test_giving_vram_back_in_the_middle(server):
     graph = ours("flux", vram="16MiB")
     before = told_by(server, graph)
