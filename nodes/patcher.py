@@ -8,6 +8,7 @@ its module runs. Works over any static patcher class, other packs' included, bec
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -115,7 +116,11 @@ class CaromPatcher:
     def _take(self, bound: int) -> None:
         carom = self._carom
         if carom.session is None:
-            carom.open(self.load_device, bound, self._settings)
+            settings = self._settings
+            if self._compiled():
+                # Compiled code looks at parameters between runs, when packed ones have no memory.
+                settings = replace(settings, codec="raw")
+            carom.open(self.load_device, bound, settings)
         else:
             own_tensors(self.model)
             budget = next_budget(carom.budget, carom.held, carom.streamed, bound)
@@ -123,6 +128,12 @@ class CaromPatcher:
                 carom.resize(budget)
         self.model.model_loaded_weight_memory = carom.held
         carom.expected = (self.model.current_weight_patches_uuid, carom.held)
+
+    def _compiled(self) -> bool:
+        """Whether a compile node wrapped the model: as a whole, or block by block (ComfyUI's helper, or object patches)."""
+        wrapped = any("torch.compile" in keys for keys in getattr(self, "wrappers", {}).values())
+        patches = getattr(self, "object_patches", {}).values()
+        return wrapped or any(type(patch).__name__ == "OptimizedModule" for patch in patches)
 
     def _leave(self) -> None:
         """The weights become ComfyUI's again, none of them loaded."""
@@ -142,6 +153,8 @@ class CaromPatcher:
     def partially_load(self, device_to: Any, extra_memory: float = 0, *args: Any, **kwargs: Any) -> Any:
         carom, model = self._carom, self.model
         carom.succeed()
+        if carom.session is not None and carom.packs and self._compiled():
+            carom.close()
         force = bool(args[0] if args else kwargs.get("force_patch_weights", False))
         before = self.loaded_size()  # type: ignore[attr-defined]
         bound = max(0, min(before + extra_memory, self._limit()))

@@ -45,6 +45,7 @@ class Streaming:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)  # the model holds us
         self.session: Session | None = None
+        self.packs = False  # weights may wait packed
         self.active = False  # weights are Carom's, or about to be
         self.budget: int | None = None
         self.held = 0
@@ -77,16 +78,16 @@ class Streaming:
             entrances = tuple(name for name in ENTRANCES if callable(getattr(model, name, None)))
         self._take_apart(root)
         bar = host.LoadingBar()
-        if self.dressed or any(type(part).__name__ == "OptimizedModule" for part in root.modules()):
-            # What GGUF weights are made of packs no further, and they are read past their parameters; compiled blocks
-            # look at parameters between runs, when packed ones have no memory.
+        if (
+            self.dressed
+        ):  # what GGUF weights are made of packs no further, and they are read past their parameters
             settings = replace(settings, codec="raw")
         try:
             session, bound = self._attach(root, device, bound, settings, bar)
         except BaseException:
             self._undo.close()
             raise
-        self.session, self.budget = session, bound
+        self.session, self.budget, self.packs = session, bound, settings.codec != "raw"
         for name in entrances:
             self._enter_by(model, root, name)
         handle = root.register_forward_pre_hook(_quiet(functools.partial(_guard, weakref.ref(self))))
