@@ -16,6 +16,7 @@ from torch import nn
 
 from .ops import HostParameter, HostTensor
 from .plan import SMALL_UNIT, Plan, round_up
+from .progress import Progress
 from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, workers
 from .streamed import Owner, Streamed
 from .transfer import Engine
@@ -146,11 +147,13 @@ class Placement:
         ):
             pins: list[Future[Any]] = []
             under_way: _Filling | None = None
+            progress = Progress(sum(unit.nbytes for unit in units))
             for unit in (*units, None):
                 filling = None if unit is None else self._begin_filling(unit, pool)
                 if under_way is not None:
                     self._stand_there(under_way, make)
                     pins.append(pinner.submit(self._arena.pin, under_way.block))
+                    progress.add(under_way.unit.nbytes)
                 under_way = filling
             for pin in pins:
                 pin.result()

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import UnsupportedError
+from .hooks import quiet
 
 if TYPE_CHECKING:
     from .backward import Backward
@@ -179,6 +180,12 @@ def _bounced(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: An
     )
     if not (streamer.runs.computing() or on_device) or streamer.closed:
         return plain(func, args, kwargs)
+    return _bounce(streamer, func, args, kwargs, found)
+
+
+@quiet
+def _bounce(streamer: Streamer, func: Callable, args: tuple, kwargs: dict, found: list) -> Any:
+    """The streamer at work is no part of a graph: traced, its lists would be changed twice."""
     return streamer.runs.bounce(func, args, kwargs, found)
 
 

@@ -29,6 +29,7 @@ from .codec.unit import AnyEntry, RawEntry, UnitDecoder
 from .codec.unit import Entry as WireEntry
 from .errors import UnsupportedError
 from .ops import HostParameter, HostTensor
+from .progress import Progress
 from .sizes import KIB
 from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, touch, workers
 from .streamed import Owner, Streamed
@@ -206,6 +207,7 @@ class PackedPlacement(Placement):
             ThreadPoolExecutor(1, thread_name_prefix="carom-pin") as pinner,
         ):
             pins: list[Future[Any]] = []
+            progress = Progress(sum(unit.nbytes for unit in units))
             there = self._there(units[0], packers) if units else []
             for unit, following in zip(units, [*units[1:], None], strict=False):
                 streamed = make(unit, len(self.streamed), Block(torch.empty(0, dtype=torch.uint8), False, 0))
@@ -222,6 +224,7 @@ class PackedPlacement(Placement):
                     self._build(streamed, pool)
                 self._stand(streamed)
                 pins.append(pinner.submit(self._arena.pin, streamed.block))
+                progress.add(unit.nbytes)
             for pin in pins:
                 pin.result()
         return_freed_memory()

@@ -394,6 +394,14 @@ class Session(Adapts, Adopts, Values):
                 return self._final
             return self._report()
 
+    def stall_share(self) -> float | None:
+        """Of the last measured steps' time, the part that computing waited for weights; waits for nothing itself."""
+        with self._streamer.lock:
+            found = self._meter.medians()
+        return (
+            found.stall_seconds / found.seconds if found.seconds and found.stall_seconds is not None else None
+        )
+
     def _report(self) -> Report:
         with self._streamer.lock:
             self._meter.finish()

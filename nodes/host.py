@@ -60,9 +60,47 @@ def lasting_allocations() -> AbstractContextManager:
         return contextlib.nullcontext()
 
 
+class LoadingBar:
+    """The bar on the node that runs, while weights are laid out; a listener for `told_to`.
+
+    ComfyUI's bar raises when the user cancels. Half a model laid out is of no use to anybody, so that is kept for
+    `finish`, which the caller calls when the model stands.
+    """
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._interrupt: Exception | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._interrupt is not None:
+            return
+        try:
+            if self._bar is None:
+                import comfy.utils  # type: ignore[import-not-found]
+
+                self._bar = comfy.utils.ProgressBar(total)
+            self._bar.update_absolute(done, total)
+        except Exception as error:
+            if type(error).__name__ == "InterruptProcessingException":
+                self._interrupt = error
+            else:  # a page that went away is no reason to fail a prompt
+                logger.debug("progress was not shown: %s", error)
+
+    def finish(self) -> None:
+        """Raises what a cancel raised meanwhile."""
+        error, self._interrupt = self._interrupt, None
+        if error is not None:
+            raise error
+
+
 def say(text: str, node: str) -> None:
     """Show ``text`` on a node of the page, and log it; silently nothing where no page listens."""
     logger.info("%s", text)
+    show(text, node)
+
+
+def show(text: str, node: str) -> None:
+    """Show ``text`` on a node of the page."""
     if not node:
         return
     try:

@@ -8,6 +8,7 @@ its module runs. Works over any static patcher class, other packs' included, bec
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class CaromPatcher:
         self, device_to: Any = None, lowvram_model_memory: float = 0, force_patch_weights: bool = False,
         full_load: bool = False, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
+        self._carom.succeed()
         offered = math.inf if full_load or lowvram_model_memory == 0 else lowvram_model_memory
         bound = min(offered, self._limit())
         carom = self._carom
@@ -72,7 +74,10 @@ class CaromPatcher:
                 self._leave()
                 carom.note = f"ComfyUI keeps the weights: {error}"
                 host.say(f"Carom: {carom.note}", self._settings.node)
-        return super().load(device_to, lowvram_model_memory, force_patch_weights, full_load, *args, **kwargs)  # type: ignore[misc]
+        return super().load(  # type: ignore[misc]
+            device_to, *args, lowvram_model_memory=lowvram_model_memory, force_patch_weights=force_patch_weights,
+            full_load=full_load, **kwargs,
+        )  # fmt: skip
 
     def _stream(self, device_to: Any, bound: int, force_patch_weights: bool) -> None:
         """ComfyUI attaches its patches, then the session takes the weights (or changes its budget)."""
@@ -81,7 +86,13 @@ class CaromPatcher:
             self._unload()  # ComfyUI had loaded it itself
         carom.active = True
         try:
-            super().load(device_to, NOTHING, force_patch_weights, False)  # type: ignore[misc]
+            # By name, as ComfyUI itself calls it: other packs' overrides rely on that (GGUF).
+            super().load(  # type: ignore[misc]
+                device_to,
+                lowvram_model_memory=NOTHING,
+                force_patch_weights=force_patch_weights,
+                full_load=False,
+            )
             self._patch_rest(device_to)
             self._take(bound)
         except BaseException:
@@ -105,7 +116,11 @@ class CaromPatcher:
     def _take(self, bound: int) -> None:
         carom = self._carom
         if carom.session is None:
-            carom.open(self.load_device, bound, self._settings)
+            settings = self._settings
+            if self._compiled():
+                # Compiled code looks at parameters between runs, when packed ones have no memory.
+                settings = replace(settings, codec="raw")
+            carom.open(self.load_device, bound, settings)
         else:
             own_tensors(self.model)
             budget = next_budget(carom.budget, carom.held, carom.streamed, bound)
@@ -113,6 +128,12 @@ class CaromPatcher:
                 carom.resize(budget)
         self.model.model_loaded_weight_memory = carom.held
         carom.expected = (self.model.current_weight_patches_uuid, carom.held)
+
+    def _compiled(self) -> bool:
+        """Whether a compile node wrapped the model: as a whole, or block by block (ComfyUI's helper, or object patches)."""
+        wrapped = any("torch.compile" in keys for keys in getattr(self, "wrappers", {}).values())
+        patches = getattr(self, "object_patches", {}).values()
+        return wrapped or any(type(patch).__name__ == "OptimizedModule" for patch in patches)
 
     def _leave(self) -> None:
         """The weights become ComfyUI's again, none of them loaded."""
@@ -131,6 +152,9 @@ class CaromPatcher:
 
     def partially_load(self, device_to: Any, extra_memory: float = 0, *args: Any, **kwargs: Any) -> Any:
         carom, model = self._carom, self.model
+        carom.succeed()
+        if carom.session is not None and carom.packs and self._compiled():
+            carom.close()
         force = bool(args[0] if args else kwargs.get("force_patch_weights", False))
         before = self.loaded_size()  # type: ignore[attr-defined]
         bound = max(0, min(before + extra_memory, self._limit()))
@@ -145,8 +169,8 @@ class CaromPatcher:
             known = model.current_weight_patches_uuid
             changed = known is not None and (known != self.patches_uuid or force)  # type: ignore[attr-defined]
             ours = carom.session is not None
-            if ours and changed and self.backup:
-                carom.close()  # merged patches are taken out of weights, which must be ComfyUI's own for that
+            if ours and changed and (self.backup or carom.dressed):
+                carom.close()  # patches are taken out of weights, which must be ComfyUI's own for that
             # None: the functions go, the weights stay where the session has them.
             super().unpatch_model(None, unpatch_weights=changed and ours)  # type: ignore[misc]
             self.patch_model(load_weights=False)  # type: ignore[attr-defined]
@@ -162,6 +186,7 @@ class CaromPatcher:
 
     def partially_unload(self, device_to: Any, memory_to_free: float = 0, *args: Any, **kwargs: Any) -> Any:
         carom = self._carom
+        carom.succeed()
         if carom.session is None:
             return super().partially_unload(device_to, memory_to_free, *args, **kwargs)  # type: ignore[misc]
         with self.use_ejected():  # type: ignore[attr-defined]
@@ -177,6 +202,12 @@ class CaromPatcher:
         if unpatch_weights and device_to is not None:
             self._carom.close()
         return super().unpatch_model(device_to, unpatch_weights, *args, **kwargs)  # type: ignore[misc]
+
+    def detach(self, *args: Any, **kwargs: Any) -> Any:
+        """A clone takes over: one of ours takes the session too, ComfyUI's own must find the weights its own."""
+        result = super().detach(*args, **kwargs)  # type: ignore[misc]
+        self._carom.expect_successor()
+        return result
 
     def pin_weight_to_device(self, *args: Any, **kwargs: Any) -> Any:
         """The session pins what it streams; pinning the same weights twice would take the room of others."""

@@ -10,7 +10,7 @@ from ..core.sizes import MIB, format_size, parse_size
 
 MODES = ("auto", "stream", "native")
 GRANULARITIES = ("auto", "block", "phase", "layer")
-CODECS = ("auto", "raw")
+CODECS = ("auto", "raw", "lossless")
 # Accelerators whose copies run beside their computing; on others a streamed weight is always waited for.
 STREAMING_DEVICES = ("cuda", "xpu", "npu", "mlu")
 GROW_SHARE = (

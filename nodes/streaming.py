@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..core.errors import BudgetError, UnsupportedError
+from ..core.progress import told_to
 from ..core.report import Report
 from ..core.session import Session, stream
 from . import host
 from .policy import Settings, describe, parse_limit
 from .tensors import own_tensors, wrapped_kind
-from .wrapped import put_together, take_apart
+from .wrapped import dresses, put_together, take_apart
 
 # What ComfyUI calls on models whose own forward it does not call: text encoders, then VAEs.
 ENTRANCES = ("encode_token_weights", "generate", "encode", "decode")
 _ATTRIBUTE = "_carom_streaming"
+TELL_EVERY_S = 2.0
 
 
 class Scope(nn.Module):
@@ -41,16 +45,22 @@ class Streaming:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)  # the model holds us
         self.session: Session | None = None
+        self.packs = False  # weights may wait packed
         self.active = False  # weights are Carom's, or about to be
         self.budget: int | None = None
         self.held = 0
         self.streamed = 0
         self.note = ""  # why the model does not stream, when it does not
         self.expected: tuple = ()
+        self.dressed = (
+            False  # weights are dressed tensors: patches are written on them, and only while they are whole
+        )
         self._total = 0
         self._pinned = 0
         self._last: Report | None = None
         self._undo = contextlib.ExitStack()
+        self._node = ""  # of the page, which running is told to
+        self._told = 0.0
 
     # -- life
 
@@ -66,21 +76,30 @@ class Streaming:
         if not isinstance(root, nn.Module):
             root = Scope(model)
             entrances = tuple(name for name in ENTRANCES if callable(getattr(model, name, None)))
-        self._undo.callback(put_together, take_apart(root))
+        self._take_apart(root)
+        bar = host.LoadingBar()
+        if (
+            self.dressed
+        ):  # what GGUF weights are made of packs no further, and they are read past their parameters
+            settings = replace(settings, codec="raw")
         try:
-            session, bound = self._attach(root, device, bound, settings)
+            session, bound = self._attach(root, device, bound, settings, bar)
         except BaseException:
             self._undo.close()
             raise
-        self.session, self.budget = session, bound
+        self.session, self.budget, self.packs = session, bound, settings.codec != "raw"
         for name in entrances:
             self._enter_by(model, root, name)
         handle = root.register_forward_pre_hook(_quiet(functools.partial(_guard, weakref.ref(self))))
         self._undo.callback(handle.remove)
         self._measure()
+        self._node, self._told = settings.node, time.monotonic()
+        bar.finish()  # cancelled meanwhile: whoever loads closes us again
 
     @staticmethod
-    def _attach(root: nn.Module, device: torch.device, bound: int, settings: Settings) -> tuple[Session, int]:
+    def _attach(
+        root: nn.Module, device: torch.device, bound: int, settings: Settings, bar: host.LoadingBar
+    ) -> tuple[Session, int]:
         kind = wrapped_kind(root)
         if kind:
             raise UnsupportedError(
@@ -88,7 +107,7 @@ class Streaming:
             )
         own_tensors(root)
         limit = parse_limit(settings.vram, host.device_bytes(device))
-        with _laying_out():
+        with _laying_out(), told_to(bar):
             try:
                 return _stream(root, device, bound, settings), bound
             except BudgetError as error:
@@ -96,6 +115,11 @@ class Streaming:
                     raise
                 # Less than this cannot run at all; ComfyUI's own estimate has reserves to give.
                 return _stream(root, device, error.least_bytes, settings), error.least_bytes
+
+    def _take_apart(self, root: nn.Module) -> None:
+        opened = take_apart(root)
+        self._undo.callback(put_together, opened)
+        self.dressed = self.dressed or dresses(opened)
 
     def _enter_by(self, model: nn.Module, scope: nn.Module, name: str) -> None:
         method = getattr(model, name)
@@ -118,8 +142,22 @@ class Streaming:
         self._measure()
         return before - self.held
 
+    def expect_successor(self) -> None:
+        """Our patcher let go of the model. Whoever looks through its modules next, without `succeed`, is to load it
+        himself: then the session ends first."""
+        model = self._model()
+        if self.session is not None and model is not None:
+            model.__dict__["named_modules"] = functools.partial(_taken_over, weakref.ref(self))
+
+    def succeed(self) -> None:
+        """It is one of ours again who loads the model."""
+        model = self._model()
+        if model is not None:
+            model.__dict__.pop("named_modules", None)
+
     def close(self) -> None:
         """Give the model back as it was before, on the host. Idempotent."""
+        self.succeed()
         self.active = False
         session, self.session, self.budget = self.session, None, None
         if session is None:
@@ -131,6 +169,7 @@ class Streaming:
                 session.close()
         finally:
             self._undo.close()
+            self.dressed = False
             host.count_pinned(-self._pinned)
             self._pinned = self.held = self.streamed = 0
 
@@ -162,6 +201,13 @@ class Streaming:
         if self.session is not None:
             return describe("stream", self.held, self.streamed, self.budget, stall)
         return describe(self.note or "whole", loaded, 0, None)
+
+    def tell(self) -> None:
+        """While it runs: residency and stall on the node, every few seconds."""
+        now = time.monotonic()
+        if self.session is not None and now - self._told >= TELL_EVERY_S:
+            self._told = now
+            host.show(self.line(self.held, self.session.stall_share()), self._node)
 
     def stall_share(self) -> float | None:
         """Of the last steps' time, the part spent waiting for weights (waits for the device)."""
@@ -202,6 +248,14 @@ def _laying_out() -> Iterator[None]:
         yield
 
 
+def _taken_over(reference: weakref.ref[Streaming], *args: Any, **kwargs: Any) -> Any:
+    streaming = reference()
+    model = None if streaming is None else streaming._model()
+    assert streaming is not None and model is not None  # the model's own attribute: both live
+    streaming.close()
+    return model.named_modules(*args, **kwargs)
+
+
 def _guard(reference: weakref.ref[Streaming], root: nn.Module, args: Any) -> None:
     """Before each pass: weights that ComfyUI replaced meanwhile (merged LoRA) are inference tensors again."""
     streaming = reference()
@@ -212,8 +266,9 @@ def _guard(reference: weakref.ref[Streaming], root: nn.Module, args: Any) -> Non
         getattr(model, "current_weight_patches_uuid", None),
         getattr(model, "model_loaded_weight_memory", 0),
     )
+    streaming.tell()
     if found != streaming.expected:
-        streaming._undo.callback(put_together, take_apart(root))
+        streaming._take_apart(root)
         own_tensors(root)
         streaming.expected = found
 

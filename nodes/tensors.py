@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.away import AwayParameter, AwayTensor
 from ..core.ops import HostParameter, HostTensor
 
 
@@ -21,8 +22,8 @@ def own_tensors(module: nn.Module) -> int:
         tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
         for table in tables:
             for name, tensor in table.items():
-                if tensor is None or not is_plain(tensor):
-                    continue
+                if tensor is None or not is_plain(tensor) or isinstance(tensor, (AwayParameter, AwayTensor)):
+                    continue  # those are the session's: packed, without memory of their own
                 if tensor.is_meta and hasattr(part, "comfy_cast_weights"):
                     table[name] = _zeros(tensor)
                     continue
@@ -64,5 +65,5 @@ def wrapped_kind(module: nn.Module) -> str:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a session can stream it: no subclass but the one that streamed tensors wear."""
-    return type(tensor) in (torch.Tensor, nn.Parameter, HostParameter, HostTensor)
+    """Whether a session can stream it: no subclass but those that streamed tensors wear."""
+    return type(tensor) in (torch.Tensor, nn.Parameter, HostParameter, HostTensor, AwayParameter, AwayTensor)

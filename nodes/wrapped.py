@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.away import AwayParameter, AwayTensor
 from .tensors import is_plain, ordinary
 
 _TABLE = "_carom_wrapped"
@@ -55,6 +56,11 @@ def take_apart(root: nn.Module) -> list[tuple[nn.Module, str]]:
     return opened
 
 
+def dresses(opened: list[tuple[nn.Module, str]]) -> bool:
+    """Whether any of them dresses a tensor of its own: what its owner writes on it (patches) is not seen while open."""
+    return any(not module.__dict__[_TABLE][name].parts for module, name in opened)
+
+
 def put_together(opened: list[tuple[nn.Module, str]]) -> None:
     """Every weight a parameter again, over the same memory."""
     for module, name in opened:
@@ -73,6 +79,8 @@ def _parts(tensor: Any) -> tuple[tuple[str, ...], Any] | None:
 
 
 def _undressed(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, (AwayParameter, AwayTensor)):
+        return tensor._carom.read()  # its own memory is no value: that waits packed
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach().as_subclass(torch.Tensor)
 

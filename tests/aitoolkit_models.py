@@ -46,13 +46,15 @@ def main(folder: Path) -> None:
             (target / "done").write_text("")
 
 
-def images(folder: Path) -> None:
-    """Four noisy pictures of two sizes with captions."""
+def images(
+    folder: Path, sizes: tuple[tuple[int, int], ...] = ((64, 64), (64, 64), (96, 64), (64, 64))
+) -> None:
+    """Noisy pictures with captions; four of two sizes."""
     import numpy as np
     from PIL import Image
 
     draw = np.random.default_rng(3)
-    for index, size in enumerate([(64, 64), (64, 64), (96, 64), (64, 64)]):
+    for index, size in enumerate(sizes):
         pixels = draw.integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{index}.png")
         (folder / f"{index}.txt").write_text(" ".join(draw.choice(WORDS, 6)))
@@ -67,21 +69,27 @@ def _vae(channels: int) -> Any:
     )  # fmt: skip
 
 
-def zimage(folder: Path, dim: int = 512, layers: int = 4) -> None:
+def zimage(folder: Path) -> None:
     """A Z-Image of about 20 M parameters: wide enough that quantised weights are worth streaming."""
     from diffusers import ZImageTransformer2DModel
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     transformer = ZImageTransformer2DModel(
-        dim=dim, n_layers=layers, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=256,
+        dim=512, n_layers=4, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=256,
         axes_dims=[32, 48, 48], axes_lens=[256, 64, 64],
     )  # fmt: skip
     _shake(transformer)
     transformer.save_pretrained(folder / "transformer")
+    zimage_rest(folder, width=256)
+
+
+def zimage_rest(folder: Path, width: int) -> None:
+    """What a Z-Image has beside its transformer, tiny: a text encoder whose captions are ``width`` wide, VAE, scheduler."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
     encoder = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=64, hidden_size=256, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4,
+            vocab_size=64, hidden_size=width, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4,
             num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
         )
     )  # fmt: skip

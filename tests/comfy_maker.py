@@ -29,6 +29,7 @@ def main(comfyui: str, folder: str) -> None:
     save(flux_weights, models / "diffusion_models" / "flux.safetensors")
     save(weights(flux(), 2), models / "diffusion_models" / "flux2nd.safetensors")
     save(quantised(flux_weights), models / "diffusion_models" / "flux_quant.safetensors")
+    gguf(flux_weights, models / "diffusion_models" / "flux_q8.gguf")
     save(lora(flux_weights, 3), models / "loras" / "flux.safetensors")
     save(lora(flux_weights, 4), models / "loras" / "other.safetensors")
     save(weights(wan(), 5), models / "diffusion_models" / "wan.safetensors")
@@ -132,6 +133,27 @@ def quantised(flux_weights: dict[str, Any]) -> dict[str, Any]:
             found[name.removesuffix("weight") + "weight_scale"] = scale
             found[name.removesuffix("weight") + "comfy_quant"] = marker.clone()
     return found
+
+
+def gguf(flux_weights: dict[str, Any], path: Path) -> None:
+    """Q8_0 blocks in llama.cpp's format, for packs that load it; nothing where its package is not installed."""
+    try:
+        import gguf as package  # type: ignore[import-not-found]
+    except ImportError:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = package.GGUFWriter(path, "flux")
+    for name, tensor in flux_weights.items():
+        value = tensor.float().numpy()
+        if "_blocks." in name and tensor.dim() == 2:
+            kind = package.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, package.quants.quantize(value, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def lora(flux_weights: dict[str, Any], seed: int) -> dict[str, Any]:

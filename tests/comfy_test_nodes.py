@@ -148,6 +148,23 @@ class Compile:
         return (copy,)
 
 
+class CompileBlocks:
+    """Blocks compiled one by one and put in as object patches, as compile nodes of other packs do (eager backend)."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",)}}
+
+    def make(self, model):
+        copy = model.clone()
+        for index, block in enumerate(copy.get_model_object("diffusion_model").double_blocks):
+            compiled = torch.compile(block, backend="eager")
+            copy.add_object_patch(f"diffusion_model.double_blocks.{index}", compiled)
+        return (copy,)
+
+
 class LowVram:
     """ComfyUI's own low-VRAM path: the reference where patches are applied on the fly."""
 
@@ -184,7 +201,80 @@ class Squeeze:
         return (latent,)
 
 
+class Listen:
+    """From here on what the page is told while a node runs is kept, for Heard."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
+    told: dict = {"bar": [], "text": []}
+    undo: list = []
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",)}}
+
+    @classmethod
+    def IS_CHANGED(cls, **_):
+        return float("nan")
+
+    def make(self, model):
+        import comfy.utils
+        from server import PromptServer
+
+        page, hook, send = (
+            PromptServer.instance,
+            comfy.utils.PROGRESS_BAR_HOOK,
+            PromptServer.instance.send_progress_text,
+        )
+
+        def bar(value, total, *args, **kwargs):
+            self.told["bar"].append([int(value), int(total)])
+            return hook(value, total, *args, **kwargs)
+
+        def text(words, node, *args, **kwargs):
+            self.told["text"].append([str(words), str(node)])
+            return send(words, node, *args, **kwargs)
+
+        self.told.update(bar=[], text=[])
+        comfy.utils.set_progress_bar_global_hook(bar)
+        page.send_progress_text = text
+        self.undo.append(lambda: comfy.utils.set_progress_bar_global_hook(hook))
+        self.undo.append(lambda: page.__dict__.pop("send_progress_text"))
+        return (model,)
+
+
+class Heard:
+    """What the page was told since Listen."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "tell", "carom-test", True
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"value": (ANY,)}}
+
+    @classmethod
+    def IS_CHANGED(cls, **_):
+        return float("nan")
+
+    def tell(self, value):
+        while Listen.undo:
+            Listen.undo.pop()()
+        return {"ui": {name: list(found) for name, found in Listen.told.items()}}
+
+
 NODE_CLASS_MAPPINGS = {
     "CaromTest" + node.__name__: node
-    for node in (Conditioning, Latent, Hash, Fails, Slow, Attention, Compile, LowVram, Squeeze)
+    for node in (
+        Conditioning,
+        Latent,
+        Hash,
+        Fails,
+        Slow,
+        Attention,
+        Compile,
+        CompileBlocks,
+        LowVram,
+        Squeeze,
+        Listen,
+        Heard,
+    )
 }

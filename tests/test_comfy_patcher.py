@@ -685,3 +685,98 @@ def test_the_same_holds_for_comfyuis_own_patcher(path, root):
         cwd=root, env=environment, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+class Interrupted(Exception):
+    """ComfyUI's own, by its name."""
+
+
+Interrupted.__name__ = "InterruptProcessingException"
+
+
+@stand_in_only
+def test_a_bar_shows_how_far_laying_out_is_and_a_cancel_there_leaves_a_working_model(comfy, monkeypatch):
+    shown, cancel = [], []
+
+    class ProgressBar:
+        def __init__(self, total: int) -> None:
+            self.total = total
+
+        def update_absolute(self, value: int, total: int) -> None:
+            shown.append((value, total))
+            if cancel:
+                raise Interrupted("cancelled")
+
+    monkeypatch.setitem(sys.modules, "comfy.utils", types.SimpleNamespace(ProgressBar=ProgressBar))
+    monkeypatch.setattr(sys.modules["comfy"], "utils", sys.modules["comfy.utils"], raising=False)
+    patcher = make(comfy, LIMIT)
+    cancel.append(True)
+    with pytest.raises(Interrupted), torch.inference_mode():
+        patcher.partially_load(CPU, UNLIMITED)
+    assert len(shown) == 1 and patcher.loaded_size() == 0 and streaming_of(patcher.model).session is None
+    cancel.clear()
+    assert torch.equal(run(patcher), plain_result(comfy))
+    values = [value for value, _ in shown[1:]]
+    assert values == sorted(values) and len(values) > 2 and shown[-1][0] == shown[-1][1]
+
+
+@stand_in_only
+def test_words_come_while_it_runs_not_too_often(comfy, monkeypatch):
+    patcher = make(comfy, LIMIT)
+    patcher.attachments["carom"] = Settings(mode="stream", vram=LIMIT, node="7")
+    with torch.inference_mode():
+        patcher.partially_load(CPU, UNLIMITED)
+        x = torch.zeros(4, WIDTH)
+        for _ in range(3):
+            patcher.model.apply_model(x)
+        texts = comfy.state.server.texts
+        before = len(texts)
+        patcher.model.apply_model(x)
+        assert len(texts) == before
+        monkeypatch.setattr(streaming, "TELL_EVERY_S", 0.0)
+        patcher.model.apply_model(x)
+    assert len(texts) == before + 1 and texts[-1][0] == "7"
+    assert "streams" in texts[-1][1] and "waited for weights" in texts[-1][1]
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_packed_weights_take_patches_and_survive_unloading(comfy, monkeypatch, codec):
+    monkeypatch.setattr("carom.core.packing.LEAST", 1)
+    monkeypatch.setattr("carom.core.packing.GAIN", 2.0)  # this small nothing gains
+    patcher = make(comfy, LIMIT, codec=codec)
+    assert torch.equal(run(patcher), plain_result(comfy))
+    copy = patcher.clone()
+    copy.add_patches(difference(), 0.5)
+    assert torch.equal(run(copy), plain_result(comfy, difference(), 0.5))
+    packed = [p for p in patcher.model.parameters() if p.is_meta]
+    assert bool(packed) == (codec == "lossless")
+    with torch.inference_mode():
+        copy.detach()
+    assert not any(p.is_meta for p in patcher.model.parameters())
+    fresh = filled(Model(comfy.Linear))
+    for name, value in patcher.model.state_dict().items():
+        assert torch.equal(value, fresh.state_dict()[name]), name
+    assert torch.equal(run(patcher), plain_result(comfy))
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_who_takes_the_model_over_finds_weights_of_its_own_kind(comfy, sessions, monkeypatch, codec):
+    """ComfyUI lets go of a clone's weights without unloading them when another clone of the model comes."""
+    monkeypatch.setattr("carom.core.packing.LEAST", 1)
+    monkeypatch.setattr("carom.core.packing.GAIN", 2.0)
+    patcher = make(comfy, LIMIT, codec=codec)
+    mine, stock = patcher.clone(), strip(patcher.clone())
+    reference = run(patcher)
+    with torch.inference_mode():
+        patcher.detach(unpatch_all=False)
+    assert torch.equal(run(mine), reference) and sessions == ["open"]
+    with torch.inference_mode():
+        mine.detach(unpatch_all=False)
+        stock.partially_load(CPU, UNLIMITED)
+    assert streaming_of(patcher.model).session is None
+    assert all(type(p) is nn.Parameter and not p.is_meta for p in patcher.model.parameters())
+    assert "named_modules" not in patcher.model.__dict__
+    assert torch.equal(run(stock), reference)
+    with torch.inference_mode():
+        stock.detach(unpatch_all=False)
+    assert torch.equal(run(patcher), reference) and sessions == ["open", "open"]

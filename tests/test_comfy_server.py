@@ -19,6 +19,7 @@ from tests_comfy_server import PATHS, PYTHON, REASON, PromptFailed, Server, node
 pytestmark = [pytest.mark.skipif(not PATHS, reason=REASON), pytest.mark.timeout(600)]
 SHAPES = {"flux": "1,16,16,16", "wan": "1,16,1,8,8", "sd15": "1,4,16,16"}
 CONDITIONS = {"flux": (128, 64), "wan": (4096, 64), "sd15": (768, 768)}
+CODEC = os.environ.get("CAROM_TEST_CODEC", "auto")  # of Carom's loader in every test here
 LIMITS = {"flux": "8MiB", "wan": "9MiB", "sd15": "20MiB"}
 
 
@@ -30,7 +31,7 @@ def server(request, tmp_path_factory, carom_cli):
     done = carom_cli("install-comfyui", str(base))
     assert done.returncode == 0, done.stderr
     try:
-        server.start()
+        server.start_on_cpu()
         yield server
     finally:
         server.stop()
@@ -77,7 +78,7 @@ def ours(
 ):
     loader = node(
         "CaromLoadDiffusionModel", unet_name=f"{name or family}.safetensors", weight_dtype=dtype, mode=mode,
-        vram=vram or LIMITS[family],
+        vram=vram or LIMITS[family], codec=CODEC,
     )  # fmt: skip
     return Graph(family, loader, **options)
 
@@ -220,6 +221,14 @@ def test_stock_and_carom_branches_of_one_model(server):
         )
 
 
+def test_stock_takes_a_quantised_model_over_and_gives_it_back(server):
+    reference = hash_of(server, stock("flux", name="flux_quant"))
+    for _ in range(2):
+        graph = stock("flux", name="flux_quant").then("CaromOffload", mode="stream", vram="6MiB", codec=CODEC)
+        assert hash_of(server, graph) == reference
+        assert hash_of(server, stock("flux", name="flux_quant")) == reference
+
+
 def test_giving_vram_back_in_the_middle(server):
     graph = ours("flux", vram="16MiB")
     before = told_by(server, graph)
@@ -228,6 +237,70 @@ def test_giving_vram_back_in_the_middle(server):
     prompt["sample"]["inputs"]["latent_image"] = ["squeezed", 0]
     after = server.run(prompt)["hash"]
     assert after["hash"] == before["hash"]
+
+
+def test_the_page_sees_a_bar_while_weights_are_laid_out_and_words_while_it_runs(server):
+    server.free()
+    graph = ours("flux", steps=5, seed=31).then("CaromTestSlow", seconds=0.6).then("CaromTestListen")
+    prompt = graph.prompt()
+    prompt["heard"] = node("CaromTestHeard", value=["sample", 0])
+    heard = server.run(prompt)["heard"]
+    total = heard["bar"][0][1]
+    laying = [value for value, of in heard["bar"] if of == total]
+    assert total > 8 << 20 and laying == sorted(laying) and laying[-1] == total and len(laying) > 3
+    words = [text for text, where in heard["text"] if where == "load"]
+    assert any("streams" in text for text in words)
+    # ... while it runs, not only at its end
+    assert sum("waited for weights" in text for text in words) >= 2, words
+
+
+def other_pack(server: Server, kind: str) -> None:
+    if kind not in server.get("/object_info"):
+        pytest.skip(f"no pack with {kind} here: COMFYUI_PACKS names folders of packs to install beside")
+
+
+def test_gguf_models_stream_with_and_without_lora(server):
+    other_pack(server, "UnetLoaderGGUF")
+
+    def gguf(**options: Any) -> Graph:
+        return Graph("flux", node("UnetLoaderGGUF", unet_name="flux_q8.gguf"), **options)
+
+    def streamed(graph: Graph) -> Graph:
+        return graph.then("CaromOffload", mode="stream", vram="4MiB", codec=CODEC)
+
+    reference, patched = hash_of(server, gguf()), hash_of(server, lora(gguf()))
+    assert reference != patched
+    told = told_by(server, streamed(gguf()))
+    assert told["class"] == ["CaromGGUFModelPatcher"] and 0 < told["held"][0] <= 4 << 20
+    assert told["hash"] == [reference]
+    assert hash_of(server, streamed(lora(gguf()))) == patched
+    assert hash_of(server, lora(streamed(gguf()))) == patched
+    assert hash_of(server, streamed(gguf())) == reference
+    assert hash_of(server, gguf()) == reference
+
+
+def test_kjnodes_patches_stand(server):
+    other_pack(server, "ModelPatchTorchSettings")
+    reference = hash_of(server, stock("flux"))
+    assert (
+        hash_of(server, ours("flux").then("ModelPatchTorchSettings", enable_fp16_accumulation=False))
+        == reference
+    )
+    assert (
+        hash_of(
+            server, ours("flux").then("PathchSageAttentionKJ", sage_attention="disabled", allow_compile=False)
+        )
+        == reference
+    )
+
+
+def test_blocks_that_a_compile_node_replaced_stream(server):
+    reference = hash_of(server, stock("flux"))
+    assert hash_of(server, ours("flux").then("CaromTestCompileBlocks")) == reference
+    assert hash_of(server, ours("flux")) == reference
+    assert hash_of(server, lora(ours("flux")).then("CaromTestCompileBlocks")) == hash_of(
+        server, lora(ours("flux"))
+    )
 
 
 def test_error_in_a_node_leaves_the_next_prompt_working(server):

@@ -1,4 +1,4 @@
-"""Lets a real ai-toolkit import on a machine without a GPU and without the packages that its other models need.
+"""Lets a real ai-toolkit import on a machine without the packages that its other models need, and without a GPU.
 
 On PYTHONPATH of the test jobs only, never of a user's. Packages that are imported but not used by these jobs are
 stand-ins when they are missing; triton is hidden (without a GPU an extension asks it for one at import); torchvision's
@@ -8,15 +8,18 @@ two operators are declared where its binary does not load; CLIP's ``text_model``
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 
 NEVER_USED = (
-    "albumentations", "av", "controlnet_aux", "librosa", "lpips", "mutagen", "open_clip", "soxr", "torchaudio",
+    "albumentations", "av", "controlnet_aux", "cv2", "kornia", "librosa", "lpips", "mutagen", "open_clip", "soxr",
+    "torchaudio",
 )  # fmt: skip
 TRIES = ("torchvision", "transformers.models.clip.modeling_clip")
 
-sys.modules["triton"] = None  # type: ignore[assignment]
+if not os.path.exists("/dev/nvidiactl"):
+    sys.modules["triton"] = None  # type: ignore[assignment]
 kept = []
 
 

@@ -1,0 +1,59 @@
+"""Writes what the benchmark trains: ``python aitoolkit_shape.py TESTS_FOLDER TARGET LAYERS PIXELS``, by ai-toolkit's Python.
+
+A Z-Image in diffusers' format with random bf16 weights and the real model's widths (3840; 2 + 2 refiners; captions of
+2560), LAYERS deep (12: 2.9 B parameters), beside a tiny text encoder and VAE, and four PIXELS-sized pictures with captions.
+LAYERS 0: the tests' tiny one.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+WIDTH = 2560
+
+
+def main(tests: str, target: str, layers: int, pixels: int) -> None:
+    sys.path.insert(0, tests)
+    import aitoolkit_models
+    import torch
+
+    torch.manual_seed(7)
+    folder = Path(target)
+    (folder / "images").mkdir(parents=True)
+    aitoolkit_models.images(folder / "images", ((pixels, pixels),) * 4)
+    (folder / "zimage").mkdir()
+    if layers == 0:
+        aitoolkit_models.zimage(folder / "zimage")
+        return
+    transformer(folder / "zimage" / "transformer", layers)
+    aitoolkit_models.zimage_rest(folder / "zimage", width=WIDTH)
+
+
+def transformer(folder: Path, layers: int) -> None:
+    """Random weights made on the GPU where there is one: on the host they would take minutes."""
+    import torch
+    from diffusers import ZImageTransformer2DModel
+    from safetensors.torch import save_file
+
+    with torch.device("meta"):
+        model = ZImageTransformer2DModel(
+            dim=3840, n_layers=layers, n_refiner_layers=2, n_heads=30, n_kv_heads=30, cap_feat_dim=WIDTH,
+            axes_dims=[32, 48, 48], axes_lens=[1536, 512, 512],
+        )  # fmt: skip
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(1)
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        value = torch.randn(tensor.shape, generator=generator, device=device) * 0.02
+        if "norm" in name and tensor.dim() == 1 and not name.endswith("bias"):
+            value += 1
+        weights[name] = value.to(torch.bfloat16).cpu()
+    model.save_config(folder)
+    save_file(weights, folder / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+    print(f"{sum(t.numel() for t in weights.values()) / 1e9:.2f} B parameters")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,106 @@
+"""A card with less memory than it has: a second process holds the rest, and watches how little was ever free.
+
+`set_per_process_memory_fraction` bounds one allocator; ComfyUI, VBARs and "auto" ask the card itself. Run as
+``python card.py FREE_BYTES`` (0: hold nothing); a line on stdin asks for the figures since the last one, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+GRAIN = 2 << 20
+POLL_S = 0.01  # more often would take turns with the driver from what is measured
+
+
+class Card:
+    """The one GPU, with ``free_bytes`` left of it (None: all). A context manager; figures in bytes of the whole card."""
+
+    def __init__(self, free_bytes: int | None, python: str = sys.executable) -> None:
+        command = [python, str(Path(__file__).resolve()), str(free_bytes or 0)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.start = self._answer()
+
+    def figures(self) -> dict[str, int]:
+        """``free``: now; ``least_free``: the least since the last call."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, int]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process that holds the card's memory ended ({self._process.wait()})")
+        return json.loads(line)
+
+    def __enter__(self) -> Card:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+def hold(free_bytes: int) -> list[Any]:
+    """Device memory so that about ``free_bytes`` are left on the card; what is returned must be kept."""
+    import torch
+
+    held = [torch.zeros(1, device="cuda")]
+    torch.cuda.synchronize()
+    while free_bytes:
+        over = (torch.cuda.mem_get_info()[0] - free_bytes) // GRAIN * GRAIN
+        if over < 4 * GRAIN:
+            break
+        # Short of it at first, then in halves: what the allocator and the driver take on top must not go under the limit.
+        size = over - (256 << 20) if over > (1 << 30) else max(GRAIN, over // 2)
+        held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    return held
+
+
+def touch(count: int) -> None:
+    """Use ``count`` bytes of host memory once, in a process of its own: a guest whose memory grows on demand has grown then."""
+    code = "import numpy, sys; numpy.empty(int(sys.argv[1]), numpy.uint8).fill(1)"
+    pieces = max(1, min(16, count >> 30))
+    running = [subprocess.Popen([sys.executable, "-c", code, str(count // pieces)]) for _ in range(pieces)]
+    for process in running:
+        process.wait()
+
+
+def main(free_bytes: int) -> None:
+    import torch
+
+    held = hold(free_bytes)
+    least = [torch.cuda.mem_get_info()[0]]
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            least[0] = min(least[0], torch.cuda.mem_get_info()[0])
+            time.sleep(POLL_S)
+
+    threading.Thread(target=watch, daemon=True).start()
+    tell(least)
+    for _ in sys.stdin:
+        tell(least)
+    ended.set()
+    del held
+
+
+def tell(least: list[int]) -> None:
+    import torch
+
+    free = torch.cuda.mem_get_info()[0]
+    print(json.dumps({"free": free, "least_free": min(least[0], free)}), flush=True)
+    least[0] = free
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

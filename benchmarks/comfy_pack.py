@@ -1,0 +1,85 @@
+"""A custom node pack for the benchmark in the real ComfyUI; copied into its custom_nodes, imported nowhere else.
+
+One node samples as KSampler does, from random conditioning in the place of a text encoder, and tells what it took.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import hashlib
+import time
+
+import torch
+
+
+class Sample:
+    """Euler steps at cfg 1. Between steps an event is recorded on the computing stream; nothing waits before the end."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "sample", "carom-bench", True
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        number = ("INT", {"default": 8, "min": 1, "max": 1 << 16})
+        return {
+            "required": {
+                "model": ("MODEL",), "tokens": number, "width": number, "pooled": number, "side": number,
+                "seed": ("INT", {"default": 0}), "steps": number,
+            }
+        }  # fmt: skip
+
+    @classmethod
+    def IS_CHANGED(cls, **_):
+        return float("nan")
+
+    def sample(self, model, tokens, width, pooled, side, seed, steps):
+        import comfy.model_management
+        import comfy.sample
+
+        device = comfy.model_management.get_torch_device()
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        generator = torch.Generator().manual_seed(7)
+        extra = {"pooled_output": torch.randn(1, pooled, generator=generator)}
+        condition = [[torch.randn(1, tokens, width, generator=generator), extra]]
+        latent = torch.zeros(1, 16, side, side)
+        noise = comfy.sample.prepare_noise(latent, seed)
+        marks = []
+
+        def mark(*_):
+            if on_gpu:
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
+                marks.append(event)
+            else:
+                marks.append(time.perf_counter())
+
+        started = time.time()
+        result = comfy.sample.sample(
+            model, noise, steps, 1.0, "euler", "simple", condition, condition, latent, denoise=1.0, seed=seed,
+            callback=mark, disable_pbar=True,
+        )  # fmt: skip
+        result = result.cpu().contiguous()
+        ended = time.time()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        pairs = list(zip(marks, marks[1:], strict=False))
+        told = {
+            "hash": hashlib.sha256(result.view(torch.uint8).numpy().tobytes()).hexdigest(),
+            "finite": bool(torch.isfinite(result.float()).all()),
+            "iterations_s": [1e-3 * a.elapsed_time(b) if on_gpu else b - a for a, b in pairs],
+            "started": started,
+            "ended": ended,
+            "class": type(model).__name__,
+            "loaded_bytes": int(model.loaded_size()),
+            "model_bytes": int(model.model_size()),
+            "torch_peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+            "torch_peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+        }
+        streaming = model.model.__dict__.get("_carom_streaming")
+        report = None if streaming is None else streaming.report()
+        told["report"] = None if report is None else report.to_dict()
+        return {"ui": {"told": [told]}}
+
+
+NODE_CLASS_MAPPINGS = {"CaromBenchSample": Sample}

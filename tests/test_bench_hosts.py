@@ -1,0 +1,148 @@
+"""The benchmarks in the real hosts: what their figures are made of, and, where a host is named, a tiny run on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _load(name: str):
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / "benchmarks" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+comfy, aitoolkit = _load("comfy_gpu"), _load("aitoolkit_gpu")
+
+
+def sampled(seconds: float, digest: str = "aa", **more):
+    one = {
+        "hash": digest,
+        "finite": True,
+        "wall_s": 3.0,
+        "read_bytes": {"storage": 0, "calls": 9},
+        "report": None,
+    }
+    return {
+        "status": "ok", "limit": None, "loader": "stock", "s_per_iteration": seconds, "first": one, "second": one, "third": one,
+        "host": {"before": {"anonymous_bytes": 1 << 30}, "peak": {"anonymous_bytes": 3 << 30}}, **more,
+    }  # fmt: skip
+
+
+def test_comfy_table_compares_with_stock_of_the_same_limit():
+    record = {"file_bytes": 2 << 30, "runs": [
+        sampled(0.1), sampled(0.2, limit=4 << 30), sampled(0.15, limit=4 << 30, loader="raw"),
+        {"status": "skipped", "reason": "no such codec", "limit": None, "loader": "lossless"},
+    ]}  # fmt: skip
+    lines = comfy.table(record).splitlines()
+    assert lines[3].split()[:5] == ["4", "GiB", "raw", "0.1500", "0.750"]
+    assert "no such codec" in lines[4] and lines[-1] == "latents: equal, bit for bit"
+
+
+@pytest.mark.parametrize("change", [{"hash": "bb"}, {"finite": False}])
+def test_comfy_latents_that_differ_or_are_not_finite_are_named(change):
+    other = sampled(0.1)
+    other["second"] = {**other["second"], **change}
+    assert comfy.table({"file_bytes": 1, "runs": [sampled(0.1), other]}).endswith("latents: DIFFERENT")
+
+
+def test_comfy_loader_words():
+    config = comfy.Config(None, "lossless@4.6GiB")
+    assert (config.codec, config.vram) == ("lossless", "4.6GiB")
+    assert comfy.Config(None, "raw").vram == "auto"
+
+
+def test_aitoolkit_figures_are_of_warm_steps_from_end_to_end():
+    ends = [0.0, 9.0, 10.0, 11.0, 12.0, 13.0, 13.5, 14.0, 14.5]
+    told = {"steps": [[end - 0.2, end, 1.0] for end in ends], "memory": {"end": {"rss_bytes": 5}}}
+    found = aitoolkit.figures(told)
+    assert found["s_per_step"] == pytest.approx(0.5) and found["s_in_step"] == pytest.approx(0.2)
+
+
+def test_aitoolkit_losses_are_compared_step_by_step():
+    assert aitoolkit.against([1.0, 2.2, None], [1.0, 2.0, 3.0]) == {
+        "compared": 2, "equal": 1, "largest_relative": pytest.approx(0.1),
+    }  # fmt: skip
+
+
+def test_aitoolkit_words_name_budget_codec_and_the_run_to_compare_with():
+    config = aitoolkit.Config("float8-half/lossless")
+    assert (config.budget, config.codec, config.plain, config.bounces) == (
+        "half",
+        "lossless",
+        "float8-plain",
+        True,
+    )
+    assert not aitoolkit.Config("float8-stock").bounces
+
+
+def test_aitoolkit_budgets_leave_room_for_what_is_not_weights(tmp_path):
+    bench = object.__new__(aitoolkit.Bench)
+    bench.folder, bench.arguments = tmp_path, type("A", (), {"cpu": False})
+    weights = tmp_path / "models" / "zimage" / "transformer"
+    weights.mkdir(parents=True)
+    (weights / "w.safetensors").write_bytes(bytes(600))
+    bench.done = {
+        "plain": {"status": "ok", "peak_reserved_bytes": 700},
+        "stock": {"status": "ok", "peak_reserved_bytes": 250},
+    }
+    assert bench._budget(aitoolkit.Config("all/raw")) == 150  # of 250, 100 are activations
+    assert bench._budget(aitoolkit.Config("half/raw")) == 250
+    assert bench._budget(aitoolkit.Config("8GiB/raw")) == "8GiB"
+    bench.done["float8-plain"] = {"status": "failed"}
+    assert bench.run(aitoolkit.Config("float8-half/raw")) == {
+        "status": "skipped", "reason": "needs float8-plain run before it",
+    }  # fmt: skip
+
+
+def test_aitoolkit_reads_the_least_budget_from_a_log():
+    assert aitoolkit.LEAST.search("x: the least budget that works is 4096 bytes\n")[1] == "4096"
+
+
+def _run(script: str, out: Path, *arguments: str) -> dict:
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / script),
+        "--tiny",
+        "--cpu",
+        "--json",
+        str(out),
+        *arguments,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=580, env={**os.environ, "CAROM_COMMIT": "test"}
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.skipif(not os.environ.get("COMFYUI_PATH"), reason="set COMFYUI_PATH to a ComfyUI folder")
+@pytest.mark.timeout(600)
+def test_tiny_run_in_the_real_comfyui(tmp_path):
+    record = _run("comfy_gpu.py", tmp_path / "r.json", "--steps", "3", "--loaders", "stock,raw")
+    stock, raw = record["runs"]
+    assert stock["second"]["hash"] == raw["second"]["hash"] and raw["second"]["class"] == "CaromModelPatcher"
+    assert raw["second"]["report"]["streamed_bytes"] > 0 and record["commit"] == "test"
+
+
+@pytest.mark.skipif(
+    not os.environ.get("AI_TOOLKIT_PATH"), reason="set AI_TOOLKIT_PATH to an ai-toolkit checkout"
+)
+@pytest.mark.timeout(600)
+def test_tiny_run_of_the_real_ai_toolkit(tmp_path):
+    record = _run("aitoolkit_gpu.py", tmp_path / "r.json", "--steps", "3", "--configs", "plain,all/raw")
+    plain, bouncing = record["runs"]
+    assert bouncing["losses"] == plain["losses"] and any(
+        "stream through" in line for line in bouncing["carom_lines"]
+    )
