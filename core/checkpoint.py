@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from .errors import UnsupportedError, WeightsError
+from .plan import round_up
+from .store.arena import PAGE, Block, HostArena
 from .store.buffers import compute_buffers
 from .store.eviction import EVICTIONS
 from .store.header import show
@@ -65,15 +67,42 @@ class Stand:
     sites: list[Site]
     trainable: bool
     changed: torch.Tensor | None = None
+    block: Block | None = None  # where ``changed`` lies
 
     @property
     def name(self) -> str:
         return self.bound.name
 
+    @property
+    def pages(self) -> int:
+        """Bytes of host memory that a value takes."""
+        return round_up(self.bound.nbytes, PAGE)
+
     def change(self, value: torch.Tensor) -> None:
         """From now on the tensor has this value, kept in host memory."""
+        self.accept(self.copy_of(value))
+
+    def copy_of(self, value: torch.Tensor) -> Block:
+        """Host memory of its own, which can be pinned, with the bytes of ``value``. Raises MemoryError."""
+        block = HostArena(None, None).allocate(self.bound.nbytes)
         with torch.inference_mode(False), torch.no_grad():
-            self.changed = value.detach().to("cpu", copy=True).contiguous()
+            self._in(block).copy_(value.detach())
+        return block
+
+    def accept(self, block: Block) -> None:
+        """The value is that of ``block`` (from `copy_of`); nothing reads the last one any more."""
+        if self.block is not None:
+            self.block.unpin()
+        self.changed, self.block = self._in(block), block
+
+    def _in(self, block: Block) -> torch.Tensor:
+        bound = self.bound
+        with torch.inference_mode(False):
+            if not bound.nbytes:
+                return torch.empty(bound.shape, dtype=bound.dtype)
+            # A storage of its own, so that saving the tensor saves no padding.
+            own = torch.frombuffer(block.data.numpy(), dtype=torch.uint8)
+            return own.view(bound.dtype).view(bound.shape)
 
     def check(self, value: torch.Tensor) -> None:
         """Raises WeightsError unless ``value`` may take the tensor's place."""
@@ -183,8 +212,8 @@ class Checkpoint:
     @property
     def changed_bytes(self) -> int:
         """Host memory of values that are no longer the file's."""
-        found = {id(stand): stand.changed for stand in self._stands.values()}
-        return sum(value.nbytes for value in found.values() if value is not None)
+        found = {id(stand): stand for stand in self._stands.values() if stand.changed is not None}
+        return sum(stand.pages for stand in found.values())
 
     def read(self, stand: Stand) -> torch.Tensor:
         """The true value, a CPU tensor of its own. Raises WeightsError."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from .attach import Placement
 from .checkpoint import Checkpoint, Stand
+from .disk_residents import bring_all
 from .disk_streamer import DiskStreamer
 from .errors import WeightsError
 from .streamer import Streamer
@@ -74,6 +75,7 @@ class Values:
         if stand is not None and target.is_meta:
             self._write_streamed(stand, tensor)
             return
+        bring_all(target)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             target.copy_(tensor)
 
