@@ -28,6 +28,8 @@ from .store.pieces import choose_buffers
 from .store.reader import DiskReader, ReaderPolicy
 from .units import Site, Unit, collect
 
+_SMALL = 64 << 10  # bytes; below it a value is no mapping of its own
+
 logger = logging.getLogger("carom")
 
 
@@ -56,6 +58,14 @@ class Weights:
             raise UnsupportedError(f"workers={self.workers!r}: choose 1 to 64")
 
 
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A value in host memory, and where it lies if that can be pinned."""
+
+    value: torch.Tensor
+    block: Block | None = None
+
+
 @dataclass(eq=False)
 class Stand:
     """A tensor of the file: ``tensor`` (on meta) stands at ``sites`` for ``original``. ``changed``: its value on
@@ -74,35 +84,31 @@ class Stand:
         return self.bound.name
 
     @property
-    def pages(self) -> int:
+    def kept_bytes(self) -> int:
         """Bytes of host memory that a value takes."""
-        return round_up(self.bound.nbytes, PAGE)
+        return self.bound.nbytes if self.bound.nbytes < _SMALL else round_up(self.bound.nbytes, PAGE)
 
     def change(self, value: torch.Tensor) -> None:
         """From now on the tensor has this value, kept in host memory."""
         self.accept(self.copy_of(value))
 
-    def copy_of(self, value: torch.Tensor) -> Block:
-        """Host memory of its own, which can be pinned, with the bytes of ``value``. Raises MemoryError."""
-        block = HostArena(None, None).allocate(self.bound.nbytes)
+    def copy_of(self, value: torch.Tensor) -> Kept:
+        """The value in host memory of its own, which can be pinned unless it is small. Raises MemoryError."""
+        bound, block = self.bound, None
         with torch.inference_mode(False), torch.no_grad():
-            self._in(block).copy_(value.detach())
-        return block
+            if bound.nbytes < _SMALL:
+                return Kept(value.detach().to("cpu", copy=True).contiguous())
+            block = HostArena(None, None).allocate(bound.nbytes)
+            # A storage of its own, so that saving the tensor saves no padding.
+            own = torch.frombuffer(block.data.numpy(), dtype=torch.uint8).view(bound.dtype).view(bound.shape)
+            own.copy_(value.detach())
+        return Kept(own, block)
 
-    def accept(self, block: Block) -> None:
-        """The value is that of ``block`` (from `copy_of`); nothing reads the last one any more."""
+    def accept(self, kept: Kept) -> None:
+        """The value is this (from `copy_of`); nothing reads the last one any more."""
         if self.block is not None:
             self.block.unpin()
-        self.changed, self.block = self._in(block), block
-
-    def _in(self, block: Block) -> torch.Tensor:
-        bound = self.bound
-        with torch.inference_mode(False):
-            if not bound.nbytes:
-                return torch.empty(bound.shape, dtype=bound.dtype)
-            # A storage of its own, so that saving the tensor saves no padding.
-            own = torch.frombuffer(block.data.numpy(), dtype=torch.uint8)
-            return own.view(bound.dtype).view(bound.shape)
+        self.changed, self.block = kept.value, kept.block
 
     def check(self, value: torch.Tensor) -> None:
         """Raises WeightsError unless ``value`` may take the tensor's place."""
@@ -213,7 +219,7 @@ class Checkpoint:
     def changed_bytes(self) -> int:
         """Host memory of values that are no longer the file's."""
         found = {id(stand): stand for stand in self._stands.values() if stand.changed is not None}
-        return sum(stand.pages for stand in found.values())
+        return sum(stand.kept_bytes for stand in found.values())
 
     def read(self, stand: Stand) -> torch.Tensor:
         """The true value, a CPU tensor of its own. Raises WeightsError."""

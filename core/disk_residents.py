@@ -290,7 +290,7 @@ _ASKED = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex",
     "is_contiguous", "is_signed", "storage_offset", "__len__", "__hash__", "requires_grad_", "register_hook",
     "is_pinned", "register_post_accumulate_grad_hook", "get_device", "is_inference", "has_names", "_is_view",
-    "is_same_size", "is_shared",
+    "is_same_size", "is_shared", "is_conj", "is_neg",
 }  # fmt: skip
 _WITH_VALUES = {
     *ops._VIEW_GETTERS, torch.Tensor.imag.__get__, torch.Tensor.data.__set__, torch.Tensor._base.__get__,  # type: ignore[attr-defined,union-attr]

@@ -135,26 +135,29 @@ class DiskStreamer(Streamer):
         with self.lock:
             held = 0 if self.cache is None else self.cache.limit_bytes
             spare = self._disk.ram - held - self._disk.checkpoint.changed_bytes
-            if stand.pages > spare and stand.changed is not None:  # over the last value: no room for both
+            if (
+                stand.kept_bytes > spare and stand.changed is not None
+            ):  # over the last value: no room for both
                 self.engine.synchronize()
                 with torch.inference_mode(False), torch.no_grad():
                     stand.changed.copy_(value.detach())
                 self._distrust(stand)
                 return True
-            if stand.pages > spare:
+            if stand.kept_bytes > spare:
                 if not self.idle:
                     raise UnsupportedError(
                         f"no room in ram for a new value of {stand.name} during a pass; write it between passes"
                     )
-                grown = self._disk.checkpoint.changed_bytes + stand.pages
+                grown = self._disk.checkpoint.changed_bytes + stand.kept_bytes
                 choose_buffers([unit.nbytes for unit in self.units], self._disk.ram - grown)
                 return False
-        block = stand.copy_of(value)  # takes its time: not under the lock
-        self._arena.pin(block)
+        kept = stand.copy_of(value)  # takes its time: not under the lock
+        if kept.block is not None:
+            self._arena.pin(kept.block)
         with self.lock:
             if stand.changed is not None:
                 self.engine.synchronize()  # a copy to a slot may still read the last value
-            stand.accept(block)
+            stand.accept(kept)
             self._distrust(stand)
         return True
 

@@ -386,22 +386,25 @@ def test_an_impossible_budget_leaves_the_session_as_it_was(tmp_path):
             within_ram(session)
 
 
-def test_a_drive_that_fails_while_budgets_change_gives_the_module_back(tmp_path, monkeypatch):
+def test_a_drive_that_fails_while_budgets_change_is_told_by_the_pass_that_needs_it(tmp_path, monkeypatch):
     failing = {"on": False}
     Faults(monkeypatch, lambda offset: OSError(5, "Input/output error") if failing["on"] else None)
-    _, empty, path, nbytes = uniform(tmp_path)
+    loaded, empty, path, nbytes = uniform(tmp_path)
     before = {name: id(p) for name, p in empty.named_parameters()}
-    session = carom.stream(empty, device="cpu", vram=5 * 32768, weights=path, ram=50_000)
-    failing["on"] = True
-    with pytest.raises(carom.WeightsError, match="Input/output"):
+    x = torch.ones(1, 64)
+    with carom.stream(empty, device="cpu", vram=5 * 32768, weights=path, ram=50_000) as session:
+        failing["on"] = True
         session.set_budget(vram=2 * nbytes)
-    session.close()
+        with torch.no_grad():
+            for _ in range(2):
+                with pytest.raises(carom.WeightsError, match="Input/output"):
+                    empty(x)
+            failing["on"] = False
+            for _ in range(2):
+                assert torch.equal(empty(x), loaded(x))
     assert {name: id(p) for name, p in empty.named_parameters()} == before
     assert all(p.is_meta and type(p) is nn.Parameter and p.requires_grad for p in empty.parameters())
     assert not any("forward" in vars(m) for m in empty.modules())
-    failing["on"] = False
-    with carom.stream(empty, device="cpu", vram=5 * 32768, weights=path, ram=50_000), torch.no_grad():
-        empty(torch.ones(1, 64))
 
 
 @on_some_devices
@@ -766,11 +769,16 @@ def test_a_file_that_changes_in_use_is_noticed(tmp_path, how):
     assert all(p.is_meta and type(p) is nn.Parameter for p in empty.parameters())
 
 
-def test_a_refused_residents_read_leaves_the_module_alone(tmp_path, monkeypatch):
+@pytest.mark.parametrize("used", [False, True], ids=["never used", "failed in use"])
+def test_residents_that_cannot_be_read_leave_the_module_alone(tmp_path, monkeypatch, used):
     Faults(monkeypatch, lambda offset: OSError(5, "Input/output error"))
     _, empty, path, nbytes = uniform(tmp_path)
-    with pytest.raises(carom.WeightsError, match="could not be read"):
-        carom.stream(empty, device="cpu", vram=2 * nbytes, weights=path, ram=nbytes)
+    with carom.stream(empty, device="cpu", vram=2 * nbytes, weights=path, ram=nbytes):
+        if used:
+            with pytest.raises(carom.WeightsError, match="could not be read"):
+                empty(torch.ones(1, 64))
+            with pytest.raises(carom.WeightsError, match="could not be read"):
+                empty.blocks[3][0].weight.sum()
     assert all(p.is_meta and type(p) is nn.Parameter and p.requires_grad for p in empty.parameters())
     assert not any("forward" in vars(m) for m in empty.modules())
 
