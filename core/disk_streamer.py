@@ -125,7 +125,8 @@ class DiskStreamer(Streamer):
     def begins(self, everything: bool) -> None:
         """A root forward begins: resident weights that it needs at once are brought; ``everything``: all of them."""
         if self._disk.residents.waiting:
-            self._disk.residents.begins(everything or self.cache is None)
+            # Where RAM is too short for both, the cache begins when they are through.
+            self._disk.residents.begins(everything or (self.cache is None and self._buffers is not None))
 
     def take(self, stand: Stand, value: torch.Tensor) -> bool:
         """Give a streamed weight another value; False where the cache must first become smaller to make room.

@@ -20,8 +20,8 @@ import carom
 import pytest
 import tests_models as models
 import torch
-from carom.core.store.writer import pack
 from safetensors.torch import save_file
+from tests_disk_harness import Faults, on_meta, save, some_ram, some_vram, uniform, within_ram
 from tests_harness import assert_same, infer, on_every_device, on_some_devices, place, train
 from torch import nn
 
@@ -29,46 +29,6 @@ CASES = models.CASES
 # Not on meta: strides that no file has, and values that no file holds.
 ON_META = [name for name in CASES if name not in ("odd", "conv2d channels last", "buffers")]
 RAMS = {"all of it": 1.5, "half": 0.5, "a tenth": 0.1, "two pages": 0.0}
-
-
-def save(model: nn.Module, folder: Path, packed: bool = False) -> Path:
-    """The model's state as a file, tied tensors once."""
-    seen: dict[int, str] = {}
-    state = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if seen.setdefault(id(tensor), name) == name:
-            state[name] = tensor.detach().contiguous().clone()
-    path = folder / "model.safetensors"
-    save_file(state, path)
-    if packed:
-        pack(path, folder / "packed.safetensors")
-        path = folder / "packed.safetensors"
-    return path
-
-
-def on_meta(case: Any, checkpoint: str = "none") -> nn.Module:
-    with torch.device("meta"):
-        return case.build(checkpoint)
-
-
-def some_vram(model: nn.Module, weights: Any, share: float = 0.3, slots: int = 1, **settings: Any) -> int:
-    """Between the least budget that a refused one names, and everything."""
-    with pytest.raises(carom.BudgetError) as refused:
-        carom.stream(model, device="cpu", vram=0, weights=weights, **settings)
-    assert refused.value.least_bytes is not None
-    least = refused.value.least_bytes * slots
-    pages = sum(-(-t.nbytes // 4096) * 4096 for t in {id(t): t for t in model.parameters()}.values())
-    return least + int(max(0, pages - least) * share)
-
-
-def some_ram(model: nn.Module, share: float) -> int:
-    return max(8192, int(share * sum(-(-t.nbytes // 4096) * 4096 for t in model.parameters())))
-
-
-def within_ram(session: Any) -> None:
-    report = session.report()
-    assert 0 < report.ram_peak_bytes <= report.ram_budget_bytes
-    assert report.vram_peak_bytes <= report.vram_budget_bytes
 
 
 # -- exact
@@ -256,29 +216,6 @@ def test_the_real_minilm_checkpoint_embeds_as_loaded_whole():
 
 
 # -- the cache
-
-
-def uniform(tmp_path: Path) -> tuple[nn.Module, nn.Module, Path, int]:
-    """(loaded, on meta, file, bytes): twenty blocks of two equal matrices."""
-
-    class Uniform(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(
-                nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)) for _ in range(20)
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        loaded = Uniform()
-    with torch.device("meta"):
-        empty = Uniform()
-    return loaded, empty, save(loaded, tmp_path), sum(p.nbytes for p in loaded.parameters())
 
 
 def blocks_read_a_pass(empty: nn.Module, path: Any, ram: int) -> float:
@@ -650,29 +587,6 @@ def test_adapters_on_meta_are_explained(tmp_path):
 
 
 # -- faults
-
-
-class Faults:
-    """The operating system's reads with a fault in between: ``play(offset)`` gives an OSError, a length, or None."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, play: Any) -> None:
-        from carom.core import disk
-        from carom.core.store.rawio import PosixFile
-        from carom.core.store.reader import DiskReader, ReaderPolicy
-
-        class File(PosixFile):
-            def read_into(self, buffer: memoryview, offset: int) -> int:
-                verdict = play(offset)
-                if isinstance(verdict, Exception):
-                    raise verdict
-                got = super().read_into(buffer, offset)
-                return got if verdict is None else min(got, verdict)
-
-        def reader(policy: ReaderPolicy) -> DiskReader:
-            quick = ReaderPolicy(workers=policy.workers, chunk=policy.chunk, retries=2, backoff=0.001)
-            return DiskReader(quick, opener=File)
-
-        monkeypatch.setattr(disk, "DiskReader", reader)
 
 
 @on_some_devices
