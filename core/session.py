@@ -282,7 +282,9 @@ class Session(Adapts, Adopts, Values):
         try:
             self._attach()
         except BaseException as error:
-            if retry and isinstance(error, OutOfMemory):
+            if isinstance(error, OutOfMemory):
+                if not retry:  # nobody comes again: whole, on the host or in its file; the next forward tries
+                    self._detach_for_parking()
                 raise
             # The module must not be left with stand-ins (a drive may have failed), nor the session half open.
             self._final = Report(notes=("attaching anew failed: the session is closed",))
@@ -311,7 +313,12 @@ class Session(Adapts, Adopts, Values):
             except BaseException:
                 self._vram, self._ram = before
                 raise
-            self._again()
+            try:
+                self._again(retry=True)
+            except OutOfMemory:  # what was there before did fit
+                self._vram, self._ram = before
+                self._again()
+                raise
 
     def park(self) -> None:
         """Release the device; the module stays attached and returns at its next forward."""

@@ -344,6 +344,46 @@ def test_a_drive_that_fails_while_budgets_change_is_told_by_the_pass_that_needs_
     assert not any("forward" in vars(m) for m in empty.modules())
 
 
+@pytest.mark.parametrize("failures", [1, 2, 5])
+def test_a_device_out_of_memory_while_budgets_change_leaves_a_session_that_works(
+    tmp_path, monkeypatch, failures
+):
+    from carom.core.transfer import PlainEngine
+
+    loaded, empty, path, nbytes = uniform(tmp_path)
+    x, left = torch.ones(1, 64), {"n": 0}
+    allocate = PlainEngine.allocate
+
+    def short(self: Any, size: int) -> torch.Tensor:
+        if left["n"]:
+            left["n"] -= 1
+            raise torch.OutOfMemoryError("injected")
+        return allocate(self, size)
+
+    monkeypatch.setattr(PlainEngine, "allocate", short)
+    with (
+        carom.stream(empty, device="cpu", vram=5 * 32768, weights=path, ram=100_000) as session,
+        torch.no_grad(),
+    ):
+        for change in (
+            lambda: session.set_budget(vram=9 * 32768),
+            lambda: session.write("blocks.4.0.weight", 2 * session.read("blocks.4.0.weight")),
+        ):
+            left["n"] = failures
+            with pytest.raises(torch.OutOfMemoryError):
+                change()
+                empty(x)
+            left["n"] = 0
+            if torch.equal(session.read("blocks.4.0.weight"), 2 * loaded.blocks[4][0].weight):
+                loaded.blocks[4][0].weight *= 2
+            assert torch.equal(empty(x), loaded(x))
+            within_ram(session)
+            assert session.report().vram_budget_bytes == 5 * 32768
+    assert all(
+        p.is_meta and type(p) is nn.Parameter for n, p in empty.named_parameters() if "blocks.4" not in n
+    )
+
+
 @on_some_devices
 def test_an_order_that_changes_costs_reads_and_nothing_else(tmp_path, device):
     case, where = models.Case("steered", models.Steered), place(device)
