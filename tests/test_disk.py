@@ -781,7 +781,11 @@ def test_the_report_says_what_the_disk_did(tmp_path):
     assert report.disk_bytes_per_second and report.disk_bytes_per_second > 0
     assert 0 < report.disk_bytes_per_step < nbytes
     assert report.ram_budget_bytes == nbytes // 2
-    assert report.bound_by in ("compute", "link", "disk")
+    stages = {"compute": report.compute_seconds, "link": report.link_seconds, "disk": report.disk_seconds}
+    assert report.bound_by == max(stages, key=lambda name: stages[name])
+    assert report.disk_seconds == pytest.approx(report.disk_bytes_per_step / report.disk_bytes_per_second)
+    assert report.roofline_seconds >= max(stages.values()) * 0.99
+    assert "disk" in next(line for line in report.table().splitlines() if "bound by" in line)
     assert any("carom pack" in note for note in report.notes)
     assert any(span.lane == "disk" for span in report.spans)
     assert "read from disk" in report.table()
