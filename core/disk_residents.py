@@ -1,12 +1,12 @@
 """Resident weights of a file on their way to the device: read ahead from the start, brought when they are first used.
 
-A session is ready at once, whatever the model's size. Until its bytes are there a resident tensor wears a class that
-brings them when an operator wants its value; what only asks for shape, dtype or device gets its answer without.
+A session is ready at once, whatever the model's size. Until its bytes are there a resident tensor is what `pending` makes it.
 Everything here runs under the streamer's lock, but for the reader's threads, which take none.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from . import ops
-from .disk_tensors import DiskParameter, DiskTensor
-from .errors import CaromError
+from .disk_direct import DirectLoads, try_direct
+from .errors import CaromError, WeightsError
 from .hooks import Wrapped, resident_forward
 from .meter import Meter
+from .pending import unwear, wear
 from .plan import round_up
 from .sizes import MIB
 from .store.arena import Block, HostArena
@@ -32,6 +32,7 @@ from .store.rawio import ALIGN as PAGE
 from .store.reader import DiskReader, ReadHandle
 from .transfer import Engine
 
+logger = logging.getLogger("carom")
 _STAGING = 16 * MIB  # bytes of one of the buffers that residents pass through
 _BUFFERS = 4
 _SPANS = 4096  # reads remembered for the timeline
@@ -81,6 +82,8 @@ class Residents:
         self.read_bytes = 0
         self.late_seconds = 0.0  # while a host thread waited
         self.spans: deque[tuple[str, float, float, int]] = deque(maxlen=_SPANS)
+        self._direct: DirectLoads | None = None
+        self.notes: list[str] = []
 
     @property
     def wanted(self) -> bool:
@@ -133,6 +136,10 @@ class Residents:
             self._reader = reader(size)
             for staged in self._free:
                 self._arena.pin(staged.block)
+            blocks = [staged.block.data for staged in self._free]
+            self._direct = try_direct(self._engine, self._reader, self._queue, blocks)
+            if self._direct is not None:
+                self.notes.append("resident weights are read past host memory (GPUDirect Storage)")
             self._ask()
         if not self._pending:
             self._end()
@@ -171,6 +178,8 @@ class Residents:
                 raise CaromError(f"{load.name!r} is needed, but its session was closed before it was read")
             before, began = (self._engine.mark() if self._meter.timing else None), time.perf_counter()
             self._first(load)
+            if self._direct is not None:
+                self._bring_directly(load)
             while load.left:
                 self._ask()
                 self._land()
@@ -192,6 +201,8 @@ class Residents:
     def _ask(self) -> None:
         """Start reads into every buffer that is free."""
         assert self._reader is not None
+        if self._direct is not None:
+            return
         while self._free:
             while self._queue and not self._queue[0].pieces:
                 self._queue.popleft()
@@ -246,6 +257,26 @@ class Residents:
             self._engine.synchronize(staged.copied)
             self._arrive(load)
 
+    def _bring_directly(self, load: Load) -> None:
+        """This load past host memory, with the next one on its way; where that fails the staging buffers take over."""
+        assert self._direct is not None
+        ahead = [other for other in self._queue if other is not load and other.pieces]
+        try:
+            began = self._direct.bring([load, *ahead[:1]])
+        except WeightsError:
+            raise
+        except Exception as error:
+            logger.warning("carom: GPUDirect Storage failed and is not used any more: %s", error)
+            self._direct.close()
+            self._direct = None
+            return
+        nbytes = sum(read.nbytes for piece in load.pieces for read in piece.reads)
+        self.spans.append((load.name, began, time.perf_counter(), nbytes))
+        self.read_bytes += nbytes
+        load.pieces.clear()
+        load.left = 0
+        self._arrive(load)
+
     def _arrive(self, load: Load) -> None:
         with torch.inference_mode(False), torch.no_grad():
             for tensor in load.tensors:
@@ -266,6 +297,9 @@ class Residents:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        if self._direct is not None:
+            self._direct.close()
+            self._direct = None
         for staged in (*self._free, *self._asked):
             if staged.copied is not None:
                 self._engine.synchronize(staged.copied)
@@ -282,78 +316,3 @@ class Residents:
             for load in self._pending.values():
                 for tensor in load.tensors:
                     unwear(tensor)
-
-
-# -- what a resident tensor is until its bytes are there
-
-_ASKED = {
-    "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex",
-    "is_contiguous", "is_signed", "storage_offset", "__len__", "__hash__", "requires_grad_", "register_hook",
-    "is_pinned", "register_post_accumulate_grad_hook", "get_device", "is_inference", "has_names", "_is_view",
-    "is_same_size", "is_shared", "is_conj", "is_neg",
-}  # fmt: skip
-_WITH_VALUES = {
-    *ops._VIEW_GETTERS, torch.Tensor.imag.__get__, torch.Tensor.data.__set__, torch.Tensor._base.__get__,  # type: ignore[attr-defined,union-attr]
-}  # fmt: skip
-
-
-def bring_all(values: Any) -> None:
-    """Bring the bytes of every tensor in ``values`` that is not there yet."""
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, (PendingParameter, PendingTensor)):
-            residents, load = leaf._pending
-            residents.bring(load)
-
-
-def _function(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-    kwargs = kwargs or {}
-    name = getattr(func, "__name__", "")
-    getter = name in ("__get__", "__set__")
-    if name in _ASKED or (getter and func not in _WITH_VALUES):
-        return ops.plain(func, args, kwargs)
-    bring_all((args, kwargs))
-    return func(*args, **kwargs)  # plain tensors by now, or such as stream
-
-
-class PendingParameter(DiskParameter):
-    """The class that a resident Parameter wears until its bytes are on the device."""
-
-    _pending: tuple[Residents, Load]
-    __torch_function__: Any = classmethod(_function)
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        bring_all(self)
-        return self.__deepcopy__(memo)  # of the class that it has now
-
-    def __reduce_ex__(self, proto: Any) -> Any:
-        bring_all(self)
-        return self.__reduce_ex__(proto)
-
-
-class PendingTensor(DiskTensor):
-    """The same for buffers."""
-
-    _pending: tuple[Residents, Load]
-    __torch_function__: Any = classmethod(_function)
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        bring_all(self)
-        return self.__deepcopy__(memo)
-
-    def __reduce_ex__(self, proto: Any) -> Any:
-        bring_all(self)
-        return self.__reduce_ex__(proto)
-
-
-def wear(tensor: torch.Tensor, residents: Residents, load: Load) -> None:
-    """``tensor`` (a plain Parameter or Tensor of ours) has no value before ``load`` is here."""
-    tensor._pending = (residents, load)  # type: ignore[attr-defined]
-    tensor.__class__ = PendingParameter if isinstance(tensor, nn.Parameter) else PendingTensor
-
-
-def unwear(tensor: torch.Tensor) -> None:
-    """``tensor`` is plain again."""
-    if isinstance(tensor, (PendingParameter, PendingTensor)):
-        is_parameter = isinstance(tensor, nn.Parameter)
-        del tensor._pending
-        tensor.__class__ = nn.Parameter if is_parameter else torch.Tensor  # type: ignore[assignment]

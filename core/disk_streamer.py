@@ -177,7 +177,7 @@ class DiskStreamer(Streamer):
             read_bytes=read.nbytes,
             reading_seconds=read.seconds,
             wait_seconds=read.late_seconds,
-            notes=(*disk.checkpoint.notes, *self._packing()),
+            notes=(*disk.checkpoint.notes, *disk.residents.notes, *self._packing()),
         )
 
     def _total_read(self) -> int:

@@ -14,9 +14,9 @@ from torch import nn
 
 from .attach import Placement
 from .checkpoint import Checkpoint, Stand
-from .disk_residents import bring_all
 from .disk_streamer import DiskStreamer
 from .errors import WeightsError
+from .pending import bring_all
 from .streamer import Streamer
 
 
