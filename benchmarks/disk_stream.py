@@ -135,6 +135,11 @@ def part(name: str, args: argparse.Namespace, folder: Path) -> dict:
     command = [sys.executable, str(HERE), "--part", name, "--in", str(folder)]
     for option in ("blocks", "width", "vram", "ram", "device", "passes"):
         command += [f"--{option}", str(getattr(args, option))]
+    return started(command, name)
+
+
+def started(command: list[str], name: str) -> dict:
+    """What a part prints, and the most memory it was seen to hold."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=out, stderr=errors)
         peak = watch(process)
@@ -143,6 +148,16 @@ def part(name: str, args: argparse.Namespace, folder: Path) -> dict:
             raise SystemExit(f"{name} failed:\n{errors.read()}")
         result = json.loads(out.read() or "{}")
     return {**result, "peak_rss_bytes_from_outside": peak} if result else result
+
+
+def keep(path: Path, tool: str, result: dict) -> None:
+    """Write a record: the result with commit, date and machine."""
+    from importlib import import_module
+
+    record = import_module("carom.benchmarks.record")
+    found = record.new_record(tool, sys.argv[1:])
+    del found["cases"]
+    record.write_record({**found, "result": result}, path)
 
 
 def watch(process: subprocess.Popen) -> int:
@@ -222,10 +237,7 @@ def main() -> None:
             result["unpacked"] = part("run-unpacked", args, folder)
     print(json.dumps(result, indent=1))
     if args.record is not None:
-        record = import_module("carom.benchmarks.record")
-        found = record.new_record("disk_stream", sys.argv[1:])
-        del found["cases"]
-        record.write_record({**found, "result": result}, args.record)
+        keep(args.record, "disk_stream", result)
 
 
 if __name__ == "__main__":
