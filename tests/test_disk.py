@@ -154,6 +154,35 @@ def test_a_tiny_llama_streams_from_a_sharded_folder(tmp_path, device):
         within_ram(session)
 
 
+def test_a_diffusers_model_streams_from_its_sharded_folder(tmp_path):
+    diffusers = pytest.importorskip("diffusers")
+    settings = {
+        "patch_size": 1, "in_channels": 8, "num_layers": 2, "num_single_layers": 3, "attention_head_dim": 16,
+        "num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8),
+        "guidance_embeds": True,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = diffusers.FluxTransformer2DModel(**settings).eval()
+        x = {
+            "hidden_states": torch.randn(1, 16, 8), "encoder_hidden_states": torch.randn(1, 6, 32),
+            "pooled_projections": torch.randn(1, 32), "timestep": torch.tensor([0.5]),
+            "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(6, 3), "guidance": torch.ones(1),
+        }  # fmt: skip
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    with torch.device("meta"):
+        empty = diffusers.FluxTransformer2DModel.from_config(
+            diffusers.FluxTransformer2DModel.load_config(tmp_path)
+        ).eval()
+    vram, ram = some_vram(empty, tmp_path, 0.2), some_ram(empty, 0.2)
+    with carom.stream(empty, device="cpu", vram=vram, weights=tmp_path, ram=ram) as session, torch.no_grad():
+        assert session._placement.streamed
+        for _ in range(2):
+            assert torch.equal(empty(**x).sample, model(**x).sample)
+        within_ram(session)
+
+
 def test_the_trainer_trains_saves_and_resumes_as_with_the_loaded_model(tmp_path):
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     pytest.importorskip("accelerate")
@@ -693,6 +722,39 @@ def test_short_and_failing_reads_are_retried(tmp_path, monkeypatch):
     with carom.stream(empty, device="cpu", vram=5 * 32768, weights=path, ram=100_000), torch.no_grad():
         for _ in range(3):
             assert torch.equal(empty(x), loaded(x))
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "no direct reads"])
+def test_a_linked_long_non_ascii_read_only_folder_streams(tmp_path, monkeypatch, direct):
+    from carom.core.store import rawio
+
+    loaded, empty, path, _ = uniform(tmp_path)
+    folder = tmp_path / ("Gewichte-重み-" + "x" * 150) / ("ordner" * 20)
+    folder.mkdir(parents=True)
+    path.rename(folder / "模型.safetensors")
+    (folder / "模型.safetensors").chmod(0o444)
+    folder.chmod(0o555)
+    link = tmp_path / "verknüpfung.safetensors"
+    try:
+        link.symlink_to(folder / "模型.safetensors")
+    except OSError:
+        pytest.skip("no right to make symbolic links")
+    if not direct and hasattr(os, "O_DIRECT"):
+        real = os.open
+
+        def refusing(file: Any, flags: int, *rest: Any) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(22, "Invalid argument")
+            return real(file, flags, *rest)
+
+        monkeypatch.setattr(rawio.os, "open", refusing)
+    x = torch.ones(1, 64)
+    try:
+        with carom.stream(empty, device="cpu", vram=5 * 32768, weights=link, ram=100_000), torch.no_grad():
+            for _ in range(2):
+                assert torch.equal(empty(x), loaded(x))
+    finally:
+        folder.chmod(0o755)
 
 
 @pytest.mark.parametrize("how", ["replaced", "truncated", "written", "gone"])
