@@ -287,8 +287,12 @@ class Residents:
 
     # -- end
 
+    def pass_ended(self) -> None:
+        """A root forward ended well: hooks that are not needed any more go. Not in a pass, which may have to run again."""
+        if not self._pending:
+            self._wrapped.undo()
+
     def _end(self) -> None:
-        self._wrapped.undo()
         self._give_back()
         self._over()
         self.staging_bytes = 0

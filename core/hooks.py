@@ -183,6 +183,9 @@ def _notice_backward(streamer: Streamer, result: Any) -> None:
 
 def _root_ends(streamer: Streamer, failed: bool) -> None:
     streamer.runs.root_ends(failed)
+    residents = getattr(streamer, "residents", None)
+    if residents is not None and not failed:
+        residents.pass_ended()
 
 
 def root_forward(session: Session) -> Callable[[Callable], Callable]:

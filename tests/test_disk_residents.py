@@ -222,3 +222,25 @@ def test_reads_and_waits_of_residents_are_in_the_report(tmp_path):
         assert report.disk_bytes_per_second and report.disk_bytes_per_second > 0
         assert 0 < report.ram_peak_bytes <= report.ram_budget_bytes
         assert not any("forward" in vars(m) for m in empty.blocks.modules())  # nothing is left to wait for
+
+
+def test_a_first_pass_that_runs_out_of_memory_runs_again_with_less_on_the_device(tmp_path):
+    loaded, empty, path, nbytes = uniform(tmp_path)
+    x, memory, failed = torch.ones(1, 64), 2 << 30, []
+    device = carom.SimulatedDevice(seed=1, timing="random", memory_bytes=memory)
+
+    def runs_out(*_: Any) -> None:  # when all residents are there
+        if not failed:
+            failed.append(session.report().resident_bytes)
+            session._engine.ledger.others = memory - session._engine.allocated
+            raise torch.OutOfMemoryError("injected")
+
+    empty.blocks[19].register_forward_hook(runs_out)
+    with (
+        carom.stream(empty, device=device, vram="auto", weights=path, ram="1MiB") as session,
+        torch.no_grad(),
+    ):
+        assert torch.equal(empty(x), loaded(x)), "it ran again with less weights on the device"
+        assert failed and session.report().resident_bytes < failed[0]
+        assert torch.equal(empty(x), loaded(x))
+        assert session.report().ram_peak_bytes <= session.report().ram_budget_bytes
