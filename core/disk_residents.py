@@ -35,6 +35,7 @@ from .transfer import Engine
 logger = logging.getLogger("carom")
 _STAGING = 16 * MIB  # bytes of one of the buffers that residents pass through
 _BUFFERS = 4
+_CHUNK = 4 * MIB  # bytes of one read call: workers of two readers have buffers of their own meanwhile
 _SPANS = 4096  # reads remembered for the timeline
 
 
@@ -133,7 +134,7 @@ class Residents:
         self._free.extend(_Staged(self._arena.allocate(size)) for _ in range(count))
         self.staging_bytes = count * size
         if count:
-            self._reader = reader(size)
+            self._reader = reader(min(size, _CHUNK))
             for staged in self._free:
                 self._arena.pin(staged.block)
             blocks = [staged.block.data for staged in self._free]
