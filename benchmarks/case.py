@@ -10,6 +10,7 @@ ENGINES = ("none", "carom", "ramtorch", "diffusers", "accelerate", "ai-toolkit",
 MODES = ("infer", "train")
 KINDS = ("step", "link", "touch", "host")
 ADAPTER_DTYPES = ("bfloat16", "float32")
+CODECS = ("raw", "lossless", "auto")
 CHECKPOINTS = ("outside", "inside", "off")
 WEIGHT_BYTES = 2  # bfloat16
 BLOCK_SQUARES = 18  # modulation 6, qkv 3, projection 1, feed-forward 4 + 4, each d x d
@@ -53,7 +54,7 @@ class Case:
     limit_s: float = 300.0
 
     def __post_init__(self) -> None:
-        choices = {"engine": ENGINES, "mode": MODES, "kind": KINDS, "codec": ("raw", "lossless", "auto"),
+        choices = {"engine": ENGINES, "mode": MODES, "kind": KINDS, "codec": CODECS,
                    "adapter_dtype": ADAPTER_DTYPES, "checkpoint": CHECKPOINTS}  # fmt: skip
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -108,6 +108,31 @@ def link_share(results: Results, key: str) -> float:
     return crossed / (1e-3 * result["ms_per_step"]) / results.link()
 
 
+def wire_share(results: Results, key: str) -> float:
+    """Bytes that crossed over the bytes of the weights they were."""
+    report = results.get(key)["report"]
+    return report["wire_bytes_per_step"] / report["raw_bytes_per_step"]
+
+
+def effective_share(results: Results, key: str) -> float:
+    """Raw bytes that a step brought a second, over the link's rate."""
+    result = results.get(key)
+    return result["report"]["raw_bytes_per_step"] / (1e-3 * result["ms_per_step"]) / results.link()
+
+
+def of_best(results: Results, key: str, others: list[str]) -> float:
+    """Time of ``key`` over the fastest of ``others`` that ran."""
+    times = []
+    for other in others:
+        try:
+            times.append(results.ms(other))
+        except Missing:
+            continue
+    if not times:
+        raise Missing("no peer ran")
+    return results.ms(key) / min(times)
+
+
 def of_roofline(results: Results, key: str, base: str) -> float:
     """Time of case `key` over its bound."""
     return results.ms(key) / results.roofline(key, base).ms

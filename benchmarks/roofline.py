@@ -47,19 +47,22 @@ class Roofline:
 
 
 def crossing_bytes(case: Case, report: dict[str, Any] | None = None) -> tuple[int, int]:
-    """Raw bytes that must cross in the forward and in the backward of one step.
+    """Bytes that must cross in the forward and in the backward of one step.
 
     Inference: every streamed block once a pass. Training: what the slots hold at each of the two turns is not
     fetched again, so `slots` blocks fewer in either phase. With the engine's `report`, what it really made of its
-    budget (large blocks stay and stream in parts).
+    budget (large blocks stay and stream in parts), and how many bytes are left where they cross packed.
     """
     streamed, held = case.streamed * case.block_bytes, case.slots * case.block_bytes
+    share = 1.0
     if report and report.get("slot_bytes") is not None:
         streamed = max(0, case.weight_bytes - report["resident_bytes"])
         held = report["slot_bytes"]
+        if report.get("packed_units"):
+            share = report["waiting_bytes"] / report["streamed_bytes"]
     if case.mode == "infer":
-        return (0 if held >= streamed else streamed), 0
-    crossing = max(0, streamed - held)
+        return (0 if held >= streamed else round(share * streamed)), 0
+    crossing = round(share * max(0, streamed - held))
     return crossing, crossing
 
 

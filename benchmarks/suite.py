@@ -23,7 +23,6 @@ from .record import add_result, new_record, write_record
 from .runner import run_cases
 from .tables import chart, table
 
-PEERS_INFER = ("musubi", "ai-toolkit", "ramtorch", "diffusers", "accelerate")
 INSTEAD = " (in its place where musubi cannot run)"
 MUSUBI_HALF = 5.3e9  # bytes musubi's ring reserves with half the blocks resident, as the issue states it
 
@@ -74,14 +73,23 @@ def suite_cases(device: str, tiny: bool = False) -> dict[str, Case]:
         "none-train-1024": none(train, short),
         "carom-train-1024": carom(train, short),
         "musubi-train-1024": train.but(engine="musubi", tokens=short),
+        "carom-infer-4096-lossless": carom(infer, middle, codec="lossless"),
+        "carom-train-1024-lossless": carom(train, short, codec="lossless"),
+        "carom-train-4096-lossless": carom(train, middle, codec="lossless"),
+        "carom-train-4096-half-lossless": carom(
+            train, middle, resident=half, slots=2, vram=int(11.3 * big.block_bytes), codec="lossless"
+        ),
+        "none-infer-16384": none(infer, long).but(steps=big.steps // 2),
+        "carom-infer-16384": carom(infer, long).but(steps=big.steps // 2),
+        "carom-infer-16384-lossless": carom(infer, long, codec="lossless").but(steps=big.steps // 2),
+        "carom-infer-16384-auto": carom(infer, long, codec="auto").but(steps=big.steps // 2, warmup=12),
+        "carom-infer-4096-auto": carom(infer, middle, codec="auto").but(warmup=12),
         **{f"host-infer-{kind}": c for kind, c in hosts("infer").items()},
         **{f"host-train-{kind}": c for kind, c in hosts("train").items()},
         "carom-attach-24GB": carom(infer, middle, depth=70 if not tiny else 8, steps=0, verify=False),
         "ai-toolkit-train-4096": train.but(engine="ai-toolkit", tokens=middle, steps=big.steps // 2),
         "ai-toolkit-train-1024": train.but(engine="ai-toolkit", tokens=short, steps=big.steps // 2),
         "carom-infer-4096-half": carom(infer, middle, resident=half, slots=2),
-        "none-infer-16384": none(infer, long).but(steps=big.steps // 2),
-        "carom-infer-16384": carom(infer, long).but(steps=big.steps // 2),
         "carom-flat": flat,
         "musubi-infer-4096": infer.but(engine="musubi", tokens=middle),
         "musubi-infer-4096-half": infer.but(engine="musubi", tokens=middle, resident=half),
@@ -105,7 +113,15 @@ PAIRS = {
     "carom-infer-4096-half": "none-infer-4096",
     "carom-infer-16384": "none-infer-16384",
     "carom-infer-4096-3": "none-infer-4096",
+    "carom-infer-4096-lossless": "none-infer-4096",
+    "carom-infer-4096-auto": "none-infer-4096",
+    "carom-infer-16384-lossless": "none-infer-16384",
+    "carom-infer-16384-auto": "none-infer-16384",
+    "carom-train-1024-lossless": "none-train-1024",
+    "carom-train-4096-lossless": "none-train-4096",
+    "carom-train-4096-half-lossless": "none-train-4096",
 }
+PEERS = ("musubi", "ai-toolkit", "ramtorch", "diffusers", "accelerate")
 
 
 def suite_figures() -> list[Figure]:
@@ -140,6 +156,29 @@ def suite_figures() -> list[Figure]:
         Figure("infer 16384, all streamed: of no offloading", 1.01,
                partial(f.ratio, key="carom-infer-16384", to="none-infer-16384")),
         Figure("reserved over budget + resident run's activations", 1.05, partial(f.reserved_over_promise, pairs=PAIRS)),
+        Figure("lossless: bytes on the wire", 0.70, partial(f.wire_share, key="carom-infer-4096-lossless")),
+        Figure("lossless: raw bytes a second end to end, over the link", 1.40,
+               partial(f.effective_share, key="carom-infer-4096-lossless"), at_least=True),
+        Figure("lossless, infer 4096, all streamed: of the best peer", 0.72,
+               partial(f.of_best, key="carom-infer-4096-lossless", others=[f"{p}-infer-4096" for p in PEERS])),
+        Figure("lossless, train 1024, all streamed: of musubi's ring", 0.67,
+               partial(f.ratio, key="carom-train-1024-lossless", to="musubi-train-1024")),
+        Figure("lossless, train 4096, all streamed: of musubi's ring", 0.82,
+               partial(f.ratio, key="carom-train-4096-lossless", to="musubi-train-4096")),
+        *(
+            Figure(f"lossless, {mode} {tokens}, all streamed: of the packed roofline", 1.03,
+                   partial(f.of_roofline, key=f"carom-{mode}-{tokens}-lossless", base=f"none-{mode}-{tokens}"))
+            for mode, tokens in (("infer", 4096), ("train", 1024), ("train", 4096))
+        ),
+        Figure("lossless, infer 16384 (compute binds): of raw", 1.03,
+               partial(f.ratio, key="carom-infer-16384-lossless", to="carom-infer-16384")),
+        Figure("codec auto, infer 16384: of raw", 1.01,
+               partial(f.ratio, key="carom-infer-16384-auto", to="carom-infer-16384")),
+        Figure("codec auto, infer 4096: of raw", 1.01,
+               partial(f.ratio, key="carom-infer-4096-auto", to="carom-infer-4096")),
+        Figure("lossless, train 4096, half resident, within 5.3 GB: of no offloading", 1.03,
+               partial(f.within_memory, keys=["carom-train-4096-half-lossless"], base="none-train-4096",
+                       limit_bytes=MUSUBI_HALF)),
         Figure("reserved memory gained, step 50 to 500", 0.0, partial(f.growth, key="carom-flat"), unit=" MB"),
         Figure("host memory after attach over the weights", 1.05, partial(f.host_share, key="carom-attach-24GB")),
         Figure("weights placed in the pinned store", 10.0, partial(f.attach_rate, key="carom-attach-24GB"),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..benchmarks.case import ENGINES, MODES, Case
+from ..benchmarks.case import CODECS, ENGINES, MODES, Case
 from ..core.sizes import parse_size
 
 # A GPU gets the DiT of the figures; a machine without one the same shape, small enough for seconds.
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--vram", help="Carom's budget, e.g. 2GiB, instead of what --resident and --slots imply")
     add("--slots", type=int, default=3, help="blocks in flight beside the resident ones (default: 3)")
-    add("--codec", default="raw", choices=("raw", "lossless", "auto"), help="Carom's codec (default: raw)")
+    add("--codec", default="raw", metavar="LIST", help="Carom's codecs: raw, lossless, auto (default: raw)")
     add("--steps", type=int, help="timed steps (default: 8 on a GPU, 5 on a CPU)")
     add("--warmup", type=int, default=3, help="steps before the timed ones (default: 3)")
     add("--device", help="cpu, cuda, cuda:1, ... (default: the GPU if there is one)")
@@ -67,6 +67,7 @@ def make_cases(args: argparse.Namespace, device: str) -> dict[str, Case]:
     defaults = _CPU if device == "cpu" else _GPU
     engines = _names(args.engines, ENGINES, "--engines") if args.engines != "all" else list(ENGINES)
     modes = _names(args.mode, MODES, "--mode")
+    codecs = _names(args.codec, CODECS, "--codec")
     depth = defaults["depth"] if args.depth is None else args.depth
     base = Case(
         d=defaults["d"] if args.d is None else args.d,
@@ -79,7 +80,6 @@ def make_cases(args: argparse.Namespace, device: str) -> dict[str, Case]:
         steps=defaults["steps"] if args.steps is None else args.steps,
         warmup=args.warmup,
         device=device,
-        codec=args.codec,
         seed=args.seed,
         limit_s=args.timeout,
     )
@@ -94,9 +94,11 @@ def make_cases(args: argparse.Namespace, device: str) -> dict[str, Case]:
                         f"--resident {share} is not a share; write 0 (stream all) to 1 (stream none)"
                     )
                 for engine in engines:
-                    if engine != "none":
-                        cases[f"{engine}-{mode}-{tokens}-{share:g}"] = base.but(
-                            engine=engine, mode=mode, tokens=tokens, resident=round(share * depth)
+                    for codec in codecs if engine == "carom" else ("raw",) * (engine != "none"):
+                        key = f"{engine}-{mode}-{tokens}-{share:g}" + ("" if codec == "raw" else f"-{codec}")
+                        resident = round(share * depth)
+                        cases[key] = base.but(
+                            engine=engine, mode=mode, tokens=tokens, resident=resident, codec=codec
                         )
     return cases
 

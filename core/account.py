@@ -27,11 +27,12 @@ class FromDisk:
 
 @dataclass(frozen=True)
 class Held:
-    """Device bytes: the budget, the most that was held of it, and the slot region now."""
+    """Device bytes: the budget, the most that was held of it, the slot region and the staging buffer now."""
 
     budget_bytes: int
     peak_bytes: int
     slot_bytes: int
+    staging_bytes: int = 0
 
 
 def make_report(
@@ -76,11 +77,16 @@ def make_report(
         resident_by_need=need,
         adapter_bytes=placement.adapter_bytes,
         streamed_bytes=placement.streamed_host_bytes,
+        waiting_bytes=placement.wire_bytes,
+        staging_bytes=held.staging_bytes,
+        packed_units=sum(unit.decoder is not None for unit in placement.streamed),
+        decode_seconds=figures.decode_seconds,
+        effective_link_bytes_per_second=_effective(figures),
         pageable_bytes=arena.pageable_bytes,
         steps=figures.steps,
         device=device,
         kind="train" if figures.train else "infer",
-        notes=tuple(arena.notes) + (disk.notes if disk else ()),
+        notes=(*arena.notes, *placement.notes, *(disk.notes if disk else ())),
         ram_budget_bytes=disk.ram_budget_bytes if disk else 0,
         ram_peak_bytes=disk.ram_peak_bytes if disk else 0,
         disk_bytes_per_step=figures.disk_bytes,
@@ -92,6 +98,13 @@ def make_report(
         spans=meter.spans(),
         places=places,
     )
+
+
+def _effective(figures: Medians) -> float | None:
+    """Bytes of weights that a second of copying brings."""
+    if figures.link_bytes_per_second is None or not figures.wire_bytes:
+        return None
+    return figures.link_bytes_per_second * figures.raw_bytes / figures.wire_bytes
 
 
 def _stages(figures: Medians, disk_rate: float | None) -> dict[str, float]:

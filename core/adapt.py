@@ -27,10 +27,13 @@ from .checkpoint import Checkpoint
 from .errors import BudgetError
 from .learn import Learnt, learn
 from .meter import Meter
+from .packing import PackedPlacement, Packing
 from .plan import Plan, resident_cost, round_up
+from .predict import Packed
 from .shares import Shares
 from .simulated import SimulatedEngine
 from .sizes import format_size
+from .store.arena import HostArena
 from .streamer import Streamer
 from .transfer import Engine
 from .units import Carving
@@ -65,6 +68,9 @@ class Adapts:
     _placement: Placement
     _meter: Meter
     _checkpoint: Checkpoint | None
+    _packing: Packing | None
+    _arena: HostArena
+    _ram: int
     _carving: Carving
     _lock: threading.RLock
     _vram: int
@@ -148,6 +154,7 @@ class Adapts:
         """Enough steps were measured: take a layout predicted to be faster, once the change will pay for itself."""
         with self._lock:
             self._tune_at = math.inf
+            self._recode()
             try:
                 advice = self._advice(self._meter.steps)
             except Exception as error:  # advice is a service: without it the step goes on as it is
@@ -176,22 +183,75 @@ class Adapts:
                 return False
             with self._streamer.lock:
                 self._meter.finish()
+            recoded = self._recode()
             advice = self._advice()
             if advice is None or advice.reason:
-                return False
+                return recoded
             self._relay(advice)
             return True
 
-    def _advice(self, steps: float = math.inf) -> replan.Advice | None:
-        """A better layout, None where nothing can be told; ``steps`` as in `replan.advise`."""
+    def _learn(self) -> Learnt | None:
+        """What the steps so far teach, None where nothing can be told. The link's rate is of raw bytes."""
         profile = self._meter.profile()
         if self._checkpoint is not None:
             return None  # what the drive gives is not predicted
         if profile is None or self.plan.all_resident or self._engine.blocking:
             return None
+        learnt = learn(
+            replan.pieces(self._carving), self._streamed(), self._streamer.order.expected(), profile
+        )
+        if learnt is None or not self._placement.wire_bytes:
+            return None
+        rate = learnt.link.bytes_per_second * self._placement.streamed_host_bytes / self._placement.wire_bytes
+        return dataclasses.replace(learnt, link=dataclasses.replace(learnt.link, bytes_per_second=rate))
+
+    def _streamed(self) -> list[int]:
+        """The streamed units as the carving counts them."""
         known = {id(unit): index for index, unit in enumerate(self._carving.units)}
-        streamed = [known[id(unit.unit)] for unit in self._placement.streamed]
-        learnt = learn(replan.pieces(self._carving), streamed, self._streamer.order.expected(), profile)
+        return [known[id(unit.unit)] for unit in self._placement.streamed]
+
+    def _recode(self) -> bool:
+        """Let units cross as they are where unpacking them costs more than it saves; once, with ``codec="auto"``."""
+        placement, chosen = self._placement, self._packing
+        rate = self._unpacking_rate()
+        if not isinstance(placement, PackedPlacement) or chosen is None or not chosen.auto or not rate:
+            return False
+        learnt = self._learn()
+        if learnt is None or not self._streamer.unreferenced:
+            return False
+        self._packing = dataclasses.replace(chosen, auto=False)
+        indices, pieces = self._streamed(), replan.pieces(self._carving)
+        packed = {
+            index: Packed(unit.host.numel(), unit.nbytes / rate)
+            for index, unit in zip(indices, placement.streamed, strict=True)
+            if unit.decoder is not None
+        }
+        wire = learnt.link.bytes_per_second * placement.wire_bytes / placement.streamed_host_bytes
+        raw = replan.raw_share(
+            [piece.nbytes for piece in pieces], indices, self.plan, learnt.workload(pieces, replan.blocks(self.module)),
+            dataclasses.replace(learnt.link, bytes_per_second=wire), packed,
+        )  # fmt: skip
+        units = [unit for index, unit in zip(indices, placement.streamed, strict=True) if index in set(raw)]
+        more = sum(unit.nbytes - unit.host.numel() for unit in units)
+        if not units or more + self._arena.pinned_bytes > self._ram:
+            return False
+        logger.info("carom: %d of %d units cross as they are from now on", len(units), len(packed))
+        names = frozenset(entry.name for unit in units for entry in unit.unit.entries)
+        self._packing = dataclasses.replace(self._packing, raw=names)
+        placement.unpack(self._streamer, units)
+        return True
+
+    def _unpacking_rate(self) -> float | None:
+        """Bytes of output that the device decodes per second, None where that was not measured."""
+        if isinstance(self._engine, SimulatedEngine):
+            return self._engine.config.decode_bytes_per_second
+        return (
+            self._placement.decode_bytes_per_second if isinstance(self._placement, PackedPlacement) else None
+        )
+
+    def _advice(self, steps: float = math.inf) -> replan.Advice | None:
+        """A better layout, None where nothing can be told; ``steps`` as in `replan.advise`."""
+        learnt = self._learn()
         if learnt is None:
             return None
         advice = replan.advise(

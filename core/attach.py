@@ -48,9 +48,11 @@ class Placement:
         self._moved: list[_Moved] = []
         self._worn: list[tuple[torch.Tensor, type, torch.device]] = []
         self.streamed: list[Streamed] = []
+        self.notes: list[str] = []
         self.resident_bytes = 0  # device bytes, as the allocator reserves them
         self.adapter_bytes = 0
         self.streamed_host_bytes = 0
+        self.wire_bytes = 0  # of the streamed weights, as they wait to cross
 
     @property
     def came_on_device(self) -> bool:
@@ -90,10 +92,20 @@ class Placement:
             tensor, start = entry.tensor, at[id(entry)]
             with torch.inference_mode(False), torch.no_grad():
                 piece = self._engine.alias(buffer, start, entry.nbytes).view(tensor.dtype)
-                view = piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset())
-                view.copy_(tensor.detach())
-            self._moved.append(_Moved(tensor, tensor.device))
+                value = self._value(tensor)
+                view = piece.as_strided(value.shape, value.stride(), piece.storage_offset())
+                view.copy_(value)
+            del value
+            self._moved.append(_Moved(tensor, self._home(tensor)))
             tensor.data = view
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a tensor holds, on whatever device."""
+        return tensor.detach()
+
+    def _home(self, tensor: torch.Tensor) -> torch.device:
+        """Where it returns to."""
+        return tensor.device
 
     def adapt(self, entry: Entry) -> None:
         """A trainable tensor that stays on the device, gradient included."""
@@ -172,6 +184,7 @@ class Placement:
         streamed = make(unit, len(self.streamed), filling.block)
         self.streamed.append(streamed)
         self.streamed_host_bytes += unit.nbytes
+        self.wire_bytes += unit.nbytes
         for entry, view in zip(unit.entries, filling.views, strict=True):
             tensor = entry.tensor
             worn = type(tensor)
@@ -218,7 +231,7 @@ class Placement:
         for streamed in self.streamed:
             streamed.block.unpin()
         self.streamed = []
-        self.resident_bytes = self.adapter_bytes = self.streamed_host_bytes = 0
+        self.resident_bytes = self.adapter_bytes = self.streamed_host_bytes = self.wire_bytes = 0
 
 
 def _plain(tensor: torch.Tensor) -> bool:

@@ -8,15 +8,17 @@ comes in finer steps. (Measured: docs/units.md.)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from .errors import BudgetError
-from .plan import SMALL_UNIT, Plan, UnitSize, Wish, plan_residency, resident_cost
+from .packing import EXPECTED
+from .plan import SMALL_UNIT, Plan, UnitSize, Wish, plan_residency, resident_cost, round_up
 from .sizes import MIB
 from .slots import ALIGN
 from .units import Carving, carve
@@ -27,13 +29,15 @@ PART = 128 * MIB  # bytes; copies of a quarter of this are still at 98 % of the 
 @dataclass(frozen=True)
 class Settings:
     """``vram``: budget in bytes; ``granularity`` and ``training`` as in `stream`; ``stay``: names -> why resident;
-    ``from_file``: whether a tensor's bytes come from a weights file (None: there is none)."""
+    ``from_file``: whether a tensor's bytes come from a weights file (None: there is none); ``packs``: whether room is
+    wanted in which packed weights are decoded."""
 
     vram: int
     granularity: str
     training: str | None
     stay: dict[str, str]
     from_file: Callable[[torch.Tensor], Any] | None = None
+    packs: bool = False  # whether weights cross packed
 
 
 def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, Plan]:
@@ -50,7 +54,7 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
     for limit in limits:
         carving = cut(module, settings, limit)
         try:
-            plan = _plan(carving, settings.vram, grain)
+            plan = with_staging(carving, settings, grain, functools.partial(_plan, carving, grain))
         except BudgetError as reason:
             error = reason
             continue
@@ -108,7 +112,25 @@ def problem(carving: Carving, grain: int) -> Problem:
     return Problem(units, fixed, _wish(carving))
 
 
-def _plan(carving: Carving, vram: int, grain: int) -> Plan:
+def with_staging(carving: Carving, settings: Settings, grain: int, plan: Callable[[int], Plan]) -> Plan:
+    """``plan(vram)`` with room for packed weights to be decoded in, where they are to be, some stream, and it is there:
+    two of the largest wires, so that one is copied while the other is decoded, or one."""
+    whole = plan(settings.vram)
+    if not settings.packs or whole.all_resident:
+        return whole
+    wire = round_up(int(carving.largest * EXPECTED), ALIGN)
+    for staging in (round_up(2 * wire, grain), round_up(wire, grain)):
+        if staging < settings.vram:
+            try:
+                found = plan(settings.vram - staging)
+            except BudgetError:
+                continue
+            if found.slots >= min(2, whole.slots):
+                return replace(found, vram_budget_bytes=settings.vram, staging_bytes=staging)
+    return whole
+
+
+def _plan(carving: Carving, grain: int, vram: int) -> Plan:
     given = problem(carving, grain)
     return plan_residency(given.units, vram, given.fixed, given.wish, grain)
 

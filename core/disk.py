@@ -160,6 +160,7 @@ class DiskPlacement(Placement):
             streamed = make(unit, len(self.streamed), Block(torch.empty(0, dtype=torch.uint8), False, 0))
             self.streamed.append(streamed)
             self.streamed_host_bytes += unit.nbytes
+            self.wire_bytes += unit.nbytes
             for entry in unit.entries:
                 tensor = entry.tensor
                 stand = self._disk.checkpoint.of(tensor)

@@ -49,6 +49,7 @@ class _Step:
     raw_bytes: int = 0
     disk_bytes: int = 0
     copies: list[_Copy] = field(default_factory=list)
+    decodes: list[tuple[Any, Any]] = field(default_factory=list)
     waits: list[tuple[Any, Any, str, bool]] = field(default_factory=list)
     turns: list[list[Any]] = field(default_factory=list)  # of units in the forward: name, came, went on, left
 
@@ -63,6 +64,7 @@ class StepFigures:
     copied_bytes: int
     stall_seconds: float
     copy_seconds: float
+    decode_seconds: float
     wire_bytes: int
     raw_bytes: int
     transfers: int
@@ -83,6 +85,7 @@ class Medians:
     roofline_seconds: float | None = None
     hidden_fraction: float | None = None
     link_bytes_per_second: float | None = None
+    decode_seconds: float = 0.0
     wire_bytes: float = 0
     raw_bytes: float = 0
     transfers: float = 0
@@ -159,6 +162,11 @@ class Meter:
             if marks is not None:
                 step.copies.append(_Copy(name, marks[0], marks[1], nbytes, backward))
 
+    def decoded(self, marks: Any) -> None:
+        """A unit was unpacked on the device between two marks."""
+        if self._open is not None and marks is not None:
+            self._open.decodes.append(marks)
+
     def waited(self, before: Any, after: Any, name: str, backward: bool) -> None:
         if self._open is not None:
             self._open.waits.append((before, after, name, backward))
@@ -194,6 +202,7 @@ class Meter:
         return (
             done(step.end)
             and all(done(copy.done) for copy in step.copies)
+            and all(done(after) for _, after in step.decodes)
             # Marks on a side stream, or of a unit used after the root's forward, may be reached later than its end.
             and all(done(after) for _, after, _, _ in step.waits)
             and all(done(mark) for turn in step.turns for mark in turn[1:] if mark is not None)
@@ -220,6 +229,7 @@ class Meter:
             seconds=seconds,
             stall_seconds=sum(stalls),
             copy_seconds=sum(time for _, time in copies),
+            decode_seconds=sum(max(0.0, between(*marks)) for marks in step.decodes),
             timed=step.timed,
             copied_bytes=sum(copy.nbytes for copy, _ in copies),
             wire_bytes=step.wire_bytes,
@@ -334,6 +344,7 @@ class Meter:
                 for step in timed
             ),
             link_bytes_per_second=link,
+            decode_seconds=median(step.decode_seconds for step in timed),
             wire_bytes=median(step.wire_bytes for step in steps),
             raw_bytes=median(step.raw_bytes for step in steps),
             transfers=median(step.transfers for step in steps),

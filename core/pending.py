@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from . import ops
-from .disk_tensors import DiskParameter, DiskTensor
+from .away import AwayParameter, AwayTensor
 
 if TYPE_CHECKING:
     from .disk_residents import Load, Residents
@@ -47,7 +47,7 @@ def _function(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: A
     return func(*args, **kwargs)  # plain tensors by now, or such as stream
 
 
-class PendingParameter(DiskParameter):
+class PendingParameter(AwayParameter):
     """The class that a resident Parameter wears until its bytes are on the device."""
 
     _pending: tuple[Residents, Load]
@@ -62,7 +62,7 @@ class PendingParameter(DiskParameter):
         return self.__reduce_ex__(proto)
 
 
-class PendingTensor(DiskTensor):
+class PendingTensor(AwayTensor):
     """The same for buffers."""
 
     _pending: tuple[Residents, Load]

@@ -50,6 +50,7 @@ class Plan:
     region_bytes: int
     resident: dict[int, str]
     slots: int  # of the largest streamed unit
+    staging_bytes: int = 0  # where packed bytes land before they are decoded
     predicted_seconds: float | None = None  # of a step, where the first steps were measured
 
     @property

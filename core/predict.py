@@ -12,7 +12,7 @@ The host is taken to be ahead of the device, as it is while units take longer th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,6 +37,13 @@ class Link:
     def seconds(self, nbytes: int) -> float:
         """On the wire."""
         return self.latency + nbytes / self.bytes_per_second
+
+
+class Packed(NamedTuple):
+    """A unit that crosses packed: bytes on the wire, seconds of unpacking it on the device."""
+
+    nbytes: int
+    seconds: float
 
 
 class Use(NamedTuple):
@@ -149,6 +156,8 @@ class _Replay:
     wire: float = 0.0
     wire_bytes: int = 0
     transfers: int = 0
+    packed: Mapping[int, Packed] = field(default_factory=dict)
+    staged: tuple[float, float] = (0.0, 0.0)  # when the last but one and the last packed unit were unpacked
     at: int = -1  # the present use, over all steps
     slots: dict[int, _Place] = field(default_factory=dict)
     tails: list[tuple[int, int, float]] = field(default_factory=list)
@@ -229,14 +238,20 @@ class _Replay:
             else:
                 kept.append((low, high, read))
         self.tails = kept
+        packed = self.packed.get(unit)
+        crossing, unpacking = packed or (nbytes, 0.0)
         if self.link.blocking:
-            self.compute = max(self.compute, start) + self.link.seconds(nbytes)
-            self.wire = self.compute
-        else:
-            self.wire = start + self.link.seconds(nbytes)
-        self.wire_bytes += nbytes
+            self.compute = max(self.compute, start) + self.link.seconds(crossing) + unpacking
+            there = self.wire = self.compute
+        elif packed is None:
+            there = self.wire = start + self.link.seconds(crossing)
+        else:  # to the staging buffer, which holds two: the slot is needed for unpacking only
+            self.wire = max(self.wire, self.staged[0]) + self.link.seconds(crossing)
+            there = max(self.wire, start, self.staged[1]) + unpacking
+            self.staged = self.staged[1], there
+        self.wire_bytes += crossing
         self.transfers += 1
-        slot = self.slots[unit] = _Place(unit, offset, nbytes, end, self.wire)
+        slot = self.slots[unit] = _Place(unit, offset, nbytes, end, there)
         self.region.add(slot)  # type: ignore[arg-type]
         return slot
 
@@ -249,8 +264,11 @@ def predict(
     link: Link,
     *,
     steps: int = 4,
+    packed: Mapping[int, Packed] | None = None,
 ) -> Prediction:
     """The steady state of ``workload`` when units in ``resident`` stay and the rest passes through the region.
+
+    ``packed``: the units that cross packed; what unpacking takes of computing is to be in the workload.
 
     ``sizes``: bytes by unit. Means over ``steps`` steps after one that fills the slots (slots of several sizes
     may come to lie differently from step to step). Raises ValueError where a streamed unit is larger than the
@@ -266,7 +284,7 @@ def predict(
     if max(streamed) > region_bytes:
         raise ValueError(f"a region of {region_bytes} bytes has no slot for a unit of {max(streamed)}")
     sequence = [use.unit for use in uses if use.unit not in resident]
-    replay = _Replay(sizes, Region(region_bytes, max(streamed)), sequence, link)
+    replay = _Replay(sizes, Region(region_bytes, max(streamed)), sequence, link, packed=packed or {})
     before = 0, 0
     spent = [0.0, 0.0]  # forward, backward
     for step in range(steps + 1):

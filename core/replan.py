@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -13,12 +13,13 @@ from .errors import BudgetError
 from .learn import Learnt, Piece
 from .plan import Plan
 from .plan_search import choose
-from .predict import floor_seconds, predict
+from .predict import Link, Packed, Workload, floor_seconds, predict
 from .units import Carving, carve
 
 NOTHING = "no layout is predicted to be 3 % faster"
 WORTH = 0.03  # of a step that a new layout must save
 FINER = 0.99  # of the time with whole blocks that parts must stay below: they cost more of the host
+RAW_GAIN = 0.005  # of a step that plain bytes must save over packed ones: they take more host memory
 TRUSTED = 0.25  # of the measured step that the prediction of the present layout may be off
 
 
@@ -53,23 +54,64 @@ def decide_with(
     limits: list[int | None] = [None]
     if settings.granularity == "auto" and not decide.compiled(module):
         limits.append(decide.PART)
-    blocks = _blocks(module)
+    together = blocks(module)
     best: tuple[Carving, Plan] | None = None
     fastest = float("inf")
     for limit in limits:
         carving = decide.cut(module, settings, limit)
         given = decide.problem(carving, grain)
-        work = learnt.workload(pieces(carving), blocks)
-        try:
+        work = learnt.workload(pieces(carving), together)
+
+        def plan(vram: int, given: decide.Problem = given, work: Workload = work) -> Plan:
             plan, found = choose(
-                given.units, settings.vram, given.fixed, work, learnt.link, wish=given.wish, grain=grain
+                given.units, vram, given.fixed, work, learnt.link, wish=given.wish, grain=grain
             )
+            return replace(plan, predicted_seconds=found.seconds)
+
+        try:
+            found = decide.with_staging(carving, settings, grain, plan)
         except BudgetError:
             continue
-        if best is None or found.seconds < FINER * fastest:
-            best, fastest = (carving, replace(plan, predicted_seconds=found.seconds)), found.seconds
+        seconds = found.predicted_seconds or 0.0
+        if best is None or seconds < FINER * fastest:
+            best, fastest = (carving, found), seconds
     # Where neither fits, the rule goes finer, or says what would.
     return best or decide.decide(module, settings, grain)
+
+
+def raw_share(
+    sizes: Sequence[int],
+    streamed: Sequence[int],
+    plan: Plan,
+    work: Workload,
+    link: Link,
+    packed: Mapping[int, Packed],
+) -> Sequence[int]:
+    """Which packed units had better cross as they are: unpacking takes computing time, and gains nothing while the link waits.
+
+    ``work``: as measured with ``packed`` units being unpacked beside it; ``link``: of bytes on the wire. None, a
+    quarter, half, three quarters or all of them, spread evenly; none where less than half a percent is gained.
+    """
+
+    def without(raw: Sequence[int]) -> float:
+        """Seconds of a step with these raw: the device no longer unpacks them."""
+        gone = {unit: packed[unit].seconds for unit in raw}
+        forward = tuple(max(0.0, s - gone.get(unit, 0.0)) for unit, s in enumerate(work.forward))
+        backward = tuple(max(0.0, s - gone.get(unit, 0.0)) for unit, s in enumerate(work.backward))
+        less = replace(work, forward=forward, backward=backward)
+        left = {unit: one for unit, one in packed.items() if unit not in gone}
+        return predict(sizes, plan.resident, plan.region_bytes, less, link, packed=left).seconds
+
+    units = [unit for unit in streamed if unit in packed]
+    best, least = without(()), list[int]()
+    for quarters in (1, 2, 3, 4):
+        some = [
+            unit for place, unit in enumerate(units) if (place + 1) * quarters // 4 > place * quarters // 4
+        ]
+        seconds = without(some)
+        if seconds < best * (1 - RAW_GAIN):
+            best, least = seconds, some
+    return least
 
 
 def advise(
@@ -87,9 +129,9 @@ def advise(
     change in so many, nothing is searched, and ``saves`` is what that step would save.
     """
     sizes = [unit.nbytes for unit in carving.units]
-    work = learnt.workload(pieces(carving), _blocks(module))
+    work = learnt.workload(pieces(carving), blocks(module))
     now = predict(sizes, plan.resident, plan.region_bytes, work, learnt.link).seconds
-    floor = floor_seconds(sizes, settings.vram - plan.fixed_bytes, work, learnt.link)
+    floor = floor_seconds(sizes, settings.vram - plan.staging_bytes - plan.fixed_bytes, work, learnt.link)
     total = sum(sizes)
     held = sum(carving.units[index].nbytes for index in plan.resident)
     # Out and in again over the link, and what streams is copied in host memory, and pinned.
@@ -111,7 +153,7 @@ def advise(
     return Advice(new_carving, new, now, saves, move, reason, understood=True)
 
 
-def _blocks(module: nn.Module) -> Sequence[frozenset[str]]:
+def blocks(module: nn.Module) -> Sequence[frozenset[str]]:
     """Tensors by block: what a checkpoint recomputes together."""
     carving = carve(module, granularity="block", stream_trainable=True)
     return [frozenset(entry.name for entry in unit.entries) for unit in carving.units if unit.kind == "block"]

@@ -79,6 +79,11 @@ class Report:
     predicted_seconds: float | None = None
     adapter_bytes: int = 0
     streamed_bytes: int = 0
+    waiting_bytes: int = 0  # of streamed weights on the host as they wait to cross, packed or plain
+    packed_units: int = 0  # streamed units that cross packed
+    staging_bytes: int = 0  # where packed bytes land on the device
+    decode_seconds: float = 0.0  # of a step, in which the device unpacks
+    effective_link_bytes_per_second: float | None = None  # raw bytes brought per second of copying
     ram_budget_bytes: int = 0  # of the host cache; these are zero where weights do not come from disk
     ram_peak_bytes: int = 0
     disk_bytes_per_step: float = 0.0
@@ -130,6 +135,10 @@ class Report:
             ("  resident weights", format_size(self.resident_bytes), "stay on the device"),
             ("  slots", format_size(self.slot_bytes), "streamed weights pass through these"),
         ]  # fmt: skip
+        if self.staging_bytes:
+            rows.append(
+                ("  staging", format_size(self.staging_bytes), "packed weights land here, to be unpacked")
+            )
         if self.adapter_bytes:
             rows.append(
                 ("adapters", format_size(self.adapter_bytes), "trainable, on the device, counted apart")
@@ -144,6 +153,9 @@ class Report:
                 ("budget for them in RAM", format_size(self.ram_budget_bytes), ""),
                 ("peak held by Carom", format_size(self.ram_peak_bytes), within),
             ]
+        elif self.packed_units:
+            packed = _share(self.waiting_bytes, self.streamed_bytes, "of their raw size")
+            rows.append(("streamed weights", format_size(self.waiting_bytes), f"wait here packed, {packed}"))
         else:
             rows.append(("streamed weights", format_size(self.streamed_bytes), "wait here for their turn"))
         rows += [
@@ -164,6 +176,15 @@ class Report:
             ("transfers hidden", _percent(self.hidden_fraction), "behind computing"),
             ("link rate", format_rate(self.link_bytes_per_second), "host to device"),
         ]  # fmt: skip
+        if self.packed_units:
+            rows.append(
+                (
+                    "  of raw bytes",
+                    format_rate(self.effective_link_bytes_per_second),
+                    "what packing makes of it",
+                )
+            )
+            rows.append(("unpacking", format_seconds(self.decode_seconds), "beside the rest"))
         if self.ram_budget_bytes:
             rows.append(("read from disk", format_size(self.disk_bytes_per_step), "a step"))
             rows.append(("waited for the disk", format_seconds(self.disk_wait_seconds), "in all"))

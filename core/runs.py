@@ -170,7 +170,7 @@ class Runs:
         views = streamer.views(slot)
         if views.version == unit.entered and not views.moved():
             return
-        if unit.owners[0].host.is_meta:
+        if not all(owner.keeps_writes for owner in unit.owners):
             unit.epoch += 1
             raise UnsupportedError(
                 f"the model writes to weights of unit {unit.name!r} while it runs, and they stream from a file; load the "
@@ -181,11 +181,11 @@ class Runs:
             with _disable_current_modes(), torch.no_grad():
                 if view.shape != owner.host.shape or view.dtype != owner.host.dtype:
                     continue
-                now = torch.empty_like(owner.host)
+                now = torch.empty_like(owner.host, device="cpu")
                 streamer.engine.synchronize(streamer.engine.copy_out(now, view.detach()))
-                if torch.equal(storage_bytes(now), storage_bytes(owner.host)):
+                if torch.equal(storage_bytes(now), storage_bytes(owner.read())):
                     continue
-                owner.host.copy_(now)
+                owner.keep(now)
             if owner not in self.written:
                 self.written.append(owner)
         unit.epoch += 1

@@ -21,6 +21,7 @@ from .disk_residents import Residents
 from .disk_streamer import DiskStreamer
 from .errors import BudgetError, CaromError, PinError, UnsupportedError
 from .meter import Meter
+from .packing import PackedPlacement, PackedTensor, Packing, give_back
 from .plan import Plan
 from .report import Report
 from .simulated import SimulatedEngine
@@ -64,8 +65,11 @@ def stream(
     less (it bounds pinned memory; what does not fit is streamed from pageable memory, more slowly; with
     ``weights`` it bounds the cache).
     ``granularity``: "block", "phase", "layer", or "auto" (blocks, split where two would not fit).
-    ``codec``: "raw" or "auto" (raw in this version). ``pool``: "torch" or "auto" (torch in this version).
-    ``host``: "raw" or "auto": a streamed parameter is its raw host tensor outside its unit's run.
+    ``codec``: "raw", "lossless" (bf16, fp16, fp32 and fp8 weights wait and cross packed, and are unpacked on the device,
+    every bit), or "auto" (lossless where Triton runs). Outside its unit's run a packed parameter has no bytes of its
+    own; operators and `Session.read` are given its value. ``pool``: "torch" or "auto" (torch in this version).
+    ``host``: "raw" (a streamed parameter is its raw host tensor outside its unit's run, also when it crosses packed:
+    then host memory holds both) or "auto".
     ``training``: "resident" or "stream" for trainable weights; None keeps them resident unless they
     alone exceed the budget, then they stream and their gradients arrive on the host.
 
@@ -99,6 +103,8 @@ class Session(Adapts, Adopts, Values):
         self._watch: Callable[[], Any] = self._engine.step
         self._peak = 0
         self._stay: dict[str, str] = {}
+        self._packing = settings.packing(codec, host, weights, self._engine)
+        self._shelf: dict[int, PackedTensor] = {}
         self._adapts(vram == "auto")
         if weights is not None:
             self._checkpoint = Checkpoint(module, weights)
@@ -131,21 +137,27 @@ class Session(Adapts, Adopts, Values):
         if self._checkpoint is not None:
             residents = Residents(self._engine, self._arena)
             disk = Disk(self._checkpoint, self._ram, self._write_streamed, residents)
-        self._placement = (
-            Placement(self._engine, self._arena)
-            if disk is None
-            else DiskPlacement(self._engine, self._arena, disk)
-        )
         self._meter = Meter(self._engine)
+        self._placement = Placement(self._engine, self._arena)
         try:
             self._carving, self.plan = self._decide()
+            if disk is not None:
+                self._placement = DiskPlacement(self._engine, self._arena, disk)
+            elif self._shelf or (self._packing is not None and self.plan.staging_bytes):
+                self._placement = PackedPlacement(
+                    self._engine,
+                    self._arena,
+                    self._shelf,
+                    self._packing or Packing(),
+                    self.plan.staging_bytes,
+                )
             resident, streamed = wanted_residents(self._carving, self.plan)
             self._placement.keep(resident, [entry for entry, _ in self._carving.resident])
             for entry in self._carving.adapters:
                 self._placement.adapt(entry)
             region = self.plan.region_bytes
             self._streamer = (
-                Streamer(self._engine, region, self._meter)
+                Streamer(self._engine, region, self._meter, self.plan.staging_bytes)
                 if disk is None
                 else DiskStreamer(self._engine, region, self._meter, disk)
             )
@@ -169,7 +181,9 @@ class Session(Adapts, Adopts, Values):
 
     def _settings(self) -> decide.Settings:
         from_file = None if self._checkpoint is None else self._checkpoint.of
-        return decide.Settings(self._vram, self._granularity, self._training, self._stay, from_file)
+        return decide.Settings(
+            self._vram, self._granularity, self._training, self._stay, from_file, self._packing is not None
+        )
 
     def _stand_in_front(self, streamed: list[Streamed]) -> None:
         for unit in streamed:
@@ -224,9 +238,15 @@ class Session(Adapts, Adopts, Values):
                 return
             self._final = self._report()
             self._ungovern()
+            packed = self._placement if isinstance(self._placement, PackedPlacement) else None
+            if packed is not None and not self._parked and not discard:
+                packed.fetch_values(self._streamer)
             if discard:
                 self._placement.leave_behind()
             self._detach()
+            if packed is not None and discard:
+                packed.wear()
+                self._shelf = {}
             self._unbind()
             self._parked = False
         for part in self.module.modules():
@@ -234,6 +254,8 @@ class Session(Adapts, Adopts, Values):
                 del _sessions[part]
 
     def _unbind(self) -> None:
+        """Values that were elsewhere are the module's own again."""
+        give_back(self._shelf)
         if self._checkpoint is not None:
             self._checkpoint.unbind()
 
@@ -257,6 +279,8 @@ class Session(Adapts, Adopts, Values):
         with self._lock:
             streamer = self._streamer
             with streamer.lock:
+                if self._packing is not None and self._packing.keep_raw and streamer.idle:
+                    self._pack_anew()
                 if streamer.idle:  # during a pass slots stand in the tree, and nothing may move
                     if self._tree.changed():
                         self._adopt()
@@ -269,6 +293,10 @@ class Session(Adapts, Adopts, Values):
                     streamer.begins(compiling or decide.compiled(self.module))
                 streamer.runs.root_begins()
         return streamer, self._engine.step()
+
+    def _pack_anew(self) -> None:
+        if isinstance(self._placement, PackedPlacement):
+            self._placement.pack_anew()
 
     def _again(self, between: Callable[[], None] = lambda: None, retry: bool = False) -> None:
         """Detach and attach under the present settings; ``between`` runs while detached.
@@ -329,6 +357,8 @@ class Session(Adapts, Adopts, Values):
 
     def _detach_for_parking(self) -> None:
         self._detach()
+        if isinstance(self._placement, PackedPlacement):
+            self._placement.wear()
         self._wrapped = hooks.Wrapped()
         # Only the root is watched while parked: its next forward brings everything back.
         self._wrapped.forward(self.module, hooks.root_forward(self))
@@ -349,7 +379,12 @@ class Session(Adapts, Adopts, Values):
     # -- accounts
 
     def _held_bytes(self) -> int:
-        return self._placement.resident_bytes + self._streamer.region.nbytes
+        staging = self._streamer.staging
+        return (
+            self._placement.resident_bytes
+            + self._streamer.region.nbytes
+            + (0 if staging is None else staging.nbytes)
+        )
 
     def _account(self) -> None:
         self._peak = max(self._peak, self._held_bytes())
@@ -365,7 +400,10 @@ class Session(Adapts, Adopts, Values):
         with self._streamer.lock:
             self._meter.finish()
         return make_report(
-            Held(self._vram, self._peak, 0 if self._parked else self._streamer.region.nbytes),
+            Held(
+                self._vram, self._peak, 0 if self._parked else self._streamer.region.nbytes,
+                0 if self._streamer.staging is None else self._streamer.staging.nbytes,
+            ),
             self._carving, self.plan, self._placement, self._arena, self._meter, self._engine.name,
             self._streamer.account() if isinstance(self._streamer, DiskStreamer) else None,
         )  # fmt: skip

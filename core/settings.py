@@ -11,6 +11,7 @@ from torch import nn
 from .checkpoint import Weights
 from .errors import BudgetError, UnsupportedError
 from .host import host_memory
+from .packing import Packing
 from .sizes import GIB, parse_size
 from .transfer import Engine
 
@@ -41,10 +42,24 @@ def check(
             "weights that stream from a file are frozen; train adapters, or load the module first and leave weights= out"
         )
     choose("granularity", granularity, GRANULARITIES)
-    choose("codec", codec, ("auto", "raw"), ("lossless",))
+    choose("codec", codec, ("auto", "raw", "lossless"))
     choose("pool", pool, ("auto", "torch"), ("aimdo",))
     choose("host", host, ("auto", "raw"))
     choose("training", training, (None, "resident", "stream"))
+
+
+def packing(codec: str, host: str, weights: Any, engine: Engine) -> Packing | None:
+    """How weights are packed, None where they cross as they are. Raises UnsupportedError for what cannot be combined."""
+    if codec == "lossless":
+        if weights is not None:
+            raise UnsupportedError(
+                "codec='lossless' packs weights of a loaded module; a file is packed once, with "
+                "`carom pack --codec lossless`, and streamed with codec='auto'"
+            )
+        return Packing(keep_raw=host == "raw")
+    if codec == "auto" and host == "auto" and weights is None and engine.unpacks:
+        return Packing(auto=True)
+    return None
 
 
 def vram_budget(value: int | str, engine: Engine, mine: int = 0) -> int:

@@ -56,6 +56,7 @@ class SimulatedDevice:
     flops: float = 50e12
     kernel_seconds: float = 2e-6
     memory_bytes: int = 1 << 34
+    decode_bytes_per_second: float = 1.5e12
     refuse_pinning: bool = False
     activation_bytes: int = 0
     ledger: Ledger = field(default_factory=Ledger, repr=False, compare=False)
@@ -87,6 +88,15 @@ class _Copy:
     source: torch.Tensor
 
 
+@dataclass
+class _Decoding:
+    number: int
+    target: torch.Tensor
+    wire: torch.Tensor
+    decoder: Any
+    copied: int  # the copy it comes after
+
+
 class SimulatedEngine:
     """An `Engine` over CPU tensors. Also counts what crossed, for tests: ``copies`` and ``bytes_in``."""
 
@@ -101,8 +111,10 @@ class SimulatedEngine:
         self.copies = 0
         self.bytes_in = 0
         self._random = random.Random(config.seed)
-        self._streams = {name: _Stream(name) for name in ("compute", "in", "out")}
+        self._streams = {name: _Stream(name) for name in ("compute", "in", "out", "decode")}
         self._pending: list[_Copy] = []
+        self._undecoded: list[_Decoding] = []
+        self.unpacks = False
         self._landed = 0  # the number of the last copy whose bytes are there
         self._reads: dict[tuple[int, int, str], int] = {}
         self._regions: list[tuple[int, int]] = []
@@ -186,6 +198,33 @@ class SimulatedEngine:
                 self._land(stream.issued)
         return done, (started, done)
 
+    def decode(
+        self, decoder: Any, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        stream = self._streams["decode"]
+        for event in after:
+            self._merge(stream, event, land=False)
+        low, high = wire.data_ptr(), wire.data_ptr() + wire.numel()
+        for copy in self._pending:
+            start = copy.target.data_ptr()
+            if low < start + copy.target.numel() and start < high and copy.number > stream.seen.get("in", 0):
+                raise SimulatedRaceError(
+                    "packed bytes are decoded before the event of the copy that brings them"
+                )
+        self._check_overwrite(target, stream)
+        started = self._event(stream)
+        stream.clock += self.config.kernel_seconds + target.numel() / self.config.decode_bytes_per_second
+        stream.issued += 1
+        self._reads[(low, high, "decode")] = stream.issued
+        self._undecoded.append(_Decoding(stream.issued, target, wire, decoder, stream.seen.get("in", 0)))
+        with self.unwatched():
+            target.fill_(255)
+            if self.config.timing == "early" or (
+                self.config.timing == "random" and self._random.random() < 0.5
+            ):
+                self._decode(stream.issued)
+        return self._event(stream), (started, self._event(stream))
+
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> _Event:
         out, compute = self._streams["out"], self._streams["compute"]
         self._merge(out, self._event(compute))
@@ -227,12 +266,20 @@ class SimulatedEngine:
     def _event(self, stream: _Stream) -> _Event:
         return _Event(stream.name, stream.clock, {**stream.seen, stream.name: stream.issued})
 
-    def _merge(self, stream: _Stream, event: _Event) -> None:
+    def _merge(self, stream: _Stream, event: _Event, land: bool = True) -> None:
         stream.clock = max(stream.clock, event.time)
         for name, count in event.seen.items():
             stream.seen[name] = max(stream.seen.get(name, 0), count)
-        with self.unwatched():
-            self._land(event.seen.get("in", 0))
+        if land:  # a stream that comes after nobody sees yet may as well come later
+            with self.unwatched():
+                self._land(event.seen.get("in", 0))
+                self._decode(event.seen.get("decode", 0))
+
+    def _decode(self, up_to: int) -> None:
+        while self._undecoded and self._undecoded[0].number <= up_to:
+            decoding = self._undecoded.pop(0)
+            self._land(decoding.copied)
+            decoding.decoder(decoding.wire, decoding.target)
 
     def _land(self, up_to: int) -> None:
         while self._pending and self._pending[0].number <= up_to:
@@ -255,9 +302,9 @@ class SimulatedEngine:
         low = target.data_ptr()
         reach = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
         high = low + (reach + 1) * target.element_size()
-        for copy in self._pending:
-            start = copy.target.data_ptr()
-            if low < start + copy.target.numel() and start < high:
+        for target in [f.target for f in self._pending] + [f.target for f in self._undecoded]:
+            start = target.data_ptr()
+            if low < start + target.numel() and start < high:
                 raise SimulatedRaceError("a slot is read before the event of the copy that fills it")
         compute = self._streams["compute"]
         compute.issued += 1

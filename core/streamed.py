@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .codec.unit import UnitDecoder
 from .errors import UnsupportedError
 from .slots import Slot
 from .store.arena import Block
@@ -33,9 +34,19 @@ class Owner:
         self.trainable = entry.trainable
         self.landing: list[torch.Tensor] = []  # pinned host buffers gradients land in
 
+    keeps_writes = True  # whether what the model writes to the weight can be kept
+
     def value(self) -> torch.Tensor:
         """What a state dict holds of it."""
         return self.host.detach()
+
+    def read(self) -> torch.Tensor:
+        """The true value on the CPU, not to be written to."""
+        return self.host
+
+    def keep(self, value: torch.Tensor) -> None:
+        """The model has written ``value`` (on the CPU)."""
+        self.host.copy_(value)
 
     def set_trainable(self, trainable: bool) -> None:
         """``requires_grad`` was set: from the next run on its gradients go to the host, or no longer do."""
@@ -130,6 +141,11 @@ class Streamed:
     sites: list[tuple[dict, str, int]] = field(default_factory=list)  # table, name, which owner
     standing: list[tuple[dict, str, Any, Any]] = field(default_factory=list)  # table, name, ours, the host's
     entered: int = 0  # the slot's version when it was swapped in
+    packed: list[Any] = field(
+        default_factory=list
+    )  # of a unit that may be packed: PackedTensor or None by owner
+    decoder: UnitDecoder | None = None  # of packed bytes, None where the host's bytes are the slot's
+    encoded: int | None = None  # the version that was packed, where weights keep their plain bytes besides
     differentiable: bool = False  # what stands carries gradients of trainable weights to the host
 
     @property

@@ -18,13 +18,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import ops
 from .backward import Backward
+from .codec.unit import UnitDecoder
 from .errors import BudgetError, CaromError
 from .landing import Landings
 from .meter import Meter
 from .runs import Runs, hand_back
 from .schedule import NEVER, Order
 from .slots import Region, Slot, SlotState
-from .store.arena import Block, HostArena
+from .staging import Staging
+from .store.arena import Block, HostArena, storage_bytes
 from .streamed import Owner, Streamed, Views, make_views
 from .transfer import Engine
 from .units import Unit
@@ -36,8 +38,10 @@ _VIEW_SETS = 16  # slot positions whose views a unit remembers
 class Streamer:
     """Runs the streamed units of one session through one region of device memory."""
 
-    def __init__(self, engine: Engine, region_bytes: int, meter: Meter) -> None:
+    def __init__(self, engine: Engine, region_bytes: int, meter: Meter, staging_bytes: int = 0) -> None:
         self.engine, self.meter = engine, meter
+        self._staging_bytes = staging_bytes
+        self.staging: Staging | None = None  # where packed units have any
         self.units: list[Streamed] = []
         self.lock = threading.RLock()
         self._waiting = Waiting(self.lock)
@@ -79,6 +83,8 @@ class Streamer:
             self.memory = self.engine.allocate(self.region.nbytes)
             self.low = self.memory.data_ptr()
             self.high = self.low + self.memory.numel()
+        if any(unit.decoder is not None for unit in self.units):
+            self.staging = Staging(self.engine, self._staging_bytes)
         # Memory that other streams were still using when it was freed must not be copied into early.
         self.engine.synchronize()
         self._references = sys.getrefcount(self.backward)
@@ -244,6 +250,8 @@ class Streamer:
 
     def _bring(self, unit: Streamed, target: torch.Tensor, after: list[Any]) -> Any:
         """Issue the copy of the unit's bytes to ``target`` once ``after`` is reached: its done event."""
+        if unit.decoder is not None:
+            return self._bring_packed(unit, unit.decoder, target, after)
         event, marks = self.engine.copy_in(target, unit.host, after, self.meter.timing)
         backward = ops.in_backward()
         if self.engine.blocking and marks is not None:
@@ -251,10 +259,40 @@ class Streamer:
         self.meter.copied(unit.name, marks, unit.nbytes, unit.unit.raw_bytes, backward)
         return event
 
+    def _bring_packed(
+        self, unit: Streamed, decoder: UnitDecoder, target: torch.Tensor, after: list[Any]
+    ) -> Any:
+        """The unit's wire to the staging buffer, where it is decoded to ``target``."""
+        engine, meter, backward = self.engine, self.meter, ops.in_backward()
+        if unit.encoded is not None and unit.version() != unit.encoded:  # a weight was written since
+            event = None
+            for owner in unit.owners:
+                start, end = owner.entry.offset, owner.entry.offset + owner.entry.nbytes
+                event, marks = engine.copy_in(
+                    target[start:end], storage_bytes(owner.host), after, meter.timing
+                )
+                meter.copied(unit.name, marks, end - start, end - start, backward, int(start == 0))
+            return event
+        assert self.staging is not None
+        piece, free = self.staging.take(unit.host.numel())
+        copied, marks = engine.copy_in(piece, unit.host, free, meter.timing)
+        self.staging.given(copied)
+        event, times = engine.decode(decoder, piece, target, (copied, *after), meter.timing)
+        self.staging.given(event)
+        if engine.blocking and marks is not None:
+            meter.waited(marks[0], times[1], unit.name, backward)
+        meter.copied(unit.name, marks, unit.host.numel(), unit.unit.raw_bytes, backward)
+        meter.decoded(times)
+        return event
+
     def _evict(self, slot: Slot) -> None:
         self.region.remove(slot)
         if slot.reads:
             self._tails.append((slot.offset, slot.end, list(slot.reads.values())))
+        elif (
+            slot.unit.decoder is not None
+        ):  # copies are in order among themselves; decoding is on another stream
+            self._tails.append((slot.offset, slot.end, [slot.copied]))
         if slot.unit.slot is slot:
             slot.unit.slot = None
         self._stuck = None
@@ -386,6 +424,7 @@ class Streamer:
                 unit.views.clear()
             self.region.slots.clear()
             self._held.clear()
+            self.staging = None
             self.memory = torch.empty(0, dtype=torch.uint8)
             self.low = self.high = 0
 

@@ -10,17 +10,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from .auto import Memory
+from .codec.backends import triton_works
 from .errors import UnsupportedError
 from .plan import GRAIN
 from .slots import ALIGN
 from .store.arena import Pinner
+
+Decoder = Callable[[torch.Tensor, torch.Tensor], None]  # (wire, target), both uint8 on the device
 
 
 class Engine(Protocol):
@@ -31,6 +34,7 @@ class Engine(Protocol):
     pinner: Pinner | None
     blocking: bool  # copies are done when the call returns: the host waits for each
     grain: int  # bytes the device's allocator rounds large buffers up to
+    unpacks: bool  # whether packed weights are decoded faster than plain ones would cross
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8 device memory, contents undefined."""
@@ -42,6 +46,11 @@ class Engine(Protocol):
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
     ) -> tuple[Any, Any]:
         """Host to device on the copy stream, once ``after`` is reached: the done event, and (if ``timed``) two marks."""
+
+    def decode(
+        self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        """Unpack ``wire`` into ``target`` (both on the device) on a stream of its own; returns as `copy_in` does."""
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         """Device to host after what the current stream has been given; returns the done event."""
@@ -92,6 +101,8 @@ class Engine(Protocol):
 class _Unwatched:
     """A real device: nobody looks on."""
 
+    unpacks = False
+
     def freed(self, memory: torch.Tensor, start: int, end: int) -> None:
         pass
 
@@ -117,6 +128,8 @@ class StreamEngine(_Unwatched):
             # High priority: a copy that is waited for goes before one that is only foreseen elsewhere.
             self._in = self._api.Stream(device=device, priority=-1)
             self._out = self._api.Stream(device=device)
+            self._decode = self._api.Stream(device=device, priority=-1)
+        self.unpacks = device.type == "cuda" and triton_works()
         self.pinner = _runtime_pinner() if device.type == "cuda" else None
         self._countable = device.type == "cuda"
         self._set_stream = getattr(self._api, "set_stream", None)
@@ -154,16 +167,34 @@ class StreamEngine(_Unwatched):
             marks[1].record(stream)
         return self.record(stream), marks
 
+    def decode(
+        self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        stream = self._decode
+        for event in after:
+            stream.wait_event(event)
+        marks = None
+        if timed:
+            marks = self._api.Event(enable_timing=True), self._api.Event(enable_timing=True)
+            marks[0].record(stream)
+        self._on_stream(stream, decoder, wire, target)
+        if marks is not None:
+            marks[1].record(stream)
+        return self.record(stream), marks
+
     def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._on_stream(stream, target.copy_, source, True)
+
+    def _on_stream(self, stream: Any, call: Callable, *args: Any) -> None:
         # set_stream instead of the context manager: it costs a third, and this runs for every unit.
         before = self.stream()
         if self._set_stream is None or self._api.current_device() != self.device.index:
             with self._api.stream(stream):
-                target.copy_(source, non_blocking=True)
+                call(*args)
             return
         self._set_stream(stream)
         try:
-            target.copy_(source, non_blocking=True)
+            call(*args)
         finally:
             self._set_stream(before)
 
@@ -254,6 +285,13 @@ class PlainEngine(_Unwatched):
     ) -> tuple[Any, Any]:
         started = time.perf_counter()
         target.copy_(source)
+        return None, (started, time.perf_counter())
+
+    def decode(
+        self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        started = time.perf_counter()
+        decoder(wire, target)
         return None, (started, time.perf_counter())
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:

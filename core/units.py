@@ -106,6 +106,11 @@ def collect(root: nn.Module) -> list[Entry]:
     return list(found.values())
 
 
+def waits_packed(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has been streaming, and gave its own bytes back."""
+    return getattr(getattr(tensor, "_carom", None), "packed", None) is not None
+
+
 def why_not_streamed(entry: Entry) -> str | None:
     """The reason why a tensor has to stay resident, None when it can stream."""
     tensor = entry.tensor
@@ -114,6 +119,8 @@ def why_not_streamed(entry: Entry) -> str | None:
         tensor, (HostParameter, HostTensor)
     ):
         return f"tensor subclass {type(tensor).__name__}: its inner tensors are not streamed in this version"
+    if waits_packed(tensor):
+        return None
     if tensor.layout != torch.strided:
         return f"layout {tensor.layout}"
     if tensor.is_conj() or tensor.is_neg():
@@ -172,7 +179,7 @@ class _Carver:
         own: dict[int, list[Entry]] = {}
         for entry in self.entries:
             filed = from_file is not None and bool(from_file(entry.tensor))
-            if entry.tensor.is_meta and not filed:
+            if entry.tensor.is_meta and not filed and not waits_packed(entry.tensor):
                 raise UnsupportedError(
                     f"{entry.name} is on the meta device and no file with its value was given: name one with weights= "
                     "when streaming starts, or load the module's weights first"

@@ -16,6 +16,7 @@ from .attach import Placement
 from .checkpoint import Checkpoint, Stand
 from .disk_streamer import DiskStreamer
 from .errors import WeightsError
+from .packing import PackedOwner, PackedTensor
 from .pending import bring_all
 from .streamer import Streamer
 
@@ -25,6 +26,7 @@ class Values:
 
     module: nn.Module
     _checkpoint: Checkpoint | None
+    _shelf: dict[int, PackedTensor]
     _placement: Placement
     _streamer: Streamer
     _lock: threading.RLock
@@ -57,6 +59,9 @@ class Values:
         """The true value of parameter or buffer ``name``: a copy on the CPU. Raises WeightsError if unknown."""
         self._need_open()
         tensor = self._tensor(name)
+        packed = self._shelf.get(id(tensor))
+        if packed is not None:
+            return packed.value()
         stand = None if self._checkpoint is None else self._checkpoint.of(tensor)
         if stand is not None and tensor.is_meta:
             assert self._checkpoint is not None
@@ -71,6 +76,11 @@ class Values:
             raise WeightsError(
                 f"{name} is {target.dtype} {tuple(target.shape)}; cannot write {tensor.dtype} {tuple(tensor.shape)}"
             )
+        if id(target) in self._shelf:
+            owner: PackedOwner = target._carom  # type: ignore[attr-defined]
+            with self._lock:
+                owner.replace(tensor)
+            return
         stand = None if self._checkpoint is None else self._checkpoint.of(target)
         if stand is not None and target.is_meta:
             self._write_streamed(stand, tensor)

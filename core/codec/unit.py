@@ -62,7 +62,7 @@ def sizes(entry: AnyEntry) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch parameters of the Triton decoder: tiles a program, warps (None: as many as cover the lanes)."""
+    """Launch parameters of the Triton decoder: tiles a program, warps (None: half as many as cover the lanes)."""
 
     tiles: int = 1
     warps: int | None = None
@@ -77,7 +77,7 @@ class UnitDecoder:
     """
 
     def __init__(
-        self, entries: Sequence[Entry], *, method: str = "auto", tuning: Tuning | None = None
+        self, entries: Sequence[AnyEntry], *, method: str = "auto", tuning: Tuning | None = None
     ) -> None:
         for entry in entries:
             if entry.wire_at % ALIGN or entry.wire_at < 0 or entry.out_at < 0:

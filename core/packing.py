@@ -1,0 +1,479 @@
+"""Units that wait packed: their large frozen weights are encoded when the session attaches, and decoded into slots.
+
+A packed unit's bytes lie in one pinned host block, its wire: packed tensors one after another, what does not pack
+(norms, other dtypes) as it is between them. One copy brings the block to a staging buffer on the device, one launch
+decodes it into the slot. The weight itself gives its memory back: meanwhile it is the model's own object without
+bytes, whose value is decoded when somebody reads it (`away`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import ops
+from .attach import Placement
+from .away import AwayOwner, AwayParameter, AwayTensor, LazyTensor
+from .codec import lossless
+from .codec.lossless_format import KIND_BY_DTYPE, Header, parse_header
+from .codec.lossless_torch import decode_torch
+from .codec.unit import AnyEntry, RawEntry, UnitDecoder
+from .codec.unit import Entry as WireEntry
+from .errors import UnsupportedError
+from .ops import HostParameter, HostTensor
+from .sizes import KIB
+from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, workers
+from .streamed import Owner, Streamed
+from .transfer import Engine
+from .units import Entry, Unit
+
+if TYPE_CHECKING:
+    from .streamer import Streamer
+
+logger = logging.getLogger("carom")
+LEAST = 64 * KIB  # bytes; smaller tensors travel as they are
+GAIN = 0.95  # of its bytes that a tensor must pack to
+WIRE_ALIGN = 128  # bytes; where packed tensors start in a wire
+EXPECTED = (
+    0.72  # of the bytes that Gaussian-like bf16 weights pack to, and a little: what staging is planned for
+)
+_AT_ONCE = 4  # tensors that are encoded at a time
+
+
+@dataclass(eq=False)
+class PackedTensor:
+    """A weight that waits packed: ``blob`` (uint8, host) under ``header``, or its plain bytes where that is None.
+
+    ``tensor`` is the model's object; ``layout``: a meta tensor of its dtype, shape and strides; ``home``: its device.
+    """
+
+    tensor: torch.Tensor
+    layout: torch.Tensor
+    home: torch.device
+    header: Header | None
+    blob: torch.Tensor
+    fetched: torch.Tensor | None = None  # the value, decoded on the device when the session closes
+
+    @property
+    def nbytes(self) -> int:
+        """Of the value."""
+        return self.layout.numel() * self.layout.element_size()
+
+    def value(self, device: torch.device | None = None) -> torch.Tensor:
+        """The true value, a tensor of its own on ``device`` (default: the CPU)."""
+        with torch.inference_mode(False), torch.no_grad():
+            blob = self.blob if device is None or device.type == "cpu" else self.blob.to(device)
+            raw = torch.empty(self.nbytes, dtype=torch.uint8, device=blob.device)
+            if self.header is None:
+                raw.copy_(blob)
+            else:
+                decoder = UnitDecoder([WireEntry(self.header, 0, 0)]) if blob.is_cuda else None
+                decode_torch(blob, self.header, raw) if decoder is None else decoder(blob, raw)
+            return raw.view(self.layout.dtype).as_strided(self.layout.shape, self.layout.stride())
+
+    def give_up_memory(self) -> None:
+        """From here on the model's object is without bytes: one NaN stands for all of its elements."""
+        with torch.inference_mode(False), torch.no_grad():
+            fill = math.nan if self.layout.is_floating_point() else 0
+            one = torch.zeros(1).fill_(fill).to(self.layout.dtype)
+            self.tensor.data = one.as_strided(self.layout.shape, (0,) * self.layout.dim())
+
+
+def pack(value: torch.Tensor, threads: int | None = None) -> tuple[Header, torch.Tensor] | None:
+    """Header and blob of a dense CPU tensor's elements in storage order; None where packing gains too little."""
+    flat = torch.as_strided(value.detach(), (value.numel(),), (1,), value.storage_offset())
+    nbytes = flat.numel() * flat.element_size()
+    blob = lossless.encode(flat, threads=threads, limit=int(GAIN * nbytes))
+    return None if blob is None else (parse_header(blob.numpy().data[:128], "weight", blob.numel()), blob)
+
+
+class PackedOwner(AwayOwner):
+    """An owner whose bytes are packed in host memory."""
+
+    __slots__ = ("packed", "placement")
+
+    def __init__(
+        self,
+        streamer: Streamer,
+        unit: Streamed,
+        entry: Entry,
+        packed: PackedTensor,
+        placement: PackedPlacement,
+    ) -> None:
+        super().__init__(streamer, unit, entry, packed.layout)
+        self.packed, self.placement = packed, placement
+
+    def read(self) -> torch.Tensor:
+        return self.packed.value()
+
+    def replace(self, value: torch.Tensor) -> None:
+        if value.shape != self.host.shape or value.dtype != self.host.dtype:
+            raise UnsupportedError(
+                f"{self.entry.name} is streamed as {self.host.dtype} {tuple(self.host.shape)}; it cannot become "
+                f"{value.dtype} {tuple(value.shape)} while attached: close the session first"
+            )
+        self.placement.replace(self, value)
+
+    def keep(self, value: torch.Tensor) -> None:
+        self.replace(value)
+
+    def change(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        leaves = [leaf for leaf in (*args[1:], *kwargs.values()) if isinstance(leaf, torch.Tensor)]
+        devices = [leaf.device for leaf in leaves if leaf.dim() > 0 and not isinstance(leaf, LazyTensor)]
+        value = self.read().to(next((device for device in devices if device.type != "cpu"), "cpu"))
+        args, kwargs = ops.substitute(
+            args[1:], kwargs, {id(v): v._carom.read() for v in leaves if isinstance(v, LazyTensor)}
+        )
+        func(value, *args, **kwargs)
+        self.replace(value)
+
+    def set_trainable(self, trainable: bool) -> None:
+        if trainable:
+            raise UnsupportedError(
+                f"{self.entry.name} waits packed and cannot be trained; set requires_grad before streaming, or stream "
+                "with codec='raw'"
+            )
+
+
+class PackedPlacement(Placement):
+    """Places a carving whose streamed weights are packed. ``shelf``: packed tensors by their object's id; it outlives
+    placements, so that a change of layout neither decodes nor encodes what streams before and after.
+
+    ``policy.raw`` names tensors whose units are not packed; ``staging_bytes``: the largest wire that can be decoded.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        arena: HostArena,
+        shelf: dict[int, PackedTensor],
+        policy: Packing,
+        staging_bytes: int,
+    ) -> None:
+        super().__init__(engine, arena)
+        self._shelf, self._policy, self._staging_bytes = shelf, policy, staging_bytes
+        self._dressed: list[tuple[torch.Tensor, type]] = []
+        self._homes: dict[int, torch.device] = {}  # of tensors that keep their bytes, until they stand
+        self._proven: set[tuple[str, int, int]] = set()
+        self.broken = ""  # why nothing more is packed
+        self.decode_bytes_per_second: float | None = None  # measured, of output
+
+    @property
+    def came_on_device(self) -> bool:
+        return super().came_on_device or any(packed.home.type != "cpu" for packed in self._shelf.values())
+
+    # -- residents
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        packed = self._shelf.get(id(tensor))
+        return super()._value(tensor) if packed is None else packed.value(self._engine.device)
+
+    def _home(self, tensor: torch.Tensor) -> torch.device:
+        packed = self._shelf.pop(id(tensor), None)
+        tensor.__dict__.pop("_carom", None)
+        return super()._home(tensor) if packed is None else packed.home
+
+    def _move(self, tensor: torch.Tensor) -> int:
+        if id(tensor) in self._shelf:
+            tensor.data = self._value(tensor).cpu()
+            self._home(tensor)
+        return super()._move(tensor)
+
+    # -- streamed units
+
+    def stream(self, units: list[Unit], make: Callable[[Unit, int, Any], Streamed]) -> list[Streamed]:
+        """Encode units, put each in a block of its own, pin it, and let the weights give their memory back."""
+        with (
+            ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="carom-pack") as packers,
+            ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool,
+            ThreadPoolExecutor(1, thread_name_prefix="carom-pin") as pinner,
+        ):
+            pins: list[Future[Any]] = []
+            for unit in units:
+                streamed = make(unit, len(self.streamed), Block(torch.empty(0, dtype=torch.uint8), False, 0))
+                streamed.packed = list(packers.map(self._pack, unit.entries))
+                self._build(streamed, pool)
+                if streamed.decoder is not None and not self._prove(streamed):
+                    streamed.packed = [self._unpacked(packed) for packed in streamed.packed]
+                    self._build(streamed, pool)
+                self._stand(streamed)
+                pins.append(pinner.submit(self._arena.pin, streamed.block))
+            for pin in pins:
+                pin.result()
+        return_freed_memory()
+        return self.streamed
+
+    def _pack(self, entry: Entry) -> PackedTensor | None:
+        """The entry's weight packed; None for one that stays as it is."""
+        tensor = entry.tensor
+        known = self._shelf.get(id(tensor))
+        stay = bool(self.broken) or entry.name in self._policy.raw
+        if known is not None:
+            return self._unpacked(known) if stay else known
+        if stay or entry.trainable or entry.nbytes < LEAST or tensor.dtype not in KIND_BY_DTYPE:
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            value = tensor.detach()
+            layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            found = pack(value if value.device.type == "cpu" else value.cpu(), max(1, workers() // 2))
+        return None if found is None else PackedTensor(tensor, layout, tensor.device, *found)
+
+    def _unpacked(self, packed: PackedTensor | None) -> PackedTensor | None:
+        """The weight with its bytes as they are; None where the model's object still has them."""
+        if packed is None or id(packed.tensor) not in self._shelf:
+            return None
+        if packed.header is not None:
+            packed.blob, packed.header = storage_bytes(packed.value()), None
+        return packed
+
+    def _stand(self, streamed: Streamed) -> None:
+        """From here on the unit's tensors lead to the streamer."""
+        for entry, packed in zip(streamed.unit.entries, streamed.packed, strict=True):
+            tensor = entry.tensor
+            is_parameter = isinstance(tensor, nn.Parameter)
+            wear: Any
+            if packed is None or self._policy.keep_raw:
+                self._worn.append((tensor, type(tensor), self._homes.pop(id(tensor), tensor.device)))
+                if tensor.device.type != "cpu":
+                    tensor.data = tensor.detach().cpu()
+                owner = Owner(streamed.streamer, streamed, entry, tensor.detach())
+                wear = HostParameter if is_parameter else HostTensor
+            else:
+                self._dressed.append((tensor, type(tensor)))
+                self._shelf[id(tensor)] = packed
+                packed.give_up_memory()
+                owner = PackedOwner(streamed.streamer, streamed, entry, packed, self)
+                wear = AwayParameter if is_parameter else AwayTensor
+            streamed.owners.append(owner)
+            tensor._carom = owner  # type: ignore[attr-defined]
+            tensor.__class__ = wear
+        streamed.trainable = any(owner.trainable for owner in streamed.owners)
+        streamed.encoded = streamed.version() if self._policy.keep_raw else None
+        self.streamed.append(streamed)
+        self.streamed_host_bytes += streamed.nbytes
+        self.wire_bytes += streamed.block.data.numel()
+
+    def _build(self, streamed: Streamed, pool: ThreadPoolExecutor | None = None) -> None:
+        """A new block, unpinned, with the unit's bytes; packed tensors and those that keep their bytes lead there."""
+        unit = streamed.unit
+        laid = lay_out(unit.entries, streamed.packed)
+        if laid.packs and laid.nbytes > self._staging_bytes:
+            for packed in streamed.packed:
+                if packed is not None and packed.header is not None:
+                    packed.blob, packed.header = storage_bytes(packed.value()), None
+            laid = lay_out(unit.entries, streamed.packed)
+        block = self._arena.allocate(laid.nbytes if laid.packs else unit.nbytes)
+        pieces = []
+        for entry, packed, at in zip(unit.entries, streamed.packed, laid.places, strict=True):
+            source = self._bytes(entry.tensor) if packed is None else packed.blob
+            pieces.append((block.data[at : at + source.numel()], source))
+        if pool is None:
+            for target, source in pieces:
+                target.copy_(source)
+        else:
+            for job in fill(pieces, pool):
+                job.result()
+        for index, (entry, packed) in enumerate(zip(unit.entries, streamed.packed, strict=True)):
+            if packed is not None:
+                packed.blob = pieces[index][0]
+            else:
+                self._move_to(entry.tensor, pieces[index][0])
+                if index < len(streamed.owners):
+                    streamed.owners[index].host = ops.plain(torch.Tensor.detach, (entry.tensor,), {})
+        streamed.block = block
+        streamed.decoder = UnitDecoder(laid.entries) if laid.packs else None
+        if streamed.decoder is not None and self._engine.device.type != "cpu":
+            streamed.decoder.prepare(self._engine.device)
+
+    @staticmethod
+    def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            value = tensor.detach()
+            return storage_bytes(value if value.device.type == "cpu" else value.cpu())
+
+    def _move_to(self, tensor: torch.Tensor, piece: torch.Tensor) -> None:
+        """Let a tensor that keeps its bytes have them in its unit's block."""
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._homes.setdefault(id(tensor), tensor.device)
+            own = torch.frombuffer(piece.numpy(), dtype=torch.uint8).view(tensor.dtype)
+            tensor.data = own.as_strided(tensor.shape, tensor.stride())
+
+    def _prove(self, streamed: Streamed) -> bool:
+        """Decode a unit of a new kind once, and compare: a decoder that does not work here is found out now."""
+        assert streamed.decoder is not None
+        kinds = {
+            (e.header.kind.name, e.header.k, e.header.lanes)
+            for e in streamed.decoder.entries
+            if isinstance(e, WireEntry)
+        }
+        if self._engine.device.type == "cpu" or kinds <= self._proven:
+            return True
+        try:
+            wire = streamed.block.data.to(self._engine.device)
+            out = torch.empty(streamed.nbytes, dtype=torch.uint8, device=self._engine.device)
+            best = math.inf
+            for _ in range(3):
+                before = self._engine.mark()
+                streamed.decoder(wire, out)
+                after = self._engine.mark()
+                self._engine.synchronize()
+                best = min(best, self._engine.elapsed(before, after))
+            for entry, packed in zip(streamed.unit.entries, streamed.packed, strict=True):
+                if packed is not None and id(packed.tensor) not in self._shelf:
+                    there = out[entry.offset : entry.offset + entry.nbytes]
+                    if not torch.equal(there.cpu(), self._bytes(entry.tensor)):
+                        raise RuntimeError("what was decoded is not what was encoded")
+        except Exception as error:
+            self.broken = f"packed weights cannot be decoded here ({error}): they cross as they are"
+            self.notes.append(self.broken)
+            logger.warning("carom: %s", self.broken)
+            return False
+        self._proven |= kinds
+        if best > 0:
+            self.decode_bytes_per_second = max(self.decode_bytes_per_second or 0.0, streamed.nbytes / best)
+        return True
+
+    # -- values
+
+    def replace(self, owner: PackedOwner, value: torch.Tensor) -> None:
+        """A packed weight gets another value: its unit's block is made anew."""
+        packed, streamer = owner.packed, owner.streamer
+        with streamer.lock, torch.inference_mode(False), torch.no_grad():
+            fresh = torch.empty_strided(
+                packed.layout.shape, packed.layout.stride(), dtype=packed.layout.dtype
+            )
+            fresh.copy_(value)
+            found = pack(fresh) if packed.header is not None else None
+            packed.header, packed.blob = found or (None, storage_bytes(fresh))
+            if streamer.closed:
+                return
+            self._rebuild(owner.unit)
+            owner.unit.epoch += 1
+
+    def pack_anew(self) -> None:
+        """Between passes: units whose plain bytes were written, or may have been, are packed again."""
+        for unit in self.streamed:
+            if unit.encoded is None or unit.version() == unit.encoded:
+                continue
+            for owner, packed in zip(unit.owners, unit.packed, strict=True):
+                if packed is not None:
+                    found = pack(owner.host)
+                    packed.header, packed.blob = found or (None, storage_bytes(owner.host).clone())
+            self._rebuild(unit)
+            unit.encoded = unit.version()
+
+    def _rebuild(self, unit: Streamed) -> None:
+        self._engine.synchronize()  # copies of the old block may be under way
+        pinned = unit.block.pinned
+        self._build(unit)
+        if pinned:
+            self._arena.pin(unit.block)
+
+    def unpack(self, streamer: Streamer, units: list[Streamed]) -> None:
+        """Between passes: from now on these units wait and cross as they are."""
+        self.fetch_values(streamer, units)
+        for unit in units:
+            for packed in unit.packed:
+                if packed is not None and packed.header is not None:
+                    value = packed.value() if packed.fetched is None else packed.fetched
+                    packed.header, packed.blob, packed.fetched = None, storage_bytes(value), None
+            before = unit.block.data.numel()
+            self._rebuild(unit)
+            self.wire_bytes += unit.block.data.numel() - before
+
+    def fetch_values(self, streamer: Streamer, units: list[Streamed] | None = None) -> None:
+        """Bring values back from the device, which decodes faster; what fails is decoded on the host when it is wanted."""
+        for unit in self.streamed if units is None else units:
+            if unit.decoder is None or self._policy.keep_raw:
+                continue
+            try:
+                slot = streamer.acquire(unit)
+                try:
+                    for owner, view in zip(unit.owners, streamer.views(slot).tensors, strict=True):
+                        if isinstance(owner, PackedOwner):
+                            value = torch.empty_like(owner.host, device="cpu")
+                            self._engine.synchronize(self._engine.copy_out(value, view.detach()))
+                            owner.packed.fetched = value
+                    del view
+                finally:
+                    streamer.release(slot)
+            except Exception as error:
+                logger.info("carom: unit %r is decoded on the host: %s", unit.name, error)
+
+    # -- the way back
+
+    def wear(self) -> None:
+        """While parked, packed weights still give their values to who asks."""
+        for packed in self._shelf.values():
+            self._dressed.append((packed.tensor, type(packed.tensor)))
+            is_parameter = isinstance(packed.tensor, nn.Parameter)
+            packed.tensor.__class__ = AwayParameter if is_parameter else AwayTensor
+
+    def _undo(self) -> None:
+        for tensor, worn in reversed(self._dressed):
+            tensor.__class__ = worn
+        self._dressed.clear()
+        super()._undo()
+
+
+def give_back(shelf: dict[int, PackedTensor]) -> None:
+    """Every packed weight has its bytes again."""
+    for packed in shelf.values():
+        value = packed.value() if packed.fetched is None else packed.fetched
+        packed.tensor.data = value if packed.home.type == "cpu" else value.to(packed.home)
+        packed.tensor.__dict__.pop("_carom", None)
+    shelf.clear()
+
+
+@dataclass(frozen=True)
+class Packing:
+    """``raw``: names of tensors whose units are not packed; ``keep_raw``: weights keep their plain bytes besides;
+    ``auto``: whether units may come to cross as they are where packing does not pay."""
+
+    raw: frozenset[str] = frozenset()
+    keep_raw: bool = False
+    auto: bool = False
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Where a unit's tensors lie in its wire, and what decodes them. ``packs``: whether any of them is packed."""
+
+    places: list[int]
+    entries: list[AnyEntry]
+    nbytes: int
+
+    @property
+    def packs(self) -> bool:
+        return any(isinstance(entry, WireEntry) for entry in self.entries)
+
+
+def lay_out(entries: list[Entry], packed: list[PackedTensor | None]) -> Laid:
+    """Packed tensors at multiples of `WIRE_ALIGN`; neighbours that travel as they are lie as in the slot, to be one copy."""
+    places: list[int] = []
+    wire: list[AnyEntry] = []
+    end = 0
+    run: tuple[int, int] | None = (
+        None  # where the present run of plain tensors starts, in the wire and in the slot
+    )
+    for entry, found in zip(entries, packed, strict=True):
+        if found is not None and found.header is not None:
+            at = -(-end // WIRE_ALIGN) * WIRE_ALIGN
+            wire.append(WireEntry(found.header, at, entry.offset))
+            end, run = at + found.header.total, None
+        else:
+            if run is None:
+                run = -(-end // WIRE_ALIGN) * WIRE_ALIGN, entry.offset
+                wire.append(RawEntry(0, *run))
+            at = run[0] + entry.offset - run[1]
+            end = at + entry.nbytes
+            wire[-1] = RawEntry(end - run[0], *run)
+        places.append(at)
+    return Laid(places, wire, end)
