@@ -22,6 +22,7 @@ from . import ops
 from .attach import Placement
 from .away import AwayOwner, AwayParameter, AwayTensor, LazyTensor
 from .codec import lossless
+from .codec.lossless_device import encode_there
 from .codec.lossless_format import KIND_BY_DTYPE, Header, parse_header
 from .codec.lossless_torch import decode_torch
 from .codec.unit import AnyEntry, RawEntry, UnitDecoder
@@ -29,7 +30,7 @@ from .codec.unit import Entry as WireEntry
 from .errors import UnsupportedError
 from .ops import HostParameter, HostTensor
 from .sizes import KIB
-from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, workers
+from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, touch, workers
 from .streamed import Owner, Streamed
 from .transfer import Engine
 from .units import Entry, Unit
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .streamer import Streamer
 
 logger = logging.getLogger("carom")
+OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 LEAST = 64 * KIB  # bytes; smaller tensors travel as they are
 GAIN = 0.95  # of its bytes that a tensor must pack to
 WIRE_ALIGN = 128  # bytes; where packed tensors start in a wire
@@ -87,9 +89,12 @@ class PackedTensor:
 
 
 def pack(value: torch.Tensor, threads: int | None = None) -> tuple[Header, torch.Tensor] | None:
-    """Header and blob of a dense CPU tensor's elements in storage order; None where packing gains too little."""
+    """Header and blob, where ``value`` is, of a dense tensor's elements in storage order; None where packing gains too
+    little."""
     flat = torch.as_strided(value.detach(), (value.numel(),), (1,), value.storage_offset())
     nbytes = flat.numel() * flat.element_size()
+    if flat.device.type != "cpu":
+        return encode_there(flat, limit=int(GAIN * nbytes))
     blob = lossless.encode(flat, threads=threads, limit=int(GAIN * nbytes))
     return None if blob is None else (parse_header(blob.numpy().data[:128], "weight", blob.numel()), blob)
 
@@ -196,9 +201,16 @@ class PackedPlacement(Placement):
             ThreadPoolExecutor(1, thread_name_prefix="carom-pin") as pinner,
         ):
             pins: list[Future[Any]] = []
-            for unit in units:
+            there = self._there(units[0], packers) if units else []
+            for unit, following in zip(units, [*units[1:], None], strict=False):
                 streamed = make(unit, len(self.streamed), Block(torch.empty(0, dtype=torch.uint8), False, 0))
-                streamed.packed = list(packers.map(self._pack, unit.entries))
+                values = [value.result() for value in there]
+                there = [] if following is None else self._there(following, packers)
+                if self._engine.unpacks:  # the device packs, one after another
+                    streamed.packed = list(map(self._pack, unit.entries, values))
+                else:
+                    streamed.packed = list(packers.map(self._pack, unit.entries, values))
+                del values
                 self._build(streamed, pool)
                 if streamed.decoder is not None and not self._prove(streamed):
                     streamed.packed = [self._unpacked(packed) for packed in streamed.packed]
@@ -208,21 +220,44 @@ class PackedPlacement(Placement):
             for pin in pins:
                 pin.result()
         return_freed_memory()
+        self._engine.trim()  # what packing took of the device is the session's again
         return self.streamed
 
-    def _pack(self, entry: Entry) -> PackedTensor | None:
-        """The entry's weight packed; None for one that stays as it is."""
+    def _packs(self, entry: Entry) -> bool:
+        """Whether the entry's weight is to be packed now."""
+        if id(entry.tensor) in self._shelf or self.broken or entry.name in self._policy.raw:
+            return False
+        return not entry.trainable and entry.nbytes >= LEAST and entry.tensor.dtype in KIND_BY_DTYPE
+
+    def _there(self, unit: Unit, pool: ThreadPoolExecutor) -> list[Future[torch.Tensor | None]]:
+        """The values of what is to be packed of ``unit``, on their way to where they are packed."""
+        return [pool.submit(self._bring, entry) for entry in unit.entries]
+
+    def _bring(self, entry: Entry) -> torch.Tensor | None:
+        if not self._packs(entry):
+            return None
+        value = entry.tensor.detach()
+        if not self._engine.unpacks:
+            return value if value.device.type == "cpu" else value.cpu()
+        try:
+            return value.to(self._engine.device)
+        except OutOfMemory:
+            return value.cpu()
+
+    def _pack(self, entry: Entry, value: torch.Tensor | None) -> PackedTensor | None:
+        """The entry's weight packed, its blob where ``value`` is; None for one that stays as it is."""
         tensor = entry.tensor
         known = self._shelf.get(id(tensor))
-        stay = bool(self.broken) or entry.name in self._policy.raw
         if known is not None:
-            return self._unpacked(known) if stay else known
-        if stay or entry.trainable or entry.nbytes < LEAST or tensor.dtype not in KIND_BY_DTYPE:
+            return self._unpacked(known) if self.broken or entry.name in self._policy.raw else known
+        if value is None or self.broken:
             return None
         with torch.inference_mode(False), torch.no_grad():
-            value = tensor.detach()
             layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            found = pack(value if value.device.type == "cpu" else value.cpu(), max(1, workers() // 2))
+            try:
+                found = pack(value, max(1, workers() // 2))
+            except OutOfMemory:
+                found = pack(value.cpu())
         return None if found is None else PackedTensor(tensor, layout, tensor.device, *found)
 
     def _unpacked(self, packed: PackedTensor | None) -> PackedTensor | None:
@@ -274,12 +309,22 @@ class PackedPlacement(Placement):
         for entry, packed, at in zip(unit.entries, streamed.packed, laid.places, strict=True):
             source = self._bytes(entry.tensor) if packed is None else packed.blob
             pieces.append((block.data[at : at + source.numel()], source))
+        on_device = any(source.device.type != "cpu" for _, source in pieces)
         if pool is None:
             for target, source in pieces:
                 target.copy_(source)
         else:
-            for job in fill(pieces, pool):
+            if (
+                on_device
+            ):  # copied at the link's rate where the memory is pinned, which is fast once it was touched
+                for job in touch(block.data, pool):
+                    job.result()
+                self._arena.pin(block)
+            for job in fill([piece for piece in pieces if piece[1].device.type == "cpu"], pool):
                 job.result()
+            for target, source in pieces:
+                if source.device.type != "cpu":
+                    target.copy_(source)
         for index, (entry, packed) in enumerate(zip(unit.entries, streamed.packed, strict=True)):
             if packed is not None:
                 packed.blob = pieces[index][0]

@@ -103,15 +103,14 @@ def raw_share(
         return predict(sizes, plan.resident, plan.region_bytes, less, link, packed=left).seconds
 
     units = [unit for unit in streamed if unit in packed]
-    best, least = without(()), list[int]()
+    found = [(without(()), list[int]())]
     for quarters in (1, 2, 3, 4):
         some = [
             unit for place, unit in enumerate(units) if (place + 1) * quarters // 4 > place * quarters // 4
         ]
-        seconds = without(some)
-        if seconds < best * (1 - RAW_GAIN):
-            best, least = seconds, some
-    return least
+        found.append((without(some), some))
+    best = min(found, key=lambda one: (one[0], len(one[1])))
+    return best[1] if best[0] < found[0][0] * (1 - RAW_GAIN) else ()
 
 
 def advise(

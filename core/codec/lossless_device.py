@@ -44,19 +44,39 @@ def encode_on_device(
     tensor: torch.Tensor, *, lanes: int = DEFAULT_LANES, code: Code | None = None
 ) -> torch.Tensor | None:
     """As `lossless.encode`, for a tensor on any device: the blob (1-D uint8, host memory) or None."""
+    found = encode_there(tensor, lanes=lanes, code=code)
+    if found is None:
+        return None
+    header, there = found
+    blob = there.cpu()
+    header = header.with_crc(checksum(header, blob.numpy().data[HEADER_BYTES:]))
+    blob[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+    return blob
+
+
+def encode_there(
+    tensor: torch.Tensor, *, lanes: int = DEFAULT_LANES, code: Code | None = None, limit: int | None = None
+) -> tuple[Header, torch.Tensor] | None:
+    """The header and the blob on the tensor's device, without a checksum; None where ``limit`` bytes (default: the raw
+    bytes) are not undercut."""
     kind = KIND_BY_DTYPE.get(tensor.dtype)
     if kind is None or tensor.numel() < 8:
         return None
     elements = raw_bytes(tensor).view(-1, kind.itemsize)
     if code is None:
         starts = sample_starts(len(elements))
-        sample = elements if starts is None else torch.cat([elements[s : s + n] for s, n in starts])
+        sample = elements
+        if starts is not None:
+            places = torch.tensor([start for start, _ in starts], device=elements.device)
+            runs = torch.arange(starts[0][1], device=elements.device)
+            sample = elements[(places[:, None] + runs).view(-1)]
         host = sample.cpu().numpy().reshape(-1).view(f"u{kind.itemsize}")
         code = choose_code(count_exponents(kind, host), kind, 32 * lanes)
     coded = len(elements) // 8 * 8
     tail = bytes(elements[coded:].cpu().numpy().tobytes()).ljust(32, b"\0")
     header = Header(kind, code.k, lanes, code.base, len(elements), 0, code.table, tail, 0)
-    if header.total >= header.raw_nbytes:
+    limit = header.raw_nbytes if limit is None else limit
+    if header.total >= limit:
         return None
     device = elements.device
     fixed = torch.zeros(header.escapes_at, dtype=torch.uint8, device=device)
@@ -93,17 +113,16 @@ def encode_on_device(
         streams.append(stream)
         written += len(stream)
         most = max(most, fullest)
-        if header.escapes_at + written >= header.raw_nbytes:
+        if header.escapes_at + written >= limit:
             return None
     header = Header(kind, code.k, lanes, code.base, len(elements), written, code.table, tail, most)
-    if header.total >= header.raw_nbytes:
+    if header.total >= limit:
         return None
-    blob = torch.zeros(header.total, dtype=torch.uint8)
+    blob = torch.zeros(header.total, dtype=torch.uint8, device=device)
     blob[: header.escapes_at] = fixed
     blob[header.escapes_at : header.escapes_at + written] = torch.cat(streams)
-    header = header.with_crc(checksum(header, blob.numpy().data[HEADER_BYTES:]))
-    blob[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
-    return blob
+    blob[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(device)
+    return header, blob
 
 
 def _escapes(

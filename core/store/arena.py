@@ -149,6 +149,14 @@ def fill(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], pool: ThreadPoolEx
     ]
 
 
+def touch(memory: torch.Tensor, pool: ThreadPoolExecutor) -> list[Future[Any]]:
+    """Start giving fresh memory its pages, spread over ``pool``."""
+    return [
+        pool.submit(ctypes.memset, memory.data_ptr() + start, 0, min(_CHUNK, memory.numel() - start))
+        for start in range(0, memory.numel(), _CHUNK)
+    ]
+
+
 def _copy(destination: torch.Tensor, source: torch.Tensor, start: int) -> None:
     size = min(_CHUNK, destination.numel() - start)
     ctypes.memmove(destination.data_ptr() + start, source.data_ptr() + start, size)

@@ -1,0 +1,424 @@
+"""Sessions whose weights wait and cross packed: the same bits, fewer bytes, and values for who asks outside a step."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import carom
+import pytest
+import tests_harness as harness
+import tests_models as models
+import torch
+from carom.core import packing, replan, settings
+from carom.core.codec.unit import UnitDecoder
+from carom.core.errors import UnsupportedError
+from carom.core.plan import Plan
+from carom.core.predict import Link, Packed, Workload
+from carom.core.simulated import SimulatedRaceError
+from carom.core.staging import Staging
+from carom.core.transfer import make_engine
+from tests_harness import SIMULATED, assert_same, infer, on_every_device, on_some_devices, place, train
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDE = 128  # features: weights of 64 KiB and more, which pack
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Also the tests' small tensors pack, gain or not."""
+    monkeypatch.setattr(packing, "LEAST", 256)
+    monkeypatch.setattr(packing, "GAIN", 4.0)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDE)
+        self.up = nn.Linear(WIDE, 4 * WIDE)
+        self.down = nn.Linear(4 * WIDE, WIDE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Adapted(nn.Module):
+    """A linear with a trainable low-rank part."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 4, bias=False, dtype=base.weight.dtype)
+        self.up = nn.Linear(4, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 6, adapted: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.bfloat16().requires_grad_(False)
+        if adapted:
+            for block in self.blocks:
+                block.up = Adapted(block.up)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if torch.is_grad_enabled() else block(x)
+        return x
+
+
+def model_and_copy(**kinds: Any) -> tuple[Model, Model]:
+    torch.manual_seed(0)
+    model = Model(**kinds)
+    return model, copy.deepcopy(model)
+
+
+def inputs(seed: int = 0) -> torch.Tensor:
+    return torch.randn(3, WIDE, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+VRAM = 3 * (8 * WIDE * WIDE * 2 + 8192)
+both_hosts = pytest.mark.parametrize("host", ["auto", "raw"])
+
+
+# -- the same bits
+
+
+@on_some_devices
+@pytest.mark.parametrize("name", models.CASES)
+def test_inference_is_exact(name, device, small):
+    case, where = models.CASES[name], place(device)
+    model = models.freeze(case.build("none"))
+    expected = infer(copy.deepcopy(model).to(where), case, where)
+    vram = harness.some_vram(model, device, 0.35, case.slots)
+    with carom.stream(model, device=device, vram=vram, codec="lossless"):
+        assert_same(expected, infer(model, case, where))
+
+
+@on_every_device
+@pytest.mark.parametrize("way", ["none", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("name", ["stack", "heterogeneous", "tied", "attention"])
+def test_training_is_exact(name, way, device, small):
+    case, where = models.CASES[name], place(device)
+    model = models.freeze(case.build(way))
+    expected = train(copy.deepcopy(model).to(where), case, where)
+    vram = harness.some_vram(model, device, 0.5, 3)
+    with carom.stream(model, device=device, vram=vram, codec="lossless", training="resident"):
+        assert_same(expected, train(model, case, where))
+
+
+@on_every_device
+@both_hosts
+def test_adapters_train_to_the_same_bits_and_fewer_cross(device, host):
+    where = place(device)
+    model, plain = model_and_copy(adapted=True)
+    plain.to(where)
+
+    def steps(net: Model) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+        for seed in range(4):
+            net(inputs(seed).to(where)).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().cpu().clone() for p in net.parameters() if p.requires_grad]
+
+    expected = steps(plain)
+    with carom.stream(model, device=device, vram=VRAM, codec="lossless", host=host) as session:
+        assert_same(expected, steps(model))
+        report = session.report()
+    assert report.packed_units and report.staging_bytes
+    assert report.wire_bytes_per_step < 0.75 * report.raw_bytes_per_step
+    assert report.vram_peak_bytes <= VRAM
+    assert report.transfers_per_weight <= 2
+    assert report.decode_seconds > 0
+
+
+# -- who asks outside a step
+
+
+@on_every_device
+@both_hosts
+def test_values_are_there_for_who_asks(device, host):
+    where = place(device)
+    model, plain = model_and_copy()
+    objects = {name: id(p) for name, p in model.named_parameters()}
+    with (
+        torch.no_grad(),
+        carom.stream(model, device=device, vram=VRAM, codec="lossless", host=host) as session,
+    ):
+        model(inputs().to(where))
+        for name, value in plain.named_parameters():
+            assert torch.equal(session.read(name), value)
+            assert torch.equal(model.get_parameter(name).cpu(), value)
+            assert (
+                model.get_parameter(name).is_contiguous()
+                and model.get_parameter(name).stride() == value.stride()
+            )
+        assert {n: id(p) for n, p in model.named_parameters()} == objects
+        state = model.state_dict()
+        assert all(torch.equal(state[name].cpu(), value) for name, value in plain.state_dict().items())
+        twin = copy.deepcopy(model)
+        assert all(
+            torch.equal(a.cpu(), b) for a, b in zip(twin.parameters(), plain.parameters(), strict=True)
+        )
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert {n: id(p) for n, p in model.named_parameters()} == objects
+    assert_same(list(plain.parameters()), list(model.parameters()))
+
+
+@on_every_device
+@both_hosts
+def test_values_that_are_written_are_those_of_the_next_pass(device, host):
+    where = place(device)
+    model, plain = model_and_copy()
+    new = torch.randn(4 * WIDE, WIDE).bfloat16()
+
+    def change(net: Model) -> None:
+        net.blocks[1].up.weight.copy_(new)
+        net.blocks[2].up.weight.mul_(2)
+        net.blocks[3].up.weight.data += 1
+        net.blocks[3].down.weight.data = net.blocks[4].down.weight.data
+        net.blocks[4].norm.weight.add_(0.5)
+        net.load_state_dict({"blocks.5.up.weight": new}, strict=False)
+
+    with torch.no_grad():
+        change(plain)
+        expected = plain.to(where)(inputs().to(where))
+        with carom.stream(model, device=device, vram=VRAM, codec="lossless", host=host) as session:
+            model(inputs().to(where))
+            session.write("blocks.0.up.weight", new)
+            session.write("blocks.0.up.weight", plain.blocks[0].up.weight.cpu())
+            change(model)
+            session.refresh()
+            for _ in range(3):
+                assert torch.equal(model(inputs().to(where)), expected)
+    assert_same([p.cpu() for p in plain.parameters()], list(model.parameters()))
+
+
+@on_every_device
+def test_a_model_that_writes_to_its_weights_keeps_what_it_wrote(device):
+    class Writes(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.up.weight.mul_(0.5)
+            return super().forward(x)
+
+    where = place(device)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Writes() for _ in range(6))).bfloat16().requires_grad_(False)
+    plain = copy.deepcopy(model).to(where)
+    with torch.no_grad(), carom.stream(model, device=device, vram=VRAM, codec="lossless"):
+        for seed in range(3):
+            assert torch.equal(model(inputs(seed).to(where)), plain(inputs(seed).to(where)))
+    assert_same([p.cpu() for p in plain.parameters()], list(model.parameters()))
+
+
+def test_a_packed_weight_cannot_be_trained_and_says_what_to_do():
+    model, _ = model_and_copy()
+    with (
+        carom.stream(model, device="cpu", vram=VRAM, codec="lossless"),
+        pytest.raises(UnsupportedError, match="codec='raw'"),
+    ):
+        model.blocks[0].up.weight.requires_grad_(True)
+
+
+# -- layouts that change
+
+
+@on_every_device
+def test_other_budgets_and_parking_keep_every_bit(device):
+    where = place(device)
+    model, plain = model_and_copy()
+    with torch.no_grad():
+        expected = plain.to(where)(inputs().to(where))
+        with carom.stream(model, device=device, vram=VRAM, codec="lossless") as session:
+            for budget in (VRAM, int(0.8 * VRAM), 2 * VRAM, 50 * VRAM, VRAM):
+                session.set_budget(vram=budget)
+                assert torch.equal(model(inputs().to(where)), expected)
+                assert session.report().vram_peak_bytes <= 50 * VRAM
+            session.park()
+            assert torch.equal(model.blocks[0].up.weight.cpu(), plain.blocks[0].up.weight.cpu())
+            assert torch.equal(session.read("blocks.3.up.weight"), plain.blocks[3].up.weight.cpu())
+            session.write("blocks.3.up.weight", plain.blocks[3].up.weight.cpu())
+            assert torch.equal(model(inputs().to(where)), expected)
+            session.park()
+    assert_same([p.cpu() for p in plain.parameters()], list(model.parameters()))
+
+
+def test_a_budget_without_room_to_unpack_streams_plain_bytes():
+    model, plain = model_and_copy()
+    with pytest.raises(carom.BudgetError) as refused:
+        carom.stream(model, device="cpu", vram=0, codec="lossless")
+    least = refused.value.least_bytes
+    assert least is not None
+    with torch.no_grad(), carom.stream(model, device="cpu", vram=least, codec="lossless") as session:
+        assert torch.equal(model(inputs()), plain(inputs()))
+        report = session.report()
+    assert report.packed_units == 0 and report.vram_peak_bytes <= least
+
+
+def test_a_session_that_fails_to_attach_leaves_the_values(monkeypatch):
+    model, plain = model_and_copy()
+    found = packing.PackedPlacement._build
+    calls = []
+
+    def fails(self: Any, *args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        found(self, *args)
+
+    monkeypatch.setattr(packing.PackedPlacement, "_build", fails)
+    with pytest.raises(KeyboardInterrupt):
+        carom.stream(model, device="cpu", vram=VRAM, codec="lossless")
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert_same(list(plain.parameters()), list(model.parameters()))
+
+
+def test_a_dropped_model_still_gives_its_values():
+    model, plain = model_and_copy()
+    session = carom.stream(model, device="cpu", vram=VRAM, codec="lossless")
+    session.close(discard=True)
+    assert torch.equal(model.blocks[5].up.weight, plain.blocks[5].up.weight)
+
+
+def test_host_memory_holds_the_packed_bytes_only():
+    model, _ = model_and_copy()
+    with carom.stream(model, device=SIMULATED["simulated-late"], vram=VRAM, codec="lossless") as session:
+        report = session.report()
+        assert report.waiting_bytes < 0.75 * report.streamed_bytes
+        assert report.pinned_bytes <= 1.1 * report.waiting_bytes + 4096 * report.units
+        held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        assert sum(held.values()) < 0.2 * report.streamed_bytes + report.resident_bytes
+
+
+def test_what_does_not_pack_crosses_as_it_is():
+    model, plain = model_and_copy()
+    with torch.no_grad():
+        for net in (model, plain):
+            generator = torch.Generator().manual_seed(1)
+            for p in net.parameters():
+                bits = torch.randint(-(1 << 15), 1 << 15, p.shape, generator=generator, dtype=torch.int16)
+                p.copy_(torch.where(bits.view(torch.bfloat16).isfinite(), bits, 0).view(torch.bfloat16))
+        with carom.stream(model, device="cpu", vram=VRAM, codec="lossless") as session:
+            model(inputs())
+            assert session.report().packed_units == 0
+            assert_same(list(plain.parameters()), [session.read(n) for n, _ in plain.named_parameters()])
+
+
+# -- no race
+
+
+@pytest.mark.parametrize("device", SIMULATED.values(), ids=SIMULATED)
+def test_staging_is_overwritten_only_after_it_was_unpacked(device, monkeypatch):
+    model, _ = model_and_copy()
+    monkeypatch.setattr(Staging, "given", lambda self, event: None)  # a missing wait
+    with (
+        torch.no_grad(),
+        pytest.raises(SimulatedRaceError),
+        carom.stream(model, device=dataclasses.replace(device), vram=VRAM, codec="lossless"),
+    ):
+        for _ in range(3):
+            model(inputs())
+
+
+def test_a_slot_is_unpacked_to_only_after_its_last_read():
+    engine: Any = make_engine(SIMULATED["simulated-late"])
+    memory = engine.allocate(1024)
+    wire = engine.allocate(1024)
+    copied, _ = engine.copy_in(wire, torch.zeros(1024, dtype=torch.uint8), (), False)
+    engine.read(memory)
+    with pytest.raises(SimulatedRaceError, match="overwritten"):
+        engine.decode(lambda a, b: b.copy_(a), wire, memory, (copied,), False)
+
+
+def test_packed_bytes_are_unpacked_only_after_their_copy():
+    engine: Any = make_engine(SIMULATED["simulated-late"])
+    memory, wire = engine.allocate(1024), engine.allocate(1024)
+    engine.copy_in(wire, torch.zeros(1024, dtype=torch.uint8), (), False)
+    with pytest.raises(SimulatedRaceError, match="brings"):
+        engine.decode(lambda a, b: b.copy_(a), wire, memory, (), False)
+
+
+def test_the_ring_gives_pieces_that_wait_for_what_lay_there():
+    ring = Staging(make_engine("cpu"), 2048)
+    taken = []
+    for number, size in enumerate([1000, 1000, 512, 2048, 100]):
+        piece, after = ring.take(size)
+        assert piece.numel() == size
+        ring.given(number)
+        taken.append(after)
+    assert taken == [[], [], [0], [1, 2], [3]]
+
+
+def test_a_decoder_that_fails_leaves_the_session_whole(monkeypatch):
+    model, plain = model_and_copy()
+    with (
+        torch.no_grad(),
+        carom.stream(model, device=SIMULATED["simulated-random"], vram=VRAM, codec="lossless") as session,
+    ):
+        model(inputs())
+        call, failing = UnitDecoder.__call__, [True]
+
+        def fails(self: Any, wire: torch.Tensor, out: torch.Tensor) -> None:
+            if failing and out.numel():
+                failing.clear()
+                raise torch.OutOfMemoryError("injected")
+            call(self, wire, out)
+
+        monkeypatch.setattr(UnitDecoder, "__call__", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(inputs())
+        monkeypatch.undo()
+        session.set_budget(vram=VRAM)
+        assert torch.equal(model(inputs()), plain(inputs()))
+    assert_same(list(plain.parameters()), list(model.parameters()))
+
+
+# -- what is packed, and when not
+
+
+def test_plain_bytes_where_unpacking_costs_more_than_it_saves():
+    sizes, count = [1 << 27] * 8, 8
+    plan = Plan(0, 0, 3 << 27, {}, 3)
+    packed = dict.fromkeys(range(count), Packed(int(0.7 * (1 << 27)), 1e-4))
+
+    def raw(compute: float) -> int:
+        work = Workload(tuple(range(count)), (compute,) * count)
+        return len(replan.raw_share(sizes, range(count), plan, work, Link(50e9), packed))
+
+    assert raw(10e-3) == count  # computing takes 10 ms a unit, a copy 2.7 ms: nothing is gained
+    assert raw(0.5e-3) == 0  # the link binds
+    assert 0 < raw(2.6e-3) < count
+
+
+@pytest.mark.parametrize("flops,stays", [(1e9, False), (1e15, True)])
+def test_an_automatic_session_unpacks_what_need_not_be_packed(flops, stays, monkeypatch):
+    monkeypatch.setattr(
+        settings, "packing", lambda *given: packing.Packing(auto=True)
+    )  # as on a device that unpacks by itself
+    device = carom.SimulatedDevice(
+        flops=flops, link_bytes_per_second=1e9, copy_latency_seconds=0, kernel_seconds=1e-6,
+        decode_bytes_per_second=2e9 if not stays else 1e12,
+    )  # fmt: skip
+    model, plain = model_and_copy(depth=12)
+    with torch.no_grad(), carom.stream(model, device=device, vram=VRAM) as session:
+        before = session.report().packed_units
+        expected = plain(inputs())
+        for _ in range(14):
+            assert torch.equal(model(inputs()), expected)
+        session.tune()
+        assert torch.equal(model(inputs()), expected)
+        after = session.report().packed_units
+    assert before > 0
+    assert after == before if stays else after == 0
+    assert_same(list(plain.parameters()), list(model.parameters()))
+
+
+def test_lossless_with_a_file_says_how_to_pack_it(tmp_path):
+    with pytest.raises(UnsupportedError, match="carom pack"):
+        carom.stream(Model(), device="cpu", weights=tmp_path / "x.safetensors", codec="lossless")
