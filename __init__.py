@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .core.checkpoint import Weights
+    from .core.dense import dense_modules
     from .core.errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
+    from .core.in_backward import OptimizerInBackward
     from .core.plan import Plan
     from .core.report import Report
     from .core.session import Session, stream
@@ -17,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "CaromError",
+    "OptimizerInBackward",
     "PinError",
     "Plan",
     "Report",
@@ -25,17 +28,20 @@ __all__ = [
     "UnsupportedError",
     "Weights",
     "WeightsError",
+    "dense_modules",
     "load_file",
     "stream",
 ]
 
 # Imported when first asked for: torch alone holds hundreds of MiB, and commands like `carom pack` need none of it.
 _HOME = {
+    "OptimizerInBackward": "core.in_backward",
     "Plan": "core.plan",
     "Report": "core.report",
     "Session": "core.session",
     "Weights": "core.checkpoint",
     "SimulatedDevice": "core.simulated",
+    "dense_modules": "core.dense",
     "load_file": "core.store.loading",
     "stream": "core.session",
 }

@@ -2,14 +2,16 @@
 
 Writes a sharded checkpoint of random bf16 blocks, packs it with `carom pack`, builds the module on meta, streams it,
 and prints whether the output is the loaded blocks' bit for bit, the most memory the process held (as the operating
-system counts it, from start to end) and the rates. Every part is a process of its own, so that no part's memory is
-counted in another's; the files are removed afterwards.
+system counts it, from start to end, asked by itself and watched from outside) and the rates. Every part is a process
+of its own, so that no part's memory is counted in another's; the files are removed afterwards. ``--record FILE``
+keeps what is printed.
 """
 
 # mypy: ignore-errors
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import subprocess
@@ -114,28 +116,63 @@ def run(folder: Path, blocks: int, width: int, vram: str, ram: str, device: str,
         "ready_seconds": ready - began, "first_output_seconds": ready - began + seconds[0], "pass_seconds": steady,
         "disk_bytes_per_step": report.disk_bytes_per_step, "disk_bytes_per_second": report.disk_bytes_per_second,
         "pass_bytes_per_second": report.disk_bytes_per_step / steady, "bound_by": report.bound_by,
+        "passes_seconds": seconds,
     }  # fmt: skip
 
 
 def raw_rate(path: Path) -> float:
-    """Bytes per second of plain direct reads of the file: the best of 1, 2, 4 and 8 threads."""
+    """Bytes per second of plain direct reads of the file: the best of 1, 2, 4 and 8 threads, three times each."""
     spec = importlib.util.spec_from_file_location("disk_read", HERE.parent / "disk_read.py")
     plain = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plain)
     _, rawio, _ = plain.load_checkout()
     size = path.stat().st_size // 4096 * 4096
     buffers = [rawio.aligned_buffer(plain.CHUNK) for _ in range(8)]
-    return max(size / plain.plain_loop(str(path), size, n, buffers) for n in (1, 2, 4, 8))
+    return max(size / plain.plain_loop(str(path), size, n, buffers) for n in (1, 2, 4, 8) * 3)
 
 
 def part(name: str, args: argparse.Namespace, folder: Path) -> dict:
     command = [sys.executable, str(HERE), "--part", name, "--in", str(folder)]
     for option in ("blocks", "width", "vram", "ram", "device", "passes"):
         command += [f"--{option}", str(getattr(args, option))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stderr}")
-    return json.loads(done.stdout or "{}")
+    return started(command, name)
+
+
+def started(command: list[str], name: str) -> dict:
+    """What a part prints, and the most memory it was seen to hold."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=out, stderr=errors)
+        peak = watch(process)
+        out.seek(0), errors.seek(0)
+        if process.returncode:
+            raise SystemExit(f"{name} failed:\n{errors.read()}")
+        result = json.loads(out.read() or "{}")
+    return {**result, "peak_rss_bytes_from_outside": peak} if result else result
+
+
+def keep(path: Path, tool: str, result: dict) -> None:
+    """Write a record: the result with commit, date and machine."""
+    from importlib import import_module
+
+    record = import_module("carom.benchmarks.record")
+    found = record.new_record(tool, sys.argv[1:])
+    del found["cases"]
+    record.write_record({**found, "result": result}, path)
+
+
+def watch(process: subprocess.Popen) -> int:
+    """Wait for the process; the most resident memory (bytes) that looks every 20 ms found."""
+    import psutil
+
+    peak = 0
+    while True:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            peak = max(peak, psutil.Process(process.pid).memory_info().rss)
+        try:
+            process.wait(0.02)
+            return peak
+        except subprocess.TimeoutExpired:
+            continue
 
 
 def pack(folder: Path) -> None:
@@ -159,6 +196,9 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--folder", default=".", help="where the files go: on the drive to measure")
     parser.add_argument("--unpacked", action="store_true", help="also stream from the original shards")
+    parser.add_argument(
+        "--record", type=Path, help="also write the result here, with commit, date and machine"
+    )
     parser.add_argument("--part", choices=["make", "pack", "run", "run-unpacked"], help=argparse.SUPPRESS)
     parser.add_argument("--in", dest="inside", help=argparse.SUPPRESS)
     parser.add_argument("--blocks", type=int, help=argparse.SUPPRESS)
@@ -190,10 +230,14 @@ def main() -> None:
         part("make", args, folder)
         part("pack", args, folder)
         result = part("run", args, folder)
-        result["raw_bytes_per_second"] = raw_rate(folder / "packed.safetensors")
+        result["raw_bytes_per_second"] = raw = raw_rate(folder / "packed.safetensors")
+        result["first_output_of_raw"] = result["first_output_seconds"] * raw / result["weights_bytes"]
+        result["pass_of_raw"] = result["pass_bytes_per_second"] / raw
         if args.unpacked:
             result["unpacked"] = part("run-unpacked", args, folder)
     print(json.dumps(result, indent=1))
+    if args.record is not None:
+        keep(args.record, "disk_stream", result)
 
 
 if __name__ == "__main__":

@@ -46,14 +46,15 @@ def make_report(
     disk: FromDisk | None = None,
 ) -> Report:
     """The report over the steps that ``meter`` has finished."""
-    figures = meter.medians()
+    disk_rate = disk.read_bytes / disk.reading_seconds if disk and disk.reading_seconds > 0 else None
+    figures = meter.medians(disk_rate)
+    stages = _stages(figures, disk_rate)
     places = tuple(
         UnitPlace(unit.name, unit.raw_bytes, index in plan.resident, plan.resident.get(index, ""))
         for index, unit in enumerate(carving.units)
     )
     need = tuple(UnitPlace(entry.name, entry.nbytes, True, reason) for entry, reason in carving.resident)
     count = len(placement.streamed)
-    disk_rate = disk.read_bytes / disk.reading_seconds if disk and disk.reading_seconds > 0 else None
     return Report(
         vram_budget_bytes=held.budget_bytes,
         vram_peak_bytes=held.peak_bytes,
@@ -91,7 +92,9 @@ def make_report(
         disk_bytes_per_step=figures.disk_bytes,
         disk_wait_seconds=disk.wait_seconds if disk else 0.0,
         disk_bytes_per_second=disk_rate,
-        bound_by=_bound_by(figures, disk_rate),
+        link_seconds=stages.get("link"),
+        disk_seconds=stages.get("disk"),
+        bound_by=max(stages, key=lambda stage: stages[stage], default=""),
         spans=meter.spans(),
         places=places,
     )
@@ -104,17 +107,16 @@ def _effective(figures: Medians) -> float | None:
     return figures.link_bytes_per_second * figures.raw_bytes / figures.wire_bytes
 
 
-def _bound_by(figures: Medians, disk_rate: float | None) -> str:
-    """The stage that takes longest of a step, were it alone; "" where nothing was measured."""
+def _stages(figures: Medians, disk_rate: float | None) -> dict[str, float]:
+    """Seconds that each stage would take of a step, were it alone; the longest binds. Empty where nothing was measured."""
     if figures.compute_seconds is None:
-        return ""
-    link_rate = figures.link_bytes_per_second
-    times = {
-        "compute": figures.compute_seconds,
-        "link": figures.wire_bytes / link_rate if link_rate else 0.0,
-        "disk": figures.disk_bytes / disk_rate if disk_rate else 0.0,
-    }
-    return max(times, key=lambda stage: times[stage])
+        return {}
+    stages = {"compute": figures.compute_seconds}
+    if figures.link_bytes_per_second:
+        stages["link"] = figures.wire_bytes / figures.link_bytes_per_second
+    if disk_rate:
+        stages["disk"] = figures.disk_bytes / disk_rate
+    return stages
 
 
 def describe(plan: Plan, units: int, device: str) -> str:

@@ -71,6 +71,10 @@ def _function(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: A
             return ops.plain(func, args, kwargs)
         return ops._bounced(cls, func, types, args, kwargs)
     leaves = tree_leaves((args, kwargs))
+    for leaf in leaves:
+        if isinstance(leaf, ops._Bounced) and "_pending" in leaf.__dict__:  # a resident that is not there yet
+            residents, load = leaf.__dict__["_pending"]
+            residents.bring(load)
     ours = [leaf for leaf in leaves if isinstance(leaf, ops._Bounced)]
     found = [leaf._carom for leaf in ours if isinstance(getattr(leaf, "_carom", None), AwayOwner)]
     if not found:

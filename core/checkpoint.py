@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from .errors import UnsupportedError, WeightsError
+from .plan import round_up
+from .store.arena import PAGE, Block, HostArena
 from .store.buffers import compute_buffers
 from .store.eviction import EVICTIONS
 from .store.header import show
@@ -25,6 +27,8 @@ from .store.mapping import Bound, match_module
 from .store.pieces import choose_buffers
 from .store.reader import DiskReader, ReaderPolicy
 from .units import Site, Unit, collect
+
+_SMALL = 64 << 10  # bytes; below it a value is no mapping of its own
 
 logger = logging.getLogger("carom")
 
@@ -54,6 +58,14 @@ class Weights:
             raise UnsupportedError(f"workers={self.workers!r}: choose 1 to 64")
 
 
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A value in host memory, and where it lies if that can be pinned."""
+
+    value: torch.Tensor
+    block: Block | None = None
+
+
 @dataclass(eq=False)
 class Stand:
     """A tensor of the file: ``tensor`` (on meta) stands at ``sites`` for ``original``. ``changed``: its value on
@@ -65,15 +77,38 @@ class Stand:
     sites: list[Site]
     trainable: bool
     changed: torch.Tensor | None = None
+    block: Block | None = None  # where ``changed`` lies
 
     @property
     def name(self) -> str:
         return self.bound.name
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of host memory that a value takes."""
+        return self.bound.nbytes if self.bound.nbytes < _SMALL else round_up(self.bound.nbytes, PAGE)
+
     def change(self, value: torch.Tensor) -> None:
         """From now on the tensor has this value, kept in host memory."""
+        self.accept(self.copy_of(value))
+
+    def copy_of(self, value: torch.Tensor) -> Kept:
+        """The value in host memory of its own, which can be pinned unless it is small. Raises MemoryError."""
+        bound, block = self.bound, None
         with torch.inference_mode(False), torch.no_grad():
-            self.changed = value.detach().to("cpu", copy=True).contiguous()
+            if bound.nbytes < _SMALL:
+                return Kept(value.detach().to("cpu", copy=True).contiguous())
+            block = HostArena(None, None).allocate(bound.nbytes)
+            # A storage of its own, so that saving the tensor saves no padding.
+            own = torch.frombuffer(block.data.numpy(), dtype=torch.uint8).view(bound.dtype).view(bound.shape)
+            own.copy_(value.detach())
+        return Kept(own, block)
+
+    def accept(self, kept: Kept) -> None:
+        """The value is this (from `copy_of`); nothing reads the last one any more."""
+        if self.block is not None:
+            self.block.unpin()
+        self.changed, self.block = kept.value, kept.block
 
     def check(self, value: torch.Tensor) -> None:
         """Raises WeightsError unless ``value`` may take the tensor's place."""
@@ -183,8 +218,8 @@ class Checkpoint:
     @property
     def changed_bytes(self) -> int:
         """Host memory of values that are no longer the file's."""
-        found = {id(stand): stand.changed for stand in self._stands.values()}
-        return sum(value.nbytes for value in found.values() if value is not None)
+        found = {id(stand): stand for stand in self._stands.values() if stand.changed is not None}
+        return sum(stand.kept_bytes for stand in found.values())
 
     def read(self, stand: Stand) -> torch.Tensor:
         """The true value, a CPU tensor of its own. Raises WeightsError."""

@@ -1,11 +1,10 @@
 """Where a session's tensors live when their values come from a file: residents are read straight to the device.
 
-Streamed units read nothing here: `disk_streamer` does, through a host cache.
+Residents wait for their first use (`disk_residents`), streamed units come through a host cache (`disk_streamer`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,21 +14,19 @@ from torch import nn
 
 from .attach import Placement
 from .checkpoint import Checkpoint, Stand, put
+from .disk_residents import Load, Residents
 from .disk_tensors import DiskOwner, DiskParameter, DiskTensor
-from .errors import BudgetError
 from .plan import round_up
 from .sizes import MIB
 from .slots import ALIGN
 from .store.arena import Block, HostArena, storage_bytes
-from .store.cache import CacheFigures
-from .store.pieces import Placed, cut
+from .store.pieces import Placed
 from .store.rawio import ALIGN as PAGE
 from .store.reader import DiskReader, ReaderPolicy
 from .streamed import Streamed
 from .transfer import Engine
 from .units import SMALL_BUFFER, Entry, Unit
 
-_STAGING = 16 * MIB  # bytes of one of the buffers that residents are loaded through
 _CHUNK = 8 * MIB  # bytes of one read call
 
 
@@ -41,7 +38,7 @@ class Disk:
     checkpoint: Checkpoint
     ram: int
     write: Callable[[Stand, torch.Tensor], None]
-    load: CacheFigures = CacheFigures()  # of reading the residents
+    residents: Residents
 
     @property
     def cache_bytes(self) -> int:
@@ -58,11 +55,23 @@ class _Resident:
     entry: Entry
     stand: Stand
     tensor: torch.Tensor
-    version: int
-    loaded: torch.Tensor | None  # of a buffer: kernels write statistics without raising its version
+    version: int | None = None  # None until its bytes are there
+    loaded: torch.Tensor | None = None  # of a buffer: kernels write statistics without raising its version
+
+    def arrive(self) -> None:
+        """Its bytes are there, but for a value that was written: that comes from here."""
+        if self.version is not None:  # the model has put another in its place meanwhile
+            return
+        if self.stand.changed is not None:
+            self.tensor.copy_(self.stand.changed)
+        self.version = self.tensor._version
+        if self.stand.bound.is_buffer and self.entry.nbytes <= SMALL_BUFFER:
+            self.loaded = self.tensor.detach().to("cpu", copy=True)
 
     @property
     def changed(self) -> bool:
+        if self.version is None:
+            return False
         if self.tensor._version != self.version:
             return True
         return self.loaded is not None and not torch.equal(
@@ -77,103 +86,63 @@ class DiskPlacement(Placement):
         super().__init__(engine, arena)
         self._disk = disk
         self._residents: list[_Resident] = []
+        self._modules: dict[int, list[nn.Module]] = {}  # entry of a resident unit -> whose forward needs it
 
     # -- residents
+
+    def keep(self, units: list[Unit], entries: list[Entry]) -> None:
+        stand_of = self._disk.checkpoint.of
+        self._modules = {id(entry): unit.modules for unit in units for entry in unit.entries}
+        # A tensor that stays by need may be large: the base would move it as it is.
+        mine = [entry for entry in entries if stand_of(entry.tensor) is not None]
+        if mine:
+            self._load(mine, "weights that stay by need", [])
+        super().keep(units, [entry for entry in entries if stand_of(entry.tensor) is None])
 
     def _together(self, entries: list[Entry]) -> None:
         stand_of = self._disk.checkpoint.of
         super()._together([entry for entry in entries if stand_of(entry.tensor) is None])
-        found = [(entry, stand) for entry in entries if (stand := stand_of(entry.tensor)) is not None]
+        found = [entry for entry in entries if stand_of(entry.tensor) is not None]
         if found:
-            self._load(found)
+            # One unit's, or the small ones of several: those any forward waits for.
+            modules = {id(m): m for e in found for m in self._modules.get(id(e), [])}
+            together = len({id(self._modules.get(id(e))) for e in found}) == 1
+            self._load(found, found[0].name, list(modules.values()) if together else [])
 
-    def keep(self, units: list[Unit], entries: list[Entry]) -> None:
-        stand_of = self._disk.checkpoint.of
-        # A tensor that stays by need may be large: the base would move it as it is.
-        mine = [entry for entry in entries if stand_of(entry.tensor) is not None]
-        super().keep(units, [entry for entry in entries if stand_of(entry.tensor) is None])
-        self._together(mine)
-
-    def _load(self, found: list[tuple[Entry, Stand]]) -> None:
-        """Device memory of their own for these tensors, filled from disk through a few host buffers."""
+    def _load(self, entries: list[Entry], name: str, modules: list[nn.Module]) -> None:
+        """Device memory of their own for these tensors; their bytes come when they are first needed."""
         places, nbytes = [], 0
-        for entry, _ in found:
+        for entry in entries:
             places.append(nbytes)
             nbytes += -(-entry.nbytes // ALIGN) * ALIGN
         buffer = self._engine.allocate(nbytes)
         self.resident_bytes += round_up(nbytes, self._engine.grain)
-        fresh = [
-            Placed(at, stand.bound.segments)
-            for at, (_, stand) in zip(places, found, strict=True)
-            if stand.changed is None
-        ]
-        self._fill(buffer, nbytes, fresh)
-        for at, (entry, stand) in zip(places, found, strict=True):
+        fresh, residents = [], []
+        for at, entry in zip(places, entries, strict=True):
+            stand = self._disk.checkpoint.of(entry.tensor)
+            assert stand is not None
+            if stand.changed is None:
+                fresh.append(Placed(at, stand.bound.segments))
             with torch.inference_mode(False), torch.no_grad():
                 view = self._engine.alias(buffer, at, entry.nbytes).view(stand.bound.dtype)
                 tensor: torch.Tensor = view.as_strided(
                     entry.tensor.shape, entry.tensor.stride(), view.storage_offset()
                 )
-                if stand.changed is not None:
-                    tensor.copy_(stand.changed)
                 if isinstance(entry.tensor, nn.Parameter):
                     tensor = nn.Parameter(tensor, requires_grad=False)
             put(entry.sites, entry.tensor, tensor)
             entry.tensor = tensor
             self._disk.checkpoint.stands_for(tensor, stand)
-            loaded = None
-            if stand.bound.is_buffer and entry.nbytes <= SMALL_BUFFER:
-                loaded = tensor.detach().to("cpu", copy=True)
-            self._residents.append(_Resident(entry, stand, tensor, tensor._version, loaded))
+            residents.append(_Resident(entry, stand, tensor))
+        self._residents += residents
 
-    def _fill(self, target: torch.Tensor, nbytes: int, tensors: list[Placed]) -> None:
-        budget = self._disk.cache_bytes
-        size = max(PAGE, min(_STAGING, round_up(nbytes, PAGE), budget // 4 // PAGE * PAGE))
-        if budget < size:
-            raise BudgetError(
-                f"ram={budget} is too small to load weights through: {2 * PAGE} bytes work", 2 * PAGE
-            )
-        pieces = [piece for piece in cut([(nbytes, tensors)], size)[0] if piece.reads]
-        count = min(len(pieces), 4, max(1, budget // size))
-        engine, began = self._engine, time.perf_counter()
-        engine.synchronize()  # memory that the device still uses for what was freed is not copied into early
-        blocks = [self._arena.allocate(size) for _ in range(count)]
-        events: list[Any] = [None] * count
-        try:
-            with self._disk.reader(size) as reader:
-                for block in blocks:
-                    self._arena.pin(block)
+        def arrived() -> None:
+            for resident in residents:
+                resident.arrive()
 
-                def ask(number: int) -> list:
-                    block, event = blocks[number % count], events[number % count]
-                    if event is not None:
-                        engine.synchronize(event)
-                    return [
-                        reader.submit_range(
-                            r.file, r.offset, r.nbytes, block.data[r.at : r.at + r.nbytes], what=r.what
-                        )
-                        for r in pieces[number].reads
-                    ]
-
-                waiting = [ask(number) for number in range(count)]
-                for number, piece in enumerate(pieces):
-                    for handle in waiting.pop(0):
-                        handle.result()
-                    here = target[piece.start : piece.start + piece.nbytes]
-                    source = blocks[number % count].data[: piece.nbytes]
-                    events[number % count], _ = engine.copy_in(here, source, (), False)
-                    if number + count < len(pieces):
-                        waiting.append(ask(number + count))
-        finally:
-            engine.synchronize()
-            for block in blocks:
-                block.unpin()
-            load = self._disk.load
-            self._disk.load = CacheFigures(
-                load.read_bytes + sum(read.disk_bytes for piece in pieces for read in piece.reads),
-                load.reading_seconds + time.perf_counter() - began,
-                held_bytes=max(load.held_bytes, count * size),
-            )
+        self._disk.residents.add(
+            Load(name, buffer, nbytes, fresh, [r.tensor for r in residents], modules, arrived)
+        )
 
     def replaced(self, old: torch.Tensor, new: torch.Tensor) -> None:
         for resident in self._residents:
@@ -211,7 +180,7 @@ class DiskPlacement(Placement):
         super()._undo()
         for resident in self._residents:
             if resident.changed:
-                resident.stand.changed = resident.tensor.detach().to("cpu", copy=True)
+                resident.stand.change(resident.tensor)
             put(resident.entry.sites, resident.tensor, resident.stand.tensor)
             resident.entry.tensor = resident.stand.tensor
             self._disk.checkpoint.stands_no_more(resident.tensor)

@@ -6,6 +6,8 @@ device only once it is.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,49 +16,117 @@ from . import ops
 from .account import FromDisk
 from .checkpoint import Stand
 from .disk import Disk
+from .disk_residents import Residents
 from .disk_tensors import DiskOwner
-from .errors import UnsupportedError
+from .errors import BudgetError, UnsupportedError
 from .meter import Meter
 from .simulated import SimulatedEngine
 from .slots import Slot
 from .store.arena import HostArena, storage_bytes
 from .store.cache import CacheFigures, HostCache
-from .store.pieces import Piece, Placed, choose_buffers, cut
+from .store.pieces import Buffers, Piece, Placed, choose_buffers, cut
 from .store.rawio import ALIGN as PAGE
 from .streamed import Streamed
 from .streamer import Streamer
 from .transfer import Engine
 
 
+@dataclass(frozen=True)
+class Read:
+    """What was read lately: bytes, the seconds in which a read was under way; in all: seconds that host threads
+    waited for reads, the most host memory held for them."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    late_seconds: float = 0.0
+    held_bytes: int = 0
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of (start, end) spans."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
 class DiskStreamer(Streamer):
     """Fills slots from a host cache that is filled from disk."""
 
     cache: HostCache | None = None
-    _last_figures = CacheFigures()
+    _final = Read()
     _pieces: list[list[Piece]] = []
 
     def __init__(self, engine: Engine, region_bytes: int, meter: Meter, disk: Disk) -> None:
         super().__init__(engine, region_bytes, meter)
         self._disk = disk
+        self._buffers: Buffers | None = None
+        self._peak = 0  # bytes held while residents passed through as well
 
     def start(self, arena: HostArena) -> None:
         super().start(arena)
+        self._arena, budget, residents = arena, self._disk.cache_bytes, self._disk.residents
+        for stand in {id(o.stand): o.stand for unit in self.units for o in _owners(unit)}.values():
+            if stand.block is not None:
+                arena.pin(stand.block)
         units = [
             (unit.nbytes, [Placed(o.entry.offset, o.stand.bound.segments) for o in _owners(unit)])
             for unit in self.units
         ]
-        if not units:
+        if units:
+            self._buffers = choose_buffers([nbytes for nbytes, _ in units], budget)
+            self._pieces = cut(units, self._buffers.nbytes)
+        self.meter.disk_bytes = self._total_read
+        if not isinstance(self.engine, SimulatedEngine):
+            self.meter.disk_reads = self._reads
+        residents.join(self.lock, self.meter)
+        beside = self._beside(budget)
+        size, count = beside or residents.size_for(budget, 4, PAGE)
+        if residents.wanted and not size:
+            raise BudgetError(f"ram={budget} is too small to load weights through: {PAGE} bytes work", PAGE)
+        residents.start(self._disk.reader, size, count, self._residents_are_there)
+        if beside:
+            self._open()
+
+    def _beside(self, budget: int) -> tuple[int, int] | None:
+        """Staging buffers (bytes, count) that residents pass through while the cache fills; None where both do not fit."""
+        buffers, (size, count) = self._buffers, self._disk.residents.size_for(budget, 16)
+        if buffers is None or not self._disk.residents.waiting:
+            return self._disk.residents.size_for(budget, 4, PAGE)
+        if buffers.whole and budget < size * count + sum(p.nbytes for pieces in self._pieces for p in pieces):
+            return None
+        return (size, count) if size else None
+
+    def _residents_are_there(self) -> None:
+        held = 0 if self.cache is None else self.cache.figures().held_bytes
+        self._peak = self._disk.residents.staging_bytes + held
+        if self.cache is None:
+            self._open()
+        else:
+            self.cache.hold_back(0)
+
+    def _open(self) -> None:
+        """Make the cache; the first units are on their way before anybody asks."""
+        if self._buffers is None or self.cache is not None:
             return
-        buffers = choose_buffers([nbytes for nbytes, _ in units], self._disk.cache_bytes)
-        self._pieces = cut(units, buffers.nbytes)
         self.cache = HostCache(
-            self._pieces, buffers, arena, self._disk.reader(buffers.nbytes), self.engine.landed,
+            self._pieces, self._buffers, self._arena, self._disk.reader(self._buffers.nbytes), self.engine.landed,
             self.engine.synchronize, self._disk.checkpoint.settings.eviction,
         )  # fmt: skip
-        self.meter.disk_bytes = self.cache.total_read
-        if not isinstance(self.engine, SimulatedEngine):
-            self.meter.disk_reads = self.cache.reads
-        self.cache.expect(self.order.upcoming())  # the first units are on their way before anybody asks
+        if not self._buffers.whole:
+            self.cache.hold_back(self._disk.residents.staging_bytes)
+        self.cache.expect(self.order.upcoming())
+
+    @property
+    def residents(self) -> Residents:
+        return self._disk.residents
+
+    def begins(self, everything: bool) -> None:
+        """A root forward begins: resident weights that it needs at once are brought; ``everything``: all of them."""
+        if self._disk.residents.waiting:
+            # Where RAM is too short for both, the cache begins when they are through.
+            self._disk.residents.begins(everything or (self.cache is None and self._buffers is not None))
 
     def take(self, stand: Stand, value: torch.Tensor) -> bool:
         """Give a streamed weight another value; False where the cache must first become smaller to make room.
@@ -65,32 +135,67 @@ class DiskStreamer(Streamer):
         """
         with self.lock:
             held = 0 if self.cache is None else self.cache.limit_bytes
-            grown = self._disk.checkpoint.changed_bytes + (stand.bound.nbytes if stand.changed is None else 0)
-            if held + grown > self._disk.ram:
+            spare = self._disk.ram - held - self._disk.checkpoint.changed_bytes
+            if (
+                stand.kept_bytes > spare and stand.changed is not None
+            ):  # over the last value: no room for both
+                self.engine.synchronize()
+                with torch.inference_mode(False), torch.no_grad():
+                    stand.changed.copy_(value.detach())
+                self._distrust(stand)
+                return True
+            if stand.kept_bytes > spare:
                 if not self.idle:
                     raise UnsupportedError(
                         f"no room in ram for a new value of {stand.name} during a pass; write it between passes"
                     )
+                grown = self._disk.checkpoint.changed_bytes + stand.kept_bytes
                 choose_buffers([unit.nbytes for unit in self.units], self._disk.ram - grown)
                 return False
-            stand.change(value)
-            for unit in self.units:  # what is in slots is no longer trusted
-                if any(owner.stand is stand for owner in _owners(unit)):
-                    unit.epoch += 1
-            return True
+        kept = stand.copy_of(value)  # takes its time: not under the lock
+        if kept.block is not None:
+            self._arena.pin(kept.block)
+        with self.lock:
+            if stand.changed is not None:
+                self.engine.synchronize()  # a copy to a slot may still read the last value
+            stand.accept(kept)
+            self._distrust(stand)
+        return True
+
+    def _distrust(self, stand: Stand) -> None:
+        """What is in slots is no longer the value."""
+        for unit in self.units:
+            if any(owner.stand is stand for owner in _owners(unit)):
+                unit.epoch += 1
 
     def account(self) -> FromDisk:
         """Figures for the report."""
-        cache = self._last_figures if self.cache is None else self.cache.figures()
-        disk, load = self._disk, self._disk.load
-        changed = disk.checkpoint.changed_bytes
+        disk, read = self._disk, self._figures()
         return FromDisk(
             ram_budget_bytes=disk.ram,
-            ram_peak_bytes=max(load.held_bytes, cache.held_bytes + changed),
-            read_bytes=load.read_bytes + cache.read_bytes,
-            reading_seconds=load.reading_seconds + cache.reading_seconds,
-            wait_seconds=cache.late_seconds,
-            notes=(*disk.checkpoint.notes, *self._packing()),
+            ram_peak_bytes=read.held_bytes + disk.checkpoint.changed_bytes,
+            read_bytes=read.nbytes,
+            reading_seconds=read.seconds,
+            wait_seconds=read.late_seconds,
+            notes=(*disk.checkpoint.notes, *disk.residents.notes, *self._packing()),
+        )
+
+    def _total_read(self) -> int:
+        return self._disk.residents.read_bytes + (0 if self.cache is None else self.cache.total_read())
+
+    def _reads(self) -> list[tuple[str, float, float, int]]:
+        return [*self._disk.residents.spans, *(() if self.cache is None else self.cache.reads())]
+
+    def _figures(self) -> Read:
+        if self.closed:
+            return self._final
+        spans, residents = self._reads(), self._disk.residents
+        cache = CacheFigures() if self.cache is None else self.cache.figures()
+        return Read(
+            sum(nbytes for *_, nbytes in spans),
+            covered((start, end) for _, start, end, _ in spans),
+            residents.late_seconds + cache.late_seconds,
+            max(self._peak, residents.staging_bytes + cache.held_bytes),
         )
 
     def _packing(self) -> tuple[str, ...]:
@@ -149,6 +254,8 @@ class DiskStreamer(Streamer):
     # -- looking ahead
 
     def _fetch(self, unit: Streamed) -> Any:
+        if self.cache is None:  # used without a forward of the root
+            self.begins(everything=True)
         self._expect(unit)
         return super()._fetch(unit)
 
@@ -186,11 +293,16 @@ class DiskStreamer(Streamer):
     # -- end
 
     def close(self) -> None:
+        self._final = self._figures()
         super().close()
+        self._disk.residents.close()
         if self.cache is not None:
-            self._last_figures = self.cache.figures()
             self.cache.close()
             self.cache = None
+        for unit in self.units:
+            for owner in _owners(unit):
+                if owner.stand.block is not None:
+                    owner.stand.block.unpin()
 
 
 def _owners(unit: Streamed) -> list[DiskOwner]:

@@ -21,6 +21,7 @@ from .errors import UnsupportedError
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 
 if TYPE_CHECKING:
+    from .disk_residents import Load, Residents
     from .session import Session
     from .streamed import Owner, Streamed
     from .streamer import Streamer
@@ -157,6 +158,22 @@ def unit_forward(unit: Streamed) -> Callable[[Callable], Callable]:
     return make
 
 
+def resident_forward(residents: Residents, load: Load) -> Callable[[Callable], Callable]:
+    """Around a forward that needs resident weights: they are brought first, where they still are on disk."""
+    bring = quiet(residents.bring)
+
+    def make(inner: Callable) -> Callable:
+        @_untraced
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not load.here:
+                bring(load)
+            return inner(*args, **kwargs)
+
+        return forward
+
+    return make
+
+
 def _notice_backward(streamer: Streamer, result: Any) -> None:
     """Learn where a backward through ``result`` begins, also when everything is resident."""
     for leaf in tree_leaves(result):
@@ -166,6 +183,9 @@ def _notice_backward(streamer: Streamer, result: Any) -> None:
 
 def _root_ends(streamer: Streamer, failed: bool) -> None:
     streamer.runs.root_ends(failed)
+    residents = getattr(streamer, "residents", None)
+    if residents is not None and not failed:
+        residents.pass_ended()
 
 
 def root_forward(session: Session) -> Callable[[Callable], Callable]:
@@ -177,7 +197,7 @@ def root_forward(session: Session) -> Callable[[Callable], Callable]:
         @_untraced
         @_untraced
         def run(args: Any, kwargs: Any) -> Any:
-            streamer, watch = begin()
+            streamer, watch = begin(_compiling() is not None)
             failed = True
             try:
                 with watch:

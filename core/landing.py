@@ -105,5 +105,13 @@ def _accumulate(owner: Owner, gradient: torch.Tensor) -> None:
             parameter.grad = gradient
         else:
             parameter.grad.add_(gradient)
-    for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
-        hook(parameter)
+    hooks = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+    if not hooks:
+        return
+    runs = owner.streamer.runs
+    runs.hosting(True)  # within a backward, but it is the host's values that an optimizer in a hook steps
+    try:
+        for hook in hooks:
+            hook(parameter)
+    finally:
+        runs.hosting(False)

@@ -314,8 +314,9 @@ class Meter:
         while self._waiting:
             self._figures.append(self._read(self._waiting.popleft()))
 
-    def medians(self) -> Medians:
-        """Medians over the recorded steps of the latest kind (inference or training)."""
+    def medians(self, disk: float | None = None) -> Medians:
+        """Medians over the recorded steps of the latest kind (inference or training); ``disk``: its rate in bytes per
+        second, which bounds a step as a whole, because reads run on across the turn."""
         if not self._figures:
             return Medians()
         train = self._figures[-1].train
@@ -328,7 +329,8 @@ class Meter:
 
         def roofline(step: StepFigures) -> float:
             wire = [count / link if link else 0.0 for count in step.bytes_by_phase]
-            return sum(max(pair) for pair in zip(step.compute_by_phase, wire, strict=True))
+            phases = sum(max(pair) for pair in zip(step.compute_by_phase, wire, strict=True))
+            return max(phases, step.disk_bytes / disk if disk else 0.0)
 
         return Medians(
             train=train,

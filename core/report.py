@@ -87,7 +87,9 @@ class Report:
     ram_budget_bytes: int = 0  # of the host cache; these are zero where weights do not come from disk
     ram_peak_bytes: int = 0
     disk_bytes_per_step: float = 0.0
-    bound_by: str = ""  # what a step's time is made of most: "compute", "link" or "disk"
+    link_seconds: float | None = None  # what a step's bytes take on the link alone, and from the disk alone
+    disk_seconds: float | None = None
+    bound_by: str = ""  # the stage that takes longest of a step, were it alone: "compute", "link" or "disk"
     disk_wait_seconds: float = 0.0  # in all, of host threads for reads that were late
     pageable_bytes: int = 0
     steps: int = 0
@@ -183,13 +185,13 @@ class Report:
                 )
             )
             rows.append(("unpacking", format_seconds(self.decode_seconds), "beside the rest"))
-        if self.bound_by:
-            rows.append(("bound by", self.bound_by, ""))
         if self.ram_budget_bytes:
             rows.append(("read from disk", format_size(self.disk_bytes_per_step), "a step"))
             rows.append(("waited for the disk", format_seconds(self.disk_wait_seconds), "in all"))
         if self.disk_bytes_per_second is not None:
             rows.append(("disk rate", format_rate(self.disk_bytes_per_second), "disk to host"))
+        if self.bound_by:
+            rows.append(("bound by", self.bound_by, self._stages()))
         rows += [("Where the weights live",), ("units", str(self.units), self._places_summary())]
         rows += [
             (f"  {p.name or '(root)'}", format_size(p.nbytes), p.reason) for p in _most(self.resident_by_need)
@@ -209,6 +211,12 @@ class Report:
         if self.vram_peak_bytes <= self.vram_budget_bytes:
             return "within the budget"
         return f"OVER THE BUDGET by {format_size(self.vram_peak_bytes - self.vram_budget_bytes)}"
+
+    def _stages(self) -> str:
+        """What each stage would take alone."""
+        stages = ("computing", self.compute_seconds), ("link", self.link_seconds), ("disk", self.disk_seconds)
+        known = [f"{name} {format_seconds(seconds)}" for name, seconds in stages if seconds is not None]
+        return f"a step alone: {', '.join(known)}"
 
     def _roofline_verdict(self) -> str:
         if not self.roofline_seconds or self.step_seconds is None:

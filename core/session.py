@@ -17,6 +17,7 @@ from .adopt import Adopts
 from .attach import Placement, wanted_residents
 from .checkpoint import Checkpoint
 from .disk import Disk, DiskPlacement
+from .disk_residents import Residents
 from .disk_streamer import DiskStreamer
 from .errors import BudgetError, CaromError, PinError, UnsupportedError
 from .meter import Meter
@@ -136,7 +137,8 @@ class Session(Adapts, Adopts, Values):
         self._arena = HostArena(self._engine.pinner, self._ram)
         disk = None
         if self._checkpoint is not None:
-            disk = Disk(self._checkpoint, self._ram, self._write_streamed)
+            residents = Residents(self._engine, self._arena)
+            disk = Disk(self._checkpoint, self._ram, self._write_streamed, residents)
         self._meter = Meter(self._engine)
         self._placement = Placement(self._engine, self._arena)
         try:
@@ -194,6 +196,8 @@ class Session(Adapts, Adopts, Values):
                 self._engine.guard(unit.block.data, unit.name)
             for module in unit.unit.modules:
                 self._wrapped.forward(module, hooks.unit_forward(unit))
+        if isinstance(self._streamer, DiskStreamer) and not decide.compiled(self.module):
+            self._streamer.residents.stand_in_front()
         self._wrapped.forward(self.module, hooks.root_forward(self))
         self._wrapped.attribute(self.module, "_apply", hooks.Apply(self))
         true = hooks.TrueValues(self._streamer, self._names())
@@ -277,7 +281,7 @@ class Session(Adapts, Adopts, Values):
 
     # -- passes
 
-    def _begin(self) -> Any:
+    def _begin(self, compiling: bool = False) -> Any:
         ops.refuse_transforms(type(self.module).__name__)
         if self._parked:
             self.unpark()
@@ -294,6 +298,8 @@ class Session(Adapts, Adopts, Values):
                     elif self._meter.settled >= self._look_at:
                         self._look()
                 streamer = self._streamer
+                if isinstance(streamer, DiskStreamer) and streamer.residents.waiting:
+                    streamer.begins(compiling or decide.compiled(self.module))
                 streamer.runs.root_begins()
         return streamer, self._engine.step()
 
@@ -315,7 +321,9 @@ class Session(Adapts, Adopts, Values):
         try:
             self._attach()
         except BaseException as error:
-            if retry and isinstance(error, OutOfMemory):
+            if isinstance(error, OutOfMemory):
+                if not retry:  # nobody comes again: whole, on the host or in its file; the next forward tries
+                    self._detach_for_parking()
                 raise
             # The module must not be left with stand-ins (a drive may have failed), nor the session half open.
             self._final = Report(notes=("attaching anew failed: the session is closed",))
@@ -344,7 +352,12 @@ class Session(Adapts, Adopts, Values):
             except BaseException:
                 self._vram, self._ram = before
                 raise
-            self._again()
+            try:
+                self._again(retry=True)
+            except OutOfMemory:  # what was there before did fit
+                self._vram, self._ram = before
+                self._again()
+                raise
 
     def park(self) -> None:
         """Release the device; the module stays attached and returns at its next forward."""

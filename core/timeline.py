@@ -102,6 +102,10 @@ def _subtitle(report: Report) -> str:
     parts.append(f"{report.transfers_per_weight:.2f} transfers per weight")
     if report.link_bytes_per_second is not None:
         parts.append(f"link {format_rate(report.link_bytes_per_second)}")
+    if report.disk_bytes_per_second is not None:
+        parts.append(
+            f"disk {format_rate(report.disk_bytes_per_second)}, {report.bound_by or 'nothing'} binds"
+        )
     return "   |   ".join([*parts, *([report.device] if report.device else [])])
 
 

@@ -17,6 +17,7 @@ from .checkpoint import Checkpoint, Stand
 from .disk_streamer import DiskStreamer
 from .errors import WeightsError
 from .packing import PackedOwner, PackedTensor
+from .pending import bring_all
 from .streamer import Streamer
 from .wrapped import LaidOpen
 
@@ -89,6 +90,7 @@ class Values:
         if stand is not None and target.is_meta:
             self._write_streamed(stand, tensor)
             return
+        bring_all(target)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             target.copy_(tensor)
 

@@ -29,6 +29,7 @@ _load("carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
 # Helpers of the tests: tests/ is no package, and its folder is not on the path.
 _load("tests_models", ROOT / "tests" / "models.py")
 _load("tests_harness", ROOT / "tests" / "harness.py")
+_load("tests_disk_harness", ROOT / "tests" / "disk_harness.py")
 _load("tests_comfy_server", ROOT / "tests" / "comfy_server.py")
 _load("tests_comfy_stand_in", ROOT / "tests" / "comfy_stand_in.py")
 _load("tests_aitoolkit", ROOT / "tests" / "aitoolkit_standin.py")

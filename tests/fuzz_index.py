@@ -25,6 +25,7 @@ if "carom" not in sys.modules:
     importlib.import_module("conftest")
 header = importlib.import_module("carom.core.store.header")
 index = importlib.import_module("carom.core.store.index")
+refusals = importlib.import_module("carom.core.store.refusals")
 errors = importlib.import_module("carom.core.errors")
 
 
@@ -121,7 +122,7 @@ class Coverage:
     """Pairs of consecutive lines reached in the parser's files."""
 
     def __init__(self) -> None:
-        self.files = {header.__file__, index.__file__}
+        self.files = {header.__file__, index.__file__, refusals.__file__}
         self.seen: set[tuple] = set()
         self.new = False
 
@@ -190,11 +191,12 @@ def main() -> None:
     except ImportError:
         print(json.dumps(fuzz(args.seconds, args.seed, args.corpus)))
         return
-    for owner in (header, index, header._Scanner):
+    for owner in (header, index, refusals, header._Scanner):
         for name, value in list(vars(owner).items()):
             if isinstance(value, types.FunctionType) and value.__module__ in (
                 header.__name__,
                 index.__name__,
+                refusals.__name__,
             ):
                 setattr(owner, name, atheris.instrument_func(value))
     with tempfile.TemporaryDirectory() as folder:

@@ -17,14 +17,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..errors import CaromError
-from .arena import Block, HostArena
+from .arena import HostArena
 from .eviction import Keeper
+from .held import Buffer, CacheFigures
 from .pieces import Buffers, Piece
 from .reader import DiskReader, ReadHandle, as_bytes
 
@@ -32,36 +32,6 @@ NEVER = float("inf")
 _POLL = 0.0005  # seconds between looks at copies that are under way
 _NAP = 0.1
 _SPANS = 4096  # reads remembered for the timeline
-
-
-@dataclass(eq=False)
-class _Buffer:
-    block: Block
-    arrival: int  # when its piece was asked for
-    piece: Piece | None = None
-    ready: bool = False  # its piece's bytes are all there
-    fresh: bool = False  # and have not been used since
-    busy: bool = False  # its bytes are being handed out
-    left: int = 0  # reads outstanding
-    error: BaseException | None = None
-    handles: list[ReadHandle] = field(default_factory=list)
-    copied: Any = (
-        None  # reached when the last copy to the device that reads it is over; copies are made in order
-    )
-    began: float = 0.0
-    pinned: bool = False  # or it was refused: tried once
-
-
-@dataclass(frozen=True)
-class CacheFigures:
-    """Totals since the cache was made. ``reading_seconds``: while at least one read was under way; ``late_seconds``:
-    while a host thread waited for one; ``held_bytes``: host memory of the buffers, which is never given back before
-    the end."""
-
-    read_bytes: int = 0
-    reading_seconds: float = 0.0
-    late_seconds: float = 0.0
-    held_bytes: int = 0
 
 
 class HostCache:
@@ -85,8 +55,8 @@ class HostCache:
         self._total = sum(len(pieces) for pieces in units)
         self._keeper = Keeper(eviction, buffers.count - buffers.rotating, self._total)
         self._cond = threading.Condition(threading.RLock())
-        self._buffers: list[_Buffer] = []
-        self._where: dict[int, _Buffer] = {}  # rank -> where its piece is, or is being read to
+        self._buffers: list[Buffer] = []
+        self._where: dict[int, Buffer] = {}  # rank -> where its piece is, or is being read to
         self._failed: dict[int, BaseException] = {}
         self._order: list[int] = []  # units expected, soonest first
         self._distance: dict[int, int] = {}  # unit -> its first place in the order
@@ -97,6 +67,7 @@ class HostCache:
         self.complete = False  # everything is here and stays: nothing is to be expected or read any more
         self._closed = False
         self._limit = buffers.count
+        self._back = 0  # of these, not to be made yet
         self._broken: BaseException | None = None
         self._read_bytes, self._reading_seconds, self._late_seconds, self._held = 0, 0.0, 0.0, 0
         self._spans: deque[tuple[str, float, float, int]] = deque(maxlen=_SPANS)
@@ -165,6 +136,12 @@ class HostCache:
             if buffer is not None:
                 buffer.busy = False
 
+    def hold_back(self, nbytes: int) -> None:
+        """Leave ``nbytes`` of the bound to others for now; not where each piece has a buffer of its own."""
+        with self._cond:
+            self._back = -(-nbytes // self.buffers.nbytes)
+            self._pump()
+
     def figures(self) -> CacheFigures:
         with self._cond:
             seconds = self._reading_seconds
@@ -203,7 +180,7 @@ class HostCache:
 
     # -- one step of a wait, under the condition
 
-    def _step(self, piece: Piece, buffer: _Buffer | None) -> None:
+    def _step(self, piece: Piece, buffer: Buffer | None) -> None:
         if self._closed:
             raise CaromError("the session was closed while a weight was read from disk")
         error = self._failed.pop(piece.rank, None) or self._broken
@@ -271,18 +248,18 @@ class HostCache:
                     return
                 self._read(piece, buffer, when)
 
-    def _room_for(self, piece: Piece, when: float, demanded: bool = False) -> _Buffer | None:
+    def _room_for(self, piece: Piece, when: float, demanded: bool = False) -> Buffer | None:
         """A buffer that may be overwritten for ``piece``, needed at ``when``; None when there is none yet."""
         lacking = demanded and all(b.block.data.numel() < piece.nbytes for b in self._buffers)
-        if len(self._buffers) < self._limit or lacking:
+        if len(self._buffers) < self._limit - self._back or lacking:
             try:
                 return self._new_buffer(piece)
             except MemoryError:
                 if lacking:
                     raise
                 self._limit = len(self._buffers)  # the system has no more: go on with what there is
-        free: dict[int, _Buffer] = {}
-        taken: dict[int, _Buffer] = {}  # only for what is needed at once
+        free: dict[int, Buffer] = {}
+        taken: dict[int, Buffer] = {}  # only for what is needed at once
         for buffer in self._buffers:
             if buffer.block.data.numel() < piece.nbytes:
                 continue
@@ -308,28 +285,28 @@ class HostCache:
         self._give_up(buffer)
         return buffer
 
-    def _idle(self, buffer: _Buffer) -> bool:
+    def _idle(self, buffer: Buffer) -> bool:
         """Whether no copy to the device reads the buffer any more."""
         if buffer.copied is not None and self._landed(buffer.copied):
             buffer.copied = None
         return buffer.copied is None
 
-    def _give_up(self, buffer: _Buffer) -> None:
+    def _give_up(self, buffer: Buffer) -> None:
         assert buffer.piece is not None
         del self._where[buffer.piece.rank]
         self._keeper.gone(buffer.piece.rank)
         buffer.piece, buffer.ready = None, False
 
-    def _new_buffer(self, piece: Piece) -> _Buffer:
+    def _new_buffer(self, piece: Piece) -> Buffer:
         nbytes = piece.nbytes if self.buffers.whole else self.buffers.nbytes
-        buffer = _Buffer(self._arena.allocate(nbytes), self._arrivals)
+        buffer = Buffer(self._arena.allocate(nbytes), self._arrivals)
         self._buffers.append(buffer)
         self._held += nbytes
         return buffer
 
     # -- reading
 
-    def _read(self, piece: Piece, buffer: _Buffer, priority: float) -> None:
+    def _read(self, piece: Piece, buffer: Buffer, priority: float) -> None:
         self._arrivals += 1
         buffer.piece, buffer.ready, buffer.fresh, buffer.error = piece, False, True, None
         buffer.arrival, buffer.left, buffer.handles = self._arrivals, max(1, len(piece.reads)), []
@@ -351,7 +328,7 @@ class HostCache:
         for handle in list(buffer.handles):
             handle.add_done_callback(functools.partial(self._read_done, buffer))
 
-    def _read_done(self, buffer: _Buffer, handle: ReadHandle | None) -> None:
+    def _read_done(self, buffer: Buffer, handle: ReadHandle | None) -> None:
         """One of the buffer's reads is over (on a reader's thread, or at once on ours)."""
         error = _error_of(handle)
         with self._cond:

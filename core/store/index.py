@@ -6,8 +6,6 @@ trusted, and each file's identity is kept, so that a file replaced or cut while 
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import re
 import stat
@@ -19,6 +17,14 @@ from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedError, WeightsError
 from .header import MAX_HEADER_BYTES, MAX_TENSORS, check_ranges, parse_header, show
+from .refusals import (
+    PICKLE_SUFFIXES,
+    pickle_error,
+    refuse_other_formats,
+    refuse_pickle_name,
+    small_json,
+    unreadable,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +35,6 @@ CHECKSUM_KEY = "carom.sha256"
 CODEC_KEY, CODEC_VERSION = "carom.codec", 1  # describes packed tensors: docs/codec.md
 MAX_FILES = 10_000
 
-_PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 _SHARD = re.compile(r"(.*)-(\d{5,6})-of-(\d{5,6})\.safetensors")
 # Where a folder holds several: the names transformers and diffusers load by default.
 _DEFAULT_NAMES = ("model", "diffusion_pytorch_model")
@@ -167,7 +172,7 @@ class Index:
         found: dict[str, str] = {}
         for metadata in self.metadata:
             if CHECKSUM_KEY in metadata:
-                part = _small_json(metadata[CHECKSUM_KEY], f"{self.path}: {CHECKSUM_KEY}")
+                part = small_json(metadata[CHECKSUM_KEY], f"{self.path}: {CHECKSUM_KEY}")
                 if not all(isinstance(v, str) and re.fullmatch("[0-9a-f]{64}", v) for v in part.values()):
                     raise WeightsError(f"{self.path}: {CHECKSUM_KEY} is damaged; pack the checkpoint again")
                 found.update(part)
@@ -189,7 +194,7 @@ def open_index(path: str | os.PathLike[str]) -> Index:
         text = os.fsdecode(os.fspath(path))
         mode = os.stat(text).st_mode
     except (OSError, ValueError, TypeError) as error:
-        raise _unreadable(str(path), error) from error
+        raise unreadable(str(path), error) from error
     if stat.S_ISDIR(mode):
         return _open_folder(text)
     if text.endswith(".json"):
@@ -199,13 +204,13 @@ def open_index(path: str | os.PathLike[str]) -> Index:
 
 def read_header(path: str) -> tuple[SourceFile, list[TensorEntry], dict[str, str]]:
     """Identity, tensors (in order of their bytes) and metadata of one file; see `open_index` for errors."""
-    _refuse_pickle_name(path)
+    refuse_pickle_name(path)
     try:
         # O_NONBLOCK: opening a FIFO must not wait for its writer.
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
         fd = os.open(path, flags | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
@@ -213,7 +218,7 @@ def read_header(path: str) -> tuple[SourceFile, list[TensorEntry], dict[str, str
         file = SourceFile(path, found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
         data = _read_header_bytes(fd, file)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     finally:
         os.close(fd)
     raw, metadata = parse_header(data, path)
@@ -236,7 +241,7 @@ def _read_header_bytes(fd: int, file: SourceFile) -> bytes:
         )
     length = struct.unpack("<Q", start[:8])[0]
     if start[8:] != b"{":
-        _refuse_other_formats(start, file.path)
+        refuse_other_formats(start, file.path)
     if length > MAX_HEADER_BYTES:
         raise WeightsError(
             f"{file.path}: its header claims {length} bytes; at most {MAX_HEADER_BYTES} are taken. "
@@ -300,18 +305,18 @@ def _open_map(path: str) -> Index:
                 raise WeightsError(f"{path}: not a regular file")
             data = file.read(MAX_HEADER_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if len(data) > MAX_HEADER_BYTES:
         raise WeightsError(f"{path}: an index of more than {MAX_HEADER_BYTES} bytes is not taken")
     try:
-        weight_map = _small_json(data.decode("utf-8"), path).get("weight_map")
+        weight_map = small_json(data.decode("utf-8"), path).get("weight_map")
     except UnicodeError:
         raise WeightsError(f"{path}: not UTF-8; download it again") from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{path}: has no weight_map; name the index.json of a safetensors checkpoint")
     for name, shard in weight_map.items():
         if isinstance(shard, str):
-            _refuse_pickle_name(shard)
+            refuse_pickle_name(shard)
         if not isinstance(shard, str) or shard in ("", ".", "..") or re.search(r"[/\\\0:]", shard):
             raise WeightsError(
                 f"{path}: tensor {show(name)} is said to be in {shard!r:.200}, which is no file name; "
@@ -328,7 +333,7 @@ def _open_folder(folder: str) -> Index:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise _unreadable(folder, error) from error
+        raise unreadable(folder, error) from error
     maps = [n for n in names if n.endswith(".safetensors.index.json")]
     files = [n for n in names if n.endswith(".safetensors") and not n.startswith(".")]
     for stem in _DEFAULT_NAMES:
@@ -365,9 +370,9 @@ def _require_all_shards(folder: str, files: list[str]) -> None:
 
 
 def _nothing_here(folder: str, names: list[str]) -> Exception:
-    pickles = [n for n in names if n.lower().endswith(_PICKLE_SUFFIXES)]
+    pickles = [n for n in names if n.lower().endswith(PICKLE_SUFFIXES)]
     if pickles:
-        return _pickle_error(os.path.join(folder, pickles[0]))
+        return pickle_error(os.path.join(folder, pickles[0]))
     inner = [n for n in names if os.path.isdir(os.path.join(folder, n))]
     holding = [
         n for n in inner[:100] if any(f.endswith(".safetensors") for f in _list(os.path.join(folder, n)))
@@ -383,72 +388,8 @@ def _list(folder: str) -> list[str]:
         return []
 
 
-def _refuse_pickle_name(path: str) -> None:
-    if path.lower().endswith(_PICKLE_SUFFIXES):
-        raise _pickle_error(path)
-
-
-def _refuse_other_formats(start: bytes, path: str) -> None:
-    if start[:4] == b"PK\x03\x04" or (
-        start[:1] == b"\x80" and 1 < start[1] < 6 and start[2:3] in (b"\x8a", b"}", b"c", b"\x95", b"]")
-    ):
-        raise _pickle_error(path)
-    if start[:4] == b"GGUF":
-        raise UnsupportedError(
-            f"{path}: a GGUF file; Carom reads safetensors (the GGUF's source model has one)"
-        )
-    if start.startswith(b"version "):
-        raise WeightsError(f"{path}: a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
-
-
-def _pickle_error(path: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{path}: a pickle checkpoint. Loading one can run any code, so Carom never opens it. Convert it once, on a "
-        'machine you trust it on: python -c "import sys, torch, safetensors.torch as s; w = torch.load(sys.argv[1], '
-        "map_location='cpu', weights_only=True); w = w.get('state_dict', w); s.save_file({k: v.clone().contiguous() "
-        f"for k, v in w.items() if torch.is_tensor(v)}}, sys.argv[2], {{'format': 'pt'}})\" {path!r} model.safetensors"
-    )
-
-
-def _unreadable(path: str, error: Exception) -> WeightsError:
-    number = getattr(error, "errno", None)
-    advice = {
-        errno.ENOENT: "no such file or folder; check the path",
-        errno.EACCES: "no permission to read it; change its permissions or run as its owner",
-        errno.EPERM: "no permission to read it; change its permissions or run as its owner",
-        errno.ENAMETOOLONG: "the path is too long for this system; move it to a shorter one",
-        errno.ELOOP: "its symbolic links go in a circle; name the file they should lead to",
-        errno.ENOTDIR: "part of the path is a file, not a folder; check the path",
-        errno.EIO: "the drive reports an input/output error; check the drive (dmesg) and copy the file again",
-    }.get(number or 0, f"cannot be read: {error}")
-    return WeightsError(f"{path[:300]}: {advice}")
-
-
-def _small_json(text: str, where: str) -> dict:
-    """A JSON object whose equal keys, deep nesting and odd numbers are refused."""
-
-    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(items)
-        if len(found) != len(items):
-            raise WeightsError(f"{where}: a key stands twice")
-        return found
-
-    def number(digits: str) -> int:
-        if len(digits) > 20:
-            raise ValueError("an integer of more than 20 digits")
-        return int(digits)
-
-    try:
-        value = json.loads(text, object_pairs_hook=pairs, parse_int=number)
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{where}: not valid JSON ({str(error)[:100]}); download it again") from None
-    if not isinstance(value, dict):
-        raise WeightsError(f"{where}: not a JSON object")
-    return value
-
-
 def _pack_info(metadata: Mapping[str, str], where: str) -> dict:
-    return _small_json(metadata[PACK_KEY], f"{where}: {PACK_KEY}")
+    return small_json(metadata[PACK_KEY], f"{where}: {PACK_KEY}")
 
 
 def _similar(name: str, names: Iterable[str]) -> str:

@@ -39,6 +39,8 @@ _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:base_layer|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 )
 _EXPERT = re.compile(r"((?:.*\.)?experts)\.(?:(gate_up_proj)|(down_proj))(?:\.weight)?")
+# What one expert's parts are called, those of gate_up_proj last: by most, and by Mixtral.
+_EXPERT_PARTS = (("down_proj",), ("w2",)), (("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +280,19 @@ def _stacked_experts(
     # A square matrix might be stored transposed in the stack, and nothing would tell.
     if not match or len(shape) != 3 or shape[1] == shape[2]:
         return None
-    kinds = ("gate_proj", "up_proj") if match[2] else ("down_proj",)
+    for kinds in _EXPERT_PARTS[bool(match[2])]:
+        found = _one_by_one(match[1], kinds, shape, keys)
+        if found:
+            return found
+    return None
+
+
+def _one_by_one(
+    name: str, kinds: tuple[str, ...], shape: tuple[int, ...], keys: Mapping[str, TensorEntry]
+) -> tuple[Segment, ...] | None:
     entries: list[TensorEntry] = []
     for expert in range(shape[0]):
-        part = _parts_rows([f"{match[1]}.{expert}.{kind}.weight" for kind in kinds], shape[1:], keys)
+        part = _parts_rows([f"{name}.{expert}.{kind}.weight" for kind in kinds], shape[1:], keys)
         if part is None:
             return None
         entries.extend(s.entry for s in part)

@@ -16,13 +16,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import WeightsError
+from .handle import ReadHandle
 from .header import show
 from .index import SourceFile, TensorEntry
 from .packed_source import PackedSource
@@ -62,101 +62,6 @@ class ReaderStats:
     requests: int = 0
     retries: int = 0
     busy_seconds: float = 0.0
-
-
-class ReadHandle:
-    """One submitted read. The buffer belongs to the reader until `done` is True, also after `cancel`."""
-
-    def __init__(self, file: SourceFile, offset: int, target: memoryview, what: str, priority: float) -> None:
-        self.file, self.offset, self.nbytes, self.what = file, offset, len(target), what
-        self.priority = priority
-        self._target: memoryview | None = target
-        self._address = np.frombuffer(target, np.uint8).ctypes.data if len(target) else 0
-        self._lock = threading.Lock()
-        self._event = threading.Event()
-        self._error: BaseException | None = None
-        self._cancelled = False
-        self._waiting: dict[int, int] = {}  # piece's start -> its bytes, not yet taken by a worker
-        self._running = 0
-        self._callbacks: list[Callable[[ReadHandle], Any]] = []
-
-    def done(self) -> bool:
-        """True once no worker will touch the buffer any more."""
-        return self._event.is_set()
-
-    def cancelled(self) -> bool:
-        return self._cancelled
-
-    def cancel(self) -> bool:
-        """Give the read up; False when it was done already. Wait for `done` before the buffer is used again."""
-        with self._lock:
-            if self._event.is_set():
-                return False
-            self._cancelled = True
-            self._waiting.clear()
-            finished = self._running == 0
-        if finished:
-            self._finish()
-        return True
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until `done`; False when ``timeout`` seconds passed first. Raises nothing else."""
-        return self._event.wait(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The read's error, None if it succeeded; TimeoutError, CancelledError as `result`."""
-        if not self._event.wait(timeout):
-            raise TimeoutError(f"{self.what} was not read within {timeout} s")
-        if self._cancelled:
-            raise CancelledError
-        return self._error
-
-    def result(self, timeout: float | None = None) -> int:
-        """Wait; the bytes read. Raises WeightsError (names file and tensor), CancelledError or TimeoutError."""
-        error = self.exception(timeout)
-        if error is not None:
-            raise error
-        return self.nbytes
-
-    def add_done_callback(self, function: Callable[[ReadHandle], Any]) -> None:
-        """Call ``function(self)`` when done, from the thread that finishes it (at once if it is done)."""
-        with self._lock:
-            if not self._event.is_set():
-                self._callbacks.append(function)
-                return
-        function(self)
-
-    def _take(self, start: int) -> int:
-        """Claim the piece at ``start``: its bytes, or 0 if it was taken, cancelled or failed before."""
-        with self._lock:
-            nbytes = self._waiting.pop(start, 0)
-            self._running += nbytes > 0
-            return nbytes
-
-    def _piece_done(self, error: BaseException | None) -> None:
-        with self._lock:
-            self._running -= 1
-            if error is not None:
-                self._error = self._error or error
-                self._waiting.clear()
-            finished = self._running == 0 and not self._waiting
-        if finished:
-            self._finish()
-
-    def _finish(self) -> None:
-        with self._lock:
-            if self._event.is_set():
-                return
-            if self._error is None and not self._cancelled:
-                try:
-                    self.file.check()
-                except WeightsError as error:
-                    self._error = error
-            self._target = None
-            callbacks, self._callbacks = self._callbacks, []
-            self._event.set()
-        for function in callbacks:
-            function(self)
 
 
 @dataclass
