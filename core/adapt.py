@@ -28,9 +28,11 @@ from .errors import BudgetError
 from .learn import Learnt, learn
 from .meter import Meter
 from .plan import Plan, resident_cost, round_up
+from .pooled import Pooled
 from .shares import Shares
 from .simulated import SimulatedEngine
 from .sizes import format_size
+from .streamed import Streamed
 from .streamer import Streamer
 from .transfer import Engine
 from .units import Carving
@@ -89,6 +91,19 @@ class Adapts:
     def _held_bytes(self) -> int:
         raise NotImplementedError
 
+    def _away(self) -> list[Streamed]:
+        raise NotImplementedError
+
+    @property
+    def _pooled(self) -> Pooled | None:
+        raise NotImplementedError
+
+    def _watch_pool(self, pooled: Pooled) -> None:
+        raise NotImplementedError
+
+    def _move_watermark(self, budget: int, everything: int) -> bool:
+        raise NotImplementedError
+
     def _adapts(self, auto: bool) -> None:
         self._learnt: Learnt | None = None
         self._device: _Device | None = None
@@ -120,7 +135,8 @@ class Adapts:
 
     def _set_look(self) -> None:
         """Measured steps from which `_look` is called between steps."""
-        self._look_at: float = 0 if self._governor is not None else self._tune_at
+        watched = self._governor is not None or self._pooled is not None
+        self._look_at: float = 0 if watched else self._tune_at
 
     def _look(self) -> None:
         """Between steps: see whether memory or what was learnt asks for another layout."""
@@ -131,6 +147,9 @@ class Adapts:
             if self._device is not None and len(self._device.sessions) > 1:
                 self._count_use()
             self._watch_memory(self._governor)
+        if self._pooled is not None:
+            with self._lock:
+                self._watch_pool(self._pooled)
         if self._meter.settled >= self._tune_at:
             self._tune_once()
         self._set_look()
@@ -278,7 +297,7 @@ class Adapts:
     def _count_use(self) -> None:
         """A step begins: a session that is used much less gives way where this one is short."""
         assert self._device is not None
-        short = bool(self._placement.streamed)
+        short = bool(self._away())
         spare = {}
         if short:
             for key, other in list(self._device.sessions.items()):
@@ -288,15 +307,18 @@ class Adapts:
         if giver is not None:
             found = self._device.sessions.get(giver)
             if found is not None:
-                found._yield(sum(unit.nbytes for unit in self._placement.streamed))
+                found._yield(sum(unit.nbytes for unit in self._away()))
 
     def _wanted(self, governor: Governor, memory: Memory) -> int | None:
         held, least = self._held_bytes(), self._least()
         if self._failed:
             return governor.short(memory, held, least)
+        return governor.read(memory, held, least, self._everything(), self._vram)
+
+    def _everything(self) -> int:
+        """Device bytes of all weights."""
         sizes = [unit.nbytes for unit in self._carving.units]
-        everything = self.plan.fixed_bytes + resident_cost(sizes, self._engine.grain)
-        return governor.read(memory, held, least, everything, self._vram)
+        return self.plan.fixed_bytes + resident_cost(sizes, self._engine.grain)
 
     def _least(self) -> int:
         """The smallest budget that works with the present tensors."""
@@ -319,6 +341,9 @@ class Adapts:
         )
         least = self._least()
         assert self._governor is not None
+        if self._move_watermark(max(budget, least), self._everything()):
+            self._engine.trim()
+            return
         self._vram = max(budget, least)
         while True:
             try:

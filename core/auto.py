@@ -85,3 +85,28 @@ class Governor:
         self.gave()
         target = max(least, target)
         return target if target < held else None
+
+
+class Regrowth:
+    """When weights that pressure took out of a pool may come back: after quiet readings, twice as many with every loss."""
+
+    def __init__(self) -> None:
+        self._quiet = 0
+        self._patience = QUIET
+
+    def lost(self) -> None:
+        """Pressure took some."""
+        self._quiet = 0
+        self._patience = min(MOST_QUIET, 2 * self._patience)
+
+    def read(self, memory: Memory, held: int, most: int) -> int | None:
+        """How many bytes may be held from now on, None to wait; ``held``: now, ``most``: the budget."""
+        target = min(most, held + memory.free - Governor.headroom(memory))
+        if target - held < min(WORTH * memory.total, max(1, most - held)):
+            self._quiet = 0
+            return None
+        self._quiet += 1
+        if self._quiet < self._patience:
+            return None
+        self._quiet = 0
+        return target

@@ -87,6 +87,8 @@ class Report:
     pageable_bytes: int = 0
     steps: int = 0
     device: str = ""
+    pool: str = "torch"  # whose memory the weights on the device are in: "torch" or "aimdo"
+    pool_reason: str = ""  # why that one
     kind: str = "infer"  # of the last step: "infer" or "train"
     notes: tuple[str, ...] = ()
     # drawn, not listed
@@ -128,6 +130,8 @@ class Report:
             ("  resident weights", format_size(self.resident_bytes), "stay on the device"),
             ("  slots", format_size(self.slot_bytes), "streamed weights pass through these"),
         ]  # fmt: skip
+        if self.pool_reason:
+            rows.append(("pool", self.pool, self.pool_reason))
         if self.adapter_bytes:
             rows.append(
                 ("adapters", format_size(self.adapter_bytes), "trainable, on the device, counted apart")

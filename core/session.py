@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 
 from . import decide, hooks, ops, replan, settings
-from .account import Held, describe, make_report
+from .account import describe, make_report
 from .adapt import Adapts, OutOfMemory
 from .adopt import Adopts
+from .aimdo import NativeError
 from .attach import Placement, wanted_residents
 from .checkpoint import Checkpoint
 from .disk import Disk, DiskPlacement
@@ -21,11 +22,11 @@ from .disk_streamer import DiskStreamer
 from .errors import BudgetError, CaromError, PinError, UnsupportedError
 from .meter import Meter
 from .plan import Plan
+from .pooling import Pools
 from .report import Report
 from .simulated import SimulatedEngine
 from .store.arena import HostArena
 from .streamed import Owner, Streamed
-from .streamer import Streamer
 from .transfer import Engine, make_engine
 from .tree import Tree
 from .units import Carving, Unit
@@ -63,7 +64,9 @@ def stream(
     less (it bounds pinned memory; what does not fit is streamed from pageable memory, more slowly; with
     ``weights`` it bounds the cache).
     ``granularity``: "block", "phase", "layer", or "auto" (blocks, split where two would not fit).
-    ``codec``: "raw" or "auto" (raw in this version). ``pool``: "torch" or "auto" (torch in this version).
+    ``codec``: "raw" or "auto" (raw in this version). ``pool``: "torch" (its allocator), "aimdo" (comfy-aimdo's VBARs: resident weights give way
+    when other memory is needed), or "auto": aimdo where it is installed, supported and nobody else's; where it
+    cannot be had, torch's, and `Report.pool_reason` says why.
     ``host``: "raw" or "auto": a streamed parameter is its raw host tensor outside its unit's run.
     ``training``: "resident" or "stream" for trainable weights; None keeps them resident unless they
     alone exceed the budget, then they stream and their gradients arrive on the host.
@@ -76,7 +79,7 @@ def stream(
     )  # fmt: skip
 
 
-class Session(Adapts, Adopts, Values):
+class Session(Pools, Adapts, Adopts, Values):
     """A module attached to a device. Made by `stream`; a context manager that closes itself."""
 
     def __init__(
@@ -97,6 +100,7 @@ class Session(Adapts, Adopts, Values):
         self._wrapped = hooks.Wrapped()
         self._watch: Callable[[], Any] = self._engine.step
         self._peak = 0
+        self._chooses_pool(pool)
         self._stay: dict[str, str] = {}
         self._adapts(vram == "auto")
         if weights is not None:
@@ -125,6 +129,13 @@ class Session(Adapts, Adopts, Values):
             self._attach()
 
     def _attach(self) -> None:
+        try:
+            self._attach_with_pool()
+        except NativeError as error:
+            self._refuse_pool(str(error))
+            self._attach_with_pool()
+
+    def _attach_with_pool(self) -> None:
         self._arena = HostArena(self._engine.pinner, self._ram)
         disk = None
         if self._checkpoint is not None:
@@ -137,16 +148,11 @@ class Session(Adapts, Adopts, Values):
         self._meter = Meter(self._engine)
         try:
             self._carving, self.plan = self._decide()
-            resident, streamed = wanted_residents(self._carving, self.plan)
+            resident, streamed = self._divide(disk)
             self._placement.keep(resident, [entry for entry, _ in self._carving.resident])
             for entry in self._carving.adapters:
                 self._placement.adapt(entry)
-            region = self.plan.region_bytes
-            self._streamer = (
-                Streamer(self._engine, region, self._meter)
-                if disk is None
-                else DiskStreamer(self._engine, region, self._meter, disk)
-            )
+            self._streamer = self._make_streamer(disk, streamed)
             self._placement.stream(streamed, self._streamer.add)
             self._streamer.start(self._arena)
             self._stand_in_front(self._placement.streamed)
@@ -335,12 +341,6 @@ class Session(Adapts, Adopts, Values):
 
     # -- accounts
 
-    def _held_bytes(self) -> int:
-        return self._placement.resident_bytes + self._streamer.region.nbytes
-
-    def _account(self) -> None:
-        self._peak = max(self._peak, self._held_bytes())
-
     def report(self) -> Report:
         """Figures since attaching (waits for the device); of a closed session, its last."""
         with self._lock:
@@ -352,7 +352,7 @@ class Session(Adapts, Adopts, Values):
         with self._streamer.lock:
             self._meter.finish()
         return make_report(
-            Held(self._vram, self._peak, 0 if self._parked else self._streamer.region.nbytes),
+            self._holdings(self._parked),
             self._carving, self.plan, self._placement, self._arena, self._meter, self._engine.name,
             self._streamer.account() if isinstance(self._streamer, DiskStreamer) else None,
         )  # fmt: skip

@@ -42,7 +42,7 @@ def check(
         )
     choose("granularity", granularity, GRANULARITIES)
     choose("codec", codec, ("auto", "raw"), ("lossless",))
-    choose("pool", pool, ("auto", "torch"), ("aimdo",))
+    choose("pool", pool, ("auto", "torch", "aimdo"))
     choose("host", host, ("auto", "raw"))
     choose("training", training, (None, "resident", "stream"))
 

@@ -31,6 +31,7 @@ _load("tests_models", ROOT / "tests" / "models.py")
 _load("tests_harness", ROOT / "tests" / "harness.py")
 _load("tests_comfy_server", ROOT / "tests" / "comfy_server.py")
 _load("tests_comfy_stand_in", ROOT / "tests" / "comfy_stand_in.py")
+_load("tests_aimdo", ROOT / "tests" / "aimdo_standin.py")
 _load("tests_aitoolkit", ROOT / "tests" / "aitoolkit_standin.py")
 
 
