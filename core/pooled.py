@@ -149,6 +149,9 @@ class Pooled(Streamer):
             raise OutOfMemory(f"carom: no page of {aimdo.PAGE} bytes is free on {self.engine.name}")
         memory = self.engine.at(bar.address, bar.nbytes, bar)
         bar.unpin(0, 1)
+        bar.set_watermark(0)  # the page goes again
+        bar.prioritize()
+        bar.set_watermark(self._top)
         return memory
 
     def _pin_region(self) -> None:
@@ -277,6 +280,8 @@ class Pooled(Streamer):
 
     def _home_of(self, unit: Streamed) -> Slot | None:
         """The unit's slot at home, pinned and filled; None where it has to stream."""
+        if self._held or self.backward.reading:
+            self.settle(unit)
         slot = unit.slot
         if slot is not None and slot.offset < self.region.nbytes:
             if not self._at_home(unit) or slot.users or slot.state is SlotState.HELD:
@@ -288,8 +293,6 @@ class Pooled(Streamer):
                 return slot
         elif not self._at_home(unit):
             return None
-        if self._held or self.backward.reading:
-            self.settle(unit)
         return self._bring_home(unit)
 
     def _bring_home(self, unit: Streamed) -> Slot | None:

@@ -95,14 +95,15 @@ class ModelVBAR:
             raise MemoryError("VBAR allocation failed")
         driver.reserved += size
         self.device, self.max_size, self.offset = device, size, 0
-        self._memory = torch.full((size + PAGE,), GARBAGE, dtype=torch.uint8)
+        self._page = PAGE
+        self._memory = torch.full((size + PAGE,), GARBAGE, dtype=torch.uint8, device="cpu")
         self.base_addr = -(-self._memory.data_ptr() // PAGE) * PAGE
         name = f"bar{id(self)}-{driver.reserved}"
         self._pool = driver.pages.pool(name, [1] * -(-size // PAGE))
         driver.bars[name] = self
 
     def spoil(self, page: int) -> None:
-        ctypes.memset(self.base_addr + page * PAGE, GARBAGE, PAGE)
+        ctypes.memset(self.base_addr + page * self._page, GARBAGE, self._page)
 
     def alloc(self, num_bytes: int) -> tuple:
         self.offset = -(-self.offset // 512) * 512
