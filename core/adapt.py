@@ -98,6 +98,9 @@ class Adapts:
     def _pooled(self) -> Pooled | None:
         raise NotImplementedError
 
+    def _least_in_pool(self) -> int:
+        raise NotImplementedError
+
     def _watch_pool(self, pooled: Pooled) -> None:
         raise NotImplementedError
 
@@ -332,7 +335,7 @@ class Adapts:
             except BudgetError as error:
                 least = error.least_bytes or 0
             self._least_known = self._placement, least
-        return self._least_known[1]
+        return max(self._least_known[1], self._least_in_pool())
 
     def _resize(self, budget: int) -> None:
         """Lay out anew for ``budget``, or for less where even that does not fit by now."""

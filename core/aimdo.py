@@ -117,11 +117,11 @@ def find(engine: Any, asked: bool) -> Native | str:
     if index is None:
         return f"{engine.name} is neither a CUDA nor a ROCm device"
     with _state.lock:
+        if reason := _state.refused or hindrance() or _too_old():
+            return reason
         loaded = sys.modules.get(f"{_PACKAGE}.control")
         if loaded is not None and loaded is not _state.control and not asked:
             return "another part of this program (a host such as ComfyUI) has comfy-aimdo already"
-        if reason := hindrance() or _state.refused or _too_old():
-            return reason
         try:
             return _start(index)
         except NativeError as error:
@@ -185,14 +185,23 @@ def _quiet(control: Any) -> None:
 
 
 class _Said(logging.Handler):
-    """Keeps what comfy-aimdo logs while it starts; as long as it is there, logging sets nothing up that prints."""
+    """Keeps what comfy-aimdo logs while it starts, at any level: its reasons are logged as information only.
+
+    It stands in front of the root logger's handlers, which are given what they would have been given without it; and
+    as there is one, logging sets none up that prints.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self._lines: list[str] = []
+        self._level, self._handlers = logging.WARNING, list[logging.Handler]()
 
     def emit(self, record: logging.LogRecord) -> None:
         self._lines.append(record.getMessage().strip())
+        if record.levelno >= self._level:
+            for handler in self._handlers:
+                if record.levelno >= handler.level:
+                    handler.handle(record)
 
     @property
     def why(self) -> str:
@@ -200,11 +209,16 @@ class _Said(logging.Handler):
         return (failures or self._lines or ["it gave no reason"])[-1]
 
     def __enter__(self) -> _Said:
-        logging.getLogger().addHandler(self)
+        root = logging.getLogger()
+        self._level, self._handlers = root.level, root.handlers
+        root.handlers = [self]
+        root.setLevel(logging.DEBUG)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        logging.getLogger().removeHandler(self)
+        root = logging.getLogger()
+        root.handlers = self._handlers
+        root.setLevel(self._level)
 
 
 class Bar:

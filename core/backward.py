@@ -130,7 +130,9 @@ class Backward:
         offset = saved.data_ptr() - self._streamer.low
         slot = self._streamer.region.at(offset)
         if slot is None:
-            raise CaromError("autograd saves a view of a slot that holds no unit any more; please report this")
+            raise CaromError(
+                "autograd saves a view of a slot that holds no unit any more; please report this"
+            )
         return ops.Handle(self, slot.unit, saved, offset - slot.offset)
 
     def unpack(self, handle: ops.Handle) -> torch.Tensor:

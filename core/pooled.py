@@ -161,12 +161,19 @@ class Pooled(Streamer):
         self._region_pinned = True
         if self._top > self._allowed:
             self._lower(self._allowed)
-        if self._bar.fault(0, self._homes.region_bytes) is None:
+        if self._bar.fault(0, self._homes.region_bytes) is None and not self._insist():
             self._region_pinned = False
             raise OutOfMemory(
                 f"carom: no {self._homes.region_bytes} bytes are free for slots on {self.engine.name}"
             )
-        self._notice()
+        self.notice()
+
+    def _insist(self) -> bool:
+        """Pressure that has passed may have left a watermark below the slots: lift it over them, and try once more."""
+        self._bar.prioritize()
+        pages = -(-self._homes.region_bytes // aimdo.PAGE) * aimdo.PAGE
+        self._bar.set_watermark(max(pages, -(-self._top // aimdo.PAGE) * aimdo.PAGE))
+        return self._bar.fault(0, self._homes.region_bytes) is not None
 
     # -- what lives where
 
@@ -205,7 +212,7 @@ class Pooled(Streamer):
     def losses(self) -> int:
         """How often pressure took homes since this was asked last."""
         with self.lock:
-            self._notice()
+            self.notice()
             found, self._losses = self._losses, 0
             return found
 
@@ -243,9 +250,9 @@ class Pooled(Streamer):
         self._bar.set_watermark(-(-self._top // aimdo.PAGE) * aimdo.PAGE)
         self._forget_lost()
 
-    def _notice(self) -> None:
+    def notice(self) -> None:
         """Learn what pressure took since the last look."""
-        now = self._bar.watermark
+        now = self._top if isinstance(self._bar, _Gone) else self._bar.watermark
         if now < self._top:
             self._top = now
             self._losses += 1
@@ -303,7 +310,7 @@ class Pooled(Streamer):
             if signature is None:
                 return None
             if signature != self._signatures.get(unit.index):
-                self._notice()  # it was mapped: other homes may have made room
+                self.notice()  # it was mapped: other homes may have made room
             elif slot is not None and slot.version == unit.version():
                 self._pins.append(slot)
                 return slot
@@ -327,7 +334,7 @@ class Pooled(Streamer):
         except NativeError as error:  # known to happen when memory is short: the unit streams from now on
             self._trouble, signature = str(error), None
         if signature is None:
-            self._notice()
+            self.notice()
             if self._top >= end:  # refused though it is below the watermark: do not ask again
                 self._losses += 1
                 self._lower(start)

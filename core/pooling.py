@@ -112,6 +112,11 @@ class Pools:
         number = {id(unit): index for index, unit in enumerate(self._carving.units)}
         resident = [i for i, unit in enumerate(units) if number[id(unit)] in self.plan.resident]
         room = self._vram - self._placement.resident_bytes
+        if (
+            self._governor is not None
+        ):  # a budget that is found, not given: a slot of whole pages is the least
+            room = max(room, _pages(max(unit.nbytes for unit in units)))
+            self._vram = max(self._vram, self._placement.resident_bytes + room)
         homes = lay_out([unit.nbytes for unit in units], resident, region, room)
         if homes is None:
             raise NativeError(
@@ -176,6 +181,10 @@ class Pools:
             slots = 0 if parked else self._streamer.region.nbytes
             return Held(self._vram, self._peak, slots, pool="torch", pool_reason=self._pool_reason)
         reason = "; ".join(part for part in (self._pool_reason, pooled.trouble) if part)
+        if not parked:
+            with pooled.lock:
+                pooled.notice()
+                self._follow_pool(pooled)
         slots, held = pooled.slot_bytes, pooled.held_bytes
         return Held(self._vram, self._peak, slots, max(0, held - slots), "aimdo", reason)
 
@@ -205,6 +214,12 @@ class Pools:
             pooled.rise(target)
             self._follow_pool(pooled)
 
+    def _least_in_pool(self) -> int:
+        """The smallest budget that the pool can keep to, 0 where there is none."""
+        if self._pooled is None:
+            return 0
+        return self._placement.resident_bytes + _pages(max(unit.nbytes for unit in self._pooled.units))
+
     def _move_watermark(self, budget: int, everything: int) -> bool:
         """Keep to ``budget`` without a new layout; False where that needs one. ``everything``: what all weights take."""
         pooled = self._pooled
@@ -215,3 +230,7 @@ class Pools:
         pooled.limit(room)
         self._account()
         return True
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // aimdo.PAGE) * aimdo.PAGE

@@ -167,7 +167,9 @@ class ModelVBAR:
         return self._pool.watermark
 
     def get_residency(self) -> list[int]:
-        return [there + 2 * bool(pins) for there, pins in zip(self._pool.resident, self._pool.pins, strict=True)]
+        return [
+            there + 2 * bool(pins) for there, pins in zip(self._pool.resident, self._pool.pins, strict=True)
+        ]
 
     def loaded_size(self) -> int:
         return sum(self._pool.resident) * PAGE
@@ -244,11 +246,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         elif module.__name__ == "comfy_aimdo.model_vbar":
             from comfy_aimdo import control
 
-            names: dict[str, Any] = {"driver": self.driver, "control": control}
+            names = {
+                name: value
+                for name, value in vars(ModelVBAR).items()
+                if name not in ("__dict__", "__weakref__")
+            }
+            names.update(driver=self.driver, control=control)
             if self.driver.broken == "narrow":
-                names["set_watermark"] = property()
+                del names["set_watermark"]
             module.lib = control.lib  # bound at import, as the real one does
-            module.ModelVBAR = type("ModelVBAR", (ModelVBAR,), names)
+            module.ModelVBAR = type("ModelVBAR", (), names)
 
 
 def install(monkeypatch: Any, driver: Driver, *, supported: bool = True) -> Driver:
