@@ -450,3 +450,10 @@ class PooledStreamer(Pooled, Streamer):
 
 class PooledDiskStreamer(Pooled, DiskStreamer):
     """Homes and slots filled through a host cache from disk."""
+
+    def _bring(self, unit: Streamed, target: torch.Tensor, after: list[Any]) -> Any:
+        if self.cache is not None and not self.cache.complete and self._at_home(unit):
+            # The order knows of what streams only: what else is not there yet is read ahead in the model's own order.
+            following = [other.index for other in self.units[unit.index + 1 :] if other.slot is None]
+            self.cache.expect([unit.index, *following])
+        return super()._bring(unit, target, after)

@@ -589,6 +589,7 @@ def test_what_was_evicted_comes_again_from_the_file(card, tmp_path):
             squeeze(driver, turn * WHOLE // 3)
         report = session.report()
         assert report.ram_peak_bytes <= report.ram_budget_bytes
+    gc.collect()  # a reader's thread may hold on to a slot for a moment
     assert device.ledger.allocated == 0
 
 
