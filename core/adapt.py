@@ -29,6 +29,7 @@ from .learn import Learnt, learn
 from .meter import Meter
 from .plan import Plan, resident_cost, round_up
 from .pooled import Pooled
+from .shared import SharedBudget
 from .shares import Shares
 from .simulated import SimulatedEngine
 from .sizes import format_size
@@ -70,6 +71,7 @@ class Adapts:
     _carving: Carving
     _lock: threading.RLock
     _vram: int
+    _shared: SharedBudget | None
     _parked: bool
     _closed: bool
 
@@ -116,10 +118,13 @@ class Adapts:
     def _govern(self, auto: bool) -> None:
         """Let the budget follow the device's memory, or leave it as it is."""
         self._ungovern()
-        memory = self._engine.memory() if auto else None
+        memory = self._memory() if auto else None
         if memory is not None:
             engine = self._engine
-            key = id(engine.ledger) if isinstance(engine, SimulatedEngine) else engine.name
+            key: Hashable = id(engine.ledger) if isinstance(engine, SimulatedEngine) else engine.name
+            if self._shared is not None:
+                key = id(self._shared)
+                self._shared.join(self)
             self._device = _devices.setdefault(key, _Device())
             self._device.sessions[id(self)] = self
             self._device.shares.join(id(self))
@@ -135,6 +140,13 @@ class Adapts:
             self._device.sessions.pop(id(self), None)
             self._device.shares.leave(id(self))
             self._device = None
+        if self._shared is not None:
+            self._shared.leave(self)
+
+    def _memory(self) -> Memory | None:
+        """What this session may take; None where nothing tells."""
+        device = self._engine.memory()
+        return device if self._shared is None else self._shared.memory(device)
 
     def _set_look(self) -> None:
         """Measured steps from which `_look` is called between steps."""
@@ -246,7 +258,7 @@ class Adapts:
             return
         self._looked = now
         with self._lock:
-            memory = self._engine.memory()
+            memory = self._memory()
             if (
                 memory is None
                 or not self._streamer.unreferenced
@@ -353,7 +365,7 @@ class Adapts:
                 self._again(retry=True)
                 break
             except OutOfMemory:
-                memory = self._engine.memory()
+                memory = self._memory()
                 smaller = None if memory is None else self._governor.short(memory, self._vram, least)
                 if smaller is None:
                     self._detach_for_parking()  # whole, on the host; the next forward tries again
@@ -381,7 +393,7 @@ class Adapts:
         note = getattr(error, "add_note", lambda text: None)
         note(f"carom held {held} of weights with vram='auto'; it holds less from the next step on, if it can")
         with self._lock, self._streamer.lock:
-            memory = self._engine.memory()
+            memory = self._memory()
             if before is None or memory is None or not self._streamer.idle or not self._streamer.unreferenced:
                 return False
             budget = self._wanted(self._governor, memory)

@@ -23,12 +23,14 @@ GIVEN_UP = 0.25  # of what is held, when a step ran out of memory
 @dataclass(frozen=True)
 class Memory:
     """Bytes of a device between two steps: in all, free for everybody, kept unused by this process's allocator
-    (``cached``: what its last steps took and gave back). ``ooms``: allocations that failed so far."""
+    (``cached``: what its last steps took and gave back). ``ooms``: allocations that failed so far. ``weights_only``:
+    a budget for weights, of which nothing else wants any."""
 
     total: int
     free: int
     cached: int = 0
     ooms: int = 0
+    weights_only: bool = False
 
 
 class Governor:
@@ -42,7 +44,7 @@ class Governor:
     @staticmethod
     def headroom(memory: Memory) -> int:
         """Bytes to be left free."""
-        return min(GIB, int(HEADROOM * memory.total))
+        return 0 if memory.weights_only else min(GIB, int(HEADROOM * memory.total))
 
     def read(
         self, memory: Memory, held: int, least: int, everything: int, budget: int | None = None

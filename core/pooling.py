@@ -42,6 +42,8 @@ class Pools:
     _meter: Meter
     _carving: Carving
     _governor: Governor | None
+    _closed: bool
+    _parked: bool
     _vram: int
     _ram: int
     _peak: int
@@ -143,6 +145,13 @@ class Pools:
         pooled = self._pooled
         weights = self._streamer.region.nbytes if pooled is None else pooled.held_bytes
         return self._placement.resident_bytes + weights
+
+    def _promised_bytes(self) -> int:
+        """Device bytes of weights that may be held without asking again."""
+        if self._closed or self._parked:
+            return 0
+        pooled = self._pooled
+        return self._placement.resident_bytes + pooled.most_bytes if pooled else self._held_bytes()
 
     def _account(self) -> None:
         """Tensors went to the device, or left it."""

@@ -24,6 +24,7 @@ from .meter import Meter
 from .plan import Plan
 from .pooling import Pools
 from .report import Report
+from .shared import SharedBudget
 from .simulated import SimulatedEngine
 from .store.arena import HostArena
 from .streamed import Owner, Streamed
@@ -42,7 +43,7 @@ def stream(
     module: nn.Module,
     *,
     device: Any = None,
-    vram: int | str = "auto",
+    vram: int | str | SharedBudget = "auto",
     ram: int | str = "auto",
     weights: Any = None,
     granularity: str = "auto",
@@ -60,7 +61,7 @@ def stream(
     ``device``: default the current accelerator, else the CPU; or a `SimulatedDevice`.
     ``vram``, ``ram``: bytes, "8GiB", "8GB", "50%" of what is free, or "auto": ``vram`` starts with 70 % of
     what is free on the device less 1 GiB, and after the first steps takes what they leave, with headroom,
-    and gives way when memory runs short; for ``ram`` 80 % of what is available, less where a container allows
+    and gives way when memory runs short; a `SharedBudget` bounds several sessions together; for ``ram`` 80 % of what is available, less where a container allows
     less (it bounds pinned memory; what does not fit is streamed from pageable memory, more slowly; with
     ``weights`` it bounds the cache).
     ``granularity``: "block", "phase", "layer", or "auto" (blocks, split where two would not fit).
@@ -83,7 +84,7 @@ class Session(Pools, Adapts, Adopts, Values):
     """A module attached to a device. Made by `stream`; a context manager that closes itself."""
 
     def __init__(
-        self, module: nn.Module, *, device: Any, vram: int | str, ram: int | str, weights: Any, granularity: str,
+        self, module: nn.Module, *, device: Any, vram: int | str | SharedBudget, ram: int | str, weights: Any, granularity: str,
         codec: str, pool: str, host: str, training: str | None,
     ) -> None:  # fmt: skip
         settings.check(module, weights, granularity, codec, pool, host, training)
@@ -92,6 +93,7 @@ class Session(Pools, Adapts, Adopts, Values):
         self._granularity, self._training = granularity, training
         self._checkpoint: Checkpoint | None = None
         self._engine: Engine = make_engine(device)
+        self._shared = vram if isinstance(vram, SharedBudget) else None
         self._vram = settings.vram_budget(vram, self._engine)
         self._ram = settings.ram_budget(ram)
         self._lock = threading.RLock()
@@ -102,7 +104,7 @@ class Session(Pools, Adapts, Adopts, Values):
         self._peak = 0
         self._chooses_pool(pool)
         self._stay: dict[str, str] = {}
-        self._adapts(vram == "auto")
+        self._adapts(vram == "auto" or self._shared is not None)
         if weights is not None:
             self._checkpoint = Checkpoint(module, weights)
         try:
@@ -116,14 +118,15 @@ class Session(Pools, Adapts, Adopts, Values):
 
     # -- attach and detach
 
-    def _first_attach(self, vram: int | str) -> None:
-        if vram == "auto" and self._make_room(self._vram):
+    def _first_attach(self, vram: int | str | SharedBudget) -> None:
+        if self._governor is not None and self._make_room(self._vram):
             self._vram = settings.vram_budget(vram, self._engine)
         try:
             self._attach()
         except BudgetError as error:
             # What activations take is not known yet: begin with the least, if it is there at all.
-            if vram != "auto" or not 0 < (error.least_bytes or 0) <= self._engine.free_bytes():
+            free = self._engine.free_bytes() if self._shared is None else self._shared.free_bytes
+            if (vram != "auto" and self._shared is None) or not 0 < (error.least_bytes or 0) <= free:
                 raise
             self._vram = error.least_bytes or 0
             self._attach()
@@ -291,7 +294,7 @@ class Session(Pools, Adapts, Adopts, Values):
 
     # -- settings and bytes
 
-    def set_budget(self, vram: int | str | None = None, ram: int | str | None = None) -> None:
+    def set_budget(self, vram: int | str | SharedBudget | None = None, ram: int | str | None = None) -> None:
         """Change budgets between steps; the old ones stay when the new ones are impossible.
 
         Raises BudgetError with the least budget that works.
@@ -300,8 +303,13 @@ class Session(Pools, Adapts, Adopts, Values):
             self._need_open()
             before = self._vram, self._ram
             if vram is not None:
-                self._vram = settings.vram_budget(vram, self._engine, self._held_bytes())
-                self._govern(vram == "auto")
+                mine = (
+                    0 if isinstance(vram, SharedBudget) and vram is not self._shared else self._held_bytes()
+                )
+                self._vram = settings.vram_budget(vram, self._engine, mine)
+                self._ungovern()
+                self._shared = vram if isinstance(vram, SharedBudget) else None
+                self._govern(vram == "auto" or self._shared is not None)
             if ram is not None:
                 self._ram = settings.ram_budget(ram)
             try:

@@ -11,6 +11,7 @@ from torch import nn
 from .checkpoint import Weights
 from .errors import BudgetError, UnsupportedError
 from .host import host_memory
+from .shared import SharedBudget
 from .sizes import GIB, parse_size
 from .transfer import Engine
 
@@ -47,8 +48,10 @@ def check(
     choose("training", training, (None, "resident", "stream"))
 
 
-def vram_budget(value: int | str, engine: Engine, mine: int = 0) -> int:
+def vram_budget(value: int | str | SharedBudget, engine: Engine, mine: int = 0) -> int:
     """Bytes for weights on the device; ``mine``: bytes held there already that may be used again."""
+    if isinstance(value, SharedBudget):
+        return min(value.nbytes, value.free_bytes + mine)
     free = engine.free_bytes() + mine
     if value == "auto":
         return max(0, int(free * 0.7) - GIB)
