@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import logging
+import os
 import random
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import carom
 import pytest
@@ -14,7 +18,7 @@ import tests_aimdo as standin
 import tests_harness as harness
 import tests_models as models
 import torch
-from carom.core import aimdo
+from carom.core import aimdo, hardware
 from carom.core.auto import QUIET, Memory, Regrowth
 from carom.core.pooled import Homes, lay_out, spread
 from tests_aimdo import PAGE, Driver
@@ -622,3 +626,34 @@ def test_homes_never_overlap_and_residents_come_first(monkeypatch, resident):
     assert sorted(first) == resident
     assert homes.later is (len(resident) == 3)
     assert lay_out([120, 80, 200], [], 240, 199) is None
+
+
+# -- doctor and the AMD script judge alike
+
+
+@pytest.mark.parametrize("value", ["", "expandable_segments:True", "max_split_size_mb:9, expandable_segments : TRUE", "expandable_segments:False"])  # fmt: skip
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_the_amd_script_and_sessions_refuse_the_same_settings(root, monkeypatch, name, value):
+    monkeypatch.syspath_prepend(str(root / "scripts"))
+    import rocm_checks
+
+    host = SimpleNamespace(env={name: value})
+    said = [
+        f.what for f in rocm_checks.check_environment(SimpleNamespace(host=host)) if "expandable" in f.what
+    ]
+    assert bool(said) is bool(aimdo.expandable_segments({name: value})) is ("true" in value.lower())
+    assert rocm_checks.MIN_TORCH == aimdo._TORCH
+
+
+def test_the_doctors_probe_runs_the_sessions_own_detection(root, tmp_path):
+    """The child's code over a package that refuses: its words are the doctor's."""
+    package = tmp_path / "comfy_aimdo"
+    package.mkdir()
+    (package / "control.py").write_text("lib, devctxs = None, []\ndef init(): return False\n")
+    code = hardware._AIMDO_PROBE.replace('make_engine("cuda:0")', 'make_engine("cpu")')
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(root)], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "neither a CUDA nor a ROCm device" in json.loads(done.stdout)["reason"]
