@@ -301,14 +301,14 @@ def _memory_rate(torch, device, size: int) -> float:
 
 # Sessions' own detection, and one page brought and given back.
 _AIMDO_PROBE = """
-import importlib.util, json, os, sys
+import importlib, importlib.util, json, os, sys
 root = sys.argv[1]
 spec = importlib.util.spec_from_file_location(
     "carom", os.path.join(root, "__init__.py"), submodule_search_locations=[root])
 sys.modules["carom"] = package = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(package)
-from carom.core import aimdo
-from carom.core.transfer import make_engine
+aimdo = importlib.import_module("carom.core.aimdo")
+make_engine = importlib.import_module("carom.core.transfer").make_engine
 found = aimdo.find(make_engine("cuda:0"), asked=True)
 if not isinstance(found, str):
     try:

@@ -208,11 +208,11 @@ EXTENSION = "carom_offload"
 EXTENSION_TEXT = """\
 # Put here by `carom install-ai-toolkit`; `carom install-ai-toolkit DIR --uninstall` takes it away.
 try:
-    from carom.toolkit_ext import install
+    from PACKAGE.toolkit_ext import install
     install()
 except Exception as error:
     print(f"WARNING: Carom is not active, ai-toolkit runs as without it ({type(error).__name__}: {error})")
-"""
+""".replace("PACKAGE", "carom")
 
 
 def node_state(folder: Path, root: Path) -> tuple[str, Path]:
