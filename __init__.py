@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .core.plan import Plan
     from .core.report import Report
     from .core.session import Session, stream
+    from .core.shared import SharedBudget
     from .core.simulated import SimulatedDevice
     from .core.store.loading import load_file
 
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "Report",
     "Session",
+    "SharedBudget",
     "SimulatedDevice",
     "UnsupportedError",
     "Weights",
@@ -40,6 +42,7 @@ _HOME = {
     "Report": "core.report",
     "Session": "core.session",
     "Weights": "core.checkpoint",
+    "SharedBudget": "core.shared",
     "SimulatedDevice": "core.simulated",
     "dense_modules": "core.dense",
     "load_file": "core.store.loading",

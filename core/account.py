@@ -27,12 +27,16 @@ class FromDisk:
 
 @dataclass(frozen=True)
 class Held:
-    """Device bytes: the budget, the most that was held of it, the slot region and the staging buffer now."""
+    """Device bytes: the budget, the most that was held of it, the slot region and the staging buffer now, and residents
+    in a native pool; whose memory it is, and why."""
 
     budget_bytes: int
     peak_bytes: int
     slot_bytes: int
     staging_bytes: int = 0
+    pooled_bytes: int = 0
+    pool: str = "torch"
+    pool_reason: str = ""
 
 
 def make_report(
@@ -54,11 +58,11 @@ def make_report(
         for index, unit in enumerate(carving.units)
     )
     need = tuple(UnitPlace(entry.name, entry.nbytes, True, reason) for entry, reason in carving.resident)
-    count = len(placement.streamed)
+    count = len(carving.units) - len(plan.resident)
     return Report(
         vram_budget_bytes=held.budget_bytes,
         vram_peak_bytes=held.peak_bytes,
-        resident_bytes=placement.resident_bytes,
+        resident_bytes=placement.resident_bytes + held.pooled_bytes,
         slot_bytes=held.slot_bytes,
         pinned_bytes=arena.pinned_bytes,
         pinned_peak_bytes=arena.pinned_peak_bytes,
@@ -85,6 +89,8 @@ def make_report(
         pageable_bytes=arena.pageable_bytes,
         steps=figures.steps,
         device=device,
+        pool=held.pool,
+        pool_reason=held.pool_reason,
         kind="train" if figures.train else "infer",
         notes=(*arena.notes, *placement.notes, *(disk.notes if disk else ())),
         ram_budget_bytes=disk.ram_budget_bytes if disk else 0,

@@ -29,11 +29,14 @@ from .learn import Learnt, learn
 from .meter import Meter
 from .packing import PackedPlacement, Packing
 from .plan import Plan, resident_cost, round_up
+from .pooled import Pooled
 from .predict import Packed
+from .shared import SharedBudget
 from .shares import Shares
 from .simulated import SimulatedEngine
 from .sizes import format_size
 from .store.arena import HostArena
+from .streamed import Streamed
 from .streamer import Streamer
 from .transfer import Engine
 from .units import Carving
@@ -74,6 +77,7 @@ class Adapts:
     _carving: Carving
     _lock: threading.RLock
     _vram: int
+    _shared: SharedBudget | None
     _parked: bool
     _closed: bool
 
@@ -95,6 +99,22 @@ class Adapts:
     def _held_bytes(self) -> int:
         raise NotImplementedError
 
+    def _away(self) -> list[Streamed]:
+        raise NotImplementedError
+
+    @property
+    def _pooled(self) -> Pooled | None:
+        raise NotImplementedError
+
+    def _least_in_pool(self) -> int:
+        raise NotImplementedError
+
+    def _watch_pool(self, pooled: Pooled) -> None:
+        raise NotImplementedError
+
+    def _move_watermark(self, budget: int, everything: int) -> bool:
+        raise NotImplementedError
+
     def _adapts(self, auto: bool) -> None:
         self._learnt: Learnt | None = None
         self._device: _Device | None = None
@@ -104,10 +124,13 @@ class Adapts:
     def _govern(self, auto: bool) -> None:
         """Let the budget follow the device's memory, or leave it as it is."""
         self._ungovern()
-        memory = self._engine.memory() if auto else None
+        memory = self._memory() if auto else None
         if memory is not None:
             engine = self._engine
-            key = id(engine.ledger) if isinstance(engine, SimulatedEngine) else engine.name
+            key: Hashable = id(engine.ledger) if isinstance(engine, SimulatedEngine) else engine.name
+            if self._shared is not None:
+                key = id(self._shared)
+                self._shared.join(self)
             self._device = _devices.setdefault(key, _Device())
             self._device.sessions[id(self)] = self
             self._device.shares.join(id(self))
@@ -123,10 +146,18 @@ class Adapts:
             self._device.sessions.pop(id(self), None)
             self._device.shares.leave(id(self))
             self._device = None
+        if self._shared is not None:
+            self._shared.leave(self)
+
+    def _memory(self) -> Memory | None:
+        """What this session may take; None where nothing tells."""
+        device = self._engine.memory()
+        return device if self._shared is None else self._shared.memory(device)
 
     def _set_look(self) -> None:
         """Measured steps from which `_look` is called between steps."""
-        self._look_at: float = 0 if self._governor is not None else self._tune_at
+        watched = self._governor is not None or self._pooled is not None
+        self._look_at: float = 0 if watched else self._tune_at
 
     def _look(self) -> None:
         """Between steps: see whether memory or what was learnt asks for another layout."""
@@ -137,6 +168,9 @@ class Adapts:
             if self._device is not None and len(self._device.sessions) > 1:
                 self._count_use()
             self._watch_memory(self._governor)
+        if self._pooled is not None:
+            with self._lock:
+                self._watch_pool(self._pooled)
         if self._meter.settled >= self._tune_at:
             self._tune_once()
         self._set_look()
@@ -284,7 +318,7 @@ class Adapts:
             return
         self._looked = now
         with self._lock:
-            memory = self._engine.memory()
+            memory = self._memory()
             if (
                 memory is None
                 or not self._streamer.unreferenced
@@ -338,7 +372,7 @@ class Adapts:
     def _count_use(self) -> None:
         """A step begins: a session that is used much less gives way where this one is short."""
         assert self._device is not None
-        short = bool(self._placement.streamed)
+        short = bool(self._away())
         spare = {}
         if short:
             for key, other in list(self._device.sessions.items()):
@@ -348,15 +382,18 @@ class Adapts:
         if giver is not None:
             found = self._device.sessions.get(giver)
             if found is not None:
-                found._yield(sum(unit.nbytes for unit in self._placement.streamed))
+                found._yield(sum(unit.nbytes for unit in self._away()))
 
     def _wanted(self, governor: Governor, memory: Memory) -> int | None:
         held, least = self._held_bytes(), self._least()
         if self._failed:
             return governor.short(memory, held, least)
+        return governor.read(memory, held, least, self._everything(), self._vram)
+
+    def _everything(self) -> int:
+        """Device bytes of all weights."""
         sizes = [unit.nbytes for unit in self._carving.units]
-        everything = self.plan.fixed_bytes + resident_cost(sizes, self._engine.grain)
-        return governor.read(memory, held, least, everything, self._vram)
+        return self.plan.fixed_bytes + resident_cost(sizes, self._engine.grain)
 
     def _least(self) -> int:
         """The smallest budget that works with the present tensors."""
@@ -370,7 +407,7 @@ class Adapts:
             except BudgetError as error:
                 least = error.least_bytes or 0
             self._least_known = self._placement, least
-        return self._least_known[1]
+        return max(self._least_known[1], self._least_in_pool())
 
     def _resize(self, budget: int) -> None:
         """Lay out anew for ``budget``, or for less where even that does not fit by now."""
@@ -379,13 +416,16 @@ class Adapts:
         )
         least = self._least()
         assert self._governor is not None
+        if self._move_watermark(max(budget, least), self._everything()):
+            self._engine.trim()
+            return
         self._vram = max(budget, least)
         while True:
             try:
                 self._again(retry=True)
                 break
             except OutOfMemory:
-                memory = self._engine.memory()
+                memory = self._memory()
                 smaller = None if memory is None else self._governor.short(memory, self._vram, least)
                 if smaller is None:
                     self._detach_for_parking()  # whole, on the host; the next forward tries again
@@ -413,7 +453,7 @@ class Adapts:
         note = getattr(error, "add_note", lambda text: None)
         note(f"carom held {held} of weights with vram='auto'; it holds less from the next step on, if it can")
         with self._lock, self._streamer.lock:
-            memory = self._engine.memory()
+            memory = self._memory()
             if before is None or memory is None or not self._streamer.idle or not self._streamer.unreferenced:
                 return False
             budget = self._wanted(self._governor, memory)

@@ -23,12 +23,14 @@ GIVEN_UP = 0.25  # of what is held, when a step ran out of memory
 @dataclass(frozen=True)
 class Memory:
     """Bytes of a device between two steps: in all, free for everybody, kept unused by this process's allocator
-    (``cached``: what its last steps took and gave back). ``ooms``: allocations that failed so far."""
+    (``cached``: what its last steps took and gave back). ``ooms``: allocations that failed so far. ``weights_only``:
+    a budget for weights, of which nothing else wants any."""
 
     total: int
     free: int
     cached: int = 0
     ooms: int = 0
+    weights_only: bool = False
 
 
 class Governor:
@@ -42,7 +44,7 @@ class Governor:
     @staticmethod
     def headroom(memory: Memory) -> int:
         """Bytes to be left free."""
-        return min(GIB, int(HEADROOM * memory.total))
+        return 0 if memory.weights_only else min(GIB, int(HEADROOM * memory.total))
 
     def read(
         self, memory: Memory, held: int, least: int, everything: int, budget: int | None = None
@@ -85,3 +87,28 @@ class Governor:
         self.gave()
         target = max(least, target)
         return target if target < held else None
+
+
+class Regrowth:
+    """When weights that pressure took out of a pool may come back: after quiet readings, twice as many with every loss."""
+
+    def __init__(self) -> None:
+        self._quiet = 0
+        self._patience = QUIET
+
+    def lost(self) -> None:
+        """Pressure took some."""
+        self._quiet = 0
+        self._patience = min(MOST_QUIET, 2 * self._patience)
+
+    def read(self, memory: Memory, held: int, most: int) -> int | None:
+        """How many bytes may be held from now on, None to wait; ``held``: now, ``most``: the budget."""
+        target = min(most, held + memory.free - Governor.headroom(memory))
+        if target - held < min(WORTH * memory.total, max(1, most - held)):
+            self._quiet = 0
+            return None
+        self._quiet += 1
+        if self._quiet < self._patience:
+            return None
+        self._quiet = 0
+        return target

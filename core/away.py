@@ -61,6 +61,9 @@ class AwayOwner(Owner):
 def _function(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     name = getattr(func, "__name__", "")
+    if not args and isinstance(kwargs.get("tensor"), ops._Bounced):  # as torch.nn.init hands it on
+        kwargs = dict(kwargs)
+        args = (kwargs.pop("tensor"),)
     first = args[0] if args else None
     owner = getattr(first, "_carom", None)
     getter = name in ("__get__", "__set__")

@@ -128,10 +128,12 @@ class Backward:
     def handle(self, saved: torch.Tensor) -> ops.Handle:
         """What autograd keeps instead of ``saved``, a view of a slot."""
         offset = saved.data_ptr() - self._streamer.low
-        for slot in self._streamer.region.slots:
-            if slot.offset <= offset < slot.end:
-                return ops.Handle(self, slot.unit, saved, offset - slot.offset)
-        raise CaromError("autograd saves a view of a slot that holds no unit any more; please report this")
+        slot = self._streamer.region.at(offset)
+        if slot is None:
+            raise CaromError(
+                "autograd saves a view of a slot that holds no unit any more; please report this"
+            )
+        return ops.Handle(self, slot.unit, saved, offset - slot.offset)
 
     def unpack(self, handle: ops.Handle) -> torch.Tensor:
         """The saved tensor again, for the autograd node that asks for it."""

@@ -73,7 +73,9 @@ def try_direct(
     """A way past host memory, if there is one and it brings the first pieces of ``targets`` faster than through ``staging``."""
     kvikio = gds.find(engine.device)
     sample = [(target, piece) for target in targets for piece in target.pieces][: len(staging)]
-    packed = any(isinstance(r.file, PackedSource) for target in targets for piece in target.pieces for r in piece.reads)
+    packed = any(
+        isinstance(r.file, PackedSource) for target in targets for piece in target.pieces for r in piece.reads
+    )
     if kvikio is None or not sample or packed:  # packed tensors are decoded on the host
         return None
     direct = gds.Direct(kvikio)

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from . import host
+from . import aimdo, host
 from .host import DiskRate, HostMemory
 from .sizes import MIB
 
@@ -299,34 +299,48 @@ def _memory_rate(torch, device, size: int) -> float:
     return 2 * a.numel() / _timed(torch, lambda: b.copy_(a), 0.05)
 
 
+# Sessions' own detection, and one page brought and given back.
 _AIMDO_PROBE = """
-import json
-out = {"init": False, "device": False}
-from comfy_aimdo import control
-out["init"] = bool(control.init())
-import torch
-torch.cuda.init()
-out["device"] = bool(out["init"] and control.init_devices([0]))
-print(json.dumps(out))
+import importlib, importlib.util, json, os, sys
+root = sys.argv[1]
+spec = importlib.util.spec_from_file_location(
+    "carom", os.path.join(root, "__init__.py"), submodule_search_locations=[root])
+sys.modules["carom"] = package = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+aimdo = importlib.import_module("carom.core.aimdo")
+make_engine = importlib.import_module("carom.core.transfer").make_engine
+found = aimdo.find(make_engine("cuda:0"), asked=True)
+if not isinstance(found, str):
+    try:
+        bar = found.bar(aimdo.PAGE)
+        signature = bar.fault(0, 1)
+        if signature is not None:
+            bar.unpin(0, 1)
+        found = "" if signature is not None else "a VBAR gave no memory for one page"
+    except aimdo.NativeError as error:
+        found = str(error)
+print(json.dumps({"reason": found}))
 """
 
 
-def probe_aimdo(gpu: Gpu | None, seconds: float = 15.0) -> Extra:
+def probe_aimdo(gpu: Gpu | None, seconds: float = 30.0) -> Extra:
     """Whether comfy-aimdo's pool can be used; tried in a child process, because its hooks can take a process down."""
     name = "comfy-aimdo"
-    if importlib.util.find_spec("comfy_aimdo") is None:
+    if not aimdo.installed():
         return Extra(name, False, "not installed")
-    version = _version("comfy-aimdo")
+    version = aimdo.version()
     if gpu is None:
         return Extra(name, False, f"{version} installed, but there is no GPU for it")
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    if "expandable_segments:true" in settings.lower().replace(" ", ""):
-        return Extra(
-            name, False, f"{version} installed, but expandable_segments is set, which it cannot hook"
-        )
+    if reason := aimdo.hindrance():
+        return Extra(name, False, f"{version} installed, but {reason}")
+    root = str(Path(__file__).resolve().parent.parent)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _AIMDO_PROBE], capture_output=True, text=True, timeout=seconds, check=False
+            [sys.executable, "-c", _AIMDO_PROBE, root],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
         )
         answer = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
     except subprocess.TimeoutExpired:
@@ -335,12 +349,8 @@ def probe_aimdo(gpu: Gpu | None, seconds: float = 15.0) -> Extra:
         return Extra(name, False, f"{version}: the probe gave no answer ({type(error).__name__})")
     if answer is None:
         return Extra(name, False, f"{version} ended the probe with exit code {done.returncode}")
-    if not answer["init"]:
-        return Extra(
-            name, False, f"{version}: init() refused (no library in the wheel, no driver, or hooks refused)"
-        )
-    if not answer["device"]:
-        return Extra(name, False, f"{version}: init_devices() refused this GPU")
+    if answer["reason"]:
+        return Extra(name, False, f"{version}: {answer['reason']}")
     return Extra(name, True, f"{version} works here")
 
 

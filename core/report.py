@@ -94,6 +94,8 @@ class Report:
     pageable_bytes: int = 0
     steps: int = 0
     device: str = ""
+    pool: str = "torch"  # whose memory the weights on the device are in: "torch" or "aimdo"
+    pool_reason: str = ""  # why that one
     kind: str = "infer"  # of the last step: "infer" or "train"
     notes: tuple[str, ...] = ()
     # drawn, not listed
@@ -139,6 +141,8 @@ class Report:
             rows.append(
                 ("  staging", format_size(self.staging_bytes), "packed weights land here, to be unpacked")
             )
+        if self.pool_reason:
+            rows.append(("pool", self.pool, self.pool_reason))
         if self.adapter_bytes:
             rows.append(
                 ("adapters", format_size(self.adapter_bytes), "trainable, on the device, counted apart")

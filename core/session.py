@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 
 from . import decide, hooks, ops, replan, settings
-from .account import Held, describe, make_report
+from .account import describe, make_report
 from .adapt import Adapts, OutOfMemory
 from .adopt import Adopts
+from .aimdo import NativeError
 from .attach import Placement, wanted_residents
 from .checkpoint import Checkpoint
 from .disk import Disk, DiskPlacement
@@ -23,11 +24,12 @@ from .errors import BudgetError, CaromError, PinError, UnsupportedError
 from .meter import Meter
 from .packing import PackedPlacement, PackedTensor, Packing, give_back
 from .plan import Plan
+from .pooling import Pools
 from .report import Report
+from .shared import SharedBudget
 from .simulated import SimulatedEngine
 from .store.arena import HostArena
 from .streamed import Owner, Streamed
-from .streamer import Streamer
 from .transfer import Engine, make_engine
 from .tree import Tree
 from .units import Carving, Unit
@@ -44,7 +46,7 @@ def stream(
     module: nn.Module,
     *,
     device: Any = None,
-    vram: int | str = "auto",
+    vram: int | str | SharedBudget = "auto",
     ram: int | str = "auto",
     weights: Any = None,
     granularity: str = "auto",
@@ -62,13 +64,16 @@ def stream(
     ``device``: default the current accelerator, else the CPU; or a `SimulatedDevice`.
     ``vram``, ``ram``: bytes, "8GiB", "8GB", "50%" of what is free, or "auto": ``vram`` starts with 70 % of
     what is free on the device less 1 GiB, and after the first steps takes what they leave, with headroom,
-    and gives way when memory runs short; for ``ram`` 80 % of what is available, less where a container allows
+    and gives way when memory runs short; a `SharedBudget` bounds several sessions together; for ``ram`` 80 % of what is available, less where a container allows
     less (it bounds pinned memory; what does not fit is streamed from pageable memory, more slowly; with
     ``weights`` it bounds the cache).
     ``granularity``: "block", "phase", "layer", or "auto" (blocks, split where two would not fit).
     ``codec``: "raw", "lossless" (bf16, fp16, fp32 and fp8 weights wait and cross packed, and are unpacked on the device,
     every bit), or "auto" (lossless where Triton runs). Outside its unit's run a packed parameter has no bytes of its
-    own; operators and `Session.read` are given its value. ``pool``: "torch" or "auto" (torch in this version).
+    own; operators and `Session.read` are given its value.
+    ``pool``: "torch" (its allocator), "aimdo" (comfy-aimdo's VBARs: resident weights give way when other memory is needed; weights cross as
+    they are), or "auto": aimdo where it is installed, supported and nobody else's, and weights are not packed; where it
+    cannot be had, torch's, and `Report.pool_reason` says why.
     ``host``: "raw" (a streamed parameter is its raw host tensor outside its unit's run, also when it crosses packed:
     then host memory holds both) or "auto".
     ``training``: "resident" or "stream" for trainable weights; None keeps them resident unless they
@@ -82,11 +87,11 @@ def stream(
     )  # fmt: skip
 
 
-class Session(Adapts, Adopts, Values):
+class Session(Pools, Adapts, Adopts, Values):
     """A module attached to a device. Made by `stream`; a context manager that closes itself."""
 
     def __init__(
-        self, module: nn.Module, *, device: Any, vram: int | str, ram: int | str, weights: Any, granularity: str,
+        self, module: nn.Module, *, device: Any, vram: int | str | SharedBudget, ram: int | str, weights: Any, granularity: str,
         codec: str, pool: str, host: str, training: str | None,
     ) -> None:  # fmt: skip
         settings.check(module, weights, granularity, codec, pool, host, training)
@@ -95,6 +100,7 @@ class Session(Adapts, Adopts, Values):
         self._granularity, self._training = granularity, training
         self._checkpoint: Checkpoint | None = None
         self._engine: Engine = make_engine(device)
+        self._shared = vram if isinstance(vram, SharedBudget) else None
         self._vram = settings.vram_budget(vram, self._engine)
         self._ram = settings.ram_budget(ram)
         self._lock = threading.RLock()
@@ -103,10 +109,18 @@ class Session(Adapts, Adopts, Values):
         self._wrapped = hooks.Wrapped()
         self._watch: Callable[[], Any] = self._engine.step
         self._peak = 0
+        self._chooses_pool(pool)
         self._stay: dict[str, str] = {}
         self._packing = settings.packing(codec, host, weights, self._engine)
+        if self._packing is not None and self._native is not None:
+            if pool == "aimdo" and codec == "auto":
+                self._packing = None
+            else:
+                self._refuse_pool(
+                    "packed weights are unpacked into torch's memory; codec='raw' leaves the choice"
+                )
         self._shelf: dict[int, PackedTensor] = {}
-        self._adapts(vram == "auto")
+        self._adapts(vram == "auto" or self._shared is not None)
         if weights is not None:
             self._checkpoint = Checkpoint(module, weights)
         self._laid_open = None if weights is not None else LaidOpen(module)
@@ -121,19 +135,27 @@ class Session(Adapts, Adopts, Values):
 
     # -- attach and detach
 
-    def _first_attach(self, vram: int | str) -> None:
-        if vram == "auto" and self._make_room(self._vram):
+    def _first_attach(self, vram: int | str | SharedBudget) -> None:
+        if self._governor is not None and self._make_room(self._vram):
             self._vram = settings.vram_budget(vram, self._engine)
         try:
             self._attach()
         except BudgetError as error:
             # What activations take is not known yet: begin with the least, if it is there at all.
-            if vram != "auto" or not 0 < (error.least_bytes or 0) <= self._engine.free_bytes():
+            free = self._engine.free_bytes() if self._shared is None else self._shared.free_bytes
+            if (vram != "auto" and self._shared is None) or not 0 < (error.least_bytes or 0) <= free:
                 raise
             self._vram = error.least_bytes or 0
             self._attach()
 
     def _attach(self) -> None:
+        try:
+            self._attach_with_pool()
+        except NativeError as error:
+            self._refuse_pool(str(error))
+            self._attach_with_pool()
+
+    def _attach_with_pool(self) -> None:
         self._arena = HostArena(self._engine.pinner, self._ram)
         disk = None
         if self._checkpoint is not None:
@@ -154,16 +176,11 @@ class Session(Adapts, Adopts, Values):
                     self.plan.staging_bytes,
                     self.plan.region_bytes,
                 )
-            resident, streamed = wanted_residents(self._carving, self.plan)
+            resident, streamed = self._divide(disk)
             self._placement.keep(resident, [entry for entry, _ in self._carving.resident])
             for entry in self._carving.adapters:
                 self._placement.adapt(entry)
-            region = self.plan.region_bytes
-            self._streamer = (
-                Streamer(self._engine, region, self._meter, self.plan.staging_bytes)
-                if disk is None
-                else DiskStreamer(self._engine, region, self._meter, disk)
-            )
+            self._streamer = self._make_streamer(disk, streamed)
             self._placement.stream(streamed, self._streamer.add)
             if self._laid_open is not None:
                 self._laid_open.follow()
@@ -332,7 +349,7 @@ class Session(Adapts, Adopts, Values):
 
     # -- settings and bytes
 
-    def set_budget(self, vram: int | str | None = None, ram: int | str | None = None) -> None:
+    def set_budget(self, vram: int | str | SharedBudget | None = None, ram: int | str | None = None) -> None:
         """Change budgets between steps; the old ones stay when the new ones are impossible.
 
         Raises BudgetError with the least budget that works.
@@ -341,8 +358,13 @@ class Session(Adapts, Adopts, Values):
             self._need_open()
             before = self._vram, self._ram
             if vram is not None:
-                self._vram = settings.vram_budget(vram, self._engine, self._held_bytes())
-                self._govern(vram == "auto")
+                mine = (
+                    0 if isinstance(vram, SharedBudget) and vram is not self._shared else self._held_bytes()
+                )
+                self._vram = settings.vram_budget(vram, self._engine, mine)
+                self._ungovern()
+                self._shared = vram if isinstance(vram, SharedBudget) else None
+                self._govern(vram == "auto" or self._shared is not None)
             if ram is not None:
                 self._ram = settings.ram_budget(ram)
             try:
@@ -389,17 +411,6 @@ class Session(Adapts, Adopts, Values):
 
     # -- accounts
 
-    def _held_bytes(self) -> int:
-        staging = self._streamer.staging
-        return (
-            self._placement.resident_bytes
-            + self._streamer.region.nbytes
-            + (0 if staging is None else staging.nbytes)
-        )
-
-    def _account(self) -> None:
-        self._peak = max(self._peak, self._held_bytes())
-
     def report(self) -> Report:
         """Figures since attaching (waits for the device); of a closed session, its last."""
         with self._lock:
@@ -419,10 +430,7 @@ class Session(Adapts, Adopts, Values):
         with self._streamer.lock:
             self._meter.finish()
         return make_report(
-            Held(
-                self._vram, self._peak, 0 if self._parked else self._streamer.region.nbytes,
-                0 if self._streamer.staging is None else self._streamer.staging.nbytes,
-            ),
+            self._holdings(self._parked),
             self._carving, self.plan, self._placement, self._arena, self._meter, self._engine.name,
             self._streamer.account() if isinstance(self._streamer, DiskStreamer) else None,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from .checkpoint import Weights
 from .errors import BudgetError, UnsupportedError
 from .host import host_memory
 from .packing import Packing
+from .shared import SharedBudget
 from .sizes import GIB, parse_size
 from .transfer import Engine
 
@@ -43,7 +44,7 @@ def check(
         )
     choose("granularity", granularity, GRANULARITIES)
     choose("codec", codec, ("auto", "raw", "lossless"))
-    choose("pool", pool, ("auto", "torch"), ("aimdo",))
+    choose("pool", pool, ("auto", "torch", "aimdo"))
     choose("host", host, ("auto", "raw"))
     choose("training", training, (None, "resident", "stream"))
 
@@ -62,8 +63,10 @@ def packing(codec: str, host: str, weights: Any, engine: Engine) -> Packing | No
     return None
 
 
-def vram_budget(value: int | str, engine: Engine, mine: int = 0) -> int:
+def vram_budget(value: int | str | SharedBudget, engine: Engine, mine: int = 0) -> int:
     """Bytes for weights on the device; ``mine``: bytes held there already that may be used again."""
+    if isinstance(value, SharedBudget):
+        return min(value.nbytes, value.free_bytes + mine)
     free = engine.free_bytes() + mine
     if value == "auto":
         return max(0, int(free * 0.7) - GIB)

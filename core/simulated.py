@@ -26,7 +26,7 @@ from .auto import Memory
 from .errors import CaromError, UnsupportedError
 from .slots import ALIGN
 from .store.arena import Pinner
-from .transfer import host_alias
+from .transfer import host_alias, host_memory_at
 
 
 class SimulatedRaceError(CaromError):
@@ -155,6 +155,10 @@ class SimulatedEngine:
 
     def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
         return host_alias(buffer, offset, nbytes)
+
+    def at(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
+        self._regions.append((address, address + nbytes))
+        return host_memory_at(address, nbytes, owner)
 
     def guard(self, data: torch.Tensor, name: str) -> None:
         """Operators that compute with these host bytes during a step raise."""

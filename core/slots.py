@@ -109,6 +109,18 @@ class Region:
             starts.update((low, high, high - nbytes, low - nbytes))
         return {start for start in starts if begin <= start <= last and start + nbytes <= end}
 
+    def at(self, offset: int) -> Slot | None:
+        """The slot that holds the byte at ``offset``."""
+        for slot in self.slots:
+            if slot.offset <= offset < slot.end:
+                return slot
+        return None
+
+    @property
+    def users(self) -> int:
+        """Uses in progress, of all slots."""
+        return sum(slot.users for slot in self.slots)
+
     def add(self, slot: Slot) -> None:
         self.slots.append(slot)
         self.slots.sort(key=lambda s: s.offset)

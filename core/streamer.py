@@ -80,7 +80,7 @@ class Streamer:
         self.order = Order([unit.index for unit in self.units])
         self.region = Region(self.region.nbytes, max((unit.nbytes for unit in self.units), default=0))
         if self.units:
-            self.memory = self.engine.allocate(self.region.nbytes)
+            self.memory = self._reserve()
             self.low = self.memory.data_ptr()
             self.high = self.low + self.memory.numel()
         if any(unit.decoder is not None for unit in self.units):
@@ -88,6 +88,9 @@ class Streamer:
         # Memory that other streams were still using when it was freed must not be copied into early.
         self.engine.synchronize()
         self._references = sys.getrefcount(self.backward)
+
+    def _reserve(self) -> torch.Tensor:
+        return self.engine.allocate(self.region.nbytes)
 
     # -- using units
 
@@ -225,9 +228,8 @@ class Streamer:
     def _freed_soon(self, give_up: float) -> bool:
         """Wait for another thread's slot; False when none will be freed by waiting."""
         mine = self.runs.mine() + self.backward.uses(threading.get_ident())
-        used = sum(slot.users for slot in self.region.slots)
         momentary = bool(self._held) and (self.runs.elsewhere() or self.backward.elsewhere())
-        return self._waiting.another(mine, used, momentary, give_up)
+        return self._waiting.another(mine, self.region.users, momentary, give_up)
 
     def _fill(self, unit: Streamed, offset: int, victims: list[Slot]) -> Slot:
         for victim in victims:

@@ -42,6 +42,9 @@ class Engine(Protocol):
     def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
         """``buffer[offset:offset+nbytes]``, where possible as a storage of its own (so that its uses can be counted)."""
 
+    def at(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
+        """uint8 device memory that is not the allocator's; ``owner`` is kept alive with every tensor over it."""
+
     def copy_in(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
     ) -> tuple[Any, Any]:
@@ -150,7 +153,11 @@ class StreamEngine(_Unwatched):
         piece = buffer[offset : offset + nbytes]
         if not self._countable or nbytes == 0:
             return piece
-        return torch.as_tensor(_DeviceArray(piece), device=self.device)
+        return torch.as_tensor(_DeviceArray(piece, piece.data_ptr(), nbytes), device=self.device)
+
+    def at(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.as_tensor(_DeviceArray(owner, address, nbytes), device=self.device)
 
     def copy_in(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
@@ -280,6 +287,9 @@ class PlainEngine(_Unwatched):
             else buffer[offset : offset + nbytes]
         )
 
+    def at(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
+        return host_memory_at(address, nbytes, owner)
+
     def copy_in(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
     ) -> tuple[Any, Any]:
@@ -336,10 +346,10 @@ class PlainEngine(_Unwatched):
 class _DeviceArray:
     """A piece of device memory in the interface torch.as_tensor reads without copying; keeps its owner alive."""
 
-    def __init__(self, piece: torch.Tensor) -> None:
-        self._owner = piece
+    def __init__(self, owner: Any, address: int, nbytes: int) -> None:
+        self._owner = owner
         self.__cuda_array_interface__ = {
-            "shape": (piece.numel(),), "typestr": "|u1", "data": (piece.data_ptr(), False), "version": 2,
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2,
         }  # fmt: skip
 
 
@@ -347,8 +357,13 @@ def host_alias(buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
     """A piece of host memory as a storage of its own; the owner stays alive with it."""
     if nbytes == 0:
         return buffer[offset:offset]
-    memory = (ctypes.c_char * nbytes).from_address(buffer.data_ptr() + offset)
-    memory._owner = buffer  # type: ignore[attr-defined]  # ctypes instances take attributes; the new storage holds the instance
+    return host_memory_at(buffer.data_ptr() + offset, nbytes, buffer)
+
+
+def host_memory_at(address: int, nbytes: int, owner: Any) -> torch.Tensor:
+    """uint8 tensor over host memory of ``owner``, which stays alive with it."""
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    memory._owner = owner  # type: ignore[attr-defined]  # ctypes instances take attributes; the new storage holds the instance
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

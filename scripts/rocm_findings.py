@@ -37,7 +37,7 @@ EXITS: dict[str, Exit] = {
     "stale_dlls": Exit(23, "HIP or aimdo libraries copied by hand shadow the real ones"),
     "no_carom": Exit(24, "Carom is not installed in that Python, or is incomplete"),
     "bad_folder": Exit(25, "the ComfyUI or ai-toolkit folder is not one, or holds another carom"),
-    "no_extension": Exit(26, "this version of Carom has no ai-toolkit extension"),
+    "no_extension": Exit(26, "Carom's extension is not in that ai-toolkit"),
     "bad_wheel": Exit(27, "the file given with --wheel is not a comfy-aimdo wheel for this system"),
     "pip_failed": Exit(30, "pip is missing or failed"),
     "offline": Exit(31, "pip could not reach the package index"),

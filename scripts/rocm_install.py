@@ -21,7 +21,15 @@ from rocm_checks import AIMDO_SPEC, MIN_AIMDO, Survey
 from rocm_env import digest, normal, numbers, record_rows
 from rocm_findings import BAD, OK, Finding
 from rocm_host import Result, Runner, describe
-from rocm_packages import ASIDE, COPY_MARK, check_aimdo, comfyui_folder, node_state
+from rocm_packages import (
+    ASIDE,
+    COPY_MARK,
+    EXTENSION_TEXT,
+    check_aimdo,
+    comfyui_folder,
+    extension_state,
+    node_state,
+)
 from rocm_proof import run_probe
 
 PIP_LIMIT = 1800  # seconds; a slow line fetches some 20 MB of dependencies
@@ -53,6 +61,7 @@ class Work:
     missing: list[str]
     stale: list[Path]
     node: Path | None = None
+    toolkit: Path | None = None  # that lacks the extension, or has an older one
 
 
 def plan(s: Survey, fix: bool) -> Work:
@@ -65,7 +74,8 @@ def plan(s: Survey, fix: bool) -> Work:
     folder = comfyui_folder(s.comfyui)[0] if s.comfyui else None
     if folder and node_state(folder, s.host.root)[0] in ("absent", "copied"):
         node = folder
-    return Work(aimdo, missing_requirements(s), s.stale if fix else [], node)
+    toolkit = s.ai_toolkit if s.ai_toolkit and extension_state(s.ai_toolkit)[0] in ("absent", "old") else None
+    return Work(aimdo, missing_requirements(s), s.stale if fix else [], node, toolkit)
 
 
 def host_pin(folder: Path) -> str:
@@ -284,6 +294,29 @@ def place_node(folder: Path, root: Path, undo: Undo) -> str:
     return f"copied this checkout to {target}"
 
 
+def place_extension(folder: Path, undo: Undo) -> str:
+    """Carom's extension in ai-toolkit: a few lines, guarded, so that every job runs as without it if it fails."""
+    state, place = extension_state(folder)
+    if state not in ("absent", "old"):
+        return ""
+    target, fresh = place / "__init__.py", place / "__init__.py.new"
+    try:
+        if state == "absent":
+            place.mkdir()
+            undo.steps.append(lambda: shutil.rmtree(str(place), ignore_errors=True))
+        else:
+            before = target.read_text("utf-8")
+            undo.steps.append(lambda: target.write_text(before, "utf-8"))
+        fresh.write_text(EXTENSION_TEXT, "utf-8")
+        os.replace(str(fresh), str(target))
+    except OSError as error:
+        what = f"Carom's extension could not be put into {place.parent}: {error.strerror or error}."
+        raise InstallError(
+            Finding("ai-toolkit", BAD, what, "Check who may write there.", exit="bad_folder")
+        ) from error
+    return f"put Carom's extension into {place}"
+
+
 def _same_tree(fresh: Path, old: Path) -> bool:
     """Whether every file of ``fresh`` lies unchanged in ``old``, and nothing that was deleted since."""
 
@@ -308,6 +341,8 @@ def steps_of(s: Survey, todo: Work) -> list[str]:
     lines.append(describe(pip(s, "install", "--no-deps", "--force-reinstall", *wheels)))
     if todo.node:
         lines.append(f"link this checkout into {todo.node / 'custom_nodes'}")
+    if todo.toolkit:
+        lines.append(f"put Carom's extension into {todo.toolkit / 'extensions'}")
     return lines
 
 
@@ -340,6 +375,8 @@ def install(s: Survey, todo: Work, runner: Runner, timeout: float, say: Callable
             undo.back()
             return found, uses, []
         told = place_node(todo.node, s.host.root, undo) if todo.node else ""
+        changed += [told] if told else []
+        told = place_extension(todo.toolkit, undo) if todo.toolkit else ""
         changed += [told] if told else []
         changed += _commit(s, todo, runner, work, wheels, undo, say)  # last: pip has no way back
         for finish in undo.finish:

@@ -203,6 +203,18 @@ def check_comfyui(s: Survey) -> list[Finding]:
 COPY_MARK = ".carom-copied-from"
 
 
+# As `carom install-ai-toolkit` writes it (toolkit_ext/folder.py), which needs a Carom that imports.
+EXTENSION = "carom_offload"
+EXTENSION_TEXT = """\
+# Put here by `carom install-ai-toolkit`; `carom install-ai-toolkit DIR --uninstall` takes it away.
+try:
+    from PACKAGE.toolkit_ext import install
+    install()
+except Exception as error:
+    print(f"WARNING: Carom is not active, ai-toolkit runs as without it ({type(error).__name__}: {error})")
+""".replace("PACKAGE", "carom")
+
+
 def node_state(folder: Path, root: Path) -> tuple[str, Path]:
     """("inside" | "linked" | "copied" | "absent" | "foreign", path) of Carom's node in ComfyUI."""
     nodes = folder / "custom_nodes"
@@ -221,9 +233,30 @@ def node_state(folder: Path, root: Path) -> tuple[str, Path]:
 def check_ai_toolkit(s: Survey) -> list[Finding]:
     if s.ai_toolkit is None:
         return []
-    if not (s.ai_toolkit / "run.py").is_file() or not (s.ai_toolkit / "toolkit").is_dir():
-        what = f"{s.ai_toolkit} is not ai-toolkit: no run.py and toolkit in it."
+    missing = [name for name in ("run.py", "toolkit", "extensions") if not (s.ai_toolkit / name).exists()]
+    if missing:
+        what = "{} is not ai-toolkit: it has no {}.".format(s.ai_toolkit, ", ".join(missing))
         return [Finding("ai-toolkit", BAD, what, "Name the folder that holds run.py.", exit="bad_folder")]
-    what = f"This version of Carom has no ai-toolkit extension yet; nothing is put into {s.ai_toolkit}."
-    remedy = "Run without --ai-toolkit (use --python for its venv) to set up the Python package."
-    return [Finding("ai-toolkit", BAD, what, remedy, exit="no_extension")]
+    state, place = extension_state(s.ai_toolkit)
+    if state == "foreign":
+        what = f"{place} is there already, and is not Carom's."
+        return [Finding("ai-toolkit", BAD, what, "Rename or remove that folder.", exit="bad_folder")]
+    if state == "absent":
+        what = f"Carom's extension is not in {place.parent}."
+        remedy = "An install run (without --check) puts it there."
+        return [Finding("ai-toolkit", BAD, what, remedy, exit="no_extension", repairable=True)]
+    return [Finding("ai-toolkit", OK, f"Carom's extension is in {place}")]
+
+
+def extension_state(folder: Path) -> tuple[str, Path]:
+    """("present" | "old" | "absent" | "foreign", path) of Carom's extension in ai-toolkit."""
+    place = folder / "extensions" / EXTENSION
+    if not os.path.lexists(str(place)):
+        return "absent", place
+    try:
+        text = (place / "__init__.py").read_text("utf-8")
+    except (OSError, ValueError):
+        return "foreign", place
+    if not text.startswith(EXTENSION_TEXT.splitlines()[0]):
+        return "foreign", place
+    return ("present" if text == EXTENSION_TEXT else "old"), place

@@ -43,7 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--wheel", metavar="FILE", help="install this comfy-aimdo wheel instead of fetching one"
     )
     parser.add_argument("--comfyui", metavar="DIR", help="put Carom's node into this ComfyUI")
-    parser.add_argument("--ai-toolkit", metavar="DIR", help="use the Python of this ai-toolkit")
+    parser.add_argument(
+        "--ai-toolkit", metavar="DIR", help="use the Python of this ai-toolkit, and put the extension into it"
+    )
     parser.add_argument(
         "--timeout",
         type=float,

@@ -204,7 +204,7 @@ def test_moving_to_the_session_device_changes_nothing(device):
         ({"granularity": "atom"}, "granularity"),
         ({"codec": "lossless"}, "codec"),
         ({"codec": "zip"}, "codec"),
-        ({"pool": "aimdo"}, "pool"),
+        ({"pool": "vbar"}, "pool"),
         ({"host": "meta"}, "host"),
         ({"training": "maybe"}, "training"),
     ],

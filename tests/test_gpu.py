@@ -8,6 +8,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 import threading
 
 import carom
@@ -22,6 +27,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 MIB = 1 << 20
 CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _torchs_pool(monkeypatch):
+    """Figures here are of torch's allocator, which comfy-aimdo would hook for the rest of the process."""
+    monkeypatch.setattr("carom.core.aimdo.installed", lambda: False)
 
 
 @pytest.fixture(autouse=True)
@@ -467,3 +478,28 @@ def test_auto_takes_what_is_free_and_gives_way_to_a_neighbour():
             assert_same([expected], [model(inputs())])
             memory = session._engine.memory()
             assert 0 < memory.free <= memory.total and memory.cached >= 0
+
+
+# -- the native pool
+
+
+def test_weights_in_the_native_pool_give_way_and_come_back(tmp_path, root):
+    """pool="aimdo" with the real comfy-aimdo, in a process of its own (its hooks stay as long as the process)."""
+    if importlib.util.find_spec("comfy_aimdo") is None:
+        pytest.skip("comfy-aimdo is not installed")
+    (tmp_path / "carom").symlink_to(root, target_is_directory=True)
+    done = subprocess.run(
+        [sys.executable, str(root / "tests" / "aimdo_gpu.py")], capture_output=True, text=True, timeout=240, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.strip().splitlines()[-1])
+    print(seen)
+    assert seen["pool"] == "aimdo", seen
+    assert seen["exact"] == [True] and seen["gradient"], seen
+    assert seen["wire_at_rest"] == 0 and seen["loaded_under_pressure"] < seen["loaded"] <= seen["budget"], (
+        seen
+    )
+    rest, pressed, back = seen["resident"][2], seen["resident"][5], seen["resident"][-1]
+    assert pressed < back <= rest, seen
+    assert seen["peak"] <= seen["budget"], seen

@@ -257,8 +257,8 @@ def aimdo_answering(monkeypatch, stdout="", code=0, error=None):
 
 
 @pytest.mark.parametrize("answer, usable, reason", [
-    ({"stdout": '{"init": true, "device": true}\n'}, True, "works"), ({"stdout": '{"init": false, "device": false}\n'}, False, "init()"),
-    ({"stdout": '{"init": true, "device": false}\n'}, False, "init_devices()"), ({"code": -11}, False, "exit code -11"),
+    ({"stdout": '{"reason": ""}\n'}, True, "works"), ({"stdout": '{"reason": "did not load"}\n'}, False, "did not load"),
+    ({"code": -11}, False, "exit code -11"),
     ({"stdout": "nonsense\n"}, False, "no answer"), ({"error": subprocess.TimeoutExpired("x", 1)}, False, "did not answer"),
 ])  # fmt: skip
 def test_the_aimdo_probe_tells_its_outcomes_apart(monkeypatch, answer, usable, reason):

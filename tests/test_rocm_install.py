@@ -175,6 +175,45 @@ def test_an_index_that_gives_a_wheel_without_the_library_is_said_so(tmp_path, ca
     assert report["exit_name"] == "aimdo_no_library" and tree.snapshot() == before
 
 
+def ai_toolkit(tree):
+    folder = tree.base / "ai toolkit"
+    for name in ("run.py", "toolkit/x.py", "extensions/x.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("#")
+    return folder
+
+
+def test_ai_toolkits_extension_is_put_there_once_as_carom_itself_would(tmp_path, capsys):
+    from carom.toolkit_ext import folder as own
+
+    tree = Tree(tmp_path).bare()
+    toolkit = ai_toolkit(tree)
+    options = ["--ai-toolkit", str(toolkit), "--python", str(tree.python)]
+    _, report, _ = run(tree, "--dry-run", *options, capsys=capsys)
+    assert any("extension" in line for line in report["planned"])
+    code, report, _ = run(tree, *options, capsys=capsys)
+    place = toolkit / "extensions" / own.NAME / "__init__.py"
+    assert code == 0, report["missing"]
+    assert place.read_text("utf-8") == own.TEXT, "so that `carom install-ai-toolkit --uninstall` knows it"
+    assert any("extension" in line for line in report["changed"])
+    code, report, _ = run(tree, *options, capsys=capsys)
+    assert (code, report["changed"]) == (0, [])
+    place.write_text(own.MARK + "\nold\n")
+    code, report, _ = run(tree, *options, capsys=capsys)
+    assert code == 0 and len(report["changed"]) == 1 and place.read_text("utf-8") == own.TEXT
+
+
+def test_ai_toolkits_extension_goes_again_when_a_later_step_fails(tmp_path, capsys):
+    tree = Tree(tmp_path).bare()
+    toolkit = ai_toolkit(tree)
+    code, report, _ = run(
+        tree, "--ai-toolkit", str(toolkit), "--python", str(tree.python), capsys=capsys,
+        pip={"install": Result(1, "", "ERROR: no")},
+    )  # fmt: skip
+    assert report["exit_name"] == "pip_failed"
+    assert not (toolkit / "extensions" / "carom_offload").exists()
+
+
 def test_the_node_is_linked_once(tmp_path, capsys):
     tree = Tree(tmp_path).bare()
     code, report, _ = run(tree, "--comfyui", str(tree.comfyui), capsys=capsys)

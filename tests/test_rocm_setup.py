@@ -95,6 +95,7 @@ SITE = "ComfyUI/venv/Lib/site-packages/"
 NEW_CONNECTION = "WARNING: Retrying after NewConnectionError\nERROR: No matching distribution found for numpy"
 DLL = SITE + "torch/lib/amdhip64_7.dll"
 CHECK = ["--check"]
+TOOLKIT = ("run.py", "toolkit/x.py", "extensions/x.py")
 CASES = [
     ("ready", "healthy", None, CHECK, None, None),
     ("ready", "install twice over is idle", None, [], None, None),
@@ -129,7 +130,8 @@ CASES = [
     ("bad_folder", "not ComfyUI", None, [*CHECK, "--comfyui", "checkout", "--python", "{python}"], None, None),
     ("bad_folder", "another carom", _file("ComfyUI/custom_nodes/carom/x.py"), ["--comfyui", "ComfyUI"], None, None),
     ("bad_folder", "not ai-toolkit", None, [*CHECK, "--ai-toolkit", "ComfyUI"], None, None),
-    ("no_extension", "ai-toolkit", lambda t: (_file("ComfyUI/run.py")(t), _file("ComfyUI/toolkit/x.py")(t)), ["--ai-toolkit", "ComfyUI"], None, None),
+    ("no_extension", "ai-toolkit", lambda t: [_file(f"ComfyUI/{n}")(t) for n in TOOLKIT], [*CHECK, "--ai-toolkit", "ComfyUI"], None, None),
+    ("bad_folder", "another extension", lambda t: [_file(f"ComfyUI/{n}")(t) for n in (*TOOLKIT, "extensions/carom_offload/__init__.py")], [*CHECK, "--ai-toolkit", "ComfyUI"], None, None),
     ("bad_wheel", "absent", None, [*CHECK, "--wheel", "comfy_aimdo-0.6.0-cp39-abi3-win_amd64.whl"], None, None),
     ("bad_wheel", "no zip", _file("comfy_aimdo-0.6.0-cp39-abi3-win_amd64.whl"), [*CHECK, "--wheel", "comfy_aimdo-0.6.0-cp39-abi3-win_amd64.whl"], None, None),
     ("bad_wheel", "without the DLL", lambda t: trees.make_wheel(t.base, "comfy_aimdo", "0.6.0", {"comfy_aimdo/aimdo_rocm.so": b""}), [*CHECK, "--wheel", "comfy_aimdo-0.6.0-py3-none-any.whl"], None, None),

@@ -204,3 +204,101 @@ def test_who_is_in_the_middle_of_something_gives_nothing(busy):
             wanted.backward()
         else:
             first._streamer.runs.root_ends(False)
+
+
+# -- one given budget
+
+
+PLACES = pytest.mark.parametrize("where", ["simulated", "cpu"])
+
+
+def shared(net, budget, where):
+    device = carom.SimulatedDevice() if where == "simulated" else "cpu"
+    return carom.stream(net, device=device, vram=budget, granularity="layer")
+
+
+def held(*sessions):
+    return sum(session._held_bytes() for session in sessions)
+
+
+@PLACES
+def test_sessions_under_one_budget_never_hold_more_together_and_the_newest_comes_first(where):
+    a, b = Net(), Net(seed=1)
+    expected = run(a), run(b)
+    budget = carom.SharedBudget(int(1.5 * size(a)))
+    first = shared(a, budget, where)
+    for _ in range(8):
+        assert torch.equal(run(a), expected[0])
+    assert first.plan.all_resident
+    with shared(b, budget, where) as second:
+        for _ in range(8):
+            assert torch.equal(run(b), expected[1])
+            assert torch.equal(run(a), expected[0])
+            assert held(first, second) <= budget.nbytes
+        assert second.plan.all_resident and not first.plan.all_resident
+        assert budget.held_bytes == held(first, second)
+    for _ in range(40):
+        run(a)
+    assert first.plan.all_resident, "what a session leaves another takes"
+    first.close()
+    assert budget.free_bytes == budget.nbytes
+
+
+def test_two_models_under_one_budget_copy_little_more_than_the_best_fixed_split(monkeypatch):
+    """As with ``vram="auto"``, on a device with room for much more: within 1.1x, and nothing is reloaded once settled."""
+    a, b = Net(), Net(seed=1)
+    expected = run(a), run(b)
+    memory, fixed = int(1.5 * size(a)), []
+    for share in (0.5, 0.65, 0.8):
+        with monkeypatch.context() as patch:
+            wire = Wire(patch)
+            vrams = int(share * memory), int((1 - share) * memory)
+            sessions = [
+                carom.stream(
+                    net, device=carom.SimulatedDevice(), vram=min(size(net) + 4 * KB, v), granularity="layer"
+                )
+                for net, v in zip((a, b), vrams, strict=True)
+            ]
+            alternate((a, b), sessions, ROUNDS, expected)
+            fixed.append(wire.all(*sessions))
+            for session in sessions:
+                session.close()
+    wire, budget = Wire(monkeypatch), carom.SharedBudget(memory)
+    sessions = [shared(net, budget, "simulated") for net in (a, b)]
+    layouts = []
+    for number in range(ROUNDS):
+        alternate((a, b), sessions, 1, expected)
+        assert held(*sessions) <= memory
+        if number >= ROUNDS // 2:
+            layouts.append([id(session._placement) for session in sessions])
+    total = wire.all(*sessions)
+    for session in sessions:
+        session.close()
+    assert total <= 1.1 * min(fixed), (total, fixed)
+    assert all(layout == layouts[0] for layout in layouts), "a model settles"
+
+
+def test_a_session_can_join_and_leave_a_shared_budget():
+    a, b = Net(), Net(seed=1)
+    budget = carom.SharedBudget(f"{int(1.5 * size(a))}")
+    with shared(a, budget, "cpu") as first, shared(b, size(b) // 2, "cpu") as second:
+        for _ in range(8):
+            run(a)
+        before = budget.held_bytes
+        second.set_budget(vram=budget)
+        run(b)
+        assert before < budget.held_bytes <= budget.nbytes
+        first.park()
+        assert budget.held_bytes == second._held_bytes()
+        run(a)
+        second.set_budget(vram=size(b) // 2)
+        assert budget.held_bytes == first._held_bytes()
+
+
+def test_a_shared_budget_below_the_least_is_refused_with_it():
+    net = Net()
+    with pytest.raises(carom.BudgetError) as refused:
+        shared(net, carom.SharedBudget(100), "cpu")
+    assert refused.value.least_bytes and refused.value.least_bytes > 100
+    with pytest.raises(carom.BudgetError):
+        carom.SharedBudget("much")
