@@ -112,6 +112,8 @@ class Session(Pools, Adapts, Adopts, Values):
         self._chooses_pool(pool)
         self._stay: dict[str, str] = {}
         self._packing = settings.packing(codec, host, weights, self._engine)
+        if self._packing is not None and self._packing.auto and decide.compiled(module):
+            self._packing = None  # guards of compiled code look at weights that packed ones do not show
         if self._packing is not None and self._native is not None:
             if pool == "aimdo" and codec == "auto":
                 self._packing = None

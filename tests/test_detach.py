@@ -202,7 +202,6 @@ def test_moving_to_the_session_device_changes_nothing(device):
         ({"device": "nowhere"}, "nowhere"),
         ({"device": "meta"}, "meta"),
         ({"granularity": "atom"}, "granularity"),
-        ({"codec": "lossless"}, "codec"),
         ({"codec": "zip"}, "codec"),
         ({"pool": "vbar"}, "pool"),
         ({"host": "meta"}, "host"),
