@@ -285,7 +285,9 @@ class Bench:
         path, told, log = (self.folder / f"{name}{end}" for end in (".job.json", ".told.json", ".txt"))
         told.unlink(missing_ok=True)
         shutil.rmtree(self.folder / "output", ignore_errors=True)
-        path.write_text(json.dumps(self._config(name, config, budget, steps or self.arguments.steps)))
+        path.write_text(
+            json.dumps(self._config(name, config, budget, steps or self.arguments.steps)), encoding="utf-8"
+        )
         began = time.monotonic()
         with log.open("w") as out:
             try:
@@ -295,11 +297,11 @@ class Bench:
                 ).returncode  # fmt: skip
             except subprocess.TimeoutExpired:
                 code = -1
-        text = log.read_text(errors="replace")
+        text = log.read_text(encoding="utf-8", errors="replace")
         if self.arguments.logs:
             self.arguments.logs.mkdir(parents=True, exist_ok=True)
             shutil.copy(log, self.arguments.logs / log.name)
-        steps_done = json.loads(told.read_text())["steps"] if told.exists() else []
+        steps_done = json.loads(told.read_text(encoding="utf-8"))["steps"] if told.exists() else []
         result: dict[str, Any] = {"job_s": time.monotonic() - began, "steps_done": len(steps_done)}
         result["carom_lines"] = [line for line in text.splitlines() if line.startswith("carom: ")]
         result["oom_skipped"] = text.count("OOM during training step, skipping")
@@ -311,9 +313,9 @@ class Bench:
                 "reason": (errors or ["no output"])[-1][-500:],
                 "log": text[-4000:],
             }
-        result |= figures(json.loads(told.read_text()))
+        result |= figures(json.loads(told.read_text(encoding="utf-8")))
         report = next((self.folder / "output").rglob("report.json"), None)
-        result["report"] = None if report is None else json.loads(report.read_text())
+        result["report"] = None if report is None else json.loads(report.read_text(encoding="utf-8"))
         return {**result, "status": "ok", "log": text[-4000:]}
 
 

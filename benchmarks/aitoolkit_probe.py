@@ -35,7 +35,7 @@ def memory() -> dict:
         "RssShmem": "shared_bytes",
     }
     try:
-        with open("/proc/self/status") as status:
+        with open("/proc/self/status", encoding="utf-8") as status:
             for line in status:
                 key, _, value = line.partition(":")
                 if key in names:
@@ -80,7 +80,7 @@ def wrap(owner) -> None:
         finally:
             told["memory"]["end"] = memory()
             told["ended"] = time.time()
-            with open(os.environ["CAROM_BENCH_OUT"], "w") as out:
+            with open(os.environ["CAROM_BENCH_OUT"], "w", encoding="utf-8") as out:
                 json.dump(told, out)
 
     owner.run = watched

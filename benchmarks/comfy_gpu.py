@@ -173,7 +173,9 @@ class Bench:
             path.mkdir(parents=True)
         shutil.copy(ROOT / "benchmarks" / "comfy_pack.py", pack / "__init__.py")
         (self.folder / "custom_nodes" / "carom").symlink_to(ROOT, target_is_directory=True)
-        (self.folder / "page" / "index.html").write_text("<!doctype html><title>no page</title>")
+        (self.folder / "page" / "index.html").write_text(
+            "<!doctype html><title>no page</title>", encoding="utf-8"
+        )
         script = str(ROOT / "benchmarks" / "comfy_checkpoint.py")
         made = subprocess.run(
             [self.python, script, self.comfyui, str(self.file), json.dumps(asdict(self.shape))],
@@ -313,7 +315,7 @@ def _memory(pid: int) -> Iterator[tuple[str, int]]:
 
         yield "resident_bytes", psutil.Process(pid).memory_info().rss
         return
-    for line in status.read_text().splitlines():
+    for line in status.read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
         if key in names:
             yield names[key], int(value.split()[0]) * 1024

@@ -233,9 +233,12 @@ def decode_group(
 def launcher(
     wire: torch.Tensor, out: torch.Tensor, table: torch.Tensor, programs: int, kind: str, k: int, lanes: int,
     tiles: int = 1, warps: int | None = None,
-) -> Callable[[], Any]:  # fmt: skip
-    """Decodes once as `decode_group` does, and returns a call that does the same again in half of the host's time:
-    the compiled kernel on the same buffers, without looking it up by its arguments."""
+) -> Callable[[], Any] | None:  # fmt: skip
+    """Decodes once as `decode_group` does, and returns a call that does the same again in half of the host's time: the
+    compiled kernel on the same addresses, without looking it up by its arguments. None where this Triton has no such way.
+
+    The call holds neither buffer: who keeps a slot's views alive is counted.
+    """
     asm = wire.is_cuda and torch.version.hip is None
     rows = triton.next_power_of_2(table.shape[0])
     constants = {"ROWS": rows, "KIND": kind, "K": k, "LANES": lanes, "TILES": tiles, "ASM": asm}
@@ -243,14 +246,12 @@ def launcher(
     warps = warps or max(1, lanes // _lanes_of_a_warp(wire.device))
     compiled = _decode[(programs,)](*arguments, **constants, num_warps=warps)
     if compiled is not None:  # None in Triton's interpreter
-        for given in (
-            (*arguments, *constants.values()),
-            arguments,
-        ):  # which of them depends on Triton's version
+        places = wire.data_ptr(), out.data_ptr(), table.data_ptr(), table.shape[0]
+        for given in ((*places, *constants.values()), places):  # which of them: by Triton's version
             try:
                 again = functools.partial(compiled[(programs, 1, 1)], *given)
                 again()
                 return again
             except Exception as error:  # another Triton: the ordinary way stays
                 log.debug("the compiled kernel cannot be launched with %d arguments: %s", len(given), error)
-    return functools.partial(_decode[(programs,)], *arguments, **constants, num_warps=warps)
+    return None

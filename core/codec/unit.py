@@ -6,7 +6,6 @@ dtype, code width and tile size share one Triton launch (in practice: one launch
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +93,7 @@ class UnitDecoder:
         self.tuning = tuning or Tuning()
         self.wire_bytes = max((e.wire_at + sizes(e)[0] for e in entries), default=0)
         self.out_bytes = max((e.out_at + sizes(e)[1] for e in entries), default=0)
+        self._raw = [entry for entry in entries if isinstance(entry, RawEntry)]
         self._packed = [entry for entry in entries if isinstance(entry, Entry)]
         self._aligned = all(e.out_at % ALIGN == 0 for e in entries if not isinstance(e, RawEntry))
         if method == "triton" and not self._aligned:
@@ -128,10 +128,11 @@ class UnitDecoder:
             groups.append((members[0].header, torch.tensor(rows, dtype=torch.int64), programs))
         return groups
 
-    @staticmethod
-    def _copy(entry: RawEntry, wire: torch.Tensor, out: torch.Tensor) -> Callable[[], Any]:
-        source = wire[entry.wire_at : entry.wire_at + entry.nbytes]
-        return functools.partial(out[entry.out_at : entry.out_at + entry.nbytes].copy_, source, True)
+    def _copy(self, wire: torch.Tensor, out: torch.Tensor) -> None:
+        """What travels as it is."""
+        for entry in self._raw:
+            source = wire[entry.wire_at : entry.wire_at + entry.nbytes]
+            out[entry.out_at : entry.out_at + entry.nbytes].copy_(source, non_blocking=True)
 
     def forget(self) -> None:
         """Hold on to no buffers."""
@@ -149,6 +150,7 @@ class UnitDecoder:
         """Decodes on the current stream. Raises WeightsError where a buffer is too small for the entries."""
         ready = self._ready.get((wire.data_ptr(), out.data_ptr()))
         if ready is not None and wire.numel() >= self.wire_bytes and out.numel() >= self.out_bytes:
+            self._copy(wire, out)
             for launch in ready:
                 launch()
             return
@@ -184,11 +186,11 @@ class UnitDecoder:
                 )
                 for (header, _, programs), table in zip(self._groups, self._tables[wire.device], strict=True)
             ]  # fmt: skip
-            if self._again:
-                raw = [self._copy(entry, wire, out) for entry in self.entries if isinstance(entry, RawEntry)]
+            again = [launch for launch in launches if launch is not None]
+            if self._again and len(again) == len(launches):
                 while len(self._ready) >= _REMEMBERED:
                     del self._ready[next(iter(self._ready))]
-                self._ready[wire.data_ptr(), out.data_ptr()] = [*raw, *launches]
+                self._ready[wire.data_ptr(), out.data_ptr()] = again
             return
         for entry in self._packed:
             header = entry.header
