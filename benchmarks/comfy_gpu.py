@@ -331,7 +331,7 @@ def _used() -> int:
 def _io(pid: int) -> dict[str, int]:
     """Bytes the process had fetched from storage, and bytes it asked for by read calls."""
     try:
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/io").read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
     found = {key: int(value) for key, value in (line.split(": ") for line in lines)}

@@ -64,8 +64,8 @@ def build(blocks: int, width: int):
     return Model()
 
 
-def make(folder: Path, blocks: int, width: int) -> None:
-    """A shard a block and their index; the output of the loaded blocks, block by block, beside them."""
+def make(folder: Path, blocks: int, width: int, device: str) -> None:
+    """A shard a block and their index; the output of the loaded blocks on ``device``, block by block, beside them."""
     import torch
     from safetensors.torch import save_file
 
@@ -76,14 +76,14 @@ def make(folder: Path, blocks: int, width: int) -> None:
     with torch.no_grad():
         for number in range(blocks):
             one = build(1, width)
-            x = one(x)
             state = {f"blocks.{number}.{n.removeprefix('blocks.0.')}": t for n, t in one.state_dict().items()}
             shard = f"model-{number + 1:05d}-of-{blocks:05d}.safetensors"
             save_file(state, folder / "source" / shard, {"format": "pt"})
             weight_map.update(dict.fromkeys(state, shard))
+            x = one.to(device)(x.to(device))
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "source" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    torch.save(x, folder / "output.pt")
+    torch.save(x.cpu(), folder / "output.pt")
 
 
 def run(folder: Path, blocks: int, width: int, vram: str, ram: str, device: str, passes: int, packed: bool):
@@ -206,7 +206,7 @@ def main() -> None:
     if args.part:
         folder = Path(args.inside)
         if args.part == "make":
-            make(folder, args.blocks, args.width)
+            make(folder, args.blocks, args.width, args.device)
         elif args.part == "pack":
             pack(folder)
         else:

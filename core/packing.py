@@ -30,7 +30,7 @@ from .codec.unit import Entry as WireEntry
 from .errors import UnsupportedError
 from .ops import HostParameter, HostTensor
 from .progress import Progress
-from .sizes import KIB
+from .sizes import KIB, MIB
 from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, touch, workers
 from .streamed import Owner, Streamed
 from .transfer import Engine
@@ -47,6 +47,7 @@ WIRE_ALIGN = 128  # bytes; where packed tensors start in a wire
 EXPECTED = (
     0.72  # of the bytes that Gaussian-like bf16 weights pack to, and a little: what staging is planned for
 )
+LEAST_SCRATCH = 4 * MIB
 _SCRATCH = 32  # bytes of device memory that packing takes per element at a time
 _AT_ONCE = 4  # tensors that are encoded at a time
 
@@ -169,7 +170,7 @@ class PackedPlacement(Placement):
     ) -> None:
         super().__init__(engine, arena)
         self._shelf, self._policy, self._staging_bytes = shelf, policy, staging_bytes
-        self._scratch_bytes = scratch_bytes  # of the device, until the region is there
+        self._scratch_bytes = max(LEAST_SCRATCH, scratch_bytes)  # of the device
         self._dressed: list[tuple[torch.Tensor, type]] = []
         self._homes: dict[int, torch.device] = {}  # of tensors that keep their bytes, until they stand
         self._proven: set[tuple[str, int, int]] = set()

@@ -176,7 +176,8 @@ class Session(Pools, Adapts, Adopts, Values):
                     self._shelf,
                     self._packing or Packing(),
                     self.plan.staging_bytes,
-                    self.plan.region_bytes,
+                    # Until the region is there; two units are on their way, and one is there packed.
+                    self.plan.region_bytes + self.plan.staging_bytes - 3 * self._carving.largest,
                 )
             resident, streamed = self._divide(disk)
             self._placement.keep(resident, [entry for entry, _ in self._carving.resident])
