@@ -17,7 +17,6 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import nn
 
 from . import decide, replan
 from .again import Before
@@ -27,18 +26,14 @@ from .checkpoint import Checkpoint
 from .errors import BudgetError
 from .learn import Learnt, learn
 from .meter import Meter
-from .packing import PackedPlacement, Packing
 from .plan import Plan, resident_cost, round_up
 from .pooled import Pooled
-from .predict import Packed
+from .recode import Recodes
 from .shared import SharedBudget
 from .shares import Shares
 from .simulated import SimulatedEngine
 from .sizes import format_size
-from .store.arena import HostArena
 from .streamed import Streamed
-from .streamer import Streamer
-from .transfer import Engine
 from .units import Carving
 
 logger = logging.getLogger("carom")
@@ -61,20 +56,11 @@ class _Device:
 _devices: dict[Hashable, _Device] = {}
 
 
-class Adapts:
+class Adapts(Recodes):
     """Adapts the layout of a `Session` (which see for the fields) to times and memory."""
 
-    module: nn.Module
-    plan: Plan
-    _engine: Engine
-    _streamer: Streamer
-    _placement: Placement
     _meter: Meter
     _checkpoint: Checkpoint | None
-    _packing: Packing | None
-    _arena: HostArena
-    _ram: int
-    _carving: Carving
     _lock: threading.RLock
     _vram: int
     _shared: SharedBudget | None
@@ -243,45 +229,6 @@ class Adapts:
         """The streamed units as the carving counts them."""
         known = {id(unit): index for index, unit in enumerate(self._carving.units)}
         return [known[id(unit.unit)] for unit in self._placement.streamed]
-
-    def _recode(self) -> bool:
-        """Let units cross as they are where unpacking them costs more than it saves; once, with ``codec="auto"``."""
-        placement, chosen = self._placement, self._packing
-        rate = self._unpacking_rate()
-        if not isinstance(placement, PackedPlacement) or chosen is None or not chosen.auto or not rate:
-            return False
-        learnt = self._learn()
-        if learnt is None or not self._streamer.unreferenced:
-            return False
-        self._packing = dataclasses.replace(chosen, auto=False)
-        indices, pieces = self._streamed(), replan.pieces(self._carving)
-        packed = {
-            index: Packed(unit.host.numel(), unit.nbytes / rate)
-            for index, unit in zip(indices, placement.streamed, strict=True)
-            if unit.decoder is not None
-        }
-        wire = learnt.link.bytes_per_second * placement.wire_bytes / placement.streamed_host_bytes
-        raw = replan.raw_share(
-            [piece.nbytes for piece in pieces], indices, self.plan, learnt.workload(pieces, replan.blocks(self.module)),
-            dataclasses.replace(learnt.link, bytes_per_second=wire), packed,
-        )  # fmt: skip
-        units = [unit for index, unit in zip(indices, placement.streamed, strict=True) if index in set(raw)]
-        more = sum(unit.nbytes - unit.host.numel() for unit in units)
-        if not units or more + self._arena.pinned_bytes > self._ram:
-            return False
-        logger.info("carom: %d of %d units cross as they are from now on", len(units), len(packed))
-        names = frozenset(entry.name for unit in units for entry in unit.unit.entries)
-        self._packing = dataclasses.replace(self._packing, raw=names)
-        placement.unpack(self._streamer, units)
-        return True
-
-    def _unpacking_rate(self) -> float | None:
-        """Bytes of output that the device decodes per second, None where that was not measured."""
-        if isinstance(self._engine, SimulatedEngine):
-            return self._engine.config.decode_bytes_per_second
-        return (
-            self._placement.decode_bytes_per_second if isinstance(self._placement, PackedPlacement) else None
-        )
 
     def _advice(self, steps: float = math.inf) -> replan.Advice | None:
         """A better layout, None where nothing can be told; ``steps`` as in `replan.advise`."""

@@ -742,7 +742,7 @@ def test_words_come_while_it_runs_not_too_often(comfy, monkeypatch):
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_packed_weights_take_patches_and_survive_unloading(comfy, monkeypatch, codec):
     monkeypatch.setattr("carom.core.packing.LEAST", 1)
-    monkeypatch.setattr("carom.core.packing.GAIN", 2.0)  # this small nothing gains
+    monkeypatch.setattr("carom.core.packed_tensors.GAIN", 2.0)  # this small nothing gains
     patcher = make(comfy, LIMIT, codec=codec)
     assert torch.equal(run(patcher), plain_result(comfy))
     copy = patcher.clone()
@@ -763,7 +763,7 @@ def test_packed_weights_take_patches_and_survive_unloading(comfy, monkeypatch, c
 def test_who_takes_the_model_over_finds_weights_of_its_own_kind(comfy, sessions, monkeypatch, codec):
     """ComfyUI lets go of a clone's weights without unloading them when another clone of the model comes."""
     monkeypatch.setattr("carom.core.packing.LEAST", 1)
-    monkeypatch.setattr("carom.core.packing.GAIN", 2.0)
+    monkeypatch.setattr("carom.core.packed_tensors.GAIN", 2.0)
     patcher = make(comfy, LIMIT, codec=codec)
     mine, stock = patcher.clone(), strip(patcher.clone())
     reference = run(patcher)

@@ -13,7 +13,7 @@ import pytest
 import tests_harness as harness
 import tests_models as models
 import torch
-from carom.core import packing, replan, settings
+from carom.core import packed_tensors, packing, replan, settings
 from carom.core.codec.unit import UnitDecoder
 from carom.core.errors import UnsupportedError
 from carom.core.plan import Plan
@@ -32,7 +32,7 @@ WIDE = 128  # features: weights of 64 KiB and more, which pack
 def small(monkeypatch):
     """Also the tests' small tensors pack, gain or not."""
     monkeypatch.setattr(packing, "LEAST", 256)
-    monkeypatch.setattr(packing, "GAIN", 4.0)
+    monkeypatch.setattr(packed_tensors, "GAIN", 4.0)
 
 
 class Block(nn.Module):

@@ -1,0 +1,109 @@
+"""A weight that waits packed, and how a unit's weights lie one after another in the block that crosses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .codec import lossless
+from .codec.lossless_device import encode_there
+from .codec.lossless_format import Header, parse_header
+from .codec.lossless_torch import decode_torch
+from .codec.unit import AnyEntry, RawEntry, UnitDecoder
+from .codec.unit import Entry as WireEntry
+from .units import Entry
+
+GAIN = 0.95  # of its bytes that a tensor must pack to
+WIRE_ALIGN = 128  # bytes; where packed tensors start in a wire
+_SCRATCH = 32  # bytes of device memory that packing takes per element at a time
+
+
+@dataclass(eq=False)
+class PackedTensor:
+    """A weight that waits packed: ``blob`` (uint8, host) under ``header``, or its plain bytes where that is None.
+
+    ``tensor`` is the model's object; ``layout``: a meta tensor of its dtype, shape and strides; ``home``: its device.
+    """
+
+    tensor: torch.Tensor
+    layout: torch.Tensor
+    home: torch.device
+    header: Header | None
+    blob: torch.Tensor
+    fetched: torch.Tensor | None = None  # the value, decoded on the device when the session closes
+
+    @property
+    def nbytes(self) -> int:
+        """Of the value."""
+        return self.layout.numel() * self.layout.element_size()
+
+    def value(self, device: torch.device | None = None) -> torch.Tensor:
+        """The true value, a tensor of its own on ``device`` (default: the CPU)."""
+        with torch.inference_mode(False), torch.no_grad():
+            blob = self.blob if device is None or device.type == "cpu" else self.blob.to(device)
+            raw = torch.empty(self.nbytes, dtype=torch.uint8, device=blob.device)
+            if self.header is None:
+                raw.copy_(blob)
+            else:
+                decoder = UnitDecoder([WireEntry(self.header, 0, 0)]) if blob.is_cuda else None
+                decode_torch(blob, self.header, raw) if decoder is None else decoder(blob, raw)
+            return raw.view(self.layout.dtype).as_strided(self.layout.shape, self.layout.stride())
+
+    def give_up_memory(self) -> None:
+        """From here on the model's object is without bytes: one NaN stands for all of its elements."""
+        with torch.inference_mode(False), torch.no_grad():
+            fill = math.nan if self.layout.is_floating_point() else 0
+            one = torch.zeros(1).fill_(fill).to(self.layout.dtype)
+            self.tensor.data = one.as_strided(self.layout.shape, (0,) * self.layout.dim())
+
+
+def pack(
+    value: torch.Tensor, threads: int | None = None, scratch: int = 1 << 29
+) -> tuple[Header, torch.Tensor] | None:
+    """Header and blob, where ``value`` is, of a dense tensor's elements in storage order; None where packing gains too
+    little. ``scratch``: bytes of a device that may be used meanwhile."""
+    flat = torch.as_strided(value.detach(), (value.numel(),), (1,), value.storage_offset())
+    nbytes = flat.numel() * flat.element_size()
+    if flat.device.type != "cpu":
+        return encode_there(flat, limit=int(GAIN * nbytes), at_once=scratch // _SCRATCH)
+    blob = lossless.encode(flat, threads=threads, limit=int(GAIN * nbytes))
+    return None if blob is None else (parse_header(blob.numpy().data[:128], "weight", blob.numel()), blob)
+
+
+@dataclass(frozen=True)
+class Laid:
+    """Where a unit's tensors lie in its wire, and what decodes them. ``packs``: whether any of them is packed."""
+
+    places: list[int]
+    entries: list[AnyEntry]
+    nbytes: int
+
+    @property
+    def packs(self) -> bool:
+        return any(isinstance(entry, WireEntry) for entry in self.entries)
+
+
+def lay_out(entries: list[Entry], packed: list[PackedTensor | None]) -> Laid:
+    """Packed tensors at multiples of `WIRE_ALIGN`; neighbours that travel as they are lie as in the slot, to be one copy."""
+    places: list[int] = []
+    wire: list[AnyEntry] = []
+    end = 0
+    run: tuple[int, int] | None = (
+        None  # where the present run of plain tensors starts, in the wire and in the slot
+    )
+    for entry, found in zip(entries, packed, strict=True):
+        if found is not None and found.header is not None:
+            at = -(-end // WIRE_ALIGN) * WIRE_ALIGN
+            wire.append(WireEntry(found.header, at, entry.offset))
+            end, run = at + found.header.total, None
+        else:
+            if run is None:
+                run = -(-end // WIRE_ALIGN) * WIRE_ALIGN, entry.offset
+                wire.append(RawEntry(0, *run))
+            at = run[0] + entry.offset - run[1]
+            end = at + entry.nbytes
+            wire[-1] = RawEntry(end - run[0], *run)
+        places.append(at)
+    return Laid(places, wire, end)
