@@ -178,6 +178,9 @@ class Residents:
             if self._closed or self._reader is None:
                 raise CaromError(f"{load.name!r} is needed, but its session was closed before it was read")
             before, began = (self._engine.mark() if self._meter.timing else None), time.perf_counter()
+            for asked in reversed(list(self._asked)):  # what failed before anybody needed it is tried anew
+                if any(handle.done() and handle.exception() is not None for handle in asked.handles):
+                    self._withdraw(asked)
             self._first(load)
             if self._direct is not None:
                 self._bring_directly(load)
@@ -228,6 +231,19 @@ class Residents:
             for handle in staged.handles:
                 handle.add_done_callback(noted)
 
+    def _withdraw(self, staged: _Staged) -> None:
+        """Take back what was asked for: its piece is to be asked for again."""
+        for handle in staged.handles:
+            handle.cancel()
+        for handle in staged.handles:
+            handle.wait()
+        load, piece = staged.load, staged.piece
+        assert load is not None and piece is not None
+        load.pieces.appendleft(piece)
+        self._first(load)
+        self._asked.remove(staged)
+        self._free.append(staged)
+
     def _noted(self, began: float) -> Callable[[ReadHandle], None]:
         return lambda handle: self.spans.append((handle.what, began, time.perf_counter(), handle.nbytes))
 
@@ -242,13 +258,11 @@ class Residents:
             here = load.buffer[piece.start : piece.start + piece.nbytes]
             staged.copied, _ = self._engine.copy_in(here, staged.block.data[: piece.nbytes], (), False)
         except BaseException:
-            for handle in staged.handles:
-                handle.cancel()
-            for handle in staged.handles:
-                handle.wait()
-            load.pieces.appendleft(piece)
+            for asked in reversed(
+                list(self._asked)
+            ):  # nothing that fails as well may be left for the next who asks
+                self._withdraw(asked)
             self._first(load)
-            self._free.append(self._asked.popleft())
             raise
         self._free.append(self._asked.popleft())
         self.read_bytes += sum(read.disk_bytes for read in piece.reads)

@@ -134,8 +134,8 @@ def _memlock() -> int | None:
         import resource
     except ImportError:
         return None
-    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]  # type: ignore[attr-defined,unused-ignore]
+    return None if soft == resource.RLIM_INFINITY else soft  # type: ignore[attr-defined,unused-ignore]
 
 
 def usable_memory(
@@ -234,7 +234,7 @@ def _open_direct(name: str) -> tuple[int, bool]:
             return os.open(name, os.O_RDONLY | os.O_DIRECT), True
     handle = os.open(name, os.O_RDONLY | binary)
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)  # type: ignore[attr-defined,unused-ignore]
     return handle, False
 
 

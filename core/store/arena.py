@@ -112,14 +112,14 @@ def _map(nbytes: int) -> mmap.mmap:
     size = max(1, -(-nbytes // PAGE)) * PAGE
     try:
         if hasattr(mmap, "MAP_PRIVATE"):
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # type: ignore[attr-defined,call-arg,unused-ignore]
         else:
             memory = mmap.mmap(-1, size)
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(f"the system refused {size} bytes of host memory: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages: ordinary pages serve
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(mmap.MADV_HUGEPAGE)  # type: ignore[attr-defined,unused-ignore]
     return memory
 
 
@@ -132,7 +132,7 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def workers() -> int:
     """Threads that fill memory: the processors this process may use, at most 16."""
     try:
-        return max(1, min(16, len(os.sched_getaffinity(0))))
+        return max(1, min(16, len(os.sched_getaffinity(0))))  # type: ignore[attr-defined,unused-ignore]
     except AttributeError:
         return max(1, min(16, os.cpu_count() or 1))
 

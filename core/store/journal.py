@@ -62,7 +62,7 @@ class Workplace:
             else:
                 import fcntl
 
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined,unused-ignore]
         except OSError as error:
             raise PackError(
                 f"{self.path}: another process is packing to this destination; wait for it"

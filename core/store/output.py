@@ -39,7 +39,7 @@ class OutputFile:
         fd = self._file.fileno()
         os.fsync(fd)
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # type: ignore[attr-defined,unused-ignore]
         self.unsynced = 0
 
     def finish(self, header: bytes, room: int) -> None:

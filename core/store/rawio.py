@@ -37,7 +37,7 @@ class PosixFile:
         self.direct = direct and hasattr(os, "O_DIRECT")
         if self.direct:
             try:
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)  # type: ignore[attr-defined,unused-ignore]
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                     raise
@@ -45,7 +45,7 @@ class PosixFile:
         # Opened besides the direct one: reads that cannot be aligned, and file systems that take the flag at open
         # and refuse the read (some FUSE and overlay mounts).
         try:
-            self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # type: ignore[attr-defined,unused-ignore]
         except OSError:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -58,15 +58,15 @@ class PosixFile:
     def read_into(self, buffer: memoryview, offset: int) -> int:
         if self.direct:
             try:
-                return os.preadv(self._fd, [buffer], offset)
+                return os.preadv(self._fd, [buffer], offset)  # type: ignore[attr-defined,unused-ignore]
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self.direct = False
-        got = os.preadv(self._plain, [buffer], offset)
+        got = os.preadv(self._plain, [buffer], offset)  # type: ignore[attr-defined,unused-ignore]
         if hasattr(os, "posix_fadvise") and got:
             # Read once, used once: left in the page cache it would only push other things out.
-            os.posix_fadvise(self._plain, offset, got, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._plain, offset, got, os.POSIX_FADV_DONTNEED)  # type: ignore[attr-defined,unused-ignore]
         return got
 
     def stat(self) -> os.stat_result:
