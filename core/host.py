@@ -25,8 +25,8 @@ from .sizes import GIB, MIB
 
 # Left to the system when weights are pinned: what is pinned can neither be swapped nor reclaimed.
 KEEP_LEAST, KEEP_SHARE = 2 * GIB, 0.10
-# WDDM lets a GPU use half of the physical memory as shared memory, pinned buffers included.
-WDDM_SHARE = 0.5
+# WDDM lets a GPU use half of the physical memory as shared memory, pinned buffers included; ComfyUI pins no more than this.
+WDDM_SHARE = 0.4
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a huge number where v2 writes "max"
 
 
@@ -144,7 +144,10 @@ def usable_memory(
     """(limit, limited by, usable now) in bytes for pinned weights. Pure."""
     limit, by = total, "physical memory"
     if windows and total * WDDM_SHARE < limit:
-        limit, by = int(total * WDDM_SHARE), "Windows (WDDM shares half of the memory with the GPU)"
+        limit, by = (
+            int(total * WDDM_SHARE),
+            "Windows (WDDM shares half of the memory with the GPU; 40 % may be pinned)",
+        )
     if cgroup_limit is not None and cgroup_limit < limit:
         limit, by = cgroup_limit, "the cgroup (container or service) memory limit"
     free = min(available, limit)
@@ -153,10 +156,20 @@ def usable_memory(
     return limit, by, max(0, free - max(KEEP_LEAST, int(KEEP_SHARE * limit)))
 
 
+def on_windows() -> bool:
+    """Whether WDDM manages the card's memory."""
+    return sys.platform == "win32"
+
+
+def pin_limit(ram: int) -> int:
+    """Of a budget of ``ram`` bytes what may be pinned."""
+    return min(ram, int(psutil.virtual_memory().total * WDDM_SHARE)) if on_windows() else ram
+
+
 def host_memory() -> HostMemory:
     """What host memory there is and what bounds it."""
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    windows = sys.platform == "win32"
+    windows = on_windows()
     group_limit, group_used = cgroup_memory() if sys.platform == "linux" else (None, None)
     wsl = sys.platform == "linux" and is_wsl()
     limit, by, usable = usable_memory(memory.total, memory.available, group_limit, group_used, windows)

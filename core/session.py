@@ -21,6 +21,7 @@ from .disk import Disk, DiskPlacement
 from .disk_residents import Residents
 from .disk_streamer import DiskStreamer
 from .errors import BudgetError, CaromError, PinError, UnsupportedError
+from .host import pin_limit
 from .meter import Meter
 from .packing import PackedPlacement, PackedTensor, Packing, give_back
 from .plan import Plan
@@ -101,7 +102,9 @@ class Session(Pools, Adapts, Adopts, Values):
         self._checkpoint: Checkpoint | None = None
         self._engine: Engine = make_engine(device)
         self._shared = vram if isinstance(vram, SharedBudget) else None
-        self._vram = settings.vram_budget(vram, self._engine)
+        self._vram, self._spill = settings.within_dedicated(
+            settings.vram_budget(vram, self._engine), self._engine
+        )
         self._ram = settings.ram_budget(ram)
         self._lock = threading.RLock()
         self._closed = True  # until attached
@@ -158,7 +161,9 @@ class Session(Pools, Adapts, Adopts, Values):
             self._attach_with_pool()
 
     def _attach_with_pool(self) -> None:
-        self._arena = HostArena(self._engine.pinner, self._ram)
+        self._arena = HostArena(self._engine.pinner, pin_limit(self._ram))
+        if self._spill:
+            self._arena.notes.append(self._spill)
         disk = None
         if self._checkpoint is not None:
             residents = Residents(self._engine, self._arena)
@@ -364,7 +369,8 @@ class Session(Pools, Adapts, Adopts, Values):
                 mine = (
                     0 if isinstance(vram, SharedBudget) and vram is not self._shared else self._held_bytes()
                 )
-                self._vram = settings.vram_budget(vram, self._engine, mine)
+                budget = settings.vram_budget(vram, self._engine, mine)
+                self._vram, self._spill = settings.within_dedicated(budget, self._engine, mine)
                 self._ungovern()
                 self._shared = vram if isinstance(vram, SharedBudget) else None
                 self._govern(vram == "auto" or self._shared is not None)

@@ -10,12 +10,13 @@ from torch import nn
 
 from .checkpoint import Weights
 from .errors import BudgetError, UnsupportedError
-from .host import host_memory
+from .host import host_memory, on_windows
 from .packing import Packing
 from .shared import SharedBudget
-from .sizes import GIB, parse_size
+from .sizes import GIB, format_size, parse_size
 from .transfer import Engine
 
+DEDICATED = 0.95  # of a card's free memory that may be asked for where more would spill
 GRANULARITIES = ("auto", "block", "phase", "layer")
 
 
@@ -71,6 +72,23 @@ def vram_budget(value: int | str | SharedBudget, engine: Engine, mine: int = 0) 
     if value == "auto":
         return max(0, int(free * 0.7) - GIB)
     return _size(value, free, "vram")
+
+
+def within_dedicated(budget: int, engine: Engine, mine: int = 0) -> tuple[int, str]:
+    """``budget`` below the card's own free memory where more would not fail but spill, and a note that says so.
+
+    Windows (WDDM) gives a program that asks for more than the card has free shared memory of the host instead, at the
+    link's rate. ``mine``: bytes held there already that may be used again.
+    """
+    if engine.device.type != "cuda" or not on_windows():
+        return budget, ""
+    dedicated = int(DEDICATED * (engine.free_bytes() + mine))
+    if budget <= dedicated:
+        return budget, ""
+    return dedicated, (
+        f"vram={format_size(budget)} is more than the card has free: Windows would put the rest into the host's memory, which "
+        f"is slower than streaming it; {format_size(dedicated)} are used. Close other programs that use the card for more"
+    )
 
 
 def ram_budget(value: int | str) -> int:

@@ -8,10 +8,13 @@ import sys
 import time
 import types
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 import torch
-from carom.core import diagnosis, hardware, host
+from carom.core import diagnosis, hardware, host, settings
 from carom.core.sizes import GIB, MIB
 
 _spec = importlib.util.spec_from_file_location(
@@ -63,6 +66,25 @@ def test_a_strange_cgroup_file_is_no_limit(tmp_path, text):
     assert host.cgroup_memory(tmp_path / "absent", tmp_path) == (None, None)
 
 
+def test_on_windows_a_budget_stays_below_the_cards_own_memory(monkeypatch):
+    engine: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), free_bytes=lambda: 8 * GIB)
+    assert settings.within_dedicated(20 * GIB, engine) == (20 * GIB, "")
+    monkeypatch.setattr(settings, "on_windows", lambda: True)
+    assert settings.within_dedicated(7 * GIB, engine) == (7 * GIB, "")
+    budget, note = settings.within_dedicated(20 * GIB, engine)
+    assert budget < 8 * GIB and "Windows" in note and "20" in note
+    assert settings.within_dedicated(20 * GIB, engine, mine=16 * GIB) == (20 * GIB, "")
+
+
+def test_on_windows_no_more_than_two_fifths_of_memory_are_pinned(monkeypatch):
+    total = psutil.virtual_memory().total
+    assert host.pin_limit(2 * total) == 2 * total
+    monkeypatch.setattr(host, "on_windows", lambda: True)
+    assert host.pin_limit(2 * total) == int(0.4 * total)
+    assert host.pin_limit(1000) == 1000
+    assert host.host_memory().limit <= 0.4 * total
+
+
 def test_usable_memory_is_what_the_tightest_limit_leaves():
     limit, by, usable = host.usable_memory(64 * GIB, 40 * GIB, None, None, windows=False)
     assert (limit, by) == (64 * GIB, "physical memory")
@@ -70,7 +92,7 @@ def test_usable_memory_is_what_the_tightest_limit_leaves():
     limit, by, usable = host.usable_memory(64 * GIB, 40 * GIB, 16 * GIB, 6 * GIB, windows=False)
     assert limit == 16 * GIB and "cgroup" in by and usable == 8 * GIB
     limit, by, usable = host.usable_memory(64 * GIB, 40 * GIB, None, None, windows=True)
-    assert limit == 32 * GIB and "WDDM" in by and usable < 32 * GIB
+    assert limit == int(0.4 * 64 * GIB) and "WDDM" in by and usable < limit
     assert host.usable_memory(4 * GIB, 1 * GIB, None, None, windows=False)[2] == 0
 
 
