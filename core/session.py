@@ -162,8 +162,7 @@ class Session(Pools, Adapts, Adopts, Values):
 
     def _attach_with_pool(self) -> None:
         self._arena = HostArena(self._engine.pinner, pin_limit(self._ram))
-        if self._spill:
-            self._arena.notes.append(self._spill)
+        self._arena.notes += [note for note in (self._spill, settings.device_note(self._engine)) if note]
         disk = None
         if self._checkpoint is not None:
             residents = Residents(self._engine, self._arena)

@@ -91,6 +91,17 @@ def within_dedicated(budget: int, engine: Engine, mine: int = 0) -> tuple[int, s
     )
 
 
+def device_note(engine: Engine) -> str:
+    """What this device lacks of what streaming is fast by, "" where nothing."""
+    if engine.blocking and engine.device.type != "cpu":
+        return (
+            f"torch has no streams for {engine.device}: every copy is waited for, none runs beside computing"
+        )
+    if engine.device.type not in ("cpu", "cuda"):
+        return f"{engine.device} streams by torch's generic interface, on which Carom was never run: report what you see"
+    return ""
+
+
 def ram_budget(value: int | str) -> int:
     """Bytes that may be pinned, or held by the host cache of weights from disk."""
     import psutil

@@ -250,8 +250,12 @@ class StreamEngine(_Unwatched):
         return first.elapsed_time(last) / 1e3
 
     def free_bytes(self) -> int:
-        free, _ = self._api.mem_get_info(self.device)
-        cached = self._api.memory_reserved(self.device) - self._api.memory_allocated(self.device)
+        reserved = self._api.memory_reserved(self.device)
+        if hasattr(self._api, "mem_get_info"):
+            free, _ = self._api.mem_get_info(self.device)
+        else:  # what other programs hold is not known
+            free = self._api.get_device_properties(self.device).total_memory - reserved
+        cached = reserved - self._api.memory_allocated(self.device)
         return free + cached
 
     def memory(self) -> Memory | None:

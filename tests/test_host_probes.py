@@ -76,6 +76,15 @@ def test_on_windows_a_budget_stays_below_the_cards_own_memory(monkeypatch):
     assert settings.within_dedicated(20 * GIB, engine, mine=16 * GIB) == (20 * GIB, "")
 
 
+def test_a_device_without_streams_or_never_tried_says_so():
+    def engine(kind: str, blocking: bool) -> Any:
+        return SimpleNamespace(device=torch.device(kind), blocking=blocking)
+
+    assert "no streams" in settings.device_note(engine("mps", True))
+    assert "xpu" in settings.device_note(engine("xpu", False))
+    assert settings.device_note(engine("cuda", False)) == settings.device_note(engine("cpu", True)) == ""
+
+
 def test_on_windows_no_more_than_two_fifths_of_memory_are_pinned(monkeypatch):
     total = psutil.virtual_memory().total
     assert host.pin_limit(2 * total) == 2 * total
