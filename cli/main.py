@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 
+from .. import __version__
 from ..core.errors import CaromError
 
 # command -> help line; the module of the same name is imported only when it is asked for.
@@ -28,6 +29,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         description="Run and train models larger than the VRAM they run on.",
         epilog="Exit codes: 0 done, 1 failed, 2 bad use. Every command takes --json and --help.",
     )
+    parser.add_argument("--version", action="version", version=f"carom {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_line in COMMANDS.items():
         sub = commands.add_parser(name, help=help_line, description=help_line)

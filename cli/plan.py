@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"weights as: {', '.join(presets.QUANT_BITS)}; DENSE+EXPERTS for an MoE, as nf4+nf2 (default: as stored, or bf16)",
     )
     parser.add_argument(
-        "--gpu", help=f"probe (measure this machine, the default) or one of: {', '.join(presets.CARDS)}"
+        "--gpu",
+        help="probe (measure this machine, the default; without a GPU the plan is for a card that it names) or one of: "
+        + ", ".join(presets.CARDS),
     )
     parser.add_argument(
         "--vram", help="bound on the weights on the card, as 12GiB (default: all that is left of it)"

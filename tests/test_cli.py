@@ -7,6 +7,7 @@ import json
 import sys
 import types
 
+import carom
 import pytest
 from carom.cli import main as cli
 from carom.core.errors import BudgetError
@@ -105,3 +106,10 @@ def test_json_and_the_commands_own_options_arrive(command):
     run = command(lambda args: seen.append((args.json, args.number)) or 0)
     assert run("--number", "3", "--json") == 0
     assert seen == [(True, 3)]
+
+
+def test_the_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == f"carom {carom.__version__}"
