@@ -7,7 +7,6 @@ import importlib
 import json
 import sys
 
-from .. import __version__
 from ..core.errors import CaromError
 
 # command -> help line; the module of the same name is imported only when it is asked for.
@@ -24,12 +23,13 @@ COMMANDS: dict[str, str] = {
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser; commands other than ``only`` get their help line but not their options."""
+    package = sys.modules[(__package__ or "").rpartition(".")[0]]
     parser = argparse.ArgumentParser(
         prog="carom",
         description="Run and train models larger than the VRAM they run on.",
         epilog="Exit codes: 0 done, 1 failed, 2 bad use. Every command takes --json and --help.",
     )
-    parser.add_argument("--version", action="version", version=f"carom {__version__}")
+    parser.add_argument("--version", action="version", version=f"carom {package.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_line in COMMANDS.items():
         sub = commands.add_parser(name, help=help_line, description=help_line)
