@@ -178,9 +178,7 @@ class Residents:
             if self._closed or self._reader is None:
                 raise CaromError(f"{load.name!r} is needed, but its session was closed before it was read")
             before, began = (self._engine.mark() if self._meter.timing else None), time.perf_counter()
-            for asked in reversed(list(self._asked)):  # what failed before anybody needed it is tried anew
-                if any(handle.done() and handle.exception() is not None for handle in asked.handles):
-                    self._withdraw(asked)
+            self._withdraw_failed()
             self._first(load)
             if self._direct is not None:
                 self._bring_directly(load)
@@ -230,6 +228,12 @@ class Residents:
             noted = self._noted(time.perf_counter())
             for handle in staged.handles:
                 handle.add_done_callback(noted)
+
+    def _withdraw_failed(self) -> None:
+        """What failed before anybody needed it is tried anew. (No name outlives this that would hold a buffer.)"""
+        for asked in reversed(list(self._asked)):
+            if any(handle.done() and handle.exception() is not None for handle in asked.handles):
+                self._withdraw(asked)
 
     def _withdraw(self, staged: _Staged) -> None:
         """Take back what was asked for: its piece is to be asked for again."""
