@@ -274,8 +274,12 @@ class TrueValues:
 
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
         if self._streamer is not None:
-            self._streamer.runs.hosting(False)
-            self._streamer.true_values(state, {prefix + name: owner for name, owner in self._names.items()})
+            try:  # until then the state dict keeps views of slots, which others wait for
+                self._streamer.true_values(
+                    state, {prefix + name: owner for name, owner in self._names.items()}
+                )
+            finally:
+                self._streamer.runs.hosting(False)
 
     def __deepcopy__(self, memo: dict) -> TrueValues:
         return TrueValues(None, {})

@@ -31,6 +31,7 @@ class Runs:
         self._under_way = 0  # units' runs
         self._roots = 0  # root forwards
         self._local = threading.local()
+        self._hosts: set[int] = set()  # threads that see the host tensors: they may keep views for a moment
         self._anchor = torch.zeros(0, requires_grad=True)
         self.written: list[Owner] = []  # whose slots the model wrote to
 
@@ -44,8 +45,10 @@ class Runs:
         return getattr(self._local, "users", 0)
 
     def elsewhere(self) -> bool:
-        """Whether another thread is in a forward."""
-        return self._under_way + self._roots > getattr(self._local, "runs", 0)
+        """Whether another thread is in a forward, or takes a state dict."""
+        if self._under_way + self._roots > getattr(self._local, "runs", 0):
+            return True
+        return bool(self._hosts) and self._hosts != {threading.get_ident()}
 
     def computing(self) -> bool:
         """Whether this thread is in a step: a root forward, a unit's run, or a backward."""
@@ -56,6 +59,7 @@ class Runs:
     def hosting(self, on: bool) -> None:
         """While on, this thread sees the host tensors, in a step too (a state dict is being taken)."""
         self._local.hosting = on
+        (self._hosts.add if on else self._hosts.discard)(threading.get_ident())
 
     # -- the root's forward
 
