@@ -138,6 +138,10 @@ class Adapts(Recodes):
     def _memory(self) -> Memory | None:
         """What this session may take; None where nothing tells."""
         device = self._engine.memory()
+        pooled = self._pooled
+        if device is not None and pooled is not None and not isinstance(self._engine, SimulatedEngine):
+            # A VBAR's pages are not the allocator's, and so not among what this process has.
+            device = dataclasses.replace(device, total=device.total + pooled.held_bytes)
         return device if self._shared is None else self._shared.memory(device)
 
     def _set_look(self) -> None:
