@@ -7,7 +7,7 @@ import random
 import carom
 import pytest
 import torch
-from carom.core.again import Before
+from carom.core.again import Before, sizes
 from carom.core.auto import QUIET, Governor, Memory
 from carom.core.sizes import GIB, MIB
 from hypothesis import given, settings
@@ -173,6 +173,45 @@ def test_activations_that_grow_are_answered_by_running_the_forward_again():
         again = session._engine._ooms
         assert torch.equal(run(net, torch.inference_mode), expected)
         assert session._engine._ooms == again
+
+
+def test_larger_inputs_are_answered_by_running_again_at_any_time():
+    """As when an image gets larger after many steps: the size is new, so the pass is looked at."""
+    net = Net()
+    memory = int(1.2 * size(net))
+    large = torch.linspace(-1, 1, 128).reshape(4, 32)
+    with torch.no_grad():
+        expected = run(net), net(large)
+    with auto(net, memory) as session:
+        for _ in range(40):
+            run(net)
+        held = session._held_bytes()
+        session._engine.activations = memory // 3
+        with torch.no_grad():
+            assert torch.equal(net(large), expected[1])
+        assert session._engine._ooms >= 1 and session._held_bytes() < held
+        assert torch.equal(run(net), expected[0])
+
+
+def test_sizes_that_were_seen_are_not_looked_at_again(monkeypatch):
+    net = Net()
+    with auto(net, 2 * size(net)) as session:
+        for _ in range(40):
+            run(net)
+        looked = []
+        monkeypatch.setattr("carom.core.adapt.Before", lambda *given: looked.append(given))
+        run(net)
+        assert not looked, "it costs a walk over the whole tree"
+        with torch.no_grad():
+            net(torch.zeros(3, 32))
+            net(torch.zeros(3, 32))
+        assert len(looked) == 1
+
+
+def test_sizes_are_of_tensors_wherever_they_are_given():
+    x, y = torch.zeros(2, 3), torch.zeros(4)
+    assert sizes((x, {"a": [y]}), {"scale": 2.0, "y": y}) == ((2, 3), (4,), (4,))
+    assert sizes((x,), {}) != sizes((y,), {})
 
 
 def test_later_a_failed_step_is_raised_and_the_next_one_is_smaller():
