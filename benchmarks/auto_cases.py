@@ -331,7 +331,7 @@ class Wire:
 
         def kept(placement: Placement, *args: Any) -> None:
             keep(placement, *args)
-            self.loads += placement.resident_bytes
+            self.loads += placement.loaded_bytes
 
         self._put(Placement, "keep", kept)
         for engine in (StreamEngine, SimulatedEngine):
