@@ -118,7 +118,9 @@ def _loaded(stem: str) -> Any:
 
 def _loaded_windows(stem: str) -> Any:
     major = (torch.version.cuda or "").split(".")[0]
-    names = [f"{stem}.dll", f"{stem}_7.dll", f"{stem}_6.dll"] if torch.version.hip else [f"{stem}64_{major}.dll"]
+    names = (
+        [f"{stem}.dll", f"{stem}_7.dll", f"{stem}_6.dll"] if torch.version.hip else [f"{stem}64_{major}.dll"]
+    )
     kernel: Any = ctypes.WinDLL("kernel32")  # type: ignore[attr-defined,unused-ignore]
     kernel.GetModuleHandleW.restype = ctypes.c_void_p
     for name in names:
@@ -210,7 +212,7 @@ class RuntimeEngine(StreamEngine):
         for nbytes, wire_at, out_at in decoder.as_it_is:
             self._runtime.copy(out + out_at, source + wire_at, nbytes, self._decode_raw)
         for launch in launches:
-            launch(stream=self._decode_raw)
+            launch(source, out, stream=self._decode_raw)
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         self._runtime.wait(self._out_raw, self.record(self.stream()))
