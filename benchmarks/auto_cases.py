@@ -1,43 +1,38 @@
 """The experiments of `auto_gpu.py`: vram="auto" beside hand-set budgets on small cards, and two models under one budget.
 
-Weights cost no time to make: every block maps the same pages of one file, privately, so a model of 30 GB takes the host's
-memory of one block until it is attached. Without a GPU the simulated device stands in, its memory scaled with the blocks.
+Without a GPU the simulated device stands in, its memory scaled with the blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import hashlib
 import math
-import mmap
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..core.attach import Placement
 from ..core.errors import BudgetError
+from ..core.meter import Meter
 from ..core.presets import CONTEXT_BYTES
 from ..core.session import stream
 from ..core.shared import SharedBudget
-from ..core.simulated import SimulatedDevice, SimulatedEngine
+from ..core.simulated import SimulatedDevice
 from ..core.transfer import StreamEngine
 from .card import Card
 from .case import Case
-from .dit import DTYPE, Dit, _adapt, build, host_empty, make_inputs
+from .dit import make_inputs
+from .mapped_model import Pages, make_model
 
 GB = 1e9
 FULL_BLOCK = Case(d=3072).block_bytes  # of the model that the cards are meant for
 QUIET_STEPS, QUIET_SECONDS = 12, 1.0  # without a new layout: a session has settled
 MEASURED = 6
-ALIGN = 64
 
 
 @dataclass(frozen=True)
@@ -69,69 +64,6 @@ class Bench:
     @property
     def place(self) -> torch.device:
         return torch.device("cuda" if self.cuda else "cpu")
-
-
-class Pages:
-    """The weights of one block in a file, for as many blocks as are wanted."""
-
-    def __init__(self, case: Case) -> None:
-        block = build(case.but(mode="infer", depth=1, resident=0)).blocks[0]
-        self._weights = [p.detach() for p in block.parameters()]
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the models over it
-        for weight in self._weights:
-            self._file.write(weight.contiguous().view(torch.uint8).numpy().tobytes())
-            self._file.write(bytes(-self._file.tell() % ALIGN))
-        self._file.flush()
-        self._nbytes = self._file.tell()
-
-    def weights(self) -> Iterator[torch.Tensor]:
-        """The block's tensors over pages of its own as far as anybody can tell."""
-        options = (
-            {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {"access": mmap.ACCESS_COPY}
-        )
-        memory = mmap.mmap(self._file.fileno(), self._nbytes, **options)
-        offset = 0
-        for weight in self._weights:
-            yield torch.frombuffer(memory, dtype=DTYPE, count=weight.numel(), offset=offset).view(
-                weight.shape
-            )
-            offset += -(-weight.numel() * weight.element_size() // ALIGN) * ALIGN
-
-
-def make_model(case: Case, pages: Pages) -> Dit:
-    """As `dit.build`, at no cost: all blocks hold the same values."""
-    with torch.device("meta"):
-        model = Dit(case.d, case.depth, case.head_count)
-        model.requires_grad_(False)
-        if case.mode == "train":
-            for block in model.blocks:
-                _adapt(block, case.rank, getattr(torch, case.adapter_dtype))
-    model.set_checkpointing(case.checkpoint if case.mode == "train" else "off")
-    for block in model.blocks:
-        mapped = pages.weights()
-        _replace(block, functools.partial(_own_or_next, mapped))
-    for part in (model.embed, model.head):
-        _replace(part, _small)
-    return model.train(case.mode == "train")
-
-
-def _own_or_next(mapped: Iterator[torch.Tensor], meta: torch.Tensor) -> torch.Tensor:
-    """Adapters have values of their own."""
-    return _small(meta) if meta.requires_grad else next(mapped)
-
-
-def _replace(tree: nn.Module, value: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    for module in tree.modules():
-        for name, meta in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(value(meta), requires_grad=meta.requires_grad))
-
-
-def _small(meta: torch.Tensor) -> torch.Tensor:
-    """Some fixed values of both signs, the same every time."""
-    values = torch.arange(meta.numel(), dtype=torch.int32).remainder_(251).sub_(125).float()
-    return host_empty(meta.shape, meta.dtype).copy_(
-        values.div_(125 * math.sqrt(meta.shape[-1])).view(meta.shape)
-    )
 
 
 class Run:
@@ -333,17 +265,15 @@ class Wire:
             keep(placement, *args)
             self.loads += placement.loaded_bytes
 
+        copied = Meter.copied
+
+        def counted(meter: Meter, name: str, marks: Any, nbytes: int, *args: Any) -> None:
+            copied(meter, name, marks, nbytes, *args)
+            self.slots += nbytes
+
         self._put(Placement, "keep", kept)
-        for engine in (StreamEngine, SimulatedEngine):
-            self._put(engine, "copy_in", self._counted(engine.copy_in))
+        self._put(Meter, "copied", counted)
         return self
-
-    def _counted(self, copy: Callable[..., Any]) -> Callable[..., Any]:
-        def copied(engine: Any, target: torch.Tensor, source: torch.Tensor, *args: Any) -> Any:
-            self.slots += source.numel()
-            return copy(engine, target, source, *args)
-
-        return copied
 
     def _put(self, owner: type, name: str, value: Any) -> None:
         self._undo.callback(setattr, owner, name, getattr(owner, name))

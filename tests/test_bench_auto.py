@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from carom.benchmarks.auto_cases import Bench, Pages, Wire, make_model
+from carom.benchmarks.auto_cases import Bench, Wire
 from carom.benchmarks.case import Case
+from carom.benchmarks.mapped_model import Pages, make_model
+from carom.core.meter import Meter
+from carom.core.simulated import SimulatedDevice, SimulatedEngine
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmarks" / "auto_gpu.py"
@@ -80,12 +83,11 @@ def test_a_model_is_larger_than_its_card_by_what_was_asked():
 
 
 def test_the_wire_counts_only_while_it_is_open():
-    from carom.core.transfer import StreamEngine
-
-    before = StreamEngine.copy_in
-    with Wire():
-        assert StreamEngine.copy_in is not before
-    assert StreamEngine.copy_in is before
+    before = Meter.copied
+    with Wire() as wire:
+        Meter(SimulatedEngine(SimulatedDevice())).copied("a", None, 100, 200, False)
+    Meter(SimulatedEngine(SimulatedDevice())).copied("a", None, 100, 200, False)
+    assert (wire.total, Meter.copied) == (100, before)
 
 
 def test_the_table_names_failures_and_the_worst_ratio():
