@@ -132,10 +132,8 @@ def advise(
     work = learnt.workload(pieces(carving), blocks(module))
     now = predict(sizes, plan.resident, plan.region_bytes, work, learnt.link).seconds
     floor = floor_seconds(sizes, settings.vram - plan.staging_bytes - plan.fixed_bytes, work, learnt.link)
-    total = sum(sizes)
-    held = sum(carving.units[index].nbytes for index in plan.resident)
-    # Out and in again over the link, and what streams is copied in host memory, and pinned.
-    move = (2 * held + 2 * total) / learnt.link.bytes_per_second
+    # What streams is copied in host memory, and pinned, whatever else a new layout asks for.
+    move = 2 * sum(sizes) / learnt.link.bytes_per_second
     if abs(now - learnt.seconds) > TRUSTED * learnt.seconds:
         reason = (
             f"the present step is predicted as {now:.4g} s and takes {learnt.seconds:.4g} s: not understood"
@@ -151,8 +149,22 @@ def advise(
     new_carving, new = decide_with(module, settings, grain, learnt)
     then = new.predicted_seconds
     saves = 0.0 if then is None else now - then
+    move += _crossing(carving, plan, new_carving, new) / learnt.link.bytes_per_second
     reason = NOTHING if saves < WORTH * now else ""
     return Advice(new_carving, new, now, saves, move, reason, understood=True)
+
+
+def _crossing(carving: Carving, plan: Plan, new_carving: Carving, new: Plan) -> int:
+    """Bytes of residents that leave the device or come to it: a unit that stays just so does not move."""
+
+    def residents(units: Carving, chosen: Plan) -> dict[frozenset[str], int]:
+        return {
+            frozenset(entry.name for entry in units.units[index].entries): units.units[index].nbytes
+            for index in chosen.resident
+        }
+
+    before, after = residents(carving, plan), residents(new_carving, new)
+    return sum((before | after)[unit] for unit in before.keys() ^ after.keys())
 
 
 def blocks(module: nn.Module) -> Sequence[frozenset[str]]:
