@@ -91,8 +91,6 @@ def add_adapters(model: nn.Module) -> tuple[nn.Module, list[nn.Parameter]]:
 
 def open_direct(path: str, flags: int) -> int:
     """A descriptor past the page cache; where a file system has none of that (tmpfs), a plain one."""
-    if not hasattr(os, "preadv"):
-        raise SystemExit("this benchmark needs os.preadv (Linux)")
     try:
         return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
     except OSError as error:
@@ -153,6 +151,8 @@ class _Out:
         return summed
 
     def _write(self, data: memoryview, at: int) -> None:
+        if not hasattr(os, "pwrite"):
+            raise SystemExit("this benchmark needs os.pwrite (Linux)")
         while len(data):
             count = os.pwrite(self._fd, data, at)
             data, at = data[count:], at + count
@@ -187,6 +187,8 @@ class PlainReads:
 
     def rate(self, threads: int, block: int, nbytes: int) -> float:
         """Bytes per second of reading ``nbytes`` from where the last call ended, round and round the file."""
+        if not hasattr(os, "preadv"):
+            raise SystemExit("this benchmark needs os.preadv (Linux)")
         fd = open_direct(self._path, os.O_RDONLY)
         blocks = max(1, self._size // block)
         first, count = self._next, max(threads, min(blocks, nbytes // block))
