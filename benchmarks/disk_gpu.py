@@ -236,7 +236,8 @@ def lora(part: Part) -> None:
         found["adapters"] = len(after)
         say("lora", found)
         for count in range(1, 4):  # as many as the time allows
-            if count > 1 and part.left() < 2 * max(found["compared"]["seconds"]):
+            # What comes after it wants some as well.
+            if count > 1 and part.left() < part.args.seconds / 8 + 2 * max(found["compared"]["seconds"]):
                 break
             more = part.train(adapted, optimizer, 1, args.steps + count - 1)
             timed = found.setdefault("timed", {name: [] for name in more})
