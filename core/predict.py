@@ -182,7 +182,7 @@ class _Replay:
         slot = self.slots.get(unit)
         surprised = slot is None
         if slot is None:
-            found = self.region.place(self.sizes[unit], self._next_use)
+            found = self.region.place(self.sizes[unit], self._next_uses())
             assert found is not None, "nothing is in use between two uses"
             slot = self._fill(unit, *found)
         slot.users = 1
@@ -195,8 +195,9 @@ class _Replay:
         self._look_ahead(slot if backward else None)
         self.compute += seconds - held * seconds
 
-    def _next_use(self, slot: Any) -> float | None:
-        return None if slot.users else self.next[slot.unit] - self.at
+    def _next_uses(self, guarded: Any = None) -> list[float | None]:
+        next_, at, slots = self.next, self.at, self.region.slots
+        return [None if s.users or s is guarded else next_[s.unit] - at for s in slots]
 
     def _look_ahead(self, guarded: Any) -> None:
         room, at, sequence, slots, sizes = self.region.nbytes, self.at, self.sequence, self.slots, self.sizes
@@ -212,12 +213,7 @@ class _Replay:
                 return
             if unit in slots:
                 continue
-            found = self.region.place(
-                sizes[unit],
-                self._next_use,
-                later_than=distance,
-                guarded=guarded,
-            )
+            found = self.region.place(sizes[unit], self._next_uses(guarded), later_than=distance)
             if found is None:
                 return
             self._fill(unit, *found)
