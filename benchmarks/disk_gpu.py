@@ -87,9 +87,9 @@ class Part:
         )
 
     def output(self, model):
-        """The logits of one pass, on the CPU."""
+        """The logits of one pass, on the device: host memory is being measured."""
         with self.torch.no_grad():
-            return model(input_ids=self.tokens(0)).logits.cpu()
+            return model(input_ids=self.tokens(0)).logits
 
     def meta(self, layers: int):
         return self.llama.build(self.shape, layers, "meta")
@@ -179,7 +179,7 @@ def first_output(part: Part) -> None:
     began = time.perf_counter()
     model = part.meta(part.args.layers).eval()
     built = time.perf_counter() - began
-    expected = part.torch.load(part.folder / "output.pt")
+    expected = part.torch.load(part.folder / "output.pt", map_location=part.device)
     weights = sum(p.nbytes for p in model.parameters())
     tokens = part.tokens(0)
     say("process", {"rss_bytes": memory(os.getpid())})
@@ -193,7 +193,8 @@ def first_output(part: Part) -> None:
             logits = model(input_ids=tokens).logits
         part.wait()
         first = time.perf_counter() - began
-        exact = part.torch.equal(logits.cpu(), expected)
+        exact = part.torch.equal(logits, expected)
+        del logits
         found = {
             "weights_bytes": weights, "bit_exact": exact, "build_seconds": built, "ready_seconds": ready,
             "first_output_seconds": first, "read_bytes": read_bytes() - read,
@@ -418,8 +419,11 @@ class Run:
         if name == "first_output" and "first_output_seconds" in found:
             found["first_output_of_raw"] = found["first_output_seconds"] * raw / found["weights_bytes"]
             held, before = found["peak_rss_bytes_from_outside"], self.result["process"]["rss_bytes"]
-            # What the process was before it heard of a model is not the disk tier's.
-            found["rss_over_ram_and_process"] = held["all"] - before["all"] - found["weights_bytes"] // 8
+            ram = found["weights_bytes"] // 8
+            # What the process was before it heard of a model is not the disk tier's; nor are pages of libraries' files.
+            found["rss_over_ram_and_process"] = held["all"] - before["all"] - ram
+            if "anon" in held:
+                found["anonymous_over_ram_and_process"] = held["anon"] - before["anon"] - ram
         if name == "lora" and "timed" in found:
             alone = {"disk": found["disk_bytes_per_step"] / raw}
             if "resident" in self.result:
