@@ -118,7 +118,9 @@ def _loaded(stem: str) -> Any:
 
 def _loaded_windows(stem: str) -> Any:
     major = (torch.version.cuda or "").split(".")[0]
-    names = [f"{stem}.dll", f"{stem}_7.dll", f"{stem}_6.dll"] if torch.version.hip else [f"{stem}64_{major}.dll"]
+    names = (
+        [f"{stem}.dll", f"{stem}_7.dll", f"{stem}_6.dll"] if torch.version.hip else [f"{stem}64_{major}.dll"]
+    )
     kernel: Any = ctypes.WinDLL("kernel32")  # type: ignore[attr-defined,unused-ignore]
     kernel.GetModuleHandleW.restype = ctypes.c_void_p
     for name in names:

@@ -32,7 +32,7 @@ from .transfer import Engine
 from .units import Unit
 from .waiting import Waiting
 
-_VIEW_SETS = 16  # slot positions whose views a unit remembers
+_VIEW_SETS = 64  # slot positions whose views a unit remembers
 
 
 class Streamer:

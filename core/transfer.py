@@ -36,7 +36,6 @@ class Decoder(Protocol):
         """Launches that unpack between buffers unpacked between before, each on a raw ``stream``; None before."""
 
 
-
 class Engine(Protocol):
     """What the streamer asks of a device. Events are opaque outside the engine that made them."""
 
