@@ -309,5 +309,6 @@ def test_kvikio_needs_its_kernel_module(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: object())
     assert "nvidia-fs" in hardware.probe_kvikio(gpu_of(), str(tmp_path / "absent")).reason
     (tmp_path / "stats").write_text("")
-    assert hardware.probe_kvikio(gpu_of(), str(tmp_path / "stats")).usable
+    found = hardware.probe_kvikio(gpu_of(), str(tmp_path / "stats"))
+    assert found.usable and "never yet proven on hardware" in found.reason
     assert not hardware.probe_kvikio(None).usable
