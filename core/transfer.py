@@ -277,8 +277,10 @@ class StreamEngine(_Unwatched):
             return None
         free, total = self._api.mem_get_info(self.device)
         stats = self._api.memory_stats(self.device)
-        cached = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
-        return Memory(total, free, cached, stats.get("num_ooms", 0))
+        reserved = stats.get("reserved_bytes.all.current", 0)
+        cached = reserved - stats.get("allocated_bytes.all.current", 0)
+        # What other programs hold is no part of the device that this one can plan with.
+        return Memory(min(total, free + reserved), free, cached, stats.get("num_ooms", 0))
 
     def trim(self) -> None:
         self._api.empty_cache()
