@@ -233,8 +233,9 @@ class Report:
 
     def _places_summary(self) -> str:
         choice, need = len(self.resident_by_choice), len(self.resident_by_need)
-        parts = [f"{self.units - choice - need} streamed", f"{choice} resident by choice"]
-        return ", ".join(parts + ([f"{need} by need:"] if need else []))
+        # What stays by need was left out of the units when the module was carved.
+        parts = [f"{self.units - choice} streamed", f"{choice} resident by choice"]
+        return ", ".join(parts + ([f"beside them {need} by need:"] if need else []))
 
 
 def format_seconds(seconds: float | None) -> str:

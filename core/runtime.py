@@ -222,7 +222,7 @@ class RuntimeEngine(StreamEngine):
 
     def mark(self) -> Any:
         mark = self._api.Event(enable_timing=True)
-        mark.record(self._api.current_stream(self.device))
+        mark.record(self._current())
         return mark
 
     def landed(self, copied: Any) -> bool:

@@ -402,6 +402,11 @@ class Session(Pools, Adapts, Adopts, Values):
                 self._again()
                 raise
 
+    @property
+    def parked(self) -> bool:
+        """Whether the device was released; the next forward brings the module back."""
+        return self._parked
+
     def park(self) -> None:
         """Release the device; the module stays attached and returns at its next forward."""
         with self._lock:

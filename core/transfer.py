@@ -204,7 +204,7 @@ class StreamEngine(_Unwatched):
 
     def _on_stream(self, stream: Any, call: Callable, *args: Any) -> None:
         # set_stream instead of the context manager: it costs a third, and this runs for every unit.
-        before = self.stream()
+        before = self._current()
         if self._set_stream is None or self._api.current_device() != self.device.index:
             with self._api.stream(stream):
                 call(*args)
@@ -222,6 +222,10 @@ class StreamEngine(_Unwatched):
         return self.record(self._out)
 
     def stream(self) -> Any:
+        return self._current()
+
+    def _current(self) -> Any:
+        """The current stream as torch's object."""
         if self._raw_stream is None:
             return self._api.current_stream(self.device)
         raw = self._raw_stream(self.device.index)

@@ -309,5 +309,6 @@ def test_kvikio_needs_its_kernel_module(monkeypatch, tmp_path):
     monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: object())
     assert "nvidia-fs" in extras.probe_kvikio(gpu_of().kind, str(tmp_path / "absent")).reason
     (tmp_path / "stats").write_text("")
-    assert extras.probe_kvikio(gpu_of().kind, str(tmp_path / "stats")).usable
+    found = extras.probe_kvikio(gpu_of().kind, str(tmp_path / "stats"))
+    assert found.usable and "never yet proven on hardware" in found.reason
     assert not extras.probe_kvikio(None).usable
