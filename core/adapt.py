@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from . import decide, replan
-from .again import Before
+from .again import Before, sizes
 from .attach import Placement
 from .auto import Governor, Memory
 from .checkpoint import Checkpoint
@@ -42,6 +42,7 @@ _TUNE_AFTER = 4  # measured steps, the first two of a session apart
 _TUNE_AGAIN = 8  # steps until it is tried again where something was in the way
 _LOOKS = 0.25  # seconds between readings of a device's memory, after the first steps
 _ROUNDING = 1.03  # of a model's bytes, for what allocators round up
+_SIZES = 64  # of inputs that are remembered
 _FIRST = 8  # steps after an attachment that are looked at one by one, and may run again
 
 
@@ -123,6 +124,8 @@ class Adapts(Recodes):
         self._governor = None if memory is None else Governor(memory.ooms)
         self._looked = 0.0
         self._failed = False  # the last step ran out of memory
+        self._asked: set[Hashable] = set()  # sizes of inputs whose passes had what they need
+        self._asking: Hashable = ()
         self._least_known: tuple[Placement, int] | None = None
         self._set_look()
 
@@ -138,6 +141,10 @@ class Adapts(Recodes):
     def _memory(self) -> Memory | None:
         """What this session may take; None where nothing tells."""
         device = self._engine.memory()
+        pooled = self._pooled
+        if device is not None and pooled is not None and not isinstance(self._engine, SimulatedEngine):
+            # A VBAR's pages are not the allocator's, and so not among what this process has.
+            device = dataclasses.replace(device, total=device.total + pooled.held_bytes)
         return device if self._shared is None else self._shared.memory(device)
 
     def _set_look(self) -> None:
@@ -386,8 +393,14 @@ class Adapts(Recodes):
 
     def _before(self, args: tuple, kwargs: dict) -> Before | None:
         """What a pass finds, where it may have to run again."""
-        if self._governor is None or torch.is_grad_enabled() or self._meter.steps > _FIRST:
+        if self._governor is None or torch.is_grad_enabled():
             return None
+        self._asking = sizes(args, kwargs)
+        if self._meter.steps > _FIRST and self._asking in self._asked:
+            return None
+        if len(self._asked) >= _SIZES:
+            self._asked.clear()
+        self._asked.add(self._asking)
         return Before(self.module, args, kwargs)
 
     def _gives_way(self, error: BaseException, before: Before | None) -> bool:
@@ -395,6 +408,7 @@ class Adapts(Recodes):
         if self._governor is None or not isinstance(error, OutOfMemory):
             return False
         self._failed = True
+        self._asked.discard(self._asking)
         self._look_at = 0
         held = format_size(self._held_bytes())
         note = getattr(error, "add_note", lambda text: None)

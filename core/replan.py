@@ -17,6 +17,7 @@ from .predict import Link, Packed, Workload, floor_seconds, predict
 from .units import Carving, carve
 
 NOTHING = "no layout is predicted to be 3 % faster"
+HOST = "the host binds: the device waits for Python to issue its work, which no layout makes faster"
 WORTH = 0.03  # of a step that a new layout must save
 FINER = 0.99  # of the time with whole blocks that parts must stay below: they cost more of the host
 RAW_GAIN = 0.005  # of a step that plain bytes must save over packed ones: they take more host memory
@@ -141,6 +142,8 @@ def advise(
         )
         return Advice(carving, plan, now, 0.0, move, reason, understood=False)
     most = now - floor
+    if learnt.host_bound:
+        return Advice(carving, plan, now, 0.0, move, HOST, understood=True)
     if most < WORTH * now:
         return Advice(carving, plan, now, 0.0, move, NOTHING, understood=True)
     if most * steps < move:

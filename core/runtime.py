@@ -212,7 +212,7 @@ class RuntimeEngine(StreamEngine):
         for nbytes, wire_at, out_at in decoder.as_it_is:
             self._runtime.copy(out + out_at, source + wire_at, nbytes, self._decode_raw)
         for launch in launches:
-            launch(stream=self._decode_raw)
+            launch(source, out, stream=self._decode_raw)
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         self._runtime.wait(self._out_raw, self.record(self.stream()))
@@ -222,7 +222,7 @@ class RuntimeEngine(StreamEngine):
 
     def mark(self) -> Any:
         mark = self._api.Event(enable_timing=True)
-        mark.record(self._api.current_stream(self.device))
+        mark.record(self._current())
         return mark
 
     def landed(self, copied: Any) -> bool:

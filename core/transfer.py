@@ -204,7 +204,7 @@ class StreamEngine(_Unwatched):
 
     def _on_stream(self, stream: Any, call: Callable, *args: Any) -> None:
         # set_stream instead of the context manager: it costs a third, and this runs for every unit.
-        before = self.stream()
+        before = self._current()
         if self._set_stream is None or self._api.current_device() != self.device.index:
             with self._api.stream(stream):
                 call(*args)
@@ -222,6 +222,10 @@ class StreamEngine(_Unwatched):
         return self.record(self._out)
 
     def stream(self) -> Any:
+        return self._current()
+
+    def _current(self) -> Any:
+        """The current stream as torch's object."""
         if self._raw_stream is None:
             return self._api.current_stream(self.device)
         raw = self._raw_stream(self.device.index)
@@ -273,8 +277,10 @@ class StreamEngine(_Unwatched):
             return None
         free, total = self._api.mem_get_info(self.device)
         stats = self._api.memory_stats(self.device)
-        cached = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
-        return Memory(total, free, cached, stats.get("num_ooms", 0))
+        reserved = stats.get("reserved_bytes.all.current", 0)
+        cached = reserved - stats.get("allocated_bytes.all.current", 0)
+        # What other programs hold is no part of the device that this one can plan with.
+        return Memory(min(total, free + reserved), free, cached, stats.get("num_ooms", 0))
 
     def trim(self) -> None:
         self._api.empty_cache()

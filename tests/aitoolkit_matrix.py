@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,11 @@ class Row:
 
 def _quantised(qtype: str) -> Row:
     return Row(qtype, both={"model": {"quantize": True, "qtype": qtype}}, budget="48MiB")
+
+
+def _lossless(name: str, kind: str = "zimage", **both: Any) -> Row:
+    row = Row(f"lossless {name}".strip(), kind, both)
+    return replace(row, bouncing={"offload_kwargs": {"vram": BUDGET[kind], "codec": "lossless"}})
 
 
 def _train(name: str, kind: str = "zimage", **keys: Any) -> Row:
@@ -84,6 +89,12 @@ ROWS = [
     Row("two processes", twice=True),
     Row("full fine-tune", both={"network": None}),
     Row("full fine-tune ema", both={"network": None, "train": {"ema_config": {"use_ema": True, "ema_decay": 0.9}}}),
+    _lossless("", train={**SAMPLING, "steps": 5}),
+    _lossless("no checkpointing", train={"gradient_checkpointing": False}),
+    _lossless("lokr", network={"type": "lokr", "lokr_full_rank": True, "lokr_factor": 4}),
+    _lossless("dora", network={"type": "dora"}),
+    _lossless("merge on save", train={"merge_network_on_save": True}),
+    _lossless("float8", model={"quantize": True, "qtype": "float8"}),
     Row("sd1 lora", "sd1"),
     _train("sd1 no checkpointing", "sd1", gradient_checkpointing=False),
     Row("sd1 convolutions", "sd1", {"network": {"conv": 4, "conv_alpha": 4}}),
@@ -277,7 +288,15 @@ def _same(a: Any, b: Any) -> bool:
 def main() -> int:
     checkout = os.environ.get("AI_TOOLKIT_PATH")
     if not checkout:
-        print("set AI_TOOLKIT_PATH to an ai-toolkit checkout")
+        print("skipped: AI_TOOLKIT_PATH is not set: no ai-toolkit to test against")
+        return 0
+    if not (Path(checkout) / "run.py").exists():
+        print(f"AI_TOOLKIT_PATH: {checkout} has no run.py; name the folder of an ai-toolkit checkout")
+        return 2
+    if unknown := set(sys.argv[1:]) - {row.name for row in ROWS}:
+        print(
+            f"no row is called {', '.join(sorted(unknown))}; the rows: {', '.join(row.name for row in ROWS)}"
+        )
         return 2
     rows = [row for row in ROWS if not sys.argv[1:] or row.name in sys.argv[1:]]
     with tempfile.TemporaryDirectory(prefix="carom-ai-toolkit-") as folder:
