@@ -287,6 +287,7 @@ def test_transformers_llama_on_meta_from_a_sharded_folder(tie: bool, tmp_path: P
 
 
 HUB = {
+    "OlmoeSquare": ("0.gate_proj", {"num_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 8}),
     "Mixtral": (
         "block_sparse_moe",
         {"num_local_experts": 2, "intermediate_size": 20, "num_key_value_heads": 1},
@@ -302,6 +303,7 @@ def test_files_that_keep_the_names_of_their_first_release_fit_as_transformers_lo
 ):
     transformers = pytest.importorskip("transformers")
     old, settings = HUB[kind]
+    kind = kind.removesuffix("Square")  # its experts' stack holds square matrices
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 30}
     config = getattr(transformers, f"{kind}Config")(**sizes, **settings)
     make = getattr(transformers, f"{kind}ForCausalLM")

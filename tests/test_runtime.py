@@ -103,7 +103,11 @@ class Unpacks:
         self.ready, self.launched = ready, []
 
     def again(self, wire, target):
-        return [lambda source, out, stream=None: self.launched.append((source, out, stream))] if self.ready else None
+        return (
+            [lambda source, out, stream=None: self.launched.append((source, out, stream))]
+            if self.ready
+            else None
+        )
 
     def __call__(self, wire, target):
         self.launched.append("whole")

@@ -8,6 +8,7 @@ is renamed.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import re
@@ -22,15 +23,18 @@ logger = logging.getLogger("carom")
 _TABLES = "transformers.conversion_mapping"
 # Operations whose result is the file's bytes one tensor after another: `mapping` knows them, or refuses by shape.
 _ONE_AFTER_ANOTHER = {"MergeModulelist", "Concatenate", "Chunk"}
+# With their dimension: experts one after another, of each its first part's rows and then its second's.
+_STACKS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 
 
 @dataclass(frozen=True)
 class HubNames:
-    """``renamed``: a file's name -> the loader's, where they differ; ``rearranged``: the file's names of tensors whose
-    values the loader does not take as they stand."""
+    """``renamed``: a file's name -> the loader's, where they differ. Of the file's names: ``rearranged`` are of tensors
+    whose values the loader does not take as they stand, ``stacked`` of experts that it stacks as they stand."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     rearranged: frozenset[str] = frozenset()
+    stacked: frozenset[str] = frozenset()
 
 
 def hub_names(module: nn.Module, names: Iterable[str]) -> HubNames:
@@ -43,47 +47,49 @@ def hub_names(module: nn.Module, names: Iterable[str]) -> HubNames:
     if model is None:
         return HubNames()
     try:
-        renamings, converters = _of_tables(model)
+        transforms = _transforms(model)
+        renames = [t.rename for t in transforms if not t.operations]
+        rearranges = [t.matches for t in transforms if not {n for n, _ in t.operations} <= _ONE_AFTER_ANOTHER]
+        stacks = [t.matches for t in transforms if t.operations in _STACKS]
         renamed: dict[str, str] = {}
-        rearranged = set()
+        rearranged, stacked = set(), set()
         for name in sorted(names):  # some renamings count on that order
             new = name
-            for rename in renamings:
+            for rename in renames:
                 new = rename(new)
             if new != name:
                 renamed[name] = new
-            if any(matches(new) for matches in converters):
+            if any(matches(new) for matches in rearranges):
                 rearranged.add(name)
-        return HubNames(renamed, frozenset(rearranged))
+            if any(matches(new) for matches in stacks):
+                stacked.add(name)
+        return HubNames(renamed, frozenset(rearranged), frozenset(stacked))
     except Exception as error:  # a table of a version that is built otherwise
         logger.info("carom: transformers' names of a checkpoint are not known: %s", error)
         return HubNames()
 
 
-def _of_tables(model: Any) -> tuple[list[Callable[[str], str]], list[Callable[[str], bool]]]:
-    """What renames, and what tells whether a name's values are rearranged."""
+@dataclass(frozen=True)
+class _Transform:
+    """One line of a table. ``operations``: names and dimensions of what is done to values, none for a mere renaming."""
+
+    rename: Callable[[str], str]
+    matches: Callable[[str], bool] = bool
+    operations: list[tuple[str, Any]] = field(default_factory=list)
+
+
+def _transforms(model: Any) -> list[_Transform]:
     try:
         tables = importlib.import_module(_TABLES)
     except ImportError:
         patterns = getattr(model, "_checkpoint_conversion_mapping", None) or {}
-        return [_substitution(old, new) for old, new in patterns.items()], []
-    transforms = tables.get_model_conversion_mapping(model)
-    renamings = [_renaming(t) for t in transforms if not hasattr(t, "operations")]
-    converters = [
-        _matching(t)
-        for t in transforms
-        if not {type(operation).__name__ for operation in getattr(t, "operations", ())} <= _ONE_AFTER_ANOTHER
-    ]
-    return renamings, converters
+        return [_Transform(functools.partial(re.sub, old, new)) for old, new in patterns.items()]
+    return [_known(transform) for transform in tables.get_model_conversion_mapping(model)]
 
 
-def _substitution(old: str, new: str) -> Callable[[str], str]:
-    return lambda name: re.sub(old, new, name)
-
-
-def _renaming(transform: Any) -> Callable[[str], str]:
-    return lambda name: transform.rename_source_key(name)[0]
-
-
-def _matching(transform: Any) -> Callable[[str], bool]:
-    return lambda name: transform.rename_source_key(name)[1] is not None
+def _known(transform: Any) -> _Transform:
+    return _Transform(
+        lambda name: transform.rename_source_key(name)[0],
+        lambda name: transform.rename_source_key(name)[1] is not None,
+        [(type(done).__name__, getattr(done, "dim", None)) for done in getattr(transform, "operations", ())],
+    )

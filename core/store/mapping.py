@@ -18,7 +18,7 @@ from torch import nn
 
 from ..errors import UnsupportedError, WeightsError
 from .header import show
-from .hub_names import hub_names
+from .hub_names import HubNames, hub_names
 from .index import Index, TensorEntry
 from .packed_source import require_readable
 
@@ -108,15 +108,14 @@ def match_module(
     require_readable(index)
     targets = _targets(module)
     wanted = {n: _WRAPPERS.sub("", rename(n) if rename else n) for t in targets for n in t.names}
-    found = _match(targets, wanted, index, index.entries, prefix, adopt_dtype)
-    if prefix == "auto" and rename is None:
-        hub = hub_names(module, index)
-        if hub.renamed and (found.missing or found.kept):
-            entries = {hub.renamed.get(name, name): entry for name, entry in index.entries.items()}
-            again = _match(targets, wanted, index, entries, prefix, adopt_dtype)
-            if len(again.bound) > len(found.bound):
-                found = again
-        _refuse_rearranged(index, found, hub.rearranged)
+    hub = hub_names(module, index) if prefix == "auto" and rename is None else HubNames()
+    found = _match(targets, wanted, index, index.entries, prefix, adopt_dtype, hub.stacked)
+    if hub.renamed and (found.missing or found.kept):
+        entries = {hub.renamed.get(name, name): entry for name, entry in index.entries.items()}
+        again = _match(targets, wanted, index, entries, prefix, adopt_dtype, hub.stacked)
+        if len(again.bound) > len(found.bound):
+            found = again
+    _refuse_rearranged(index, found, hub.rearranged)
     used = found.used
     extra = tuple(name for name in index if name not in used)
     _complain(index, found.missing, found.wrong, bool(found.bound), found.prefix, extra)
@@ -145,13 +144,14 @@ def _match(
     entries: Mapping[str, TensorEntry],
     prefix: str,
     adopt_dtype: bool,
+    stacked: Collection[str],
 ) -> _Match:
     keys, chosen = _keys(index.path, entries, set(wanted.values()), prefix)
     shapes = {wanted[n]: tuple(t.tensor.shape) for t in targets for n in t.names}
     found = _Match(chosen)
     for target in targets:
         names = [wanted[n] for n in target.names]
-        segments = next((f for n in names if (f := _find(n, shapes, keys))), None)
+        segments = next((f for n in names if (f := _find(n, shapes, keys, stacked))), None)
         if segments is not None:
             found.used.update(s.entry.name for s in segments)
             found.used.update(keys[n].name for n in names if n in keys)
@@ -242,7 +242,10 @@ def _heads(name: str) -> Iterable[tuple[str, str]]:
 
 
 def _find(
-    name: str, shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, TensorEntry]
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    keys: Mapping[str, TensorEntry],
+    stacked: Collection[str],
 ) -> tuple[Segment, ...] | None:
     """Where the target called ``name`` lies: itself, its parts, or a range of a fused tensor; None if nowhere."""
     if name in keys:
@@ -264,7 +267,7 @@ def _find(
                 continue
             if found:
                 return found
-    return _stacked_experts(name, shape, keys)
+    return _stacked_experts(name, shape, keys, stacked)
 
 
 def _swap(pieces: list[str], at: int, new: str) -> str:
@@ -317,16 +320,16 @@ def _fused_rows(
 
 
 def _stacked_experts(
-    name: str, shape: tuple[int, ...], keys: Mapping[str, TensorEntry]
+    name: str, shape: tuple[int, ...], keys: Mapping[str, TensorEntry], stacked: Collection[str]
 ) -> tuple[Segment, ...] | None:
     """Experts that the file holds one by one (`experts.3.up_proj.weight`) and the module as one 3-D tensor."""
     match = _EXPERT.fullmatch(name)
-    # A square matrix might be stored transposed in the stack, and nothing would tell.
-    if not match or len(shape) != 3 or shape[1] == shape[2]:
+    if not match or len(shape) != 3:
         return None
     for kinds in _EXPERT_PARTS[bool(match[2])]:
         found = _one_by_one(match[1], kinds, shape, keys)
-        if found:
+        # A square matrix might be stored transposed in the stack, and only the model's own loader knows.
+        if found and (shape[1] != shape[2] or all(segment.entry.name in stacked for segment in found)):
             return found
     return None
 
