@@ -1,0 +1,153 @@
+"""ai-toolkit with `codec: lossless`: the same training from weights that wait packed and have no second copy on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import warnings
+
+import pytest
+import tests_aitoolkit as standin
+import torch
+from carom.core.packing import PackedOwner
+from carom.toolkit_ext import seams
+from carom.toolkit_ext.job import JobOffload
+from carom.toolkit_ext.options import Policy
+from tests_harness import DEVICES, assert_same
+from torch import nn
+
+BOTH = 400_000  # bytes: about a third of the stand-in's models
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def toolkit(monkeypatch):
+    monkeypatch.setattr("carom.core.packing.LEAST", 1024)  # the stand-in's weights are small
+    with standin.installed():
+        yield
+    gc.collect()
+
+
+def run(folder, codec, model_class=standin.Attaching, config=None, **train):
+    model = dict(config or {})
+    if codec is not None:
+        model |= {"offload": "bouncing", "offload_kwargs": {"vram": BOTH, "codec": codec}}
+    process = standin.BaseSDTrainProcess(model, folder, **train)
+    process.model_class = model_class
+    process.run()
+    return process
+
+
+@pytest.fixture
+def job():
+    """A transformer under a job whose weights wait packed."""
+    seams._current = JobOffload(Policy("bouncing", 200_000, codec="lossless"), "cpu", standin.SAID.append)
+    torch.manual_seed(1)
+    yield seams._current, standin.Transformer().requires_grad_(False)
+    seams._current.close()
+    seams._current = None
+
+
+def packed(module):
+    session = module._memory_manager.session
+    assert session is not None and session.report().packed_units > 0
+    return {
+        owner.entry.name: owner
+        for unit in session._placement.streamed
+        for owner in unit.owners
+        if isinstance(owner, PackedOwner)
+    }
+
+
+def inputs(step=0):
+    return standin._noise(step), standin._noise(50 + step)
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated-late", "simulated-random"])
+@pytest.mark.parametrize("model_class", [standin.Attaching, standin.Legacy])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_training_is_the_plain_jobs_bit_for_bit(tmp_path, monkeypatch, device, model_class, checkpointing):
+    monkeypatch.setattr("carom.toolkit_ext.job.engine_device", lambda _: DEVICES[device])
+    train = {"gradient_checkpointing": checkpointing, "sample_every": 1}
+    plain = run(tmp_path, None, model_class, **train)
+    assert_same(plain.result, run(tmp_path, "lossless", model_class, **train).result)
+
+
+def test_a_packed_weight_keeps_no_bytes_beside_the_packed_ones(job):
+    _, model = job
+    nbytes = {name: p.nbytes for name, p in model.named_parameters()}
+    standin.MemoryManager.attach(model, CPU)
+    model(*inputs())
+    owners = packed(model)
+    assert sum(nbytes[name] for name in owners) > 0.5 * sum(nbytes.values())
+    with torch._C.DisableTorchFunctionSubclass():
+        for name, owner in owners.items():
+            assert owner.tensor.untyped_storage().nbytes() <= 8, f"{name} keeps its plain bytes as well"
+    report = model._memory_manager.session.report()
+    assert (
+        report.pinned_bytes
+        < report.streamed_bytes
+        == sum(unit.nbytes for unit in model._memory_manager.session._placement.streamed)
+    )
+
+
+def test_packed_weights_are_readable_and_true(job):
+    _, model = job
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    standin.MemoryManager.attach(model, CPU)
+    model(*inputs())
+    assert packed(model)
+    for name, value in expected.items():
+        path, _, leaf = name.rpartition(".")
+        weight = getattr(model.get_submodule(path), leaf)
+        assert (weight.shape, weight.dtype) == (value.shape, value.dtype)
+        assert torch.equal(weight.detach().float(), value.float()) and torch.equal(weight.data, value), name
+        norm = torch.linalg.vector_norm(weight, dim=0)  # as DoRA asks
+        assert torch.equal(norm, torch.linalg.vector_norm(value, dim=0))
+
+
+def test_a_merge_is_seen_and_warns_of_nothing(job):
+    _, model = job
+    x, text = inputs()
+    standin.MemoryManager.attach(model, CPU)
+    network = standin.Network(model)
+    network.apply_to()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(0.01)
+        before = model(x, text)
+        assert packed(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            network.merge_in()
+        merged = model(x, text)
+        network.merge_out()
+    reference = standin.Transformer()
+    torch.manual_seed(1)
+    reference = standin.Transformer().requires_grad_(False)
+    again = standin.Network(reference)
+    again.apply_to()
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.fill_(0.01)
+        again.merge_in()
+        assert not torch.equal(before, merged) and torch.equal(reference(x, text), merged)
+
+
+def test_wrapped_weights_below_a_list_without_a_run_of_its_own_are_exact(job):
+    offload, model = job
+    offload.policy = dataclasses.replace(offload.policy, vram=110_000)
+    model.blocks = nn.ModuleList([model.blocks[0]])  # as a transformer with a single refiner has
+    block = model.blocks[0]
+    codes = block.up.weight.detach().to(torch.float8_e4m3fn)
+    block.up.weight = nn.Parameter(standin.Wrapped(codes, torch.float32), requires_grad=False)
+
+    def gradients():
+        x, text = (t.requires_grad_() for t in inputs())
+        model(x, text).sum().backward()
+        return [x.grad, text.grad]
+
+    expected = gradients()
+    standin.MemoryManager.attach(model, CPU)
+    assert_same(expected, gradients())
+    assert any("up.weight" in name for name in packed(model))
