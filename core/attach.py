@@ -232,9 +232,22 @@ class Placement:
                 moved.tensor.data = moved.tensor.data.clone(memory_format=torch.preserve_format)
         self._moved.clear()
         for streamed in self.streamed:
-            streamed.block.unpin()
+            _let_go(streamed)
         self.streamed = []
         self.resident_bytes = self.adapter_bytes = self.streamed_host_bytes = self.wire_bytes = 0
+
+
+def _let_go(streamed: Streamed) -> None:
+    """Only the model's tensors keep the unit's block from here on.
+
+    What the session was made of dies in cycles, whenever the collector comes by: until then a module that is laid
+    out anew would lie in memory twice.
+    """
+    streamed.block.unpin()
+    streamed.block = Block(torch.empty(0, dtype=torch.uint8), False, 0)
+    for owner in streamed.owners:
+        host = owner.host
+        owner.host = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device="meta")
 
 
 def _plain(tensor: torch.Tensor) -> bool:
