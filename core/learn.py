@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from .predict import LATENCY, Link, Workload
 
+STALLED = 0.1  # of a step: what waits longer for weights does not wait for the host
+
 
 class Turn(NamedTuple):
     """A unit's turn in a forward, in seconds from the step's begin: when the computing stream came to it, went on
@@ -29,10 +31,12 @@ class Turn(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """The streamed units' turns in one forward, and its seconds."""
+    """The streamed units' turns in one forward, and its seconds; ``close``: of its later turns, the share at whose end the
+    device had begun what the host had only just issued."""
 
     turns: tuple[Turn, ...]
     seconds: float
+    close: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,13 @@ class Profile:
     link_bytes_per_second: float | None
     forwards: tuple[Forward, ...]
     copies: tuple[tuple[int, float], ...] = ()  # bytes and seconds of its copies
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the device waits for Python: it is right behind the host, and does not wait for weights instead."""
+        stalled = self.seconds - sum(self.compute)
+        close = median(forward.close for forward in self.forwards) if self.forwards else 0.0
+        return close > 0.5 and stalled < STALLED * self.seconds
 
 
 class Piece(NamedTuple):
@@ -75,6 +86,7 @@ class Learnt:
     held: Mapping[str, float]  # by unit: of its seconds, those in which its slot is in use
     share: float  # what recomputing takes, of the forward
     seconds: float  # of a step, measured
+    host_bound: bool = False  # the seconds are of Python's calls, which no layout hides
 
     def workload(self, units: Sequence[Piece], blocks: Sequence[frozenset[str]] = ()) -> Workload:
         """The step for another carving; ``blocks``: tensors that are recomputed together."""
@@ -155,6 +167,7 @@ def learn(
         held={piece.name: share for piece, share in zip(units, held, strict=True)},
         share=share,
         seconds=profile.seconds,
+        host_bound=profile.host_bound,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from .learn import Forward, Profile, Turn
 from .report import Span
-from .transfer import Engine
+from .transfer import Engine, StreamEngine
 
 _KEPT_STEPS = 64  # figures the medians are taken over
 _OPEN_STEPS = 6  # steps whose events may be outstanding before the oldest loses its timing
@@ -52,6 +52,9 @@ class _Step:
     decodes: list[tuple[Any, Any]] = field(default_factory=list)
     waits: list[tuple[Any, Any, str, bool]] = field(default_factory=list)
     turns: list[list[Any]] = field(default_factory=list)  # of units in the forward: name, came, went on, left
+    close: list[bool] = field(
+        default_factory=list
+    )  # at each turn's end: was the device right behind the host?
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Medians:
     raw_bytes: float = 0
     transfers: float = 0
     disk_bytes: float = 0
+    host_bound: bool = False
 
 
 class Meter:
@@ -112,6 +116,8 @@ class Meter:
         self._kinds = [0, 0]  # steps begun without gradients, with
         self.profiling = False  # whether the streamer tells of each unit's turn
         self.timing = True  # whether the present step takes times; the streamer asks before it makes marks
+        # Elsewhere copies block the host, or a virtual clock knows nothing of it.
+        self.watches_host = isinstance(engine, StreamEngine)
 
     # -- what happens
 
@@ -182,6 +188,9 @@ class Meter:
             for turn in reversed(self._open.turns):
                 if turn[0] == name and turn[3] is None:
                     turn[3] = left
+                    if self.watches_host:
+                        # The kernels were issued just now, and the device has begun them: it waits for more.
+                        self._open.close.append(self._engine.done(turn[2]))
                     return
 
     # -- what comes of it
@@ -222,7 +231,11 @@ class Meter:
         if step.turns:
             at = lambda event: between(step.begin, event)  # noqa: E731
             turns = tuple(Turn(name, *map(at, marks)) for name, *marks in step.turns if marks[2] is not None)
-            self._profiled.append((step.turn is not None, Forward(turns, forward)))
+            late = step.close[
+                len(step.close) // 2 :
+            ]  # a step that begins on an idle device has to get ahead first
+            close = sum(late) / len(late) if late else 0.0
+            self._profiled.append((step.turn is not None, Forward(turns, forward, close)))
             self._copies = tuple((copy.nbytes, time) for copy, time in copies)
         return StepFigures(
             train=step.turn is not None,
@@ -348,5 +361,8 @@ class Meter:
             wire_bytes=median(step.wire_bytes for step in steps),
             raw_bytes=median(step.raw_bytes for step in steps),
             transfers=median(step.transfers for step in steps),
+            host_bound=(profile := self.profile()) is not None
+            and profile.train == train
+            and profile.host_bound,
             disk_bytes=median(step.disk_bytes for step in steps),
         )

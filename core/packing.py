@@ -332,7 +332,6 @@ class PackedPlacement(Placement):
                 after = self._engine.mark()
                 self._engine.synchronize()
                 best = min(best, self._engine.elapsed(before, after))
-            streamed.decoder.forget()  # buffers that are given back
             for entry, packed in zip(streamed.unit.entries, streamed.packed, strict=True):
                 if packed is not None and id(packed.tensor) not in self._shelf:
                     there = out[entry.offset : entry.offset + entry.nbytes]
@@ -437,4 +436,6 @@ def give_back(shelf: dict[int, PackedTensor]) -> None:
         value = packed.value() if packed.fetched is None else packed.fetched
         packed.tensor.data = value if packed.home.type == "cpu" else value.to(packed.home)
         packed.tensor.__dict__.pop("_carom", None)
+        # Whoever still refers to it (what the session was made of dies in cycles) must not keep the bytes twice.
+        packed.blob, packed.fetched = torch.empty(0, dtype=torch.uint8), None
     shelf.clear()

@@ -168,12 +168,15 @@ class Session(Pools, Adapts, Adopts, Values):
             residents = Residents(self._engine, self._arena)
             disk = Disk(self._checkpoint, self._ram, self._write_streamed, residents)
         self._meter = Meter(self._engine)
+        before: Placement | None = self.__dict__.get("_placement")
         self._placement = Placement(self._engine, self._arena)
+        self._placement.receive([] if before is None else before.given())
         try:
             self._carving, self.plan = self._decide()
             if disk is not None:
                 self._placement = DiskPlacement(self._engine, self._arena, disk)
             elif self._shelf or (self._packing is not None and self.plan.staging_bytes):
+                left = self._placement.given()
                 self._placement = PackedPlacement(
                     self._engine,
                     self._arena,
@@ -183,10 +186,14 @@ class Session(Pools, Adapts, Adopts, Values):
                     # Until the region is there; two units are on their way, and one is there packed.
                     self.plan.region_bytes + self.plan.staging_bytes - 3 * self._carving.largest,
                 )
+                self._placement.receive(left)
             resident, streamed = self._divide(disk)
-            self._placement.keep(resident, [entry for entry, _ in self._carving.resident])
+            needed = [entry for entry, _ in self._carving.resident]
+            self._placement.keep_received(resident, needed, self._carving.adapters)
+            self._placement.keep(resident, needed)
             for entry in self._carving.adapters:
                 self._placement.adapt(entry)
+            self._placement.settled()
             self._streamer = self._make_streamer(disk, streamed)
             self._placement.stream(streamed, self._streamer.add)
             if self._laid_open is not None:
@@ -241,7 +248,8 @@ class Session(Pools, Adapts, Adopts, Values):
             if id(site.module) in paths
         }
 
-    def _detach(self) -> None:
+    def _detach(self, leave: bool = False) -> None:
+        """``leave``: what is on the device may stay there, for the layout that follows at once."""
         if not self._closed and not self._parked:
             self._follow_replaced()
         self._wrapped.undo()
@@ -253,7 +261,10 @@ class Session(Pools, Adapts, Adopts, Values):
         if isinstance(self._engine, SimulatedEngine):
             for unit in self._placement.streamed:
                 self._engine.unguard(unit.block.data)
-        self._placement.undo()
+        if leave:
+            self._placement.leave()
+        else:
+            self._placement.undo()
         if self._laid_open is not None:
             self._laid_open.follow()
         self._closed = True
@@ -336,7 +347,9 @@ class Session(Pools, Adapts, Adopts, Values):
 
         ``retry``: whoever calls comes again with other settings where the device's memory does not suffice.
         """
-        self._detach()
+        # Tensors in files, in a native pool or of quantised weights lie otherwise each time.
+        simple = self._checkpoint is None and self._native is None and not len(self._laid_open or ())
+        self._detach(leave=retry and simple)
         between()
         if self._laid_open is not None:
             self._laid_open.renew()

@@ -13,6 +13,7 @@ from ..core.errors import CaromError, WeightsError
 from . import host
 from .offload import offload, offload_clip
 from .policy import Settings, choose_way
+from .read_ahead import read_ahead
 from .widgets import CATEGORY, settings_from, widgets
 
 NO_FILE = "none"
@@ -75,9 +76,11 @@ def _reading(name: str, load: Callable[[], Any]) -> Any:
     return result
 
 
-def _static(settings: Settings, device: torch.device) -> dict[str, bool]:
-    """Keyword arguments that make ComfyUI's loader leave dynamic VRAM, where the model is going to stream."""
-    return {"disable_dynamic": True} if choose_way(settings.mode, device.type).streams else {}
+def ahead(path: str, settings: Settings, device: torch.device | None = None) -> None:
+    """Have the file read while the model is built, where its weights are going to stream."""
+    where = host.compute_device() if device is None else device
+    if choose_way(settings.mode, where.type).streams:
+        read_ahead(path)
 
 
 def model_options(weight_dtype: str) -> dict[str, Any]:
@@ -130,12 +133,10 @@ class CaromLoadDiffusionModel(io.ComfyNode):
 
         settings = settings_from(cls, options)
         path = _path("diffusion_models", unet_name)
-        static = _static(settings, host.compute_device())
         asked = model_options(weight_dtype)
-        model = _reading(
-            unet_name, lambda: comfy.sd.load_diffusion_model(path, model_options=asked, **static)
-        )
-        return io.NodeOutput(_told(offload(model, settings), settings))
+        ahead(path, settings)
+        model = _reading(unet_name, lambda: comfy.sd.load_diffusion_model(path, model_options=asked))
+        return io.NodeOutput(_told(offload(model, settings, fresh=True), settings))
 
 
 class CaromLoadCheckpoint(io.ComfyNode):
@@ -163,15 +164,15 @@ class CaromLoadCheckpoint(io.ComfyNode):
 
         settings = settings_from(cls, options)
         path = _path("checkpoints", ckpt_name)
-        static = _static(settings, host.compute_device())
+        ahead(path, settings)
         model, clip, vae = _reading(
             ckpt_name,
             lambda: comfy.sd.load_checkpoint_guess_config(
-                path, output_vae=True, output_clip=True, embedding_directory=_embeddings(), **static
+                path, output_vae=True, output_clip=True, embedding_directory=_embeddings()
             )[:3],
         )
-        model = None if model is None else _told(offload(model, settings), settings)
-        clip = None if clip is None else offload_clip(clip, settings)[0]
+        model = None if model is None else _told(offload(model, settings, fresh=True), settings)
+        clip = None if clip is None else offload_clip(clip, settings, fresh=True)[0]
         return io.NodeOutput(model, clip, vae)
 
 
@@ -231,7 +232,8 @@ class CaromLoadCLIP(io.ComfyNode):
         asked: dict[str, Any] = {}
         if device == "cpu":
             asked = {"load_device": where, "offload_device": where}
-        static = _static(settings, where)
+        for path in paths:
+            ahead(path, settings, where)
         clip = _reading(
             ", ".join(names),
             lambda: comfy.sd.load_clip(
@@ -239,10 +241,9 @@ class CaromLoadCLIP(io.ComfyNode):
                 embedding_directory=_embeddings(),
                 clip_type=kind,
                 model_options=asked,
-                **static,
             ),
         )
-        return io.NodeOutput(_told(offload_clip(clip, settings), settings))
+        return io.NodeOutput(_told(offload_clip(clip, settings, fresh=True), settings))
 
 
 def _told(result: tuple[Any, Any], settings: Settings) -> Any:

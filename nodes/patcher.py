@@ -17,7 +17,7 @@ from ..core.errors import BudgetError, CaromError, UnsupportedError
 from . import host
 from .policy import Settings, next_budget, parse_limit
 from .streaming import Streaming, streaming_of
-from .tensors import own_tensors
+from .tensors import own_memory, own_tensors
 
 KEY = "carom"  # of our attachment, which clones of a patcher carry on
 NOTHING = 1  # bytes: what ComfyUI's own load may put on the device; 0 would mean "everything"
@@ -72,6 +72,7 @@ class CaromPatcher:
                 if self._settings.mode == "stream" or isinstance(error, BudgetError):
                     raise
                 self._leave()
+                own_memory(self.model)
                 carom.note = f"ComfyUI keeps the weights: {error}"
                 host.say(f"Carom: {carom.note}", self._settings.node)
         return super().load(  # type: ignore[misc]
@@ -123,9 +124,11 @@ class CaromPatcher:
             carom.open(self.load_device, bound, settings)
         else:
             own_tensors(self.model)
-            budget = next_budget(carom.budget, carom.held, carom.streamed, bound)
+            budget = next_budget(carom.budget, carom.held, carom.streamed, bound, self._limit())
             if budget is not None:
                 carom.resize(budget)
+        if self._compiled():
+            carom.lengthen()
         self.model.model_loaded_weight_memory = carom.held
         carom.expected = (self.model.current_weight_patches_uuid, carom.held)
 

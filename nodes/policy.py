@@ -17,6 +17,7 @@ GROW_SHARE = (
     8  # a budget grows when an eighth of what streams would become resident: laying out anew costs a second
 )
 GROW_LEAST = 256 * MIB
+SHRINK_SHARE, SHRINK_MOST = 8, 384 * MIB  # of what is held: offers that are less by no more are not followed
 
 
 @dataclass(frozen=True)
@@ -87,27 +88,42 @@ def parse_limit(value: int | str, whole: int, setting: str = "vram") -> float:
     return size
 
 
-def next_budget(now: int | None, held: int, streamed: int, bound: int) -> int | None:
+def next_budget(now: int | None, held: int, streamed: int, bound: int, limit: float = math.inf) -> int | None:
     """The budget to change to, None to leave things as they are.
 
     ``now``: the present budget (None: no session); ``held``: bytes on the device under it; ``streamed``: bytes that
-    are not resident; ``bound``: what may be used from now on. Shrinks whenever it must, grows only for a gain worth
-    laying the weights out anew, so that small changes of what ComfyUI offers move nothing.
+    are not resident; ``bound``: what ComfyUI offers from now on; ``limit``: the user's own. Shrinks below ``limit``
+    at once, and for an offer that is much smaller; grows for a gain worth laying the weights out anew. What ComfyUI
+    offers changes a little from prompt to prompt (kernels that were loaded, memory that is cached), within what it
+    keeps in reserve, and following it would lay out the whole model each time.
     """
     if now is None:
         return bound
+    if held > limit:
+        return int(min(bound, limit))
     if bound < held:
-        return bound
+        return None if held - bound <= min(SHRINK_MOST, held // SHRINK_SHARE) else bound
     worth = max(GROW_LEAST, streamed // GROW_SHARE)
     if streamed and bound - now >= min(worth, streamed):
         return bound
     return None
 
 
-def describe(way: str, held: int, streamed: int, budget: int | None, stall: float | None = None) -> str:
-    """One line for the node: the policy, the residency and, once measured, the stall."""
+def describe(
+    way: str,
+    held: int,
+    streamed: int,
+    budget: int | None,
+    stall: float | None = None,
+    size: int | None = None,
+) -> str:
+    """One line for the node: the policy, the residency and, once measured, the stall.
+
+    ``held``: bytes on the device, slots included; ``streamed``: bytes of weights that wait on the host; ``size``: of
+    all weights, each counted once (default: the sum of both, which is right where there are no slots).
+    """
     if way == "stream":
-        total = held + streamed
+        total = held + streamed if size is None else size
         share = f"{100 * streamed / total:.0f} %" if total else "0 %"
         text = f"Carom: {share} of {format_size(total)} streams, {format_size(held)} on the device"
         if budget is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,10 +19,12 @@ from ..core.progress import told_to
 from ..core.report import Report
 from ..core.session import Session, stream
 from . import host
+from .plain_ops import shorten
 from .policy import Settings, describe, parse_limit
-from .tensors import own_tensors, wrapped_kind
+from .tensors import MAPPED, own_tensors, wrapped_kind
 from .wrapped import dresses, put_together, take_apart
 
+logger = logging.getLogger("carom")
 # What ComfyUI calls on models whose own forward it does not call: text encoders, then VAEs.
 ENTRANCES = ("encode_token_weights", "generate", "encode", "decode")
 _ATTRIBUTE = "_carom_streaming"
@@ -48,7 +51,8 @@ class Streaming:
         self.packs = False  # weights may wait packed
         self.active = False  # weights are Carom's, or about to be
         self.budget: int | None = None
-        self.held = 0
+        self.held = 0  # bytes on the device: resident, slots, staging
+        self.resident = 0
         self.streamed = 0
         self.note = ""  # why the model does not stream, when it does not
         self.expected: tuple = ()
@@ -59,6 +63,7 @@ class Streaming:
         self._pinned = 0
         self._last: Report | None = None
         self._undo = contextlib.ExitStack()
+        self._lengthen: Callable[[], None] = _nothing
         self._node = ""  # of the page, which running is told to
         self._told = 0.0
 
@@ -69,7 +74,7 @@ class Streaming:
 
         Raises BudgetError (the user's own limit is too small) or another CaromError; nothing is attached then.
         """
-        model = self._model()
+        model, began = self._model(), time.monotonic()
         assert model is not None and self.session is None
         root = getattr(model, "diffusion_model", None)
         entrances: tuple[str, ...] = ()
@@ -88,10 +93,14 @@ class Streaming:
             self._undo.close()
             raise
         self.session, self.budget, self.packs = session, bound, settings.codec != "raw"
+        model.__dict__.pop(MAPPED, None)  # every weight has moved
         for name in entrances:
             self._enter_by(model, root, name)
         handle = root.register_forward_pre_hook(_quiet(functools.partial(_guard, weakref.ref(self))))
         self._undo.callback(handle.remove)
+        logger.info("Carom: weights laid out in %.2f s", time.monotonic() - began)
+        self._undo.callback(self.lengthen)
+        self._lengthen = shorten(root)
         self._measure()
         self._node, self._told = settings.node, time.monotonic()
         bar.finish()  # cancelled meanwhile: whoever loads closes us again
@@ -116,6 +125,11 @@ class Streaming:
                 # Less than this cannot run at all; ComfyUI's own estimate has reserves to give.
                 return _stream(root, device, error.least_bytes, settings), error.least_bytes
 
+    def lengthen(self) -> None:
+        """ComfyUI's own forwards again: compiled code is to see what it always sees."""
+        self._lengthen()
+        self._lengthen = _nothing
+
     def _take_apart(self, root: nn.Module) -> None:
         opened = take_apart(root)
         self._undo.callback(put_together, opened)
@@ -129,7 +143,7 @@ class Streaming:
     def resize(self, budget: int) -> int:
         """Change the budget, to the least that works where ``budget`` is smaller; returns bytes given back."""
         assert self.session is not None
-        before = self.held
+        before, began = self.held, time.monotonic()
         with _laying_out():
             try:
                 self.session.set_budget(vram=budget)
@@ -140,6 +154,7 @@ class Streaming:
                 self.session.set_budget(vram=budget)
         self.budget = budget
         self._measure()
+        logger.info("Carom: weights laid out anew in %.2f s", time.monotonic() - began)
         return before - self.held
 
     def expect_successor(self) -> None:
@@ -171,7 +186,7 @@ class Streaming:
             self._undo.close()
             self.dressed = False
             host.count_pinned(-self._pinned)
-            self._pinned = self.held = self.streamed = 0
+            self._pinned = self.held = self.resident = self.streamed = 0
 
     # -- figures
 
@@ -187,7 +202,9 @@ class Streaming:
     def _measure(self) -> None:
         report = self.report()
         assert report is not None
-        self.held = report.resident_bytes + report.slot_bytes + report.adapter_bytes
+        slots = report.slot_bytes + report.staging_bytes
+        self.resident = report.resident_bytes + report.adapter_bytes
+        self.held = self.resident + slots
         self.streamed = report.streamed_bytes
         host.count_pinned(report.pinned_bytes - self._pinned)
         self._pinned = report.pinned_bytes
@@ -199,7 +216,9 @@ class Streaming:
     def line(self, loaded: int, stall: float | None = None) -> str:
         """One line for the node."""
         if self.session is not None:
-            return describe("stream", self.held, self.streamed, self.budget, stall)
+            return describe(
+                "stream", self.held, self.streamed, self.budget, stall, self.resident + self.streamed
+            )
         return describe(self.note or "whole", loaded, 0, None)
 
     def tell(self) -> None:
@@ -271,6 +290,10 @@ def _guard(reference: weakref.ref[Streaming], root: nn.Module, args: Any) -> Non
         streaming._take_apart(root)
         own_tensors(root)
         streaming.expected = found
+
+
+def _nothing() -> None:
+    pass
 
 
 def _quiet(function: Callable) -> Callable:

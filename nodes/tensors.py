@@ -10,6 +10,9 @@ from torch import nn
 from ..core.away import AwayParameter, AwayTensor
 from ..core.ops import HostParameter, HostTensor
 
+MAPPED = "_carom_mapped"  # of a model: its weights lie in a mapped file, which nobody may write to
+SMALL = 16 << 10  # bytes of a module; from there on ComfyUI's dynamic patcher converts weights as a whole
+
 
 def own_tensors(module: nn.Module) -> int:
     """Put ordinary tensors over the same memory in the place of inference tensors; returns how many.
@@ -34,6 +37,54 @@ def own_tensors(module: nn.Module) -> int:
                 elif tensor.requires_grad and tensor.is_leaf:
                     tensor.requires_grad_(False)
     return len(made)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def settle_dtypes(module: nn.Module) -> None:
+    """Weights in the dtype that ComfyUI means them to have on the device, where that is not the file's.
+
+    Its dynamic patcher converts on the way to the device, and its static one expects that loading has converted.
+    What is small stays as it is: ComfyUI casts that in every use.
+    """
+    for part in module.modules():
+        small = hasattr(part, "comfy_cast_weights") and _bytes(part) <= SMALL
+        for table in (part._parameters, part._buffers):
+            for name, tensor in table.items():
+                meant = getattr(part, f"{name}_comfy_model_dtype", None)
+                if tensor is None or meant is None or tensor.dtype == meant or tensor.is_meta or small:
+                    continue
+                if is_plain(tensor) and tensor.is_floating_point() and meant.is_floating_point:
+                    new = tensor.detach().to(meant)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    table[name] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def own_memory(module: nn.Module) -> None:
+    """Weights out of a mapped file, if they are still there: ComfyUI's static patchers write to weights in place."""
+    if not module.__dict__.pop(MAPPED, False):
+        return
+    made: dict[int, Any] = {}
+    for part in module.modules():
+        tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None or not is_plain(tensor) or tensor.device.type != "cpu":
+                    continue
+                if id(tensor) not in made:
+                    new = tensor.detach().clone()
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = (
+                        tensor,
+                        nn.Parameter(new, requires_grad=False) if is_parameter else new,
+                    )
+                table[name] = made[id(tensor)][1]
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(t.numel() * t.element_size() for t in module.parameters(recurse=False))
 
 
 @torch.inference_mode(False)

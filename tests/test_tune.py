@@ -5,9 +5,11 @@ from __future__ import annotations
 import carom
 import pytest
 import torch
+from carom.core import replan
 from carom.core import session as sessions
 from carom.core.adapt import OutOfMemory
 from carom.core.learn import Forward, Piece, Profile, Turn, learn
+from carom.core.meter import Meter
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -324,3 +326,41 @@ def test_a_change_that_finds_no_memory_takes_the_layout_before(monkeypatch):
         assert failed, "nothing was to be gained: the test would show nothing"
         assert session.plan.resident == held
         assert torch.equal(step(net, False), resident)
+
+
+@pytest.mark.parametrize(("ratio", "bound"), [(3.0, True), (0.25, False)])
+def test_a_session_knows_when_the_host_binds(monkeypatch, ratio, bound):
+    """The simulated device is always right behind the host: then only waiting for weights speaks against it."""
+    begin = Meter.__init__
+    monkeypatch.setattr(
+        Meter, "__init__", lambda self, engine: (begin(self, engine), setattr(self, "watches_host", True))[0]
+    )
+    net = Net()
+    with carom.stream(
+        net, device=device(net, ratio), vram=int(size(net) * 0.5), granularity="block"
+    ) as session:
+        for _ in range(8):
+            step(net, False)
+        report, advice = session.report(), session._advice()
+        assert (report.bound_by == "host") is bound
+        assert (advice.reason == replan.HOST) is bound and advice.understood
+        assert ("waits for Python" in report.table()) is bound
+
+
+def test_a_device_that_lags_behind_the_host_is_not_said_to_wait_for_it():
+    turns = (Turn("a", 0.0, 0.0, 1.0),)
+
+    def profile(close, compute=1.0):
+        return Profile(False, 1.0, (compute, 0.0), 1e9, (Forward(turns, 1.0, close),))
+
+    assert profile(1.0).host_bound and not profile(0.4).host_bound
+    assert not profile(1.0, compute=0.8).host_bound, "it waits for weights"
+    assert not Profile(False, 1.0, (1.0, 0.0), 1e9, ()).host_bound, "nothing was seen"
+
+
+def test_where_the_host_is_not_on_the_clock_it_is_not_watched():
+    net = Net()
+    with carom.stream(net, device=device(net, 3.0), vram=int(size(net) * 0.5)) as session:
+        for _ in range(8):
+            step(net, False)
+        assert not session._meter.watches_host and session.report().bound_by != "host"
