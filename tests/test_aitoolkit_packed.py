@@ -162,11 +162,12 @@ class Refined(nn.Module):
         return x
 
 
-def test_packed_wrapped_weights_below_a_list_of_one_are_exact():
+def test_packed_wrapped_weights_below_a_list_of_one_are_exact_and_saved_true():
     x = torch.linspace(-1, 1, 512).reshape(2, 256).requires_grad_()
     results = []
     for streamed in (False, True):
         model = Refined()
+        codes = model.refiner[0][0].weight.codes.clone()
         x.grad = None
         if streamed:
             with carom.stream(
@@ -176,6 +177,10 @@ def test_packed_wrapped_weights_below_a_list_of_one_are_exact():
                 assert units["refiner"].decoder is not None
                 y = model(x)
                 y.sum().backward()
+                saved, read = model.state_dict(), session.read("refiner.0.0.weight")
+                assert torch.equal(read.codes, codes) and torch.equal(
+                    saved["refiner.0.0.weight"].codes, codes
+                )
         else:
             y = model(x)
             y.sum().backward()
