@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import warnings
 
+import carom
 import pytest
 import tests_aitoolkit as standin
 import torch
@@ -134,20 +134,55 @@ def test_a_merge_is_seen_and_warns_of_nothing(job):
         assert not torch.equal(before, merged) and torch.equal(reference(x, text), merged)
 
 
-def test_wrapped_weights_below_a_list_without_a_run_of_its_own_are_exact(job):
-    offload, model = job
-    offload.policy = dataclasses.replace(offload.policy, vram=110_000)
-    model.blocks = nn.ModuleList([model.blocks[0]])  # as a transformer with a single refiner has
-    block = model.blocks[0]
-    codes = block.up.weight.detach().to(torch.float8_e4m3fn)
-    block.up.weight = nn.Parameter(standin.Wrapped(codes, torch.float32), requires_grad=False)
+class Aliasing(standin.Wrapped):
+    """As torchao's: what is inside becomes a plain tensor when it is put together, so operators see no stand-in there."""
 
-    def gradients():
-        x, text = (t.requires_grad_() for t in inputs())
-        model(x, text).sum().backward()
-        return [x.grad, text.grad]
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["codes"].detach(), context)
 
-    expected = gradients()
-    standin.MemoryManager.attach(model, CPU)
-    assert_same(expected, gradients())
-    assert any("up.weight" in name for name in packed(model))
+
+class Refined(nn.Module):
+    """As a transformer with a single refiner: a list of one before a list of several."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.refiner = nn.ModuleList([nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))])
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+        self.requires_grad_(False)
+        for linear in (self.refiner[0][0], self.refiner[0][2]):
+            codes = (linear.weight.detach() * 8).to(torch.float8_e4m3fn)
+            linear.weight = nn.Parameter(Aliasing(codes, torch.float32), requires_grad=False)
+
+    def forward(self, x):
+        x = self.refiner[0](x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def test_packed_wrapped_weights_below_a_list_of_one_are_exact_and_saved_true():
+    x = torch.linspace(-1, 1, 512).reshape(2, 256).requires_grad_()
+    results = []
+    for streamed in (False, True):
+        model = Refined()
+        codes = model.refiner[0][0].weight.codes.clone()
+        x.grad = None
+        if streamed:
+            with carom.stream(
+                model, device="cpu", vram=800_000, codec="lossless", granularity="block"
+            ) as session:
+                units = {unit.name: unit for unit in session._placement.streamed}
+                assert units["refiner"].decoder is not None
+                y = model(x)
+                y.sum().backward()
+                saved, read = model.state_dict(), session.read("refiner.0.0.weight")
+                assert torch.equal(read.codes, codes) and torch.equal(
+                    saved["refiner.0.0.weight"].codes, codes
+                )
+        else:
+            y = model(x)
+            y.sum().backward()
+        results.append([y.detach(), x.grad.clone()])
+    assert_same(*results)
