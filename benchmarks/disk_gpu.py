@@ -5,7 +5,7 @@ A Llama-shaped model of 24 GB (7B's width, 59 blocks) is drawn on the device and
 - `raw`: plain direct reads by several threads and block sizes; the best is read again beside every part;
 - `first_output`: all of it built on meta and streamed with ``ram`` an eighth of its bytes: until `carom.stream` returns, until the
   first output is there, and whether it is that of the model which is still on the device, bit for bit; the process's memory,
-  watched from outside;
+  watched from outside (a forward of one block went before, so that libraries and kernels are loaded);
 - `lora`: its first 32 blocks, which is 7B's shape, under 3 GiB of device and 4 GiB of host memory: PEFT, checkpointing, `OptimizerInBackward`; the
   adapters against those of the resident run with plain AdamW, and the step beside what its bytes take;
 - `rate`: passes over 20 blocks in turns with plain direct reads.
@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
-SWEPT = 1 << 30  # bytes of one measurement of plain reads
+SWEPT = 3 << 28  # bytes of one measurement of plain reads
 RESERVED = 3.0  # seconds kept for the end of the run
 
 

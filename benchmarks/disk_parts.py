@@ -29,12 +29,25 @@ class Part:
         self.shape = disk_llama.Shape(args.width, args.inner, args.heads, args.vocab)
         self.folder, self.device = Path(args.inside), torch.device(args.device)
         self.file = self.folder / "model.safetensors"
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).init()
-        # What the first operator brings with it (context, libraries) is the process's, not the session's.
-        one = torch.ones(256, 256, device=self.device, dtype=torch.bfloat16)
-        float((one @ one).sum())
+        self.kernels = "the default ones"
+        torch.use_deterministic_algorithms(True)
+        # What a first forward brings with it (context, libraries, kernels) is the process's, not the session's.
+        with torch.no_grad():
+            disk_llama.build(self.shape, 1, self.device)(input_ids=self.tokens(0))
+        self.wait()
+
+    def exactly(self) -> None:
+        """Kernels whose gradients are the same each time: tried, and where one has none attention is taken apart."""
+        model = disk_llama.build(self.shape, 1, self.device).requires_grad_(False)
+        tokens = self.tokens(0)
+        ahead = torch.zeros(*tokens.shape, self.args.width, dtype=torch.bfloat16, device=self.device)
+        try:
+            model(inputs_embeds=ahead.requires_grad_(), labels=tokens).loss.backward()
+        except RuntimeError as error:
+            self.kernels = f"attention by matrix products, because {str(error)[:200]}"
+            for kind in ("flash", "mem_efficient", "cudnn"):
+                getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
+            torch.use_deterministic_algorithms(True, warn_only=True)
 
     def left(self) -> float:
         return self.args.until - time.time()
@@ -115,10 +128,11 @@ def make(part: Part) -> None:
     }  # fmt: skip
     torch.save(part.output(model), part.folder / "output.pt")
     say("make", found)
+    part.exactly()
     disk_llama.cut(model, min(kept, args.lora_layers))
     model, trained = disk_llama.add_adapters(model)
     start = [p.detach().clone() for p in trained]
-    found = {}
+    found = {"kernels": part.kernels}
     in_backward = functools.partial(carom.OptimizerInBackward, factory=ADAMW)
     for name, optimizer in (("plain", ADAMW), ("in_backward", in_backward)):
         with torch.no_grad():
@@ -178,6 +192,7 @@ def figures(session) -> dict:
 
 def lora(part: Part) -> None:
     args = part.args
+    part.exactly()
     model = part.meta(args.lora_layers)
     began = time.perf_counter()
     with carom.stream(

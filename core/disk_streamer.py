@@ -63,6 +63,7 @@ class DiskStreamer(Streamer):
         self._disk = disk
         self._buffers: Buffers | None = None
         self._peak = 0  # bytes held while residents passed through as well
+        self._brought: set[int] = set()  # units whose pieces have been used, until residents are there
 
     def start(self, arena: HostArena) -> None:
         super().start(arena)
@@ -105,6 +106,8 @@ class DiskStreamer(Streamer):
             self._open()
         else:
             self.cache.hold_back(0)
+            self._brought.clear()
+            self._expect(None)
 
     def _open(self) -> None:
         """Make the cache; the first units are on their way before anybody asks."""
@@ -223,6 +226,8 @@ class DiskStreamer(Streamer):
         cache, engine, meter, backward = self.cache, self.engine, self.meter, ops.in_backward()
         assert cache is not None
         event: Any = None
+        if self._disk.residents.waiting:
+            self._brought.add(unit.index)
         for piece in self._pieces[unit.index]:
             before = engine.mark() if meter.timing and not cache.has(unit.index) else None
             source = cache.need(piece)
@@ -280,7 +285,11 @@ class DiskStreamer(Streamer):
         units = [] if unit is None else [unit.index]
         later: list[int] = []  # served by their slots this time: it is the next round that they are needed in
         room, served = self.region.nbytes, set()
+        # Until residents are there the drive is theirs once the first pass's units are read: not for the next round.
+        first = self._disk.residents.waiting
         for index in self.order.upcoming():
+            if first and index in self._brought:
+                continue
             if room >= 0 and index not in served:
                 room -= self.units[index].nbytes
                 served.add(index)

@@ -40,7 +40,7 @@ def test_one_run_measures_everything_and_is_exact(root, tmp_path):
     result = record["result"]
     assert json.loads(done.stdout.splitlines()[-1]) == result and not record["interrupted"]
     first, lora, rate = result["first_output"], result["lora"], result["rate"]
-    assert result["make"]["layers"] == 6 and len(result["raw"]["sweep"]) == 15
+    assert result["make"]["layers"] == 6 and len(result["raw"]["sweep"]) == 12
     assert first["bit_exact"] and first["second_bit_exact"]
     assert 0 < first["ready_seconds"] < first["first_output_seconds"] and first["first_output_of_raw"] > 0
     assert first["ram_peak_bytes"] <= first["ram_budget_bytes"] == first["weights_bytes"] // 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+import time
 from typing import Any
 
 import carom
@@ -66,6 +67,32 @@ def test_earlier_units_compute_while_later_ones_are_read(tmp_path, monkeypatch):
     with carom.stream(empty, device="cpu", vram=2 * nbytes, weights=path, ram="100KiB"), torch.no_grad():
         assert torch.equal(empty(x), loaded(x))
     assert gate.open.is_set()
+
+
+def test_the_drive_reads_nothing_for_the_next_pass_before_the_first_has_its_residents(tmp_path):
+    loaded, empty, path, nbytes = uniform(tmp_path)
+    x, found = torch.ones(1, 64), []
+    with (
+        carom.stream(
+            empty, device="cpu", vram=int(0.6 * nbytes), weights=path, ram=nbytes // 3, granularity="block"
+        ) as session,
+        torch.no_grad(),
+    ):
+        streamed = {unit.name for unit in session._placement.streamed}
+        last = max(i for i in range(20) if f"blocks.{i}" not in streamed)
+        assert streamed and last > 10
+
+        def look(*_: Any) -> None:
+            time.sleep(0.3)  # what is read ahead is read by then
+            found.append(session._streamer._total_read())
+
+        hook = empty.blocks[last].register_forward_pre_hook(look)
+        assert torch.equal(empty(x), loaded(x))
+        hook.remove()
+        assert nbytes // 2 < found[0] <= nbytes
+        for _ in range(3):
+            assert torch.equal(empty(x), loaded(x))
+        assert session._streamer._total_read() > nbytes  # it goes on with the next ones
 
 
 def test_what_a_pass_does_not_use_is_not_read_for_it(tmp_path, monkeypatch):
