@@ -1,4 +1,6 @@
-"""Writes a Flux-shaped checkpoint of seeded random bf16 weights: ``python comfy_checkpoint.py COMFYUI FILE SHAPE_JSON``.
+"""Writes a Flux-shaped checkpoint of seeded random bf16 weights: ``python comfy_checkpoint.py COMFYUI FILE SHAPE_JSON [CLIP_FILE]``.
+
+``CLIP_FILE``: a CLIP-L text encoder beside it (fp16, 246 MB).
 
 A process of its own, because it imports ComfyUI: for the names and shapes of its own model class, on ``meta``. Weights are
 Gaussian of deviation 0.02, so that activations stay finite; what normalises starts at one.
@@ -14,7 +16,7 @@ import time
 from pathlib import Path
 
 
-def main(comfyui: str, target: str, shape: dict) -> None:
+def main(comfyui: str, target: str, shape: dict, clip: str = "") -> None:
     started = time.monotonic()
     sys.argv = ["main.py", "--cpu"]
     sys.path.insert(0, comfyui)
@@ -25,7 +27,6 @@ def main(comfyui: str, target: str, shape: dict) -> None:
     import torch
     from comfy import ops
     from comfy.ldm.flux.model import Flux
-    from safetensors.torch import save_file
 
     hidden = shape["hidden"]
     model = Flux(
@@ -43,14 +44,30 @@ def main(comfyui: str, target: str, shape: dict) -> None:
             value += 1
         weights[name] = value.to(torch.bfloat16).cpu()
     path = Path(target)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(weights, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+    if clip:
+        from comfy import clip_model, sd1_clip
+
+        config = json.loads(Path(sd1_clip.__file__).with_name("sd1_clip_config.json").read_text("utf-8"))
+        encoder = clip_model.CLIPTextModel(config, torch.float32, "meta", ops.disable_weight_init)
+        drawn = {}
+        for name, tensor in encoder.state_dict().items():
+            name = "text_model." + name.removeprefix("text_model.")
+            drawn[name] = (torch.randn(tensor.shape, generator=generator, device=device) * 0.02).half().cpu()
+        save(drawn, Path(clip))
+    save(weights, path)
     count = sum(value.numel() for value in weights.values())
     print(
         f"{count / 1e9:.2f} B parameters, {path.stat().st_size / (1 << 30):.2f} GiB in {time.monotonic() - started:.1f} s"
     )
 
 
+def save(weights: dict, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(weights, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), *sys.argv[4:5])

@@ -6,8 +6,8 @@ Run by path from anywhere; COMFYUI_PYTHON names the Python that runs ComfyUI (de
 of random bf16 weights is written first (--double and --single: its depth; 19 and 38 are Flux.1-dev's 22 GiB). For each limit and
 loader a headless server starts as on a user's machine (stock: DynamicVRAM where ComfyUI chooses it) and gets three prompts:
 the first loads the file; the second, of another seed, is the one whose iterations are timed (device events between sampler
-steps, median without the first); before the third, of two steps, the file is thrown out of the page cache, so that whatever is
-read again comes from the disk and is counted. Device memory is what the whole card lost; host memory is the server's
+steps, median without the first); before the first and the third, of two steps, the file is thrown out of the page cache, so
+that everybody begins from the disk, and whatever is read again is counted. `--alternate` adds two models taking turns. Device memory is what the whole card lost; host memory is the server's
 anonymous memory (RssAnon) beyond what it had before the first prompt, sampled. Without a GPU: `--tiny --cpu`, which proves the path and measures nothing.
 """
 
@@ -53,10 +53,12 @@ TINY = Shape(3, 4, 256, 128, 64, 8, 16)
 
 @dataclass(frozen=True)
 class Config:
-    """``loader``: "stock", or a codec of Carom's loader, "@" and its vram widget where that is not auto."""
+    """``loader``: "stock", or a codec of Carom's loader, "@" and its vram widget where that is not auto;
+    ``alternating``: two models take turns."""
 
     limit: int | None
     loader: str
+    alternating: bool = False
 
     @property
     def codec(self) -> str:
@@ -81,7 +83,12 @@ def main(argv: list[str] | None = None) -> int:
     limits = [None] if arguments.cpu else [
         None if word == "none" else parse(word, setting="limits") for word in arguments.limits.split(",")
     ]  # fmt: skip
-    configs = [Config(limit, loader) for limit in limits for loader in arguments.loaders.split(",")]
+    loaders = [word for word in arguments.loaders.split(",") if word]
+    configs = [Config(limit, loader) for limit in limits for loader in loaders]
+    if arguments.alternate:
+        limit, _, words = arguments.alternate.partition("=")
+        free = None if arguments.cpu or limit == "none" else parse(limit, setting="alternate")
+        configs += [Config(free, loader, True) for loader in (words or "stock,lossless").split(",")]
     record = lib["record"].new_record("comfy_gpu", sys.argv[1:] if argv is None else argv)
     record |= {"shape": asdict(shape), "steps": arguments.steps, "runs": []}
     started = time.monotonic()
@@ -117,6 +124,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--mode", default="auto", help="of Carom's loader")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=3, choices=(2, 3), help="2: without the third")
+    parser.add_argument(
+        "--alternate",
+        default="",
+        help="LIMIT=LOADERS: two models and a text encoder taking turns, as in 6GiB=stock,raw",
+    )
+    parser.add_argument("--turns", type=int, default=2, help="of each model, once both were loaded")
     parser.add_argument("--double", type=int, help="double blocks (8)")
     parser.add_argument("--single", type=int, help="single blocks (16)")
     parser.add_argument(
@@ -144,7 +158,9 @@ def load_checkout() -> dict[str, Any]:
         module = importlib.util.module_from_spec(spec)
         sys.modules["carom"] = module
         spec.loader.exec_module(module)
-    names = ("core.sizes", "benchmarks.record", "benchmarks.comfy_host", "benchmarks.card")
+    names = (
+        "core.sizes", "benchmarks.record", "benchmarks.comfy_host", "benchmarks.comfy_alternation", "benchmarks.card",
+    )  # fmt: skip
     return {name.rpartition(".")[2]: importlib.import_module(f"carom.{name}") for name in names}
 
 
@@ -162,6 +178,7 @@ class Bench:
             arguments,
         )
         self.file = folder / "models" / "diffusion_models" / "bench.safetensors"
+        self.text_encoder = folder / "models" / "text_encoders" / "bench_clip.safetensors"
         self.python = lib["comfy_host"].PYTHON
 
     def prepare(self) -> None:
@@ -177,8 +194,9 @@ class Bench:
             "<!doctype html><title>no page</title>", encoding="utf-8"
         )
         script = str(ROOT / "benchmarks" / "comfy_checkpoint.py")
+        clip = [str(self.text_encoder)] if self.arguments.alternate else []
         made = subprocess.run(
-            [self.python, script, self.comfyui, str(self.file), json.dumps(asdict(self.shape))],
+            [self.python, script, self.comfyui, str(self.file), json.dumps(asdict(self.shape)), *clip],
             capture_output=True, text=True, timeout=600,
         )  # fmt: skip
         if made.returncode:
@@ -190,7 +208,8 @@ class Bench:
         card: Any = contextlib.nullcontext()
         if not self.arguments.cpu:
             card = self.lib["card"].Card(config.limit)
-        log = self.folder / f"server-{config.limit}-{config.loader}.log"
+        turns = "-turns" if config.alternating else ""
+        log = self.folder / f"server-{config.limit}-{config.loader}{turns}.log"
         server = self.lib["comfy_host"].ComfyServer(self.comfyui, self.folder, log)
         try:
             with card as held, contextlib.closing(contextlib.ExitStack()) as stack:
@@ -215,16 +234,19 @@ class Bench:
         codecs = widgets["codec"][1].get("options") or widgets["codec"][0]
         if config.codec != "stock" and config.codec not in codecs:
             return {"status": "skipped", "reason": f"the node offers no codec {config.codec!r}"}
+        if config.alternating:
+            _evict(self.file)
+            alternation = self.lib["comfy_alternation"]
+            found = alternation.run(server, self, config, self.arguments.turns, self.arguments.steps, _evict)
+            return result | found | ({} if card is None else {"card": card.figures()})
+        prompts = [("first", 1, self.arguments.steps), ("second", 2, self.arguments.steps), ("third", 2, 2)]
+        prompts = prompts[: self.arguments.prompts]
         with watched(server.pid) as memory:
-            for name, seed, steps in (
-                ("first", 1, self.arguments.steps),
-                ("second", 2, self.arguments.steps),
-                ("third", 2, 2),
-            ):
-                if name == "third":
+            for name, seed, steps in prompts:
+                if name != "second":
                     _evict(self.file)
                 before, posted = _io(server.pid), time.time()
-                told = server.run(self._prompt(config, seed, steps), timeout=300)["sample"]["told"][0]
+                told = server.run(self.prompt(config, seed, steps), timeout=300)["sample"]["told"][0]
                 after = _io(server.pid)
                 told["read_bytes"] = {key: after[key] - before[key] for key in after}
                 told["wall_s"] = told["ended"] - posted
@@ -234,7 +256,7 @@ class Bench:
                     told["card"] = card.figures()
             result["host"] = memory.summary()
         if card is not None:
-            least = min(result[name]["card"]["least_free"] for name in ("first", "second", "third"))
+            least = min(result[name]["card"]["least_free"] for name, _, _ in prompts)
             result["card"] = {
                 "free_before_bytes": card.start["free"],
                 "peak_bytes": card.start["free"] - least,
@@ -244,8 +266,12 @@ class Bench:
         result["s_per_iteration_min_max"] = [min(timed), max(timed)]
         return result
 
-    def _prompt(self, config: Config, seed: int, steps: int) -> dict[str, Any]:
-        node, name = self.lib["comfy_host"].node, self.file.name
+    def io(self, pid: int) -> dict[str, int]:
+        return _io(pid)
+
+    def prompt(self, config: Config, seed: int, steps: int, name: str = "") -> dict[str, Any]:
+        """One image with the model of that file name."""
+        node, name = self.lib["comfy_host"].node, name or self.file.name
         if config.codec == "stock":
             loader = node("UNETLoader", unet_name=name, weight_dtype="default")
         else:
@@ -347,9 +373,15 @@ def _evict(path: Path) -> None:
 
 def same_latents(record: dict[str, Any]) -> bool:
     """Whether all runs made the same bits, and finite ones."""
-    runs = [run for run in record["runs"] if run["status"] == "ok"]
-    hashes = {(run["first"]["hash"], run["second"]["hash"], run["third"]["hash"]) for run in runs}
-    return len(hashes) <= 1 and all(run["second"]["finite"] for run in runs)
+    done = [run for run in record["runs"] if run["status"] == "ok"]
+    runs = [run for run in done if not run["alternating"]]
+    turns = [run for run in done if run["alternating"]]
+    hashes = {
+        tuple(run[name]["hash"] for name in ("first", "second", "third") if name in run) for run in runs
+    }
+    hashes_of_turns = {run["turns"][0]["hash"] for run in turns}
+    same = len(hashes) <= 1 and len(hashes_of_turns) <= 1 and all(run["same_latents"] for run in turns)
+    return same and all(run["second"]["finite"] for run in runs)
 
 
 def _limit(run: dict[str, Any]) -> str:
@@ -359,6 +391,8 @@ def _limit(run: dict[str, Any]) -> str:
 def _line(run: dict[str, Any]) -> str:
     if run["status"] != "ok":
         return f"{_limit(run)} {run['loader']}: {run['status']}: {run['reason']}"
+    if run["alternating"]:
+        return f"{_limit(run)} {run['loader']}, two models: a turn {run['turn_s']:.2f} s"
     return f"{_limit(run)} {run['loader']}: {run['s_per_iteration']:.4f} s/it, first image {run['first']['wall_s']:.1f} s"
 
 
@@ -369,7 +403,10 @@ def table(record: dict[str, Any]) -> str:
         f"{'x file':>7}{'read 2nd, 3rd MB':>18}{'waited':>8}  latent"
     ]
     stock: dict[Any, float] = {}
+    turns = [run for run in record["runs"] if run["alternating"]]
     for run in record["runs"]:
+        if run in turns and run["status"] == "ok":
+            continue
         if run["status"] != "ok":
             lines.append(
                 f"{_limit(run):<9}{run['loader']:<16}{run['status']}: {run['reason'].splitlines()[-1][:90]}"
@@ -383,7 +420,9 @@ def table(record: dict[str, Any]) -> str:
         peak = run["host"]["peak"][key] - run["host"]["before"][key]
         card = f"{run['card']['peak_bytes'] / GIB:.2f}" if "card" in run else ""
         reads = ", ".join(
-            f"{run[name]['read_bytes'].get('storage', 0) / 1e6:.0f}" for name in ("second", "third")
+            f"{run[name]['read_bytes'].get('storage', 0) / 1e6:.0f}"
+            for name in ("second", "third")
+            if name in run
         )
         report = run["second"]["report"] or {}
         waited = (
@@ -395,6 +434,13 @@ def table(record: dict[str, Any]) -> str:
             f"{_limit(run):<9}{run['loader']:<16}{seconds:>8.4f}{ratio:>9}{run['first']['wall_s']:>8.2f}{run['second']['wall_s']:>7.2f}{card:>9}"
             f"{peak / GIB:>9.2f}{peak / record['file_bytes']:>7.2f}{reads:>18}{waited:>8}  {run['second']['hash'][:10]}"
         )
+    comfy_alternation = importlib.import_module("carom.benchmarks.comfy_alternation")
+
+    lines += [
+        f"{_limit(run):<9}{run['loader']:<16}two models: {comfy_alternation.line(run)}"
+        for run in turns
+        if run["status"] == "ok"
+    ]
     lines.append("latents: " + ("equal, bit for bit" if same_latents(record) else "DIFFERENT"))
     return "\n".join(lines)
 

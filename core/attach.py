@@ -288,7 +288,7 @@ class Placement:
         self._moved.clear()
         self._received.clear()
         for streamed in self.streamed:
-            streamed.block.unpin()
+            _let_go(streamed)
         self.streamed = []
         self.resident_bytes = self.adapter_bytes = self.streamed_host_bytes = self.wire_bytes = 0
 
@@ -309,6 +309,19 @@ def _lots(units: list[Unit], entries: list[Entry]) -> tuple[list[list[Entry]], l
     for entry in entries:
         (small if entry.nbytes < SMALL_UNIT and _plain(entry.tensor) else alone).append(entry)
     return [*lots, small], alone
+
+
+def _let_go(streamed: Streamed) -> None:
+    """Only the model's tensors keep the unit's block from here on.
+
+    What the session was made of dies in cycles, whenever the collector comes by: until then a module that is laid
+    out anew would lie in memory twice.
+    """
+    streamed.block.unpin()
+    streamed.block = Block(torch.empty(0, dtype=torch.uint8), False, 0)
+    for owner in streamed.owners:
+        host = owner.host
+        owner.host = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device="meta")
 
 
 def _plain(tensor: torch.Tensor) -> bool:

@@ -436,4 +436,6 @@ def give_back(shelf: dict[int, PackedTensor]) -> None:
         value = packed.value() if packed.fetched is None else packed.fetched
         packed.tensor.data = value if packed.home.type == "cpu" else value.to(packed.home)
         packed.tensor.__dict__.pop("_carom", None)
+        # Whoever still refers to it (what the session was made of dies in cycles) must not keep the bytes twice.
+        packed.blob, packed.fetched = torch.empty(0, dtype=torch.uint8), None
     shelf.clear()

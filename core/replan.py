@@ -17,7 +17,7 @@ from .predict import Link, Packed, Workload, floor_seconds, predict
 from .units import Carving, carve
 
 NOTHING = "no layout is predicted to be 3 % faster"
-HOST = "the host binds: the device waits for Python to issue its work, which no layout makes faster"
+HOST = "the host binds: the device waits for Python to issue its work, and no layout is predicted to spare it 3 %"
 WORTH = 0.03  # of a step that a new layout must save
 FINER = 0.99  # of the time with whole blocks that parts must stay below: they cost more of the host
 RAW_GAIN = 0.005  # of a step that plain bytes must save over packed ones: they take more host memory
@@ -54,7 +54,7 @@ def decide_with(
     """As `decide.decide`, by the shortest predicted step. Raises as that does."""
     limits: list[int | None] = [None]
     if settings.granularity == "auto" and not decide.compiled(module):
-        limits.append(decide.PART)
+        limits += [decide.COARSE, decide.PART]
     together = blocks(module)
     best: tuple[Carving, Plan] | None = None
     fastest = float("inf")
@@ -67,7 +67,8 @@ def decide_with(
             plan, found = choose(
                 given.units, vram, given.fixed, work, learnt.link, wish=given.wish, grain=grain
             )
-            return replace(plan, predicted_seconds=found.seconds)
+            seconds = max(found.seconds, learnt.issuing(_uses(work, plan)))
+            return replace(plan, predicted_seconds=seconds)
 
         try:
             found = decide.with_staging(carving, settings, grain, plan)
@@ -78,6 +79,11 @@ def decide_with(
             best, fastest = (carving, found), seconds
     # Where neither fits, the rule goes finer, or says what would.
     return best or decide.decide(module, settings, grain)
+
+
+def _uses(work: Workload, plan: Plan) -> int:
+    """How often a step uses what streams."""
+    return sum(use.unit not in plan.resident for use in work.uses())
 
 
 def raw_share(
@@ -136,6 +142,7 @@ def advise(
     sizes = [unit.nbytes for unit in carving.units]
     work = learnt.workload(pieces(carving), blocks(module))
     now = predict(sizes, plan.resident, plan.region_bytes, work, learnt.link).seconds
+    now = max(now, learnt.issuing(_uses(work, plan)))
     floor = floor_seconds(sizes, settings.vram - plan.staging_bytes - plan.fixed_bytes, work, learnt.link)
     # What streams is copied in host memory, and pinned, whatever else a new layout asks for.
     move = 2 * sum(sizes) / learnt.link.bytes_per_second
@@ -144,18 +151,17 @@ def advise(
             f"the present step is predicted as {now:.4g} s and takes {learnt.seconds:.4g} s: not understood"
         )
         return Advice(carving, plan, now, 0.0, move, reason, understood=False)
-    most = now - floor
-    if learnt.host_bound:
-        return Advice(carving, plan, now, 0.0, move, HOST, understood=True)
+    most = now - max(floor, learnt.issuing(0))
+    nothing = HOST if learnt.host_bound else NOTHING
     if most < WORTH * now:
-        return Advice(carving, plan, now, 0.0, move, NOTHING, understood=True)
+        return Advice(carving, plan, now, 0.0, move, nothing, understood=True)
     if most * steps < move:
         return Advice(carving, plan, now, most, move, "", understood=True)
     new_carving, new = decide_with(module, settings, grain, learnt)
     then = new.predicted_seconds
     saves = 0.0 if then is None else now - then
     move += _crossing(carving, plan, new_carving, new) / learnt.link.bytes_per_second
-    reason = NOTHING if saves < WORTH * now else ""
+    reason = nothing if saves < WORTH * now else ""
     return Advice(new_carving, new, now, saves, move, reason, understood=True)
 
 

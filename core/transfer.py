@@ -29,10 +29,10 @@ class Decoder(Protocol):
 
     as_it_is: Sequence[tuple[int, int, int]]  # bytes, from where in the wire, to where: what is not packed
 
-    def __call__(self, wire: torch.Tensor, target: torch.Tensor) -> None:
+    def __call__(self, wire: torch.Tensor, target: torch.Tensor, /) -> None:
         """Both uint8 on the device, on the current stream."""
 
-    def again(self, wire: torch.Tensor, target: torch.Tensor) -> Sequence[Callable[..., Any]] | None:
+    def again(self, wire: torch.Tensor, target: torch.Tensor, /) -> Sequence[Callable[..., Any]] | None:
         """Launches that unpack between buffers unpacked between before, each on a raw ``stream``; None before."""
 
 

@@ -88,9 +88,7 @@ def parse_limit(value: int | str, whole: int, setting: str = "vram") -> float:
     return size
 
 
-def next_budget(
-    now: int | None, held: int, streamed: int, bound: int, limit: float = math.inf
-) -> int | None:
+def next_budget(now: int | None, held: int, streamed: int, bound: int, limit: float = math.inf) -> int | None:
     """The budget to change to, None to leave things as they are.
 
     ``now``: the present budget (None: no session); ``held``: bytes on the device under it; ``streamed``: bytes that
@@ -112,7 +110,12 @@ def next_budget(
 
 
 def describe(
-    way: str, held: int, streamed: int, budget: int | None, stall: float | None = None, size: int | None = None
+    way: str,
+    held: int,
+    streamed: int,
+    budget: int | None,
+    stall: float | None = None,
+    size: int | None = None,
 ) -> str:
     """One line for the node: the policy, the residency and, once measured, the stall.
 

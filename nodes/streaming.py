@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from .policy import Settings, describe, parse_limit
 from .tensors import MAPPED, own_tensors, wrapped_kind
 from .wrapped import dresses, put_together, take_apart
 
+logger = logging.getLogger("carom")
 # What ComfyUI calls on models whose own forward it does not call: text encoders, then VAEs.
 ENTRANCES = ("encode_token_weights", "generate", "encode", "decode")
 _ATTRIBUTE = "_carom_streaming"
@@ -72,7 +74,7 @@ class Streaming:
 
         Raises BudgetError (the user's own limit is too small) or another CaromError; nothing is attached then.
         """
-        model = self._model()
+        model, began = self._model(), time.monotonic()
         assert model is not None and self.session is None
         root = getattr(model, "diffusion_model", None)
         entrances: tuple[str, ...] = ()
@@ -96,6 +98,7 @@ class Streaming:
             self._enter_by(model, root, name)
         handle = root.register_forward_pre_hook(_quiet(functools.partial(_guard, weakref.ref(self))))
         self._undo.callback(handle.remove)
+        logger.info("Carom: weights laid out in %.2f s", time.monotonic() - began)
         self._undo.callback(self.lengthen)
         self._lengthen = shorten(root)
         self._measure()
@@ -140,7 +143,7 @@ class Streaming:
     def resize(self, budget: int) -> int:
         """Change the budget, to the least that works where ``budget`` is smaller; returns bytes given back."""
         assert self.session is not None
-        before = self.held
+        before, began = self.held, time.monotonic()
         with _laying_out():
             try:
                 self.session.set_budget(vram=budget)
@@ -151,6 +154,7 @@ class Streaming:
                 self.session.set_budget(vram=budget)
         self.budget = budget
         self._measure()
+        logger.info("Carom: weights laid out anew in %.2f s", time.monotonic() - began)
         return before - self.held
 
     def expect_successor(self) -> None:

@@ -10,7 +10,6 @@ from torch import nn
 from ..core.away import AwayParameter, AwayTensor
 from ..core.ops import HostParameter, HostTensor
 
-
 MAPPED = "_carom_mapped"  # of a model: its weights lie in a mapped file, which nobody may write to
 SMALL = 16 << 10  # bytes of a module; from there on ComfyUI's dynamic patcher converts weights as a whole
 

@@ -93,7 +93,10 @@ class UnitDecoder:
         self.wire_bytes = max((e.wire_at + sizes(e)[0] for e in entries), default=0)
         self.out_bytes = max((e.out_at + sizes(e)[1] for e in entries), default=0)
         self._raw = [entry for entry in entries if isinstance(entry, RawEntry)]
-        self._plain = [(entry.nbytes, entry.wire_at, entry.out_at) for entry in self._raw]
+        # Bytes, from where in the wire, to where: of what travels as it is.
+        self.as_it_is: Sequence[tuple[int, int, int]] = [
+            (entry.nbytes, entry.wire_at, entry.out_at) for entry in self._raw
+        ]
         self._packed = [entry for entry in entries if isinstance(entry, Entry)]
         self._aligned = all(e.out_at % ALIGN == 0 for e in entries if not isinstance(e, RawEntry))
         if method == "triton" and not self._aligned:
@@ -141,11 +144,6 @@ class UnitDecoder:
         if ready is None or wire.numel() < self.wire_bytes or out.numel() < self.out_bytes:
             return None
         return None if wire.data_ptr() % ALIGN or out.data_ptr() % ALIGN else ready
-
-    @property
-    def as_it_is(self) -> list[tuple[int, int, int]]:
-        """Bytes, from where in the wire, to where: of what travels as it is."""
-        return self._plain
 
     def prepare(self, device: torch.device | str) -> None:
         """Copies the tables to ``device`` (blocking; once, when the unit is attached)."""
