@@ -434,7 +434,7 @@ def table(record: dict[str, Any]) -> str:
             f"{_limit(run):<9}{run['loader']:<16}{seconds:>8.4f}{ratio:>9}{run['first']['wall_s']:>8.2f}{run['second']['wall_s']:>7.2f}{card:>9}"
             f"{peak / GIB:>9.2f}{peak / record['file_bytes']:>7.2f}{reads:>18}{waited:>8}  {run['second']['hash'][:10]}"
         )
-    from carom.benchmarks import comfy_alternation
+    comfy_alternation = importlib.import_module("carom.benchmarks.comfy_alternation")
 
     lines += [
         f"{_limit(run):<9}{run['loader']:<16}two models: {comfy_alternation.line(run)}"

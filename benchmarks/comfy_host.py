@@ -85,6 +85,14 @@ class ComfyServer:
             text = answer.read().decode("utf-8")
         return json.loads(text) if text.startswith(("[", "{")) else text
 
+    def status(self, path: str) -> int:
+        """The HTTP status that the path is answered with."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
     def post(self, path: str, data: Any) -> Any:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}",

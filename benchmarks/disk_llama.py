@@ -50,7 +50,13 @@ def build(shape: Shape, layers: int, device: str | torch.device) -> nn.Module:
         tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if torch.device(device).type not in ("cpu", "meta"):
+        # A GPU computes rotary frequencies that differ in the last bit from the CPU's, which streaming computes.
+        rotary = model.model.rotary_emb
+        for name, buffer in type(rotary)(config=config).named_buffers():
+            getattr(rotary, name).copy_(buffer)
+    return model
 
 
 def cut(model: Any, layers: int) -> None:

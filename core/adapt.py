@@ -21,6 +21,7 @@ from .again import Before, sizes
 from .attach import Placement
 from .auto import Governor, Memory
 from .errors import BudgetError
+from .follow_ram import FollowsRam
 from .plan import Plan, resident_cost, round_up
 from .pooled import Pooled
 from .shared import SharedBudget
@@ -50,7 +51,7 @@ class _Device:
 _devices: dict[Hashable, _Device] = {}
 
 
-class Adapts(Tunes):
+class Adapts(Tunes, FollowsRam):
     """Adapts the layout of a `Session` (which see for the fields) to times and memory."""
 
     _vram: int
@@ -126,7 +127,7 @@ class Adapts(Tunes):
 
     def _set_look(self) -> None:
         """Measured steps from which `_look` is called between steps."""
-        watched = self._governor is not None or self._pooled is not None
+        watched = self._governor is not None or self._pooled is not None or self._follower is not None
         self._look_at: float = 0 if watched else self._tune_at
 
     def _look(self) -> None:
@@ -141,6 +142,9 @@ class Adapts(Tunes):
         if self._pooled is not None:
             with self._lock:
                 self._watch_pool(self._pooled)
+        if self._follower is not None and not self._meter.awaiting:
+            with self._lock:
+                self._watch_ram(self._follower)
         if self._meter.settled >= self._tune_at:
             self._tune_once()
         self._set_look()

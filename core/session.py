@@ -125,9 +125,12 @@ class Session(Pools, Adapts, Adopts, Values):
                     "packed weights are unpacked into torch's memory; codec='raw' leaves the choice"
                 )
         self._shelf: dict[int, PackedTensor] = {}
+        self._follow_ram(False)
         self._adapts(vram == "auto" or self._shared is not None)
         if weights is not None:
             self._checkpoint = Checkpoint(module, weights)
+            self._follow_ram(ram == "auto")
+            self._set_look()
         self._laid_open = None if weights is not None else LaidOpen(module)
         try:
             self._first_attach(vram)
@@ -401,6 +404,9 @@ class Session(Pools, Adapts, Adopts, Values):
                 self._vram, self._ram = before
                 self._again()
                 raise
+            if ram is not None:
+                self._follow_ram(ram == "auto")
+                self._set_look()
 
     @property
     def parked(self) -> bool:

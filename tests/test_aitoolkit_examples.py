@@ -13,7 +13,7 @@ yaml = pytest.importorskip("yaml")
 
 @pytest.fixture(scope="module")
 def folder(root):
-    return root / "examples" / "ai-toolkit"
+    return root / "docs" / "ai-toolkit-examples"
 
 
 def test_every_example_states_what_carom_plan_says_today(folder):

@@ -84,7 +84,7 @@ for path in sys.argv[1:]:
 
 
 def test_the_examples_are_read_and_name_models_that_it_has(bench, root):
-    files = sorted((root / "examples" / "ai-toolkit").glob("*.yaml"))
+    files = sorted((root / "docs" / "ai-toolkit-examples").glob("*.yaml"))
     command = [bench.python, "-c", READ, *map(str, files)]
     done = subprocess.run(
         command, cwd=bench.place, env=bench.env, capture_output=True, text=True, timeout=600

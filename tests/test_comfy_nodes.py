@@ -276,6 +276,12 @@ def test_plan_reads_a_header_and_plans_for_a_card(comfy, tmp_path):
 # -- workflows
 
 
+def test_no_folder_stands_before_the_workflows():
+    """ComfyUI serves the first of these folders that there is under the pack's name, and lists the files of all."""
+    for name in ("example_workflows", "example", "examples", "workflow"):
+        assert not (ROOT / name).exists(), f"{name}/ would hide workflows/ from the template browser"
+
+
 def test_there_are_workflows_for_what_the_issue_names():
     names = {path.stem for path in WORKFLOWS}
     assert {

@@ -39,8 +39,8 @@ class HubNames:
 
 def hub_names(module: nn.Module, names: Iterable[str]) -> HubNames:
     """What transformers' loader makes of a file's ``names`` for the outermost of its models in ``module``. Never raises."""
-    hub = sys.modules.get("transformers")  # a model of its own would have imported it
-    kind = getattr(hub, "PreTrainedModel", None)
+    # A model of its own has imported this; to ask the package itself would import it now, for seconds.
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if kind is None:
         return HubNames()
     model = next((child for child in module.modules() if isinstance(child, kind)), None)
