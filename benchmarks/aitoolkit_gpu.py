@@ -242,13 +242,12 @@ class Bench:
         return sorted((self.folder / "models" / "zimage" / "transformer").glob("*.safetensors"))
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the weights that get an adapter: ai-toolkit gives a Z-Image's layers one each, its refiners none."""
         found = {}
         for file in self._files():
             with file.open("rb") as read:
                 header = json.loads(read.read(int.from_bytes(read.read(8), "little")))
-            found.update(
-                {name: tuple(one["shape"]) for name, one in header.items() if name != "__metadata__"}
-            )
+            found.update({n: tuple(one["shape"]) for n, one in header.items() if n.startswith("layers.")})
         return found
 
     def _job(
