@@ -168,7 +168,7 @@ class Bench:
         )
         warm = self._job("warm", Config("plain"), None, steps=2)
         if warm["status"] != "ok":
-            imports = (self.folder / "imports.txt").read_text()[-2000:]
+            imports = (self.folder / "imports.txt").read_text("utf-8")[-2000:]
             raise RuntimeError(
                 f"the job that fills the caches failed: {warm['reason']}\n{warm['log']}\n{imports}"
             )
@@ -286,7 +286,7 @@ class Bench:
 
     def _run(self, path: Path, log: Path, env: dict[str, str]) -> int:
         """run.py for one job; returns its exit code, -1 where it took too long."""
-        log.write_text("")
+        log.write_text("", "utf-8")
         process = self._next or self._importing()
         self._next = self._importing() if self._ahead else None
         try:

@@ -109,7 +109,11 @@ def find() -> Runtime | None:
 
 def _loaded(stem: str) -> Any:
     """A library of this process whose file's name begins with lib``stem``."""
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # a system without it
+        return None
+    for line in maps.splitlines():
         path = line.split(maxsplit=5)[-1]
         if path.startswith("/") and path.rsplit("/", 1)[-1].startswith(f"lib{stem}."):
             return ctypes.CDLL(path)
