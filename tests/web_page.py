@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -76,9 +77,7 @@ class Page:
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What a script's ``return`` gives; a promise is awaited."""
-        return self._ask(
-            "POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)}
-        )
+        return self._ask("POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)})
 
     def wait(self, script: str, *arguments: Any, seconds: float = 60) -> Any:
         """The script's value once it is true. Raises TimeoutError."""
@@ -111,10 +110,8 @@ class Page:
     def close(self) -> None:
         """End the browser. Idempotent."""
         if self._session:
-            try:
+            with contextlib.suppress(OSError, RuntimeError):
                 self._ask("DELETE", self._session)
-            except (OSError, RuntimeError):
-                pass
             self._session = ""
         self._driver.terminate()
         try:
