@@ -1,7 +1,8 @@
 """A card with less memory than it has: a second process holds the rest, and watches how little was ever free.
 
 `set_per_process_memory_fraction` bounds one allocator; ComfyUI, VBARs and "auto" ask the card itself. Run as
-``python card.py FREE_BYTES`` (0: hold nothing); a line on stdin asks for the figures since the last one, as JSON.
+``python card.py FREE_BYTES`` (0: hold nothing); a line on stdin asks for the figures since the last one, as JSON, and a number in
+it first changes what is left.
 """
 
 from __future__ import annotations
@@ -28,8 +29,15 @@ class Card:
 
     def figures(self) -> dict[str, int]:
         """``free``: now; ``least_free``: the least since the last call."""
+        return self._ask("")
+
+    def leave(self, free_bytes: int) -> dict[str, int]:
+        """Hold so much that ``free_bytes`` are left from now on (0: nothing is held)."""
+        return self._ask(str(free_bytes))
+
+    def _ask(self, words: str) -> dict[str, int]:
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(words + "\n")
         self._process.stdin.flush()
         return self._answer()
 
@@ -88,7 +96,12 @@ def main(free_bytes: int) -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     tell(least)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        if line.strip():
+            held.clear()
+            torch.cuda.empty_cache()
+            held += hold(int(line))
+            least[0] = torch.cuda.mem_get_info()[0]
         tell(least)
     ended.set()
     del held

@@ -5,8 +5,9 @@ Run by path from anywhere, nothing needs to be installed but torch and numpy:
     python benchmarks/predict_gpu.py [--json FILE] [--seconds 330] [--d 3072] [--depth 20] [--tokens 256,1024,4096,16384]
 
 First the probe, under ten seconds beside building it: for each number of tokens a model of three of the blocks streams a
-few steps, which tells the link and each unit's seconds of computing. From these alone each step of the whole model
-is predicted (`predict`), before it runs under the layout that its session chose; `learnt` is what the session itself
+few steps, which tells the link and each unit's seconds of computing; the device is kept busy before each, so that the host is
+ahead and these are the kernels' own. Apart from that, on an idle device, it times Python: what a block's calls take where it streams and
+where it stays. From these alone each step of the whole model is predicted (`predict`), before it runs under the layout that its session chose; `learnt` is what the session itself
 predicts from its own first steps. The errors are predicted / measured - 1, where measured is the median of
 device times from a step's begin to its end. `advice`: what another layout is predicted to save of the step.
 
@@ -21,6 +22,7 @@ import importlib
 import importlib.util
 import json
 import re
+import statistics
 import sys
 import time
 from dataclasses import replace
@@ -33,6 +35,8 @@ MODES = ("infer", "train")
 SHARES = (0.0, 0.25, 0.5, 0.75)
 PROBE_BLOCKS = 3
 WARMUP, STEPS = 4, 6  # the first two learn the order; the next are marked
+BUSY_CYCLES = 80_000_000  # some 45 ms at 1.8 GHz: longer than the host takes for a step of the probe
+HOST_STEPS = 5
 INNER = 1  # the probe's block that stands for all: neither first nor last
 
 
@@ -56,10 +60,12 @@ def load_checkout() -> dict:
     return {name.rpartition(".")[2]: importlib.import_module(f"carom.{name}") for name in names}
 
 
-def run_steps(session, model, inputs, mode: str, count: int) -> None:
-    """Steps as the bench does them, without an optimizer."""
+def run_steps(session, model, inputs, mode: str, count: int, busy: bool = False) -> None:
+    """Steps as the bench does them, without an optimizer; ``busy``: the device has something to do before each."""
     x, c, target = inputs
     for _ in range(count):
+        if busy:
+            torch.cuda._sleep(BUSY_CYCLES)
         if mode == "infer":
             with torch.inference_mode():
                 model(x, c)
@@ -93,8 +99,64 @@ def probe(model, case, device, lib):
     """Seconds by tensor of a block in the middle, and the link; from a model of a few blocks."""
     inputs = lib["dit"].make_inputs(case, _place(device))
     with stream(model, case, device, 0, 2, PROBE_BLOCKS) as session:
-        run_steps(session, model, inputs, case.mode, 2 + WARMUP)
+        run_steps(session, model, inputs, case.mode, 2 + WARMUP, busy=device == "cuda")
         return learn_from(session, lib)
+
+
+class BlockCalls:
+    """Seconds that Python spends in each forward of a block, as hooks see them."""
+
+    def __init__(self, block) -> None:
+        self.seconds, self._began = [], 0.0
+        self._hooks = [block.register_forward_pre_hook(self._begin), block.register_forward_hook(self._end)]
+
+    def _begin(self, *_) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, *_) -> None:
+        self.seconds.append(time.perf_counter() - self._began)
+
+    def remove(self) -> None:
+        """No longer look on."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def host_of(model, case, device, resident: int) -> tuple[float, float]:
+    """Seconds of Python for one use of a unit in the forward and in the backward, each step on an idle device.
+
+    The forward is the middle block's. Of a backward the whole is timed, and a block has its share of it; with checkpointing each
+    unit is used twice in it: recomputed, and for its gradients.
+    """
+    x, c, target = sys.modules["carom.benchmarks.dit"].make_inputs(case, _place(device))
+    forward, backward = [], []
+    with stream(model, case, device, resident, 2, PROBE_BLOCKS) as session:
+        run_steps(session, model, (x, c, target), case.mode, 2)
+        calls = BlockCalls(model.blocks[INNER])
+        for _ in range(HOST_STEPS):
+            session._engine.synchronize()
+            calls.seconds.clear()
+            if case.mode == "infer":
+                with torch.inference_mode():
+                    model(x, c)
+            else:
+                model.zero_grad(set_to_none=True)
+                loss = torch.nn.functional.mse_loss(model(x, c).float(), target.float())
+                begin = time.perf_counter()
+                loss.backward()
+                backward.append((time.perf_counter() - begin) / PROBE_BLOCKS)
+            forward.append(calls.seconds[0])
+        calls.remove()
+        units = sum(f"{unit.name}.".startswith(f"blocks.{INNER}.") for unit in session._carving.units)
+    return statistics.median(forward) / units, statistics.median(backward or [0.0]) / (2 * units)
+
+
+def probe_host(model, case, device, lib):
+    """What Python takes to issue a unit's kernels where it streams, and where it stays; None on the simulated device,
+    whose clock knows nothing of the host."""
+    if not isinstance(device, str):
+        return None
+    return lib["predict"].Host(host_of(model, case, device, 0), host_of(model, case, device, PROBE_BLOCKS))
 
 
 def whole(learnt, session, lib):
@@ -114,14 +176,14 @@ def whole(learnt, session, lib):
         unused=frozenset(name for name in names if middle(name) in learnt.unused),
         held={piece.name: learnt.held.get(middle(piece.name + ".")[:-1], 1.0) for piece in pieces},
     )
-    return there, there.workload(pieces, lib["replan"]._blocks(session.module))
+    return there, there.workload(pieces, lib["replan"].blocks(session.module))
 
 
 def _place(device) -> torch.device:
     return torch.device(device) if isinstance(device, str) else torch.device("cpu")
 
 
-def point(model, case, device, share: float, learnt, lib) -> dict:
+def point(model, case, device, share: float, learnt, host, lib) -> dict:
     """One predicted and measured step."""
     inputs = lib["dit"].make_inputs(case, _place(device))
     resident = round(share * case.depth)
@@ -129,7 +191,7 @@ def point(model, case, device, share: float, learnt, lib) -> dict:
         there, work = whole(learnt, session, lib)
         sizes = [unit.nbytes for unit in session._carving.units]
         plan = session.plan
-        found = lib["predict"].predict(sizes, plan.resident, plan.region_bytes, work, there.link)
+        found = lib["predict"].predict(sizes, plan.resident, plan.region_bytes, work, there.link, host=host)
         run_steps(session, model, inputs, case.mode, WARMUP)
         begin = time.perf_counter()
         run_steps(session, model, inputs, case.mode, STEPS)
@@ -145,6 +207,8 @@ def point(model, case, device, share: float, learnt, lib) -> dict:
             "measured_s": report.step_seconds,
             "wall_s": wall,
             "predicted_s": found.seconds,
+            "host_s": found.host_seconds,
+            "bound_by": report.bound_by,
             "error": found.seconds / report.step_seconds - 1,
             "learnt_s": advice.now if advice else None,
             "learnt_error": advice.now / report.step_seconds - 1 if advice else None,
@@ -158,13 +222,16 @@ def point(model, case, device, share: float, learnt, lib) -> dict:
 
 def table(rows: list[dict]) -> str:
     """The points for people."""
-    lines = ["mode   tokens  share  measured ms  predicted   error  learnt error  could save"]
+    lines = [
+        "mode   tokens  share  measured ms  predicted   error  learnt error  could save  host ms  bound by"
+    ]
     for row in rows:
         learnt = "-" if row["learnt_error"] is None else f"{100 * row['learnt_error']:+.1f} %"
         saves = "-" if row["advice"] is None else f"{100 * row['advice']:.1f} %"
         lines.append(
             f"{row['mode']:<6} {row['tokens']:>6} {100 * row['share']:>4.0f} %  {1e3 * row['measured_s']:>11.3f}"
             f"  {1e3 * row['predicted_s']:>9.3f}  {100 * row['error']:>+5.1f} %  {learnt:>12}  {saves:>10}"
+            f"  {1e3 * row['host_s']:>7.2f}  {row['bound_by']}"
         )
     worst = max((abs(row["error"]) for row in rows), default=0.0)
     within = sum(abs(row["error"]) <= 0.1 for row in rows)
@@ -192,7 +259,7 @@ def main() -> int:
     elif not torch.cuda.is_available():
         parser.error("torch sees no GPU; --device simulated runs it in miniature")
     begin = time.perf_counter()
-    rows, probes, probe_seconds = [], {}, 0.0
+    rows, probes, hosts, probe_seconds = [], {}, {}, 0.0
     for mode in MODES:
         case = lib["case"].Case(
             engine="carom",
@@ -205,6 +272,8 @@ def main() -> int:
         for count in tokens:
             start = time.perf_counter()
             probes[mode, count] = probe(small, case.but(depth=PROBE_BLOCKS, tokens=count), device, lib)
+            if count == tokens[0]:
+                hosts[mode] = probe_host(small, case.but(depth=PROBE_BLOCKS, tokens=count), device, lib)
             probe_seconds += time.perf_counter() - start
         del small
         print(f"{mode}: probed, {probe_seconds:.1f} s so far; building the model", flush=True)
@@ -214,7 +283,9 @@ def main() -> int:
                 if time.perf_counter() - begin > args.seconds:
                     print(f"out of time before {mode} {count} tokens, {share:.0%} resident", flush=True)
                     continue
-                rows.append(point(model, case.but(tokens=count), device, share, probes[mode, count], lib))
+                rows.append(
+                    point(model, case.but(tokens=count), device, share, probes[mode, count], hosts[mode], lib)
+                )
         del model
     record = {
         "device": torch.cuda.get_device_name() if args.device == "cuda" else str(device),
@@ -222,6 +293,10 @@ def main() -> int:
         "d": args.d,
         "depth": args.depth,
         "probe_seconds": probe_seconds,
+        "host_seconds_per_use": {
+            mode: None if host is None else {"streamed": host.streamed, "resident": host.resident}
+            for mode, host in hosts.items()
+        },
         "seconds": time.perf_counter() - begin,
         "rows": rows,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 
 from ..core.errors import CaromError
@@ -50,6 +51,11 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args)
     except KeyboardInterrupt:
         print("carom: interrupted; nothing was left half done", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read the output has seen enough (`carom ... | head`)
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # nothing is left to be flushed at exit
         return 1
     except (CaromError, OSError, ValueError) as error:
         if args.json:

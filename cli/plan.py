@@ -11,7 +11,7 @@ from ..core import hardware, host, paper_plan, presets, shape_files, shapes
 from ..core.errors import UnsupportedError
 from ..core.paper import Job, Machine
 from ..core.presets import GB, Card
-from ..core.sizes import parse_size
+from ..core.sizes import format_size, parse_size
 from .plan_text import text
 
 # Without a GPU and without --gpu, plans are for the card the published measurements were made on; the output says so.
@@ -72,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.plot and not args.plot.lower().endswith((".png", ".svg", ".pdf")):
         raise ValueError(f"--plot {args.plot!r}: give a file name that ends in .png, .svg or .pdf")
+    folder = os.path.dirname(args.plot or "") or "."
+    if not os.path.isdir(folder):
+        raise ValueError(f"--plot {args.plot!r}: there is no folder {folder}; make it, or name another")
     shape = (
         shape_files.read_shape(args.model)
         if shape_files.is_path(args.model)
@@ -83,6 +86,11 @@ def run(args: argparse.Namespace) -> int:
         parse_size(args.vram, whole=machine.card.vram, setting="--vram") if args.vram else None,
         args.rank, args.codec, args.compute,
     )  # fmt: skip
+    if "+" in (args.quant or "") and not any(group.expert_params for group in shape.groups):
+        first = presets.find_quant(args.quant.partition("+")[0]).name
+        remarks.append(
+            f"{shape.title} has no routed experts, so --quant {args.quant} is {first} for all of it."
+        )
     plan = paper_plan.plan(shape, machine, job)
     if args.plot:
         from .plan_plot import draw
@@ -133,11 +141,11 @@ def machine_of(args: argparse.Namespace) -> tuple[Machine, list[str]]:
         if probed is not None and args.gpu is not None:
             machine = around(probed, card)
             remarks.append(
-                f"No GPU to probe here ({probed.gpu_reason}): RAM and drive are this machine's, the card is a "
-                f"{card.title}; name yours with --gpu {', '.join(presets.CARDS)}."
+                f"No GPU to probe here ({probed.gpu_reason}): RAM and drive are this machine's, the card is "
+                f"{_a(card.title)}; name yours with --gpu {', '.join(presets.CARDS)}."
             )
         elif args.gpu is None:
-            remarks.append(f"No GPU found here, so this is for a {card.title}; name yours with --gpu.")
+            remarks.append(f"No GPU found here, so this is for {_a(card.title)}; name yours with --gpu.")
     if args.ram:
         ram = parse_size(args.ram, whole=host.host_memory().total, setting="--ram")
         machine = replace(machine, ram=ram, ram_usable=None)
@@ -162,7 +170,27 @@ def machine_of(args: argparse.Namespace) -> tuple[Machine, list[str]]:
         )
     if machine.ram is None and machine.disk is not None:
         remarks.append("No --ram given: every streamed byte is read from the drive each time.")
+    if not machine.source:
+        remarks.append(_assumed(machine, args))
     return replace(machine, gds=args.gds), remarks
+
+
+def _assumed(machine: Machine, args: argparse.Namespace) -> str:
+    """What a plan for a card that was not measured takes for granted, and the options that say otherwise."""
+    taken = [f"nothing else uses the {machine.card.title}"]
+    if not args.link:
+        taken.append(f"its link copies {machine.card.link / GB:g} GB/s (--link)")
+    if machine.ram is None and machine.disk is None:
+        here = host.host_memory().total
+        taken.append(
+            f"there is RAM for all that waits, whatever this machine has ({format_size(here)}; --ram bounds it)"
+        )
+    return f"Assumed: {'; '.join(taken)}."
+
+
+def _a(title: str) -> str:
+    """With its article, as it is read aloud."""
+    return f"{'an' if title[:1] in 'AEFHILMNORSX8' else 'a'} {title}"
 
 
 def _folder(model: str) -> str:

@@ -64,8 +64,23 @@ def _around(machine: Machine) -> str:
 def _headline(plan: PaperPlan) -> str:
     job = plan.job
     doing = "Training a LoRA on" if job.mode == "train" else "Running"
-    quant = job.quant.name if job.quant else "as stored"
-    return f"{doing} {plan.shape.title} ({quant} weights) on: {_around(plan.machine)}"
+    return f"{doing} {plan.shape.title} ({_weights(plan)}) on: {_around(plan.machine)}"
+
+
+def _weights(plan: PaperPlan) -> str:
+    """What the weights are kept in, in plain words."""
+    quant = plan.job.quant
+    if quant is None:
+        return "weights as the files store them"
+    dense, _, experts = quant.name.partition("+")
+    if not any(group.expert_params for group in plan.shape.groups):
+        experts = ""
+    words = f"weights in {dense}, {_bits(quant.dense)}"
+    return words + (f"; routed experts in {experts}, {_bits(quant.experts)}" if experts else "")
+
+
+def _bits(count: float) -> str:
+    return f"{count:g} bits each" if count == int(count) else f"about {count:.1f} bits each"
 
 
 def _where(plan: PaperPlan) -> str:

@@ -100,7 +100,7 @@ def make_report(
         disk_bytes_per_second=disk_rate,
         link_seconds=stages.get("link"),
         disk_seconds=stages.get("disk"),
-        bound_by=max(stages, key=lambda stage: stages[stage], default=""),
+        bound_by="host" if figures.host_bound else max(stages, key=lambda stage: stages[stage], default=""),
         spans=meter.spans(),
         places=places,
     )

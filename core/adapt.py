@@ -1,4 +1,4 @@
-"""What changes a session's layout between its steps: times that were learnt, and memory that runs short or is left.
+"""What changes a session's layout between its steps: memory that runs short or is left, and (`tune.py`) times that were learnt.
 
 A mixin of `Session`. Nothing here runs within a step, and between steps it costs one comparison unless it is time
 to look. Layouts change only while no graph wants today's units.
@@ -9,39 +9,34 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import threading
 import time
 import traceback
 import weakref
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 
-from . import decide, replan
-from .again import Before
+from . import decide
+from .again import Before, sizes
 from .attach import Placement
 from .auto import Governor, Memory
-from .checkpoint import Checkpoint
 from .errors import BudgetError
-from .learn import Learnt, learn
-from .meter import Meter
+from .follow_ram import FollowsRam
 from .plan import Plan, resident_cost, round_up
 from .pooled import Pooled
-from .recode import Recodes
 from .shared import SharedBudget
 from .shares import Shares
 from .simulated import SimulatedEngine
 from .sizes import format_size
 from .streamed import Streamed
+from .tune import OutOfMemory, Tunes
 from .units import Carving
 
 logger = logging.getLogger("carom")
-OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 _TUNE_AFTER = 4  # measured steps, the first two of a session apart
-_TUNE_AGAIN = 8  # steps until it is tried again where something was in the way
 _LOOKS = 0.25  # seconds between readings of a device's memory, after the first steps
 _ROUNDING = 1.03  # of a model's bytes, for what allocators round up
+_SIZES = 64  # of inputs that are remembered
 _FIRST = 8  # steps after an attachment that are looked at one by one, and may run again
 
 
@@ -56,30 +51,14 @@ class _Device:
 _devices: dict[Hashable, _Device] = {}
 
 
-class Adapts(Recodes):
+class Adapts(Tunes, FollowsRam):
     """Adapts the layout of a `Session` (which see for the fields) to times and memory."""
 
-    _meter: Meter
-    _checkpoint: Checkpoint | None
-    _lock: threading.RLock
     _vram: int
     _shared: SharedBudget | None
-    _parked: bool
     _closed: bool
 
-    def _settings(self) -> decide.Settings:
-        raise NotImplementedError
-
     def _decide(self) -> tuple[Carving, Plan]:
-        raise NotImplementedError
-
-    def _again(self, *, retry: bool = False) -> None:
-        raise NotImplementedError
-
-    def _need_open(self) -> None:
-        raise NotImplementedError
-
-    def _detach_for_parking(self) -> None:
         raise NotImplementedError
 
     def _held_bytes(self) -> int:
@@ -102,9 +81,9 @@ class Adapts(Recodes):
         raise NotImplementedError
 
     def _adapts(self, auto: bool) -> None:
-        self._learnt: Learnt | None = None
+        self._learnt = None
         self._device: _Device | None = None
-        self._tune_at: float = _TUNE_AFTER  # measured steps after which the layout is thought over
+        self._tune_at = _TUNE_AFTER
         self._govern(auto)
 
     def _govern(self, auto: bool) -> None:
@@ -123,6 +102,8 @@ class Adapts(Recodes):
         self._governor = None if memory is None else Governor(memory.ooms)
         self._looked = 0.0
         self._failed = False  # the last step ran out of memory
+        self._asked: set[Hashable] = set()  # sizes of inputs whose passes had what they need
+        self._asking: Hashable = ()
         self._least_known: tuple[Placement, int] | None = None
         self._set_look()
 
@@ -138,11 +119,15 @@ class Adapts(Recodes):
     def _memory(self) -> Memory | None:
         """What this session may take; None where nothing tells."""
         device = self._engine.memory()
+        pooled = self._pooled
+        if device is not None and pooled is not None and not isinstance(self._engine, SimulatedEngine):
+            # A VBAR's pages are not the allocator's, and so not among what this process has.
+            device = dataclasses.replace(device, total=device.total + pooled.held_bytes)
         return device if self._shared is None else self._shared.memory(device)
 
     def _set_look(self) -> None:
         """Measured steps from which `_look` is called between steps."""
-        watched = self._governor is not None or self._pooled is not None
+        watched = self._governor is not None or self._pooled is not None or self._follower is not None
         self._look_at: float = 0 if watched else self._tune_at
 
     def _look(self) -> None:
@@ -157,6 +142,9 @@ class Adapts(Recodes):
         if self._pooled is not None:
             with self._lock:
                 self._watch_pool(self._pooled)
+        if self._follower is not None and not self._meter.awaiting:
+            with self._lock:
+                self._watch_ram(self._follower)
         if self._meter.settled >= self._tune_at:
             self._tune_once()
         self._set_look()
@@ -167,93 +155,6 @@ class Adapts(Recodes):
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         # A module that came on the device would go back there whole on the way to another layout.
         return not (distributed and self._carving.adapters) and not self._placement.came_on_device
-
-    # -- time
-
-    def _tune_once(self) -> None:
-        """Enough steps were measured: take a layout predicted to be faster, once the change will pay for itself."""
-        with self._lock:
-            self._tune_at = math.inf
-            self._recode()
-            try:
-                advice = self._advice(self._meter.steps)
-            except Exception as error:  # advice is a service: without it the step goes on as it is
-                logger.warning("carom: the steps so far cannot be planned with: %s", error)
-                return
-            if advice is None or advice.reason:
-                if advice is None or not advice.understood:  # steps were of mixed kinds, or disturbed
-                    self._tune_at = 2 * self._meter.settled + 2
-                return
-            if self._meter.steps < advice.steps:
-                self._tune_at = self._meter.settled + advice.steps - self._meter.steps
-            elif self._streamer.unreferenced:
-                self._relay(advice)
-            else:  # a graph of an earlier forward still wants today's units: another time
-                self._tune_at = self._meter.settled + _TUNE_AGAIN
-
-    def tune(self) -> bool:
-        """Lay the weights out by what the steps so far taught, if a step is predicted to be 3 % faster so.
-
-        A session does this by itself, once, when the change has paid for itself in the steps already seen. Call
-        between steps. Returns whether anything changed.
-        """
-        with self._lock:
-            self._need_open()
-            if self._parked or not self._streamer.idle or not self._streamer.unreferenced:
-                return False
-            with self._streamer.lock:
-                self._meter.finish()
-            recoded = self._recode()
-            advice = self._advice()
-            if advice is None or advice.reason:
-                return recoded
-            self._relay(advice)
-            return True
-
-    def _learn(self) -> Learnt | None:
-        """What the steps so far teach, None where nothing can be told. The link's rate is of raw bytes."""
-        profile = self._meter.profile()
-        if self._checkpoint is not None:
-            return None  # what the drive gives is not predicted
-        if profile is None or self.plan.all_resident or self._engine.blocking:
-            return None
-        learnt = learn(
-            replan.pieces(self._carving), self._streamed(), self._streamer.order.expected(), profile
-        )
-        if learnt is None or not self._placement.wire_bytes:
-            return None
-        rate = learnt.link.bytes_per_second * self._placement.streamed_host_bytes / self._placement.wire_bytes
-        return dataclasses.replace(learnt, link=dataclasses.replace(learnt.link, bytes_per_second=rate))
-
-    def _streamed(self) -> list[int]:
-        """The streamed units as the carving counts them."""
-        known = {id(unit): index for index, unit in enumerate(self._carving.units)}
-        return [known[id(unit.unit)] for unit in self._placement.streamed]
-
-    def _advice(self, steps: float = math.inf) -> replan.Advice | None:
-        """A better layout, None where nothing can be told; ``steps`` as in `replan.advise`."""
-        learnt = self._learn()
-        if learnt is None:
-            return None
-        advice = replan.advise(
-            self.module, self._settings(), self._engine.grain, learnt, self._carving, self.plan, steps
-        )
-        self.plan = dataclasses.replace(self.plan, predicted_seconds=advice.now)
-        self._candidate = learnt
-        return advice
-
-    def _relay(self, advice: replan.Advice) -> None:
-        logger.info("carom: a step is predicted to be %.3g s faster with another layout", advice.saves)
-        before, self._learnt, self._tune_at = self._learnt, self._candidate, math.inf
-        try:
-            self._again(retry=True)
-        except OutOfMemory:  # what was there before did fit
-            self._learnt = before
-            try:
-                self._again(retry=True)
-            except OutOfMemory:
-                self._detach_for_parking()
-                raise
 
     # -- memory
 
@@ -386,8 +287,14 @@ class Adapts(Recodes):
 
     def _before(self, args: tuple, kwargs: dict) -> Before | None:
         """What a pass finds, where it may have to run again."""
-        if self._governor is None or torch.is_grad_enabled() or self._meter.steps > _FIRST:
+        if self._governor is None or torch.is_grad_enabled():
             return None
+        self._asking = sizes(args, kwargs)
+        if self._meter.steps > _FIRST and self._asking in self._asked:
+            return None
+        if len(self._asked) >= _SIZES:
+            self._asked.clear()
+        self._asked.add(self._asking)
         return Before(self.module, args, kwargs)
 
     def _gives_way(self, error: BaseException, before: Before | None) -> bool:
@@ -395,6 +302,7 @@ class Adapts(Recodes):
         if self._governor is None or not isinstance(error, OutOfMemory):
             return False
         self._failed = True
+        self._asked.discard(self._asking)
         self._look_at = 0
         held = format_size(self._held_bytes())
         note = getattr(error, "add_note", lambda text: None)

@@ -1,13 +1,14 @@
 """Whether a forward that ran out of memory may be run once more: only where everything it could have changed is as it was.
 
-Looked at in a session's first passes and after its layout changed, where memory runs short for the first time, and
-without gradients only. Inputs that torch counts writes to must not have been written; those made in inference mode
+Looked at in a session's first passes, after its layout changed, and with inputs of a size that was not seen before: there memory
+runs short for the first time. Without gradients only. Inputs that torch counts writes to must not have been written; those made in inference mode
 are copied beforehand and put back; random states too. A pass that was given anything but tensors and plain
 values (a cache that grows, say), or that changed a module's attributes or buffers, is not run again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -16,6 +17,17 @@ from torch.utils._pytree import tree_leaves
 
 LIMIT = 64 << 20  # bytes of inputs that are copied
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def sizes(args: tuple, kwargs: dict) -> tuple[Hashable, ...]:
+    """Of the tensors given to a pass: what it needs of memory beside the weights follows from these."""
+    found: list[Hashable] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value.shape)
+        elif isinstance(value, (list, tuple, dict)):
+            found += [leaf.shape for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return tuple(found)
 
 
 class Before:

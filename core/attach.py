@@ -24,11 +24,24 @@ from .units import Carving, Entry, Unit
 
 
 @dataclass(eq=False)
-class _Moved:
-    """A tensor that went to the device, and where it has to return to."""
+class Lot:
+    """Device memory, from address ``start``, in which tensors went to the device together."""
+
+    start: int
+    nbytes: int
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is still there, and was not given other memory by the model."""
+        return self.start <= tensor.data_ptr() < self.start + max(1, self.nbytes)
+
+
+@dataclass(eq=False)
+class Moved:
+    """A tensor that went to the device, and where it has to return to; ``lot``: None where it went alone."""
 
     tensor: torch.Tensor
     home: torch.device
+    lot: Lot | None = None
 
 
 @dataclass(eq=False)
@@ -46,11 +59,15 @@ class Placement:
 
     def __init__(self, engine: Engine, arena: HostArena) -> None:
         self._engine, self._arena = engine, arena
-        self._moved: list[_Moved] = []
+        self._moved: list[Moved] = []
+        self._received: set[int] = (
+            set()
+        )  # tensors that the placement before left on the device, while attaching
         self._worn: list[tuple[torch.Tensor, type, torch.device]] = []
         self.streamed: list[Streamed] = []
         self.notes: list[str] = []
         self.resident_bytes = 0  # device bytes, as the allocator reserves them
+        self.loaded_bytes = 0  # of these, what crossed to the device for this placement
         self.adapter_bytes = 0
         self.streamed_host_bytes = 0
         self.wire_bytes = 0  # of the streamed weights, as they wait to cross
@@ -64,21 +81,16 @@ class Placement:
 
     def keep(self, units: list[Unit], entries: list[Entry]) -> None:
         """Resident units and entries: large units in a buffer each, everything small in one."""
-        large = [unit for unit in units if unit.nbytes >= SMALL_UNIT]
-        for unit in large:
-            self._together(unit.entries)
-        small = [entry for unit in units if unit.nbytes < SMALL_UNIT for entry in unit.entries]
-        alone: list[Entry] = []
-        for entry in entries:
-            (small if entry.nbytes < SMALL_UNIT and _plain(entry.tensor) else alone).append(entry)
-        self._together(small)
+        lots, alone = _lots(units, entries)
+        for lot in lots:
+            self._together(lot)
         for entry in alone:
             self.resident_bytes += self._move(entry.tensor)
 
     def _together(self, entries: list[Entry]) -> None:
         """One device buffer for several tensors; those already there stay where they are."""
         there = [entry for entry in entries if self._is_here(entry.tensor)]
-        self.resident_bytes += sum(entry.nbytes for entry in there)
+        self.resident_bytes += sum(entry.nbytes for entry in there if id(entry.tensor) not in self._received)
         entries = [entry for entry in entries if not self._is_here(entry.tensor)]
         layout = Unit("", "", [])
         at = {}
@@ -89,6 +101,8 @@ class Placement:
             return
         buffer = self._engine.allocate(layout.nbytes)
         self.resident_bytes += round_up(layout.nbytes, self._engine.grain)
+        self.loaded_bytes += layout.nbytes
+        lot = Lot(buffer.data_ptr(), layout.nbytes)
         for entry in entries:
             tensor, start = entry.tensor, at[id(entry)]
             with torch.inference_mode(False), torch.no_grad():
@@ -97,7 +111,7 @@ class Placement:
                 view = piece.as_strided(value.shape, value.stride(), piece.storage_offset())
                 view.copy_(value)
             del value
-            self._moved.append(_Moved(tensor, self._home(tensor)))
+            self._moved.append(Moved(tensor, self._home(tensor), lot))
             tensor.data = view
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -113,6 +127,8 @@ class Placement:
         self.adapter_bytes += self._move(entry.tensor)
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
+        if id(tensor) in self._received:
+            return True
         # The CPU as a session's device has slots and buffers of its own: its tensors move like any.
         return self._engine.device.type != "cpu" and tensor.device == self._engine.device
 
@@ -122,7 +138,8 @@ class Placement:
         if tensor.device != self._engine.device:
             home = tensor.device
             _relocate(tensor, self._engine.device)
-            self._moved.append(_Moved(tensor, home))
+            self.loaded_bytes += size
+            self._moved.append(Moved(tensor, home))
         return size
 
     def replaced(self, old: torch.Tensor, new: torch.Tensor) -> None:
@@ -208,6 +225,52 @@ class Placement:
         """What was moved to the device stays there: nobody wants it back."""
         self._moved.clear()
 
+    def leave(self) -> None:
+        """As `undo`, but what went to the device stays there, for the placement that follows to be `given`."""
+        left = [moved for moved in self._moved if not moved.tensor.is_inference()]
+        self._moved = [moved for moved in self._moved if moved.tensor.is_inference()]
+        self.undo()
+        self._moved = left
+
+    def given(self) -> list[Moved]:
+        """What `leave` left on the device: it is the caller's from now on."""
+        left, self._moved = self._moved, []
+        return left
+
+    def receive(self, left: list[Moved]) -> None:
+        """Tensors are on the device already, and are to be brought home by this placement."""
+        self._moved += left
+
+    @torch.inference_mode(False)
+    def keep_received(self, units: list[Unit], entries: list[Entry], adapters: list[Entry]) -> None:
+        """Of what was received, what lies on the device just so from now on stays; the rest goes home, before anything comes."""
+        lots, alone = _lots(units, entries)
+        wanted = {frozenset(id(entry.tensor) for entry in lot) for lot in lots}
+        single = {id(entry.tensor) for entry in (*alone, *adapters)}
+        together: dict[int, list[Moved]] = {}
+        for moved in self._moved:
+            together.setdefault(id(moved.lot or moved), []).append(moved)
+        self._moved = []
+        for members in together.values():
+            lot, names = members[0].lot, frozenset(id(moved.tensor) for moved in members)
+            if lot is None:
+                stays = names <= single
+            else:
+                stays = names in wanted and all(lot.holds(moved.tensor) for moved in members)
+            if not stays:
+                with torch.no_grad():
+                    for moved in members:
+                        self._bring_home(moved)
+                continue
+            self._moved += members
+            self._received |= names
+            if lot is not None:
+                self.resident_bytes += round_up(lot.nbytes, self._engine.grain)
+
+    def settled(self) -> None:
+        """All tensors are in their places."""
+        self._received.clear()
+
     def undo(self) -> None:
         """Every tensor as it was: object, class, device; values as they are now. Pinned memory is given back."""
         with torch.inference_mode(False), torch.no_grad():
@@ -221,20 +284,31 @@ class Placement:
                 _replace(tensor, tensor.detach().to(home))
         self._worn.clear()
         for moved in reversed(self._moved):
-            if (
-                moved.tensor.is_inference()
-            ):  # the model's own, made in its inference mode: it may not be touched
-                continue
-            back = moved.home if moved.tensor.device != moved.home else None
-            if back is not None:
-                _relocate(moved.tensor, back)
-            else:  # the CPU as device: leave the session's buffer for memory of its own
-                moved.tensor.data = moved.tensor.data.clone(memory_format=torch.preserve_format)
+            self._bring_home(moved)
         self._moved.clear()
+        self._received.clear()
         for streamed in self.streamed:
             _let_go(streamed)
         self.streamed = []
         self.resident_bytes = self.adapter_bytes = self.streamed_host_bytes = self.wire_bytes = 0
+
+    def _bring_home(self, moved: Moved) -> None:
+        if moved.tensor.is_inference():  # the model's own, made in its inference mode: it may not be touched
+            return
+        if moved.tensor.device != moved.home:
+            _relocate(moved.tensor, moved.home)
+        else:  # the CPU as device: leave the session's buffer for memory of its own
+            moved.tensor.data = moved.tensor.data.clone(memory_format=torch.preserve_format)
+
+
+def _lots(units: list[Unit], entries: list[Entry]) -> tuple[list[list[Entry]], list[Entry]]:
+    """(entries that go to the device together, entries that go alone) of what is to stay there."""
+    lots = [unit.entries for unit in units if unit.nbytes >= SMALL_UNIT]
+    small = [entry for unit in units if unit.nbytes < SMALL_UNIT for entry in unit.entries]
+    alone: list[Entry] = []
+    for entry in entries:
+        (small if entry.nbytes < SMALL_UNIT and _plain(entry.tensor) else alone).append(entry)
+    return [*lots, small], alone
 
 
 def _let_go(streamed: Streamed) -> None:

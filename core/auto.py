@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .sizes import GIB
 
-HEADROOM = 0.04  # of the device, left free; at most a GiB
+HEADROOM, MOST_HEADROOM = 0.025, GIB // 2  # of the device, left free; at most so many bytes
 LOW = 0.5  # of the headroom: below it the budget falls
 WORTH = 0.02  # of the device: a rise below it is not worth a new layout
 QUIET, MOST_QUIET = 3, 1 << 10  # readings before a rise; doubled by every fall
@@ -22,7 +22,7 @@ GIVEN_UP = 0.25  # of what is held, when a step ran out of memory
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a device between two steps: in all, free for everybody, kept unused by this process's allocator
+    """Bytes of a device between two steps: ``total`` but for what other programs hold, free for everybody, kept unused by this process's allocator
     (``cached``: what its last steps took and gave back). ``ooms``: allocations that failed so far. ``weights_only``:
     a budget for weights, of which nothing else wants any."""
 
@@ -44,7 +44,7 @@ class Governor:
     @staticmethod
     def headroom(memory: Memory) -> int:
         """Bytes to be left free."""
-        return 0 if memory.weights_only else min(GIB, int(HEADROOM * memory.total))
+        return 0 if memory.weights_only else min(MOST_HEADROOM, int(HEADROOM * memory.total))
 
     def read(
         self, memory: Memory, held: int, least: int, everything: int, budget: int | None = None

@@ -158,7 +158,7 @@ class Checkpoint:
             original = tensors[name]
             self._computed.append(_Computed(value, original, sites[id(original)]))
             put(sites[id(original)], original, value)
-        self._note(tensors, found.bound)
+        self._note(found.extra)
 
     def _refuse_trained(self, tensors: dict[str, torch.Tensor]) -> None:
         parameters = {
@@ -190,7 +190,13 @@ class Checkpoint:
         self._stands[id(stand)] = Stand(bound, stand, tensor, sites, tensor.requires_grad)
         stand.requires_grad_(False)
 
-    def _note(self, tensors: dict[str, torch.Tensor], bound: object) -> None:
+    def _note(self, extra: tuple[str, ...]) -> None:
+        if extra:
+            names = ", ".join(show(name) for name in extra[:4])
+            self.notes.append(
+                f"{len(extra)} tensors of the file have no place in the module and are not read: {names}"
+                f"{', ...' if len(extra) > 4 else ''}"
+            )
         trained = sum(stand.trainable for stand in self._stands.values())
         if trained:
             self.notes.append(f"{trained} weights from the file take no gradients while they stream")

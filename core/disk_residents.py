@@ -27,9 +27,10 @@ from .pending import unwear, wear
 from .plan import round_up
 from .sizes import MIB
 from .store.arena import Block, HostArena
+from .store.handle import SubmittedRead
 from .store.pieces import Piece, Placed, cut
 from .store.rawio import ALIGN as PAGE
-from .store.reader import DiskReader, ReadHandle
+from .store.reader import DiskReader
 from .transfer import Engine
 
 logger = logging.getLogger("carom")
@@ -60,7 +61,7 @@ class _Staged:
     block: Block
     load: Load | None = None
     piece: Piece | None = None
-    handles: list[ReadHandle] = field(default_factory=list)
+    handles: list[SubmittedRead] = field(default_factory=list)
     copied: Any = None  # its last copy to the device is over
 
 
@@ -248,7 +249,7 @@ class Residents:
         self._asked.remove(staged)
         self._free.append(staged)
 
-    def _noted(self, began: float) -> Callable[[ReadHandle], None]:
+    def _noted(self, began: float) -> Callable[[SubmittedRead], None]:
         return lambda handle: self.spans.append((handle.what, began, time.perf_counter(), handle.nbytes))
 
     def _land(self) -> None:

@@ -47,6 +47,21 @@ class HostMemory:
     wsl: bool
     windows: bool
 
+    @property
+    def free(self) -> int:
+        """What this process could have now, in its container too."""
+        free = min(self.available, self.limit)
+        return (
+            free
+            if self.cgroup_limit is None
+            else min(free, max(0, self.cgroup_limit - (self.cgroup_used or 0)))
+        )
+
+    @property
+    def keep(self) -> int:
+        """What is left to the system and to other programs."""
+        return max(KEEP_LEAST, int(KEEP_SHARE * self.limit))
+
 
 def bounded(probe: Callable[[], Any], seconds: float, what: str) -> tuple[Any, str | None]:
     """(result, None), or (None, reason) where `probe` raised or did not answer in time.

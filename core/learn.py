@@ -17,6 +17,9 @@ from typing import NamedTuple
 
 from .predict import LATENCY, Link, Workload
 
+OURS = 0.9  # of what the host takes at most
+STALLED = 0.1  # of a step: what waits longer for weights does not wait for the host
+
 
 class Turn(NamedTuple):
     """A unit's turn in a forward, in seconds from the step's begin: when the computing stream came to it, went on
@@ -29,10 +32,13 @@ class Turn(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """The streamed units' turns in one forward, and its seconds."""
+    """The streamed units' turns in one forward, and its seconds; ``close``: of its later turns, the share at whose end the
+    device had begun what the host had only just issued; ``use``: seconds of the host that Carom takes for one."""
 
     turns: tuple[Turn, ...]
     seconds: float
+    close: float = 0.0
+    use: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,18 @@ class Profile:
     forwards: tuple[Forward, ...]
     copies: tuple[tuple[int, float], ...] = ()  # bytes and seconds of its copies
 
+    @property
+    def host_bound(self) -> bool:
+        """Whether the device waits for Python: it is right behind the host, and does not wait for weights instead."""
+        stalled = self.seconds - sum(self.compute)
+        close = median(forward.close for forward in self.forwards) if self.forwards else 0.0
+        return close > 0.5 and stalled < STALLED * self.seconds
+
+    @property
+    def use_seconds(self) -> float:
+        """Of the host, for one use of a streamed unit."""
+        return median(forward.use for forward in self.forwards) if self.forwards else 0.0
+
 
 class Piece(NamedTuple):
     """A unit for these purposes: its tensors' bytes by name."""
@@ -56,6 +74,13 @@ class Piece(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(self.tensors.values())
+
+
+class Calls(NamedTuple):
+    """Seconds of the host: for all that is not Carom's in a step, and for each use of a streamed unit."""
+
+    model: float
+    use: float
 
 
 @dataclass(frozen=True)
@@ -75,6 +100,15 @@ class Learnt:
     held: Mapping[str, float]  # by unit: of its seconds, those in which its slot is in use
     share: float  # what recomputing takes, of the forward
     seconds: float  # of a step, measured
+    calls: Calls | None = None  # where the seconds are of Python's calls, which nothing hides
+
+    @property
+    def host_bound(self) -> bool:
+        return self.calls is not None
+
+    def issuing(self, uses: int) -> float:
+        """Seconds that the host takes for a step with ``uses`` of streamed units; 0 where it does not bind."""
+        return 0.0 if self.calls is None else self.calls.model + uses * self.calls.use
 
     def workload(self, units: Sequence[Piece], blocks: Sequence[frozenset[str]] = ()) -> Workload:
         """The step for another carving; ``blocks``: tensors that are recomputed together."""
@@ -143,18 +177,25 @@ def learn(
     share = min(1.0, profile.compute[1] / (2 * spent)) if spent else 1.0
     left = max(0.0, profile.compute[1] - share * spent)
     whole = sum(forward) - sum(forward[unit] for unit in unused) or 1.0
+    calls, scale = None, 1.0
+    if profile.host_bound:  # what was measured as computing is issuing, ours included
+        busy = sum(profile.compute)
+        use = min(profile.use_seconds, OURS * busy / len(uses))
+        model = busy - len(uses) * use
+        calls, scale = Calls(model, use), model / busy if busy > 0 else 1.0
     backward = [0.0 if unit in unused else left * forward[unit] / whole for unit in range(len(units))]
     return Learnt(
         train=profile.train,
         link=_link(profile, blocking),
-        forward=_by_tensor(units, forward),
-        backward=_by_tensor(units, backward) if profile.train else {},
+        forward=_by_tensor(units, [scale * each for each in forward]),
+        backward=_by_tensor(units, [scale * each for each in backward]) if profile.train else {},
         place={name: place for place, unit in enumerate(order) for name in units[unit].tensors},
         again=frozenset(name for unit in again for name in units[unit].tensors),
         unused=frozenset(name for unit in unused for name in units[unit].tensors),
         held={piece.name: share for piece, share in zip(units, held, strict=True)},
         share=share,
         seconds=profile.seconds,
+        calls=calls,
     )
 
 

@@ -16,13 +16,14 @@ from typing import Any
 
 from .learn import Forward, Profile, Turn
 from .report import Span
-from .transfer import Engine
+from .transfer import Engine, StreamEngine
 
 _KEPT_STEPS = 64  # figures the medians are taken over
 _OPEN_STEPS = 6  # steps whose events may be outstanding before the oldest loses its timing
 _TIMED_FIRST = 8  # steps that take times, before only
 _TIMED_EVERY = 16  # two in so many do
 _PROFILED = range(2, 8)  # steps of a kind (with gradients, without) in which each unit's turn is marked
+_MARKS = 8  # made to see what one costs
 _FORWARDS = 8  # forwards that may precede a backward before they count as inference
 
 
@@ -52,6 +53,9 @@ class _Step:
     decodes: list[tuple[Any, Any]] = field(default_factory=list)
     waits: list[tuple[Any, Any, str, bool]] = field(default_factory=list)
     turns: list[list[Any]] = field(default_factory=list)  # of units in the forward: name, came, went on, left
+    # At each turn's end: was the device right behind the host?
+    close: list[bool] = field(default_factory=list)
+    spent: float = 0.0  # seconds of the host in the turns' beginnings and ends
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class Medians:
     raw_bytes: float = 0
     transfers: float = 0
     disk_bytes: float = 0
+    host_bound: bool = False
 
 
 class Meter:
@@ -112,6 +117,9 @@ class Meter:
         self._kinds = [0, 0]  # steps begun without gradients, with
         self.profiling = False  # whether the streamer tells of each unit's turn
         self.timing = True  # whether the present step takes times; the streamer asks before it makes marks
+        # Elsewhere copies block the host, or a virtual clock knows nothing of it.
+        self.watches_host = isinstance(engine, StreamEngine)
+        self._mark_seconds: float | None = None  # of the host, for a mark
 
     # -- what happens
 
@@ -128,6 +136,11 @@ class Meter:
         self.timing = self._steps < _TIMED_FIRST or self._steps % _TIMED_EVERY < 2
         self._steps += 1
         self.profiling = self.timing and self._kinds[gradient] in _PROFILED
+        if self.profiling and self.watches_host and self._mark_seconds is None:
+            began = time.perf_counter()
+            for _ in range(_MARKS):
+                self._engine.mark()
+            self._mark_seconds = (time.perf_counter() - began) / _MARKS
         self._kinds[gradient] += 1
         self._open = _Step(self._engine.mark(), gradient, self.timing)
 
@@ -182,9 +195,25 @@ class Meter:
             for turn in reversed(self._open.turns):
                 if turn[0] == name and turn[3] is None:
                     turn[3] = left
+                    if self.watches_host:
+                        # The kernels were issued just now, and the device has begun them: it waits for more.
+                        self._open.close.append(self._engine.done(turn[2]))
                     return
 
+    def spent(self, seconds: float) -> None:
+        """The host's time for the beginning or the end of a unit's turn."""
+        if self._open is not None:
+            self._open.spent += seconds
+
     # -- what comes of it
+
+    def _use_seconds(self, step: _Step) -> float:
+        """Seconds of the host for a turn in the forward, less those of the marks that only profiled steps make."""
+        copies = sum(not copy.backward for copy in step.copies)
+        decodes = copies if step.decodes else 0
+        waits = sum(not backward for *_, backward in step.waits)
+        marks = 3 * len(step.turns) + 2 * (copies + decodes + waits)
+        return max(0.0, step.spent - marks * (self._mark_seconds or 0.0)) / len(step.turns)
 
     def _close(self) -> None:
         step, self._open = self._open, None
@@ -222,7 +251,12 @@ class Meter:
         if step.turns:
             at = lambda event: between(step.begin, event)  # noqa: E731
             turns = tuple(Turn(name, *map(at, marks)) for name, *marks in step.turns if marks[2] is not None)
-            self._profiled.append((step.turn is not None, Forward(turns, forward)))
+            late = step.close[
+                len(step.close) // 2 :
+            ]  # a step that begins on an idle device has to get ahead first
+            close = sum(late) / len(late) if late else 0.0
+            use = self._use_seconds(step)
+            self._profiled.append((step.turn is not None, Forward(turns, forward, close, use)))
             self._copies = tuple((copy.nbytes, time) for copy, time in copies)
         return StepFigures(
             train=step.turn is not None,
@@ -348,5 +382,8 @@ class Meter:
             wire_bytes=median(step.wire_bytes for step in steps),
             raw_bytes=median(step.raw_bytes for step in steps),
             transfers=median(step.transfers for step in steps),
+            host_bound=(profile := self.profile()) is not None
+            and profile.train == train
+            and profile.host_bound,
             disk_bytes=median(step.disk_bytes for step in steps),
         )

@@ -332,7 +332,6 @@ class PackedPlacement(Placement):
                 after = self._engine.mark()
                 self._engine.synchronize()
                 best = min(best, self._engine.elapsed(before, after))
-            streamed.decoder.forget()  # buffers that are given back
             for entry, packed in zip(streamed.unit.entries, streamed.packed, strict=True):
                 if packed is not None and id(packed.tensor) not in self._shelf:
                     there = out[entry.offset : entry.offset + entry.nbytes]

@@ -190,6 +190,10 @@ class _Search:
         for a in free:
             for b, c in combinations([unit for unit in out if self.sizes[unit] < self.sizes[a]], 2):
                 yield chosen - {a} | {b, c}
+        # And one for several.
+        for b in out:
+            for a, c in combinations([unit for unit in free if self.sizes[unit] < self.sizes[b]], 2):
+                yield chosen - {a, c} | {b}
 
 
 def choose(

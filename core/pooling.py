@@ -17,9 +17,10 @@ from .attach import Placement, wanted_residents
 from .auto import Governor, Regrowth
 from .disk import Disk
 from .disk_streamer import DiskStreamer
+from .homes import lay_out
 from .meter import Meter
 from .plan import Plan
-from .pooled import Pooled, PooledDiskStreamer, PooledStreamer, lay_out
+from .pooled import Pooled, PooledDiskStreamer, PooledStreamer
 from .simulated import SimulatedEngine
 from .sizes import format_size
 from .streamed import Streamed

@@ -7,7 +7,8 @@ are worked out along the way: one link that copies in the order of issue, one st
 starts when the link is free and the last readers of what it overwrites are done; a use starts when the
 stream is free and its unit is there. Where copies block the host, each is computing time lost.
 
-The host is taken to be ahead of the device, as it is while units take longer than their launches.
+The host is taken to be ahead of the device, as it is while units take longer than their launches, unless a `Host` says
+what it takes to issue them: then nothing starts before it was issued.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from .slots import Region
 
+HOST_BINDS = 0.97  # of a step
 LATENCY = 10e-6  # seconds from one copy's end to the next one's first byte, where it was not measured
 
 
@@ -44,6 +46,18 @@ class Packed(NamedTuple):
 
     nbytes: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Host:
+    """Seconds of Python for one use of a unit that streams, and of one that stays; each in the forward and backward."""
+
+    streamed: tuple[float, float]
+    resident: tuple[float, float]
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= s < float("inf") for s in (*self.streamed, *self.resident)):
+            raise ValueError(f"{self}: seconds of the host are finite and not negative")
 
 
 class Use(NamedTuple):
@@ -129,6 +143,12 @@ class Prediction:
     wire_bytes: int
     transfers: int
     phases: tuple[float, ...]
+    host_seconds: float = 0.0
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether issuing the work takes as long as doing it."""
+        return self.host_seconds > HOST_BINDS * self.seconds
 
 
 @dataclass(eq=False, slots=True)
@@ -154,6 +174,7 @@ class _Replay:
     link: Link
     compute: float = 0.0
     wire: float = 0.0
+    issued: float = 0.0  # the host's clock
     wire_bytes: int = 0
     transfers: int = 0
     packed: Mapping[int, Packed] = field(default_factory=dict)
@@ -182,7 +203,7 @@ class _Replay:
         slot = self.slots.get(unit)
         surprised = slot is None
         if slot is None:
-            found = self.region.place(self.sizes[unit], self._next_use)
+            found = self.region.place(self.sizes[unit], self._next_uses())
             assert found is not None, "nothing is in use between two uses"
             slot = self._fill(unit, *found)
         slot.users = 1
@@ -195,8 +216,9 @@ class _Replay:
         self._look_ahead(slot if backward else None)
         self.compute += seconds - held * seconds
 
-    def _next_use(self, slot: Any) -> float | None:
-        return None if slot.users else self.next[slot.unit] - self.at
+    def _next_uses(self, guarded: Any = None) -> list[float | None]:
+        next_, at, slots = self.next, self.at, self.region.slots
+        return [None if s.users or s is guarded else next_[s.unit] - at for s in slots]
 
     def _look_ahead(self, guarded: Any) -> None:
         room, at, sequence, slots, sizes = self.region.nbytes, self.at, self.sequence, self.slots, self.sizes
@@ -212,12 +234,7 @@ class _Replay:
                 return
             if unit in slots:
                 continue
-            found = self.region.place(
-                sizes[unit],
-                self._next_use,
-                later_than=distance,
-                guarded=guarded,
-            )
+            found = self.region.place(sizes[unit], self._next_uses(guarded), later_than=distance)
             if found is None:
                 return
             self._fill(unit, *found)
@@ -230,7 +247,7 @@ class _Replay:
                 self.tails.append((victim.offset, victim.end, victim.read))
         nbytes = self.sizes[unit]
         end = offset + nbytes
-        start, kept = self.wire, []
+        start, kept = max(self.wire, self.issued), []
         for low, high, read in self.tails:
             if low < end and offset < high:
                 start = max(start, read)
@@ -265,10 +282,12 @@ def predict(
     *,
     steps: int = 4,
     packed: Mapping[int, Packed] | None = None,
+    host: Host | None = None,
 ) -> Prediction:
     """The steady state of ``workload`` when units in ``resident`` stay and the rest passes through the region.
 
-    ``packed``: the units that cross packed; what unpacking takes of computing is to be in the workload.
+    ``packed``: the units that cross packed; what unpacking takes of computing is to be in the workload. ``host``: what
+    issuing takes; None: less than doing, always.
 
     ``sizes``: bytes by unit. Means over ``steps`` steps after one that fills the slots (slots of several sizes
     may come to lie differently from step to step). Raises ValueError where a streamed unit is larger than the
@@ -278,13 +297,15 @@ def predict(
         raise ValueError(f"{len(sizes)} sizes for {len(workload.forward)} units of work")
     uses = workload.uses()
     streamed = [size for unit, size in enumerate(sizes) if unit not in resident]
-    if not streamed:
+    if not streamed and host is None:
         phases = workload.phases
         return Prediction(sum(phases), 0.0, 0, 0, phases)
-    if max(streamed) > region_bytes:
+    if max(streamed, default=0) > region_bytes:
         raise ValueError(f"a region of {region_bytes} bytes has no slot for a unit of {max(streamed)}")
     sequence = [use.unit for use in uses if use.unit not in resident]
-    replay = _Replay(sizes, Region(region_bytes, max(streamed)), sequence, link, packed=packed or {})
+    largest = max(streamed, default=1)
+    replay = _Replay(sizes, Region(max(region_bytes, largest), largest), sequence, link, packed=packed or {})
+    calls = Host((0.0, 0.0), (0.0, 0.0)) if host is None else host
     before = 0, 0
     spent = [0.0, 0.0]  # forward, backward
     for step in range(steps + 1):
@@ -295,10 +316,14 @@ def predict(
         for use in uses:
             if use.backward and turn is None:
                 turn = replay.compute
-            if use.unit in resident:
+            stays = use.unit in resident
+            replay.compute = max(replay.compute, replay.issued)
+            if stays:
                 replay.compute += use.seconds
             else:
                 replay.use(use.seconds, use.backward, use.held)
+            replay.issued += (calls.resident if stays else calls.streamed)[use.backward]
+            replay.compute = max(replay.compute, replay.issued)  # the last kernel comes with the last call
         if step:
             spent[0] += (replay.compute if turn is None else turn) - begin
             spent[1] += 0.0 if turn is None else replay.compute - turn
@@ -309,6 +334,7 @@ def predict(
         round((replay.wire_bytes - before[0]) / steps),
         round((replay.transfers - before[1]) / steps),
         phases,
+        replay.issued / (steps + 1),
     )
 
 

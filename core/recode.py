@@ -63,7 +63,7 @@ class Recodes:
         wire = learnt.link.bytes_per_second * placement.wire_bytes / placement.streamed_host_bytes
         raw = replan.raw_share(
             [piece.nbytes for piece in pieces], indices, self.plan, learnt.workload(pieces, replan.blocks(self.module)),
-            dataclasses.replace(learnt.link, bytes_per_second=wire), packed,
+            dataclasses.replace(learnt.link, bytes_per_second=wire), packed, learnt.host_bound,
         )  # fmt: skip
         units = [unit for index, unit in zip(indices, placement.streamed, strict=True) if index in set(raw)]
         more = sum(unit.nbytes - unit.host.numel() for unit in units)

@@ -17,6 +17,7 @@ from .predict import Link, Packed, Workload, floor_seconds, predict
 from .units import Carving, carve
 
 NOTHING = "no layout is predicted to be 3 % faster"
+HOST = "the host binds: the device waits for Python to issue its work, and no layout is predicted to spare it 3 %"
 WORTH = 0.03  # of a step that a new layout must save
 FINER = 0.99  # of the time with whole blocks that parts must stay below: they cost more of the host
 RAW_GAIN = 0.005  # of a step that plain bytes must save over packed ones: they take more host memory
@@ -53,7 +54,7 @@ def decide_with(
     """As `decide.decide`, by the shortest predicted step. Raises as that does."""
     limits: list[int | None] = [None]
     if settings.granularity == "auto" and not decide.compiled(module):
-        limits.append(decide.PART)
+        limits += [decide.COARSE, decide.PART]
     together = blocks(module)
     best: tuple[Carving, Plan] | None = None
     fastest = float("inf")
@@ -66,7 +67,8 @@ def decide_with(
             plan, found = choose(
                 given.units, vram, given.fixed, work, learnt.link, wish=given.wish, grain=grain
             )
-            return replace(plan, predicted_seconds=found.seconds)
+            seconds = max(found.seconds, learnt.issuing(_uses(work, plan)))
+            return replace(plan, predicted_seconds=seconds)
 
         try:
             found = decide.with_staging(carving, settings, grain, plan)
@@ -79,6 +81,11 @@ def decide_with(
     return best or decide.decide(module, settings, grain)
 
 
+def _uses(work: Workload, plan: Plan) -> int:
+    """How often a step uses what streams."""
+    return sum(use.unit not in plan.resident for use in work.uses())
+
+
 def raw_share(
     sizes: Sequence[int],
     streamed: Sequence[int],
@@ -86,11 +93,13 @@ def raw_share(
     work: Workload,
     link: Link,
     packed: Mapping[int, Packed],
+    host_bound: bool = False,
 ) -> Sequence[int]:
     """Which packed units had better cross as they are: unpacking takes computing time, and gains nothing while the link waits.
 
     ``work``: as measured with ``packed`` units being unpacked beside it; ``link``: of bytes on the wire. None, a
-    quarter, half, three quarters or all of them, spread evenly; none where less than half a percent is gained.
+    quarter, half, three quarters or all of them, spread evenly; none where less than half a percent is gained. ``host_bound``: the
+    device waits for Python, to which unpacking is more launches: as many as cost the device less than half a percent.
     """
 
     def without(raw: Sequence[int]) -> float:
@@ -109,6 +118,9 @@ def raw_share(
             unit for place, unit in enumerate(units) if (place + 1) * quarters // 4 > place * quarters // 4
         ]
         found.append((without(some), some))
+    if host_bound:
+        free = [one for one in found if one[0] <= found[0][0] * (1 + RAW_GAIN)]
+        return max(free, key=lambda one: len(one[1]))[1]
     best = min(found, key=lambda one: (one[0], len(one[1])))
     return best[1] if best[0] < found[0][0] * (1 - RAW_GAIN) else ()
 
@@ -130,26 +142,40 @@ def advise(
     sizes = [unit.nbytes for unit in carving.units]
     work = learnt.workload(pieces(carving), blocks(module))
     now = predict(sizes, plan.resident, plan.region_bytes, work, learnt.link).seconds
+    now = max(now, learnt.issuing(_uses(work, plan)))
     floor = floor_seconds(sizes, settings.vram - plan.staging_bytes - plan.fixed_bytes, work, learnt.link)
-    total = sum(sizes)
-    held = sum(carving.units[index].nbytes for index in plan.resident)
-    # Out and in again over the link, and what streams is copied in host memory, and pinned.
-    move = (2 * held + 2 * total) / learnt.link.bytes_per_second
+    # What streams is copied in host memory, and pinned, whatever else a new layout asks for.
+    move = 2 * sum(sizes) / learnt.link.bytes_per_second
     if abs(now - learnt.seconds) > TRUSTED * learnt.seconds:
         reason = (
             f"the present step is predicted as {now:.4g} s and takes {learnt.seconds:.4g} s: not understood"
         )
         return Advice(carving, plan, now, 0.0, move, reason, understood=False)
-    most = now - floor
+    most = now - max(floor, learnt.issuing(0))
+    nothing = HOST if learnt.host_bound else NOTHING
     if most < WORTH * now:
-        return Advice(carving, plan, now, 0.0, move, NOTHING, understood=True)
+        return Advice(carving, plan, now, 0.0, move, nothing, understood=True)
     if most * steps < move:
         return Advice(carving, plan, now, most, move, "", understood=True)
     new_carving, new = decide_with(module, settings, grain, learnt)
     then = new.predicted_seconds
     saves = 0.0 if then is None else now - then
-    reason = NOTHING if saves < WORTH * now else ""
+    move += _crossing(carving, plan, new_carving, new) / learnt.link.bytes_per_second
+    reason = nothing if saves < WORTH * now else ""
     return Advice(new_carving, new, now, saves, move, reason, understood=True)
+
+
+def _crossing(carving: Carving, plan: Plan, new_carving: Carving, new: Plan) -> int:
+    """Bytes of residents that leave the device or come to it: a unit that stays just so does not move."""
+
+    def residents(units: Carving, chosen: Plan) -> dict[frozenset[str], int]:
+        return {
+            frozenset(entry.name for entry in units.units[index].entries): units.units[index].nbytes
+            for index in chosen.resident
+        }
+
+    before, after = residents(carving, plan), residents(new_carving, new)
+    return sum((before | after)[unit] for unit in before.keys() ^ after.keys())
 
 
 def blocks(module: nn.Module) -> Sequence[frozenset[str]]:

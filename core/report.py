@@ -89,7 +89,9 @@ class Report:
     disk_bytes_per_step: float = 0.0
     link_seconds: float | None = None  # what a step's bytes take on the link alone, and from the disk alone
     disk_seconds: float | None = None
-    bound_by: str = ""  # the stage that takes longest of a step, were it alone: "compute", "link" or "disk"
+    bound_by: str = (
+        ""  # the stage that takes longest of a step, were it alone: "compute", "link", "disk", or "host"
+    )
     disk_wait_seconds: float = 0.0  # in all, of host threads for reads that were late
     pageable_bytes: int = 0
     steps: int = 0
@@ -220,6 +222,8 @@ class Report:
         """What each stage would take alone."""
         stages = ("computing", self.compute_seconds), ("link", self.link_seconds), ("disk", self.disk_seconds)
         known = [f"{name} {format_seconds(seconds)}" for name, seconds in stages if seconds is not None]
+        if self.bound_by == "host":
+            return "the device waits for Python to issue its work: more tokens a step, or torch.compile, use it better"
         return f"a step alone: {', '.join(known)}"
 
     def _roofline_verdict(self) -> str:
@@ -229,8 +233,9 @@ class Report:
 
     def _places_summary(self) -> str:
         choice, need = len(self.resident_by_choice), len(self.resident_by_need)
-        parts = [f"{self.units - choice - need} streamed", f"{choice} resident by choice"]
-        return ", ".join(parts + ([f"{need} by need:"] if need else []))
+        # What stays by need was left out of the units when the module was carved.
+        parts = [f"{self.units - choice} streamed", f"{choice} resident by choice"]
+        return ", ".join(parts + ([f"beside them {need} by need:"] if need else []))
 
 
 def format_seconds(seconds: float | None) -> str:

@@ -7,6 +7,7 @@ what a model writes to its weights while they are in a slot.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,15 @@ class Runs:
 
     def enter(self, unit: Streamed) -> tuple[Slot, bool]:
         """Swap the unit in for a run of its own forward; pairs with `leave`."""
+        streamer = self._streamer
+        if not streamer.meter.profiling:
+            return self._enter(unit)
+        began = time.perf_counter()
+        found = self._enter(unit)
+        streamer.meter.spent(time.perf_counter() - began)
+        return found
+
+    def _enter(self, unit: Streamed) -> tuple[Slot, bool]:
         gradient = torch.is_grad_enabled()
         ops.refuse_transforms(unit.name)
         streamer = self._streamer
@@ -126,11 +136,15 @@ class Runs:
         return slot, gradient
 
     def leave(self, unit: Streamed, slot: Slot, gradient: bool) -> None:
+        meter = self._streamer.meter
+        began = time.perf_counter() if meter.profiling else None
         self._local.runs -= 1
         if gradient:
             ops.pop_handles()
         with self._streamer.lock:
             self._leave(unit, slot)
+        if began is not None:
+            meter.spent(time.perf_counter() - began)
 
     def _leave(self, unit: Streamed, slot: Slot) -> None:
         if unit.depth == 0:

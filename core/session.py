@@ -125,9 +125,12 @@ class Session(Pools, Adapts, Adopts, Values):
                     "packed weights are unpacked into torch's memory; codec='raw' leaves the choice"
                 )
         self._shelf: dict[int, PackedTensor] = {}
+        self._follow_ram(False)
         self._adapts(vram == "auto" or self._shared is not None)
         if weights is not None:
             self._checkpoint = Checkpoint(module, weights)
+            self._follow_ram(ram == "auto")
+            self._set_look()
         self._laid_open = None if weights is not None else LaidOpen(module)
         try:
             self._first_attach(vram)
@@ -168,12 +171,15 @@ class Session(Pools, Adapts, Adopts, Values):
             residents = Residents(self._engine, self._arena)
             disk = Disk(self._checkpoint, self._ram, self._write_streamed, residents)
         self._meter = Meter(self._engine)
+        before: Placement | None = self.__dict__.get("_placement")
         self._placement = Placement(self._engine, self._arena)
+        self._placement.receive([] if before is None else before.given())
         try:
             self._carving, self.plan = self._decide()
             if disk is not None:
                 self._placement = DiskPlacement(self._engine, self._arena, disk)
             elif self._shelf or (self._packing is not None and self.plan.staging_bytes):
+                left = self._placement.given()
                 self._placement = PackedPlacement(
                     self._engine,
                     self._arena,
@@ -183,10 +189,14 @@ class Session(Pools, Adapts, Adopts, Values):
                     # Until the region is there; two units are on their way, and one is there packed.
                     self.plan.region_bytes + self.plan.staging_bytes - 3 * self._carving.largest,
                 )
+                self._placement.receive(left)
             resident, streamed = self._divide(disk)
-            self._placement.keep(resident, [entry for entry, _ in self._carving.resident])
+            needed = [entry for entry, _ in self._carving.resident]
+            self._placement.keep_received(resident, needed, self._carving.adapters)
+            self._placement.keep(resident, needed)
             for entry in self._carving.adapters:
                 self._placement.adapt(entry)
+            self._placement.settled()
             self._streamer = self._make_streamer(disk, streamed)
             self._placement.stream(streamed, self._streamer.add)
             if self._laid_open is not None:
@@ -241,7 +251,8 @@ class Session(Pools, Adapts, Adopts, Values):
             if id(site.module) in paths
         }
 
-    def _detach(self) -> None:
+    def _detach(self, leave: bool = False) -> None:
+        """``leave``: what is on the device may stay there, for the layout that follows at once."""
         if not self._closed and not self._parked:
             self._follow_replaced()
         self._wrapped.undo()
@@ -253,7 +264,10 @@ class Session(Pools, Adapts, Adopts, Values):
         if isinstance(self._engine, SimulatedEngine):
             for unit in self._placement.streamed:
                 self._engine.unguard(unit.block.data)
-        self._placement.undo()
+        if leave:
+            self._placement.leave()
+        else:
+            self._placement.undo()
         if self._laid_open is not None:
             self._laid_open.follow()
         self._closed = True
@@ -336,7 +350,9 @@ class Session(Pools, Adapts, Adopts, Values):
 
         ``retry``: whoever calls comes again with other settings where the device's memory does not suffice.
         """
-        self._detach()
+        # Tensors in files, in a native pool or of quantised weights lie otherwise each time.
+        simple = self._checkpoint is None and self._native is None and not len(self._laid_open or ())
+        self._detach(leave=retry and simple)
         between()
         if self._laid_open is not None:
             self._laid_open.renew()
@@ -388,6 +404,14 @@ class Session(Pools, Adapts, Adopts, Values):
                 self._vram, self._ram = before
                 self._again()
                 raise
+            if ram is not None:
+                self._follow_ram(ram == "auto")
+                self._set_look()
+
+    @property
+    def parked(self) -> bool:
+        """Whether the device was released; the next forward brings the module back."""
+        return self._parked
 
     def park(self) -> None:
         """Release the device; the module stays attached and returns at its next forward."""

@@ -31,7 +31,8 @@ DTYPE_BITS = {
     "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}
-_LAYER = re.compile(r"(?:^|\.)([a-zA-Z_][\w]*)\.(\d{1,5})\.")
+# A list's name and a number in it; a model that is itself a list has numbers only ("3.attn.weight").
+_LAYER = re.compile(r"(?:(?:^|\.)([a-zA-Z_]\w*)\.|^())(\d{1,5})\.")
 # What an image token does not pass: the text stream's own matrices, keys and values of text, and modulation (one vector a
 # sample), in the namings of diffusers and of the original checkpoints.
 _ASIDE = re.compile(
@@ -197,7 +198,7 @@ def _shape_of_tensors(name: str, source: str, tensors: dict, config: dict) -> Sh
             dims = (2 * dims[0], *dims[1:]) if dims else dims
         match = _LAYER.search(tensor)
         if match:
-            layers[tensor[: match.end(1)], int(match[2])].append((tensor, size, dims))
+            layers[tensor[: match.start(3)].rstrip("."), int(match[3])].append((tensor, size, dims))
         else:
             outside.append((tensor, size, dims))
     widths = Counter(min(dims) for _, dims in tensors.values() if len(dims) == 2 and min(dims) > 1)
@@ -209,7 +210,7 @@ def _shape_of_tensors(name: str, source: str, tensors: dict, config: dict) -> Sh
     for (prefix, _), members in sorted(layers.items()):
         kinds[prefix, tuple(sorted((size, dims) for _, size, dims in members))].append(members)
     groups = [
-        _group(prefix.rpartition(".")[2], len(alike), alike[0], hidden, used, language)
+        _group(prefix.rpartition(".")[2] or "layers", len(alike), alike[0], hidden, used, language)
         for (prefix, _), alike in kinds.items()
     ]
     if outside:

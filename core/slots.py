@@ -7,7 +7,7 @@ clock, because the copy that overwrites it waits on the device for the events of
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,42 +58,36 @@ class Region:
         self._ends_only = nbytes < 3 * largest
 
     def place(
-        self,
-        nbytes: int,
-        next_use: Callable[[Slot], float | None],
-        later_than: float = -1,
-        guarded: Slot | None = None,
+        self, nbytes: int, uses: Sequence[float | None], later_than: float = -1
     ) -> tuple[int, list[Slot]] | None:
         """Where ``nbytes`` could go, and which slots give way, None when nowhere.
 
-        ``next_use`` tells when a slot's unit is expected again, None when the slot must stay; so must
-        ``guarded``, and slots expected no later than ``later_than``. The stretch whose soonest-needed
-        victim is needed last is taken (Belady), then the one that evicts the fewest bytes, then the lowest.
+        ``uses`` tells, for each of `slots`, when its unit is expected again, None when it must stay; so must
+        slots expected no later than ``later_than``. The stretch whose soonest-needed victim is needed last is
+        taken (Belady), then the one that evicts the fewest bytes, then the lowest.
         """
         if nbytes > self.nbytes:
             return None
         slots, last = self.slots, (self.nbytes - nbytes) // ALIGN * ALIGN
         best: tuple[float, int, int] | None = None
-        begin, run, uses = (
-            0,
-            [],
-            [],
-        )  # a stretch without slots that must stay, the slots in it, their next uses
-        for slot in (*slots, None):
-            if slot is not None:
-                use = None if slot is guarded else next_use(slot)
+        # A stretch without slots that must stay: where it begins, its first slot, how many.
+        begin = first = 0
+        for index in range(len(slots) + 1):
+            if index < len(slots):
+                use = uses[index]
                 if use is not None and use > later_than:
-                    run.append(slot)
-                    uses.append(use)
                     continue
-            end = self.nbytes if slot is None else slot.offset
+                end = slots[index].offset
+            else:
+                end = self.nbytes
             if end - begin >= nbytes:
+                run, expected = slots[first:index], uses[first:index]
                 for start in self._starts(begin, end, run, nbytes, last):
-                    score = _score(start, start + nbytes, run, uses)
+                    score = _score(start, start + nbytes, run, expected)
                     if best is None or score > best:
                         best = score
-            if slot is not None:
-                begin, run, uses = slot.end, [], []
+            if index < len(slots):
+                begin, first = slots[index].end, index + 1
         if best is None:
             return None
         start = -best[2]
@@ -129,7 +123,7 @@ class Region:
         self.slots.remove(slot)
 
 
-def _score(start: int, end: int, slots: list[Slot], uses: list[float]) -> tuple[float, int, int]:
+def _score(start: int, end: int, slots: Sequence[Slot], uses: Sequence[Any]) -> tuple[float, int, int]:
     """How well a stretch serves: its soonest-needed victim, the bytes evicted, its place; more is better."""
     soonest, evicted = _FOREVER, 0
     for slot, use in zip(slots, uses, strict=True):

@@ -32,7 +32,7 @@ from .transfer import Engine
 from .units import Unit
 from .waiting import Waiting
 
-_VIEW_SETS = 16  # slot positions whose views a unit remembers
+_VIEW_SETS = 64  # slot positions whose views a unit remembers
 
 
 class Streamer:
@@ -214,7 +214,7 @@ class Streamer:
 
     def _fetch(self, unit: Streamed) -> Slot:
         """Bring a unit that is needed now, at the cost of anything that is not in use."""
-        place = self.region.place(unit.nbytes, self._use_of)
+        place = self.region.place(unit.nbytes, self._uses())
         give_up = self._waiting.patience()
         while place is None:
             if not self._freed_soon(give_up):
@@ -222,7 +222,7 @@ class Streamer:
             if unit.slot is not None:  # another thread wanted the same unit
                 return unit.slot
             self.settle(unit)
-            place = self.region.place(unit.nbytes, self._use_of)
+            place = self.region.place(unit.nbytes, self._uses())
         return self._fill(unit, *place)
 
     def _freed_soon(self, give_up: float) -> bool:
@@ -300,11 +300,19 @@ class Streamer:
         self._stuck = None
         self.engine.freed(self.memory, slot.offset, slot.end)
 
-    def _use_of(self, slot: Slot) -> float | None:
-        """When the slot's unit is expected again; None while it must stay."""
-        if slot.users or slot.state is SlotState.HELD:
-            return None
-        return self._place_of(slot) - self.order.at
+    def _uses(self, guarded: Slot | None = None) -> list[float | None]:
+        """When the slots' units are expected again, in the region's order; None for those that must stay."""
+        at, epoch = self.order.at, self.order.epoch
+        uses: list[float | None] = []
+        for slot in self.region.slots:
+            if slot.users or slot is guarded or slot.state is SlotState.HELD:
+                uses.append(None)
+                continue
+            place = slot.next_place
+            if slot.epoch != epoch or place <= at or place == NEVER:
+                place = self._place_of(slot)
+            uses.append(place - at)
+        return uses
 
     def _place_of(self, slot: Slot) -> int:
         """Where in the order the slot's unit is expected again."""
@@ -343,7 +351,7 @@ class Streamer:
                 return
             if unit.slot is not None or not self._ready(unit):
                 continue
-            place = self.region.place(unit.nbytes, self._use_of, later_than=distance, guarded=guarded)
+            place = self.region.place(unit.nbytes, self._uses(guarded), later_than=distance)
             if place is None:
                 self._stuck = self.order.epoch, self.order.at + distance, guarded
                 return

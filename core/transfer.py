@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -23,7 +23,17 @@ from .plan import GRAIN
 from .slots import ALIGN
 from .store.arena import Pinner
 
-Decoder = Callable[[torch.Tensor, torch.Tensor], None]  # (wire, target), both uint8 on the device
+
+class Decoder(Protocol):
+    """Unpacks on the device: `codec.unit.UnitDecoder`."""
+
+    as_it_is: Sequence[tuple[int, int, int]]  # bytes, from where in the wire, to where: what is not packed
+
+    def __call__(self, wire: torch.Tensor, target: torch.Tensor, /) -> None:
+        """Both uint8 on the device, on the current stream."""
+
+    def again(self, wire: torch.Tensor, target: torch.Tensor, /) -> Sequence[Callable[..., Any]] | None:
+        """Launches that unpack between buffers unpacked between before, each on a raw ``stream``; None before."""
 
 
 class Engine(Protocol):
@@ -165,10 +175,7 @@ class StreamEngine(_Unwatched):
         stream = self._in
         for event in after:
             stream.wait_event(event)
-        marks = None
-        if timed:
-            marks = self._api.Event(enable_timing=True), self._api.Event(enable_timing=True)
-            marks[0].record(stream)
+        marks = self._marked(stream) if timed else None
         self._copy(stream, target, source)
         if marks is not None:
             marks[1].record(stream)
@@ -180,21 +187,24 @@ class StreamEngine(_Unwatched):
         stream = self._decode
         for event in after:
             stream.wait_event(event)
-        marks = None
-        if timed:
-            marks = self._api.Event(enable_timing=True), self._api.Event(enable_timing=True)
-            marks[0].record(stream)
+        marks = self._marked(stream) if timed else None
         self._on_stream(stream, decoder, wire, target)
         if marks is not None:
             marks[1].record(stream)
         return self.record(stream), marks
+
+    def _marked(self, stream: Any) -> tuple[Any, Any]:
+        """Two marks on ``stream``, the first reached now."""
+        marks = self._api.Event(enable_timing=True), self._api.Event(enable_timing=True)
+        marks[0].record(stream)
+        return marks
 
     def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         self._on_stream(stream, target.copy_, source, True)
 
     def _on_stream(self, stream: Any, call: Callable, *args: Any) -> None:
         # set_stream instead of the context manager: it costs a third, and this runs for every unit.
-        before = self.stream()
+        before = self._current()
         if self._set_stream is None or self._api.current_device() != self.device.index:
             with self._api.stream(stream):
                 call(*args)
@@ -212,6 +222,10 @@ class StreamEngine(_Unwatched):
         return self.record(self._out)
 
     def stream(self) -> Any:
+        return self._current()
+
+    def _current(self) -> Any:
+        """The current stream as torch's object."""
         if self._raw_stream is None:
             return self._api.current_stream(self.device)
         raw = self._raw_stream(self.device.index)
@@ -263,8 +277,10 @@ class StreamEngine(_Unwatched):
             return None
         free, total = self._api.mem_get_info(self.device)
         stats = self._api.memory_stats(self.device)
-        cached = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
-        return Memory(total, free, cached, stats.get("num_ooms", 0))
+        reserved = stats.get("reserved_bytes.all.current", 0)
+        cached = reserved - stats.get("allocated_bytes.all.current", 0)
+        # What other programs hold is no part of the device that this one can plan with.
+        return Memory(min(total, free + reserved), free, cached, stats.get("num_ooms", 0))
 
     def trim(self) -> None:
         self._api.empty_cache()
@@ -420,5 +436,7 @@ def make_engine(device: Any) -> Engine:
         ) from error
     api = torch.get_device_module(wanted)
     if hasattr(api, "Stream") and hasattr(api, "Event") and wanted.type != "mps":
-        return StreamEngine(wanted)
+        from .runtime import runtime_engine
+
+        return runtime_engine(wanted) or StreamEngine(wanted)
     return PlainEngine(wanted)

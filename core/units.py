@@ -280,11 +280,19 @@ class _Carver:
                 if self.bytes(child):
                     self.emit(child, f"{name}.{child_name}" if name else child_name, part)
             return
-        unit = Unit(name or type(module).__name__, kind, [module], align=self.align)
+        unit = Unit(name or type(module).__name__, kind, self.run(module), align=self.align)
         for m in module.modules():
             for entry in self._own.get(id(m), ()):
                 self.take(entry, unit)
         self.units.append(unit)
+
+    def run(self, module: nn.Module) -> list[nn.Module]:
+        """The outermost modules of a subtree that have weights and a forward: a list or dict of modules has none. (One
+        that owns weights all the same, as a list of parameters does, gives them to operators.)"""
+        runs = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+        if runs or self._own.get(id(module)):
+            return [module]
+        return [part for child in module.children() if self.bytes(child) for part in self.run(child)]
 
     def loose(self, module: nn.Module, name: str) -> None:
         """Weights that a module with parts owns itself: its forward is too wide to be a unit's run."""

@@ -92,7 +92,7 @@ class LaidOpen:
             weight = leaf.weights.get(leaf_name)
             if weight is not None and leaf.module is dict(self._root.named_modules()).get(path):
                 with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                    parts = [leaf.module._buffers[b].detach().cpu().clone() for b in weight.buffers]  # type: ignore[union-attr]
+                    parts = [_bytes(leaf.module._buffers[b]).detach().cpu().clone() for b in weight.buffers]
                     return weight.shell.fill(iter(parts))
         return None
 
@@ -184,7 +184,7 @@ class _Leaf:
         """
         weight, table = self.weights[name], self.module._buffers
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            parts: list[Any] = [table[buffer] for buffer in weight.buffers]
+            parts: list[Any] = [_bytes(table[buffer]) for buffer in weight.buffers]
             if plain:
                 parts = [part.detach() for part in parts]
             tensors = iter(parts)
@@ -245,6 +245,12 @@ class _Leaf:
                 table[name] = weight.wrapper
         module._non_persistent_buffers_set = self._not_saved
         self._reorder()
+
+
+def _bytes(tensor: Any) -> Any:
+    """``tensor``, or its value where it waits packed: what is put together of it would not ask for that."""
+    owner = getattr(tensor, "_carom", None)
+    return tensor if getattr(owner, "packed", None) is None else owner.read()
 
 
 def _let_go(weight: _Weight, data: torch.Tensor) -> None:

@@ -18,9 +18,9 @@ import tests_aimdo as standin
 import tests_harness as harness
 import tests_models as models
 import torch
-from carom.core import aimdo, hardware
+from carom.core import aimdo, extras
 from carom.core.auto import QUIET, Memory, Regrowth
-from carom.core.pooled import Homes, lay_out, spread
+from carom.core.homes import Homes, lay_out, spread
 from tests_aimdo import PAGE, Driver
 from tests_harness import assert_same, infer, place, train
 from torch import nn
@@ -650,7 +650,7 @@ def test_the_doctors_probe_runs_the_sessions_own_detection(root, tmp_path):
     package = tmp_path / "comfy_aimdo"
     package.mkdir()
     (package / "control.py").write_text("lib, devctxs = None, []\ndef init(): return False\n")
-    code = hardware._AIMDO_PROBE.replace('make_engine("cuda:0")', 'make_engine("cpu")')
+    code = extras.AIMDO_PROBE.replace('make_engine("cuda:0")', 'make_engine("cpu")')
     done = subprocess.run(
         [sys.executable, "-c", code, str(root)], capture_output=True, text=True, timeout=120, check=False,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},

@@ -74,37 +74,6 @@ def test_a_bad_value_stops_the_job_before_anything_loads(tmp_path, model):
         process(tmp_path, model)
 
 
-@pytest.mark.parametrize("mode", ["aimdo", "auto"])
-def test_what_is_not_in_this_version_is_said_in_one_line_and_bounces(tmp_path, mode):
-    plain = run(tmp_path, {})
-    made = run(tmp_path, {**BOUNCING, "offload": mode})
-    assert_same(plain.result, made.result)
-    assert [line for line in standin.SAID if "aimdo" in line] == [
-        f"carom: offload: {mode}: the aimdo pool is not in this version; bouncing with torch's allocator"
-    ]
-
-
-def test_auto_steps_down_to_the_stock_manager_where_bouncing_does_not_work(tmp_path, monkeypatch):
-    def broken(device):
-        raise RuntimeError("no streams here")
-
-    monkeypatch.setattr("carom.toolkit_ext.trial.works", broken)
-    made = run(tmp_path, {"offload": "auto"})
-    assert sum("ai-toolkit's own layer offloading does it" in line for line in standin.SAID) == 1
-    assert made.model_config.layer_offloading and made.model_config.qtype == "float8", (
-        "as the stock switch does"
-    )
-    assert standin.STOCK == ["attach Transformer 1.0", "attach TextEncoder 1.0"]
-
-
-def test_the_trial_streams_and_trains_for_real():
-    from carom.toolkit_ext.trial import works
-
-    state = torch.get_rng_state()
-    works(torch.device("cpu"))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_a_missing_seam_is_noticed_before_anything_is_changed(monkeypatch):
     from carom.toolkit_ext import install, seams
 

@@ -7,7 +7,7 @@ import random
 import carom
 import pytest
 import torch
-from carom.core.again import Before
+from carom.core.again import Before, sizes
 from carom.core.auto import QUIET, Governor, Memory
 from carom.core.sizes import GIB, MIB
 from hypothesis import given, settings
@@ -140,6 +140,86 @@ def test_a_session_grows_into_free_memory_and_then_keeps_still():
         assert session._engine.allocated + 20 * KB <= memory
 
 
+def residents(session):
+    return {moved.tensor: moved.tensor.data_ptr() for moved in session._placement._moved}
+
+
+@pytest.fixture
+def own_memory(monkeypatch):
+    """Units of these models lie apart on the device, as those of real ones do."""
+    monkeypatch.setattr("carom.core.attach.SMALL_UNIT", 1)
+
+
+@pytest.mark.usefixtures("own_memory")
+@pytest.mark.parametrize("grows", [True, False])
+def test_what_stays_on_the_device_does_not_move_when_the_budget_changes(grows):
+    net = Net(width=96)
+    x = torch.linspace(-1, 1, 192).reshape(2, 96)
+    with torch.no_grad():
+        expected = net(x)
+    whole = size(net)
+    budgets = (whole // 2, 4 * whole // 5) if grows else (4 * whole // 5, whole // 2)
+    device = carom.SimulatedDevice(memory_bytes=4 * whole)
+    with carom.stream(net, device=device, vram=budgets[0], granularity="layer") as session:
+        before, allocated = residents(session), session._engine.allocated
+        assert allocated == session._held_bytes()
+        session.set_budget(vram=budgets[1])
+        after = residents(session)
+        stayed = [tensor for tensor in before if after.get(tensor) == before[tensor]]
+        assert len(stayed) >= 0.6 * min(len(before), len(after)) > 0
+        assert session._placement.loaded_bytes < session._placement.resident_bytes
+        assert session._engine.allocated == session._held_bytes() <= budgets[1], "and nothing else is kept"
+        with torch.no_grad():
+            assert torch.equal(net(x), expected)
+    assert session._engine.allocated == 0
+    with torch.no_grad():
+        assert torch.equal(net(x), expected)
+
+
+@pytest.mark.usefixtures("own_memory")
+def test_a_resident_that_was_given_other_memory_keeps_its_new_value():
+    net = Net(width=96)
+    x = torch.linspace(-1, 1, 192).reshape(2, 96)
+    with carom.stream(
+        net, device=carom.SimulatedDevice(), vram=size(net) // 2, granularity="layer"
+    ) as session:
+        tensor = next(iter(residents(session)))
+        with torch.no_grad():
+            tensor.data = torch.ones_like(tensor)
+        session.refresh()
+        with torch.no_grad():
+            expected = net(x)
+        session.set_budget(vram=4 * size(net) // 5)
+        assert bool((session.read(next(n for n, p in net.named_parameters() if p is tensor)) == 1).all())
+        with torch.no_grad():
+            assert torch.equal(net(x), expected)
+    with torch.no_grad():
+        assert torch.equal(net(x), expected) and bool((tensor == 1).all())
+
+
+@pytest.mark.usefixtures("own_memory")
+def test_adapters_and_their_gradients_stay_where_they_are_when_the_budget_changes():
+    net = Net(width=96)
+    net.register_parameter("scale", nn.Parameter(torch.ones(96)))
+    x = torch.linspace(-1, 1, 192).reshape(2, 96)
+
+    def train():
+        (net(x * net.scale)).sum().backward()
+
+    train()
+    expected, net.scale.grad = net.scale.grad.clone(), None
+    with carom.stream(
+        net, device=carom.SimulatedDevice(), vram=size(net) // 2, granularity="layer"
+    ) as session:
+        train()
+        grad = net.scale.grad
+        session.set_budget(vram=4 * size(net) // 5)
+        assert net.scale.grad is grad and torch.equal(grad, expected)
+        net.scale.grad = None
+        train()
+        assert torch.equal(net.scale.grad, expected)
+
+
 def test_a_session_gives_way_to_another_program_and_grows_back():
     net = Net()
     expected = run(net)
@@ -173,6 +253,45 @@ def test_activations_that_grow_are_answered_by_running_the_forward_again():
         again = session._engine._ooms
         assert torch.equal(run(net, torch.inference_mode), expected)
         assert session._engine._ooms == again
+
+
+def test_larger_inputs_are_answered_by_running_again_at_any_time():
+    """As when an image gets larger after many steps: the size is new, so the pass is looked at."""
+    net = Net()
+    memory = int(1.2 * size(net))
+    large = torch.linspace(-1, 1, 128).reshape(4, 32)
+    with torch.no_grad():
+        expected = run(net), net(large)
+    with auto(net, memory) as session:
+        for _ in range(40):
+            run(net)
+        held = session._held_bytes()
+        session._engine.activations = memory // 3
+        with torch.no_grad():
+            assert torch.equal(net(large), expected[1])
+        assert session._engine._ooms >= 1 and session._held_bytes() < held
+        assert torch.equal(run(net), expected[0])
+
+
+def test_sizes_that_were_seen_are_not_looked_at_again(monkeypatch):
+    net = Net()
+    with auto(net, 2 * size(net)):
+        for _ in range(40):
+            run(net)
+        looked = []
+        monkeypatch.setattr("carom.core.adapt.Before", lambda *given: looked.append(given))
+        run(net)
+        assert not looked, "it costs a walk over the whole tree"
+        with torch.no_grad():
+            net(torch.zeros(3, 32))
+            net(torch.zeros(3, 32))
+        assert len(looked) == 1
+
+
+def test_sizes_are_of_tensors_wherever_they_are_given():
+    x, y = torch.zeros(2, 3), torch.zeros(4)
+    assert sizes((x, {"a": [y]}), {"scale": 2.0, "y": y}) == ((2, 3), (4,), (4,))
+    assert sizes((x,), {}) != sizes((y,), {})
 
 
 def test_later_a_failed_step_is_raised_and_the_next_one_is_smaller():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -23,7 +24,7 @@ def _load(name: str):
     return module
 
 
-comfy, aitoolkit = _load("comfy_gpu"), _load("aitoolkit_gpu")
+comfy, aitoolkit, cases = _load("comfy_gpu"), _load("aitoolkit_gpu"), _load("aitoolkit_cases")
 
 
 def sampled(seconds: float, digest: str = "aa", **more):
@@ -66,13 +67,13 @@ def test_comfy_loader_words():
 def test_aitoolkit_figures_are_of_warm_steps_from_end_to_end():
     ends = [0.0, 9.0, 10.0, 11.0, 12.0, 13.0, 13.5, 14.0, 14.5]
     told = {"steps": [[end - 0.2, end, 1.0] for end in ends], "memory": {"end": {"rss_bytes": 5}}}
-    found = aitoolkit.figures(told)
+    found = cases.figures(told)
     assert found["s_per_step"] == pytest.approx(0.5) and found["s_in_step"] == pytest.approx(0.2)
 
 
 def test_aitoolkit_losses_are_compared_step_by_step():
-    assert aitoolkit.against([1.0, 2.2, None], [1.0, 2.0, 3.0]) == {
-        "compared": 2, "equal": 1, "largest_relative": pytest.approx(0.1),
+    assert cases.against([1.0, 2.2, None], [1.0, 2.0, 3.0]) == {
+        "compared": 2, "equal": 1, "largest_relative": pytest.approx(0.1), "mean_relative": pytest.approx(0.05),
     }  # fmt: skip
 
 
@@ -85,6 +86,39 @@ def test_aitoolkit_words_name_budget_codec_and_the_run_to_compare_with():
         True,
     )
     assert not aitoolkit.Config("float8-stock").bounces
+    long = aitoolkit.Config("half/auto@128#300")
+    assert (long.budget, long.codec, long.rank, long.steps, long.plain) == (
+        "half",
+        "auto",
+        128,
+        300,
+        "plain@128#300",
+    )
+    for word in ("plan", "half", "half/raw@", "plain#x", ""):
+        with pytest.raises(ValueError, match="is no configuration"):
+            aitoolkit.Config(word)
+
+
+def test_aitoolkit_a_card_that_just_fits_holds_weights_adapters_gradients_and_moments():
+    shapes = {"a.weight": (3, 5), "a.bias": (3,), "b.weight": (4, 4)}
+    assert cases.fits(shapes, 1000, 2) == 1000 + 4 * (4 * 2 * (8 + 8)) + cases.CONTEXT
+
+
+def test_aitoolkit_a_long_job_says_what_grew_and_a_second_plain_is_compared_with_the_first():
+    noted = {"50": {"reserved_bytes": 5_000_000, "rss_bytes": 9_000_000}, "before": {}, "end": {}}
+    assert cases.grown({"memory": noted}) == ""
+    noted["300"] = {"reserved_bytes": 5_000_000, "rss_bytes": 12_000_000}
+    assert cases.grown({"memory": noted}) == "  from step 50 to 300: VRAM +0 MB, RSS +3 MB"
+    bench = object.__new__(aitoolkit.Bench)
+    runs = iter([1.0, 1.5])
+
+    def one(*_):
+        return {"status": "ok", "losses": [next(runs)], "log": ""}
+
+    bench.done, bench._job, bench._card = {}, one, lambda _: contextlib.nullcontext()
+    assert "against_plain" not in bench.run(aitoolkit.Config("plain"))
+    assert bench.run(aitoolkit.Config("plain"))["against_plain"]["largest_relative"] == 0.5
+    assert bench.done["plain"]["losses"] == [1.0]
 
 
 def test_aitoolkit_budgets_leave_room_for_what_is_not_weights(tmp_path):

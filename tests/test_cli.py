@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import shlex
+import subprocess
 import sys
 import types
 
@@ -113,3 +116,13 @@ def test_the_version_is_the_packages(capsys):
         cli.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.strip() == f"carom {carom.__version__}"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell's pipe")
+def test_output_that_nobody_reads_to_the_end_is_no_failure_in_words(root, tmp_path):
+    (tmp_path / "carom").symlink_to(root, target_is_directory=True)
+    done = subprocess.run(
+        f"{shlex.quote(sys.executable)} -u -m carom plan flux2-dev --gpu rtx4090 --json | head -c 10",
+        shell=True, capture_output=True, text=True, timeout=120, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.stdout and done.stderr == ""

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import io
 import os
+import re
 import threading
 import time
 import weakref
@@ -636,6 +637,27 @@ def test_a_file_that_does_not_fit_leaves_the_module_alone(tmp_path):
     with pytest.raises(carom.UnsupportedError, match="weights="):
         carom.stream(empty, device="cpu", vram="1MiB", weights=3)
     assert all(type(p) is nn.Parameter and p.is_meta and p.requires_grad for p in empty.parameters())
+
+
+def test_wrong_dtype_wrong_shape_missing_and_extra_keys_are_named(tmp_path):
+    case = CASES["stack"]
+    state = {n: t.contiguous() for n, t in case.build().state_dict().items()}
+    name, other = list(state)[:2]
+    half, cut = state[name].half(), state[other].flatten()[1:].clone()
+    without = {n: t for n, t in state.items() if n != name}
+    for change, words in (
+        ({**state, name: half}, rf"{re.escape(name)}.*float16"),
+        ({**state, other: cut}, re.escape(other)),
+        ({**without, "foreign.key": half}, rf"{re.escape(name)}.*foreign\.key"),
+    ):
+        save_file(change, tmp_path / "wrong.safetensors")
+        with pytest.raises(carom.WeightsError, match=words):
+            carom.stream(on_meta(case), device="cpu", vram="1MiB", weights=tmp_path / "wrong.safetensors")
+    save_file({**state, "foreign.key": half}, tmp_path / "more.safetensors")
+    with carom.stream(
+        on_meta(case), device="cpu", vram="1MiB", weights=tmp_path / "more.safetensors"
+    ) as session:
+        assert any("foreign.key" in note for note in session.report().notes)
 
 
 def test_without_weights_a_module_on_meta_is_refused():

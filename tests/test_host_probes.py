@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from carom.core import diagnosis, hardware, host, settings
+from carom.core import diagnosis, extras, hardware, host, settings
 from carom.core.sizes import GIB, MIB
 
 _spec = importlib.util.spec_from_file_location(
@@ -281,10 +281,10 @@ def aimdo_answering(monkeypatch, stdout="", code=0, error=None):
             raise error
         return subprocess.CompletedProcess([], code, stdout, "")
 
-    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(hardware.subprocess, "run", answer)
+    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(extras.subprocess, "run", answer)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    return hardware.probe_aimdo(gpu_of(), seconds=1)
+    return extras.probe_aimdo(gpu_of().kind, seconds=1)
 
 
 @pytest.mark.parametrize("answer, usable, reason", [
@@ -298,16 +298,17 @@ def test_the_aimdo_probe_tells_its_outcomes_apart(monkeypatch, answer, usable, r
 
 
 def test_aimdo_is_not_tried_under_expandable_segments(monkeypatch):
-    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(hardware.subprocess, "run", lambda *_, **__: pytest.fail("tried"))
+    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(extras.subprocess, "run", lambda *_, **__: pytest.fail("tried"))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert "expandable_segments" in hardware.probe_aimdo(gpu_of()).reason
+    assert "expandable_segments" in extras.probe_aimdo(gpu_of().kind).reason
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GPUDirect Storage is for Linux")
 def test_kvikio_needs_its_kernel_module(monkeypatch, tmp_path):
-    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: object())
-    assert "nvidia-fs" in hardware.probe_kvikio(gpu_of(), str(tmp_path / "absent")).reason
+    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: object())
+    assert "nvidia-fs" in extras.probe_kvikio(gpu_of().kind, str(tmp_path / "absent")).reason
     (tmp_path / "stats").write_text("")
-    assert hardware.probe_kvikio(gpu_of(), str(tmp_path / "stats")).usable
-    assert not hardware.probe_kvikio(None).usable
+    found = extras.probe_kvikio(gpu_of().kind, str(tmp_path / "stats"))
+    assert found.usable and "never yet proven on hardware" in found.reason
+    assert not extras.probe_kvikio(None).usable

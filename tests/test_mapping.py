@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -283,6 +286,100 @@ def test_transformers_llama_on_meta_from_a_sharded_folder(tie: bool, tmp_path: P
         module.get_submodule(owner)._buffers[leaf] = true.get_buffer(name)
     ids = torch.arange(9)[None]
     assert torch.equal(module(ids).logits, true(ids).logits)
+
+
+HUB = {
+    "OlmoeSquare": ("0.gate_proj", {"num_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 8}),
+    "Mixtral": (
+        "block_sparse_moe",
+        {"num_local_experts": 2, "intermediate_size": 20, "num_key_value_heads": 1},
+    ),
+    "GPTNeoX": ("embed_out", {"intermediate_size": 40, "tie_word_embeddings": False}),
+}
+
+
+@pytest.mark.parametrize("kind", HUB)
+@pytest.mark.parametrize("meta", [True, False], ids=["meta", "values"])
+def test_files_that_keep_the_names_of_their_first_release_fit_as_transformers_loads_them(
+    kind, meta, tmp_path
+):
+    transformers = pytest.importorskip("transformers")
+    old, settings = HUB[kind]
+    kind = kind.removesuffix("Square")  # its experts' stack holds square matrices
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 30}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **settings)
+    make = getattr(transformers, f"{kind}ForCausalLM")
+    true = make(config).eval()
+    true.save_pretrained(tmp_path)
+    index = open_index(tmp_path)
+    if not any(old in name for name in index):
+        pytest.skip("this transformers writes the module's own names")
+    with torch.device("meta" if meta else "cpu"):
+        module = make(config).eval()
+    found = match_module(module, index)
+    assert not found.extra and all("inv_freq" in name for name in found.kept)
+    fill(module, found)
+    assert all(torch.equal(value, true.get_parameter(name)) for name, value in module.named_parameters())
+    with pytest.raises(WeightsError, match=old):  # who says how names are to be read is not overruled
+        match_module(make(config).to("meta"), index, rename=lambda name: name)
+
+
+def test_tensors_that_transformers_would_rearrange_are_refused(tmp_path, monkeypatch):
+    tables = pytest.importorskip("transformers.conversion_mapping")
+    loading = pytest.importorskip("transformers.core_model_loading")
+    from transformers import BertConfig, BertModel
+
+    module = BertModel(
+        BertConfig(
+            hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, vocab_size=20
+        )
+    )
+    index = write(tmp_path, module.state_dict())
+    match_module(module, index)
+    turned = loading.WeightConverter("query.weight", "query.weight", [loading.Transpose(0, 1)])
+    monkeypatch.setattr(tables, "get_model_conversion_mapping", lambda model: [turned])
+    with pytest.raises(UnsupportedError, match=r"rearranges '.*query\.weight'.*save"):
+        match_module(module, index)
+
+
+def test_a_transformers_without_tables_is_asked_for_its_models_patterns(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    hub = importlib.import_module("carom.core.store.hub_names")
+    monkeypatch.setattr(hub, "_TABLES", "transformers.no_such_tables")
+
+    class Old(transformers.PreTrainedModel):
+        _checkpoint_conversion_mapping = {r"^visual\.": "model.visual."}
+
+        def __init__(self) -> None:
+            super().__init__(transformers.PretrainedConfig())
+            self.model = nn.Module()
+            self.model.visual, self.model.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    true = Old()
+    names = {n.replace("model.visual.", "visual."): t for n, t in true.state_dict().items()}
+    with torch.device("meta"):
+        module = Old()
+    found = match_module(module, write(tmp_path, names))
+    assert not found.extra and len(found.bound) == 4
+    monkeypatch.setattr(Old, "_checkpoint_conversion_mapping", {"(": "broken"})
+    with pytest.raises(WeightsError, match=r"model\.visual"):
+        match_module(module, open_index(tmp_path / "m.safetensors"))
+
+
+def test_matching_names_imports_nothing_of_transformers(root, tmp_path):
+    write(tmp_path, nn.Linear(4, 4).state_dict())
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import conftest, transformers, torch;"
+        "from carom.core.store.index import open_index; from carom.core.store.mapping import match_module;"
+        "assert len(match_module(torch.nn.Linear(4, 4), open_index(sys.argv[2])).bound) == 2;"
+        "assert 'transformers.modeling_utils' not in sys.modules"
+    )
+    pytest.importorskip("transformers")
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(root / "tests"), str(tmp_path / "m.safetensors")],
+        capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_base_model_from_a_full_checkpoint_and_the_other_way(tmp_path: Path):

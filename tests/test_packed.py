@@ -398,6 +398,19 @@ def test_plain_bytes_where_unpacking_costs_more_than_it_saves():
     assert 0 < raw(2.6e-3) < count
 
 
+def test_where_the_host_binds_units_cross_raw_as_far_as_the_link_allows():
+    """Unpacking takes the device next to nothing here, but Python has to launch it."""
+    sizes, count = [1 << 27] * 8, 8
+    plan, packed = Plan(0, 0, 3 << 27, {}, 3), dict.fromkeys(range(count), Packed(int(0.7 * (1 << 27)), 1e-6))
+
+    def raw(compute: float, host_bound: bool) -> int:
+        work = Workload(tuple(range(count)), (compute,) * count)
+        return len(replan.raw_share(sizes, range(count), plan, work, Link(50e9), packed, host_bound))
+
+    assert (raw(10e-3, False), raw(10e-3, True)) == (0, count)
+    assert raw(0.5e-3, True) == 0, "the link would bind instead"
+
+
 @pytest.mark.parametrize("flops,stays", [(1e9, False), (1e15, True)])
 def test_an_automatic_session_unpacks_what_need_not_be_packed(flops, stays, monkeypatch):
     monkeypatch.setattr(

@@ -169,8 +169,45 @@ def test_the_plot_is_written_whole_and_only_there(capsys, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["p.png"]
 
 
+def test_a_plot_into_a_folder_that_is_not_there_is_bad_use_and_names_it(capsys, tmp_path):
+    target = tmp_path / "absent" / "p.png"
+    assert f"no folder {target.parent}" in ask(capsys, f"{LLAMA} --plot {target}", code=2).err
+    assert answer(capsys, f"{LLAMA} --plot {target}", code=2)["error"] == "ValueError"
+    assert not target.parent.exists()
+
+
 def test_a_plot_that_cannot_be_written_fails_cleanly(capsys, tmp_path):
-    assert "Error" in ask(capsys, f"{LLAMA} --plot {tmp_path / 'absent' / 'p.png'}", code=1).err
+    (tmp_path / "p.png").mkdir()
+    assert "Error" in ask(capsys, f"{LLAMA} --plot {tmp_path / 'p.png'}", code=1).err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["p.png"]
+
+
+def test_what_a_plan_for_a_named_card_takes_for_granted_is_said(capsys):
+    text = " ".join(ask(capsys, "plan flux2-dev --gpu rtx4090").out.split())
+    assert (
+        "Assumed: nothing else uses the RTX 4090; its link copies 11 GB/s (--link); there is RAM for all"
+        in text
+    )
+    given = " ".join(ask(capsys, "plan flux2-dev --gpu rtx4090 --ram 128GiB --link 22GB").out.split())
+    assert "Assumed: nothing else uses the RTX 4090." in given
+
+
+def test_the_weights_format_is_said_in_plain_words(capsys):
+    text = " ".join(ask(capsys, GLM).out.split())
+    assert "weights in nf4, about 4.4 bits each; routed experts in nf2, about 2.2 bits each" in text
+    text = " ".join(ask(capsys, "plan llama-70b --quant nf4+nf2 --gpu rtx4090").out.split())
+    assert "has no routed experts, so --quant nf4+nf2 is nf4 for all of it" in text
+    assert "experts in nf2" not in text
+
+
+def test_blocks_that_are_numbered_without_a_name_are_layers(capsys, tmp_path):
+    tensors = {f"{i}.mlp.weight": torch.zeros(64, 64) for i in range(5)} | {"head.weight": torch.zeros(8, 64)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    found = answer(capsys, f"plan {tmp_path / 'm.safetensors'} --gpu rtx4090")
+    assert found["layers"] == 5
+    assert [(g["name"], g["count"], g["is_layer"]) for g in found["groups"]] == [
+        ("layers", 5, True), ("outside the layers", 1, False),
+    ]  # fmt: skip
 
 
 def test_the_plot_has_a_line_for_each_configuration_that_differs(capsys):
@@ -198,6 +235,7 @@ def test_no_card_named_and_none_there_still_plans_and_says_for_what(capsys, monk
     monkeypatch.setattr(hardware, "probe", lambda *_, **__: stand_in.whole())
     found = answer(capsys, "plan sdxl")
     assert found["hardware"]["gpu"] == "RTX 4090" and "No GPU found" in found["remarks"][0]
+    assert "for an RTX 4090" in found["remarks"][0] and "whatever this machine has" in found["remarks"][1]
 
 
 def test_probe_plans_with_the_measured_figures(capsys, monkeypatch):
@@ -207,6 +245,7 @@ def test_probe_plans_with_the_measured_figures(capsys, monkeypatch):
     assert found["hardware"]["link_bytes_per_second"] == 24e9 and found["hardware"]["flops"] == 155e12
     assert found["vram"]["total_bytes"] <= (10 << 30) + presets.CONTEXT_BYTES
     assert found["streamed_layers"] > 0 and found["host"]["drive_bytes"] == 0
+    assert not any("Assumed" in remark for remark in found["remarks"]), "all of it was measured"
 
 
 def test_the_commands_run_as_a_program_and_doctor_always_ends_well(carom_cli):

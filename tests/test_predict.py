@@ -8,7 +8,7 @@ from carom.core import ops
 from carom.core import streamer as streamers
 from carom.core.meter import Meter
 from carom.core.plan import resident_cost
-from carom.core.predict import Link, Workload, floor_seconds, predict
+from carom.core.predict import Host, Link, Workload, floor_seconds, predict
 from carom.core.simulated import SimulatedDevice, SimulatedEngine
 from carom.core.store.arena import HostArena
 from carom.core.streamed import Views
@@ -188,3 +188,44 @@ def test_the_predictor_needs_no_device():
     import carom.core.predict as module
 
     assert torch not in vars(module).values()
+
+
+# -- the host
+
+
+def issued(streamed, resident=0.0):
+    return Host((streamed, streamed), (resident, resident))
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems())
+def test_a_host_that_takes_no_time_changes_nothing(problem):
+    sizes, resident, region, workload = problem
+    link = Link(RATE, LATENCY)
+    without = predict(sizes, resident, region, workload, link)
+    with_host = predict(sizes, resident, region, workload, link, host=issued(0.0))
+    assert with_host.seconds == pytest.approx(without.seconds) and not with_host.host_bound
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(), st.sampled_from([1e-6, 1e-5, 1e-4, 1e-2]))
+def test_a_step_is_never_faster_than_the_host_issues_it_nor_made_faster_by_a_slow_one(problem, seconds):
+    sizes, resident, region, workload = problem
+    link = Link(RATE, LATENCY)
+    without = predict(sizes, resident, region, workload, link, steps=8)
+    found = predict(sizes, resident, region, workload, link, steps=8, host=issued(seconds, seconds / 2))
+    uses = workload.uses()
+    calls = sum(seconds / 2 if use.unit in resident else seconds for use in uses)
+    assert found.host_seconds == pytest.approx(calls)
+    # Mean over a few steps: what the host was ahead at first is spread over them.
+    assert found.seconds >= max(calls, without.seconds) * 0.85
+    if seconds == 1e-2:
+        assert found.host_bound and found.seconds == pytest.approx(calls, rel=0.02)
+
+
+def test_a_slow_host_costs_residents_too():
+    work = Workload((0, 1), (1e-5, 1e-5))
+    found = predict([512, 512], {0, 1}, 0, work, Link(RATE), host=issued(1e-3, 4e-4))
+    assert found.seconds == pytest.approx(8e-4) and found.host_bound and found.transfers == 0
+    fast = predict([512, 512], {0, 1}, 0, work, Link(RATE), host=issued(1e-6, 1e-6))
+    assert fast.seconds == pytest.approx(2e-5) and not fast.host_bound

@@ -51,7 +51,7 @@ def sample() -> Report:
         slot_bytes=40 * MIB, pinned_bytes=100 * MIB, pinned_peak_bytes=110 * MIB,
         raw_bytes_per_step=100.0 * MIB, wire_bytes_per_step=75.0 * MIB, transfers_per_weight=1.75,
         step_seconds=0.058, compute_seconds=0.048, stall_seconds=0.010, roofline_seconds=0.050,
-        hidden_fraction=0.8, link_bytes_per_second=2.0 * 1024 * MIB, units=7,
+        hidden_fraction=0.8, link_bytes_per_second=2.0 * 1024 * MIB, units=6,
         resident_by_choice=(embed,), resident_by_need=(norm,), adapter_bytes=MIB, streamed_bytes=100 * MIB,
         steps=3, device="cpu", kind="train", notes=("pinning was refused",),
         spans=tuple(spans), places=(embed, *streamed, norm),
@@ -91,7 +91,7 @@ def test_the_table_says_the_figures_in_words():
     for words in (
         "60.00 MiB  54.5 % of the weights", "50.00 MiB  within the budget", "75.0 % of the raw size", "1.75",
         "One training step (median of 3)", "10 ms  17.2 % of the step", "the step takes 1.16x", "80.0 %",
-        "2.00 GiB/s", "5 streamed, 1 resident by choice, 1 by need", "used outside its module's forward",
+        "2.00 GiB/s", "5 streamed, 1 resident by choice, beside them 1 by need", "used outside its module's forward",
         "pinning was refused", "adapters",
     ):  # fmt: skip
         assert words in table
@@ -232,7 +232,7 @@ def test_the_trace_has_one_named_track_per_lane_in_microseconds(tmp_path):
     assert all(tracks[e["tid"]] == e["cat"] for e in events)
     first = next(e for e in events if e["cat"] == "link")
     assert (first["ts"], first["dur"], first["args"]["bytes"]) == (0.0, pytest.approx(1e4), 20 * MIB)
-    assert trace["otherData"]["units"] == 7
+    assert trace["otherData"]["units"] == 6
 
 
 def test_overlapping_spans_of_a_lane_go_to_a_second_track(tmp_path):

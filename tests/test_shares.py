@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import carom
 import pytest
 import torch
@@ -119,7 +121,7 @@ class Wire:
 
         def counted(placement, units, entries):
             keep(placement, units, entries)
-            self.loaded += placement.resident_bytes
+            self.loaded += placement.loaded_bytes
 
         monkeypatch.setattr(carom.core.attach.Placement, "keep", counted)
 
@@ -171,6 +173,48 @@ def test_two_models_that_alternate_copy_little_more_than_the_best_fixed_split(mo
         session.close()
     assert total <= 1.1 * min(fixed), (total, fixed)
     assert all(layout == layouts[0] for layout in layouts), "a model settles"
+
+
+def test_no_step_reloads_what_it_evicted(monkeypatch):
+    """Two models alternate where both do not fit: a unit crosses once a forward, and a new layout loads only what was not there."""
+    monkeypatch.setattr(
+        "carom.core.attach.SMALL_UNIT", 1
+    )  # units lie apart on the device, as those of real models do
+    a, b = Net(), Net(depth=6, seed=1)
+    device = carom.SimulatedDevice(memory_bytes=int(1.3 * size(a)))
+    crossed: list[int] = []
+    copy_in = carom.core.simulated.SimulatedEngine.copy_in
+    monkeypatch.setattr(
+        carom.core.simulated.SimulatedEngine, "copy_in",
+        lambda self, target, source, *more: (crossed.append(source.data_ptr()), copy_in(self, target, source, *more))[1],
+    )  # fmt: skip
+    loads = []
+    keep = carom.core.attach.Placement.keep
+
+    def kept(placement, units, entries):
+        there = {id(entry.tensor) for entry in entries} | {
+            id(e.tensor) for unit in units for e in unit.entries
+        }
+        held = there & placement._received
+        keep(placement, units, entries)
+        loads.append((placement.loaded_bytes, placement.resident_bytes, bool(held)))
+
+    monkeypatch.setattr(carom.core.attach.Placement, "keep", kept)
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(auto(a, device))
+        for _ in range(12):
+            run(a)
+        second = stack.enter_context(auto(b, device))
+        for number in range(40):
+            for net, session in ((a, first), (b, second)):
+                crossed.clear()
+                layout = session._placement
+                run(net)
+                if session._placement is layout and number > 3:
+                    assert len(crossed) == len(set(crossed)), "no unit crosses twice in a forward"
+        assert any(held for *_, held in loads), "layouts did change while weights were there"
+        for loaded, resident, held in loads:
+            assert not held or loaded < resident, "what stays on the device is not loaded again"
 
 
 def test_a_session_that_is_used_alone_gets_the_others_room():

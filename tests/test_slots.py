@@ -13,7 +13,7 @@ blocks = st.integers(1, 12).map(lambda n: n * ALIGN)
 
 
 def put(region: Region, nbytes: int, next_use=lambda slot: 1.0) -> Slot | None:
-    place = region.place(nbytes, next_use)
+    place = region.place(nbytes, [next_use(slot) for slot in region.slots])
     if place is None:
         return None
     offset, victims = place
@@ -61,7 +61,7 @@ def test_a_place_is_found_whenever_a_gap_is_wide_enough(sizes, nbytes, extra, se
     fixed = [slot for slot in region.slots if kept[id(slot)] is None]
     edges = [0, *(edge for slot in fixed for edge in (slot.offset, slot.end)), region.nbytes]
     gaps = [end - start for start, end in zip(edges[::2], edges[1::2], strict=True)]
-    place = region.place(nbytes, lambda slot: kept[id(slot)])
+    place = region.place(nbytes, [kept[id(slot)] for slot in region.slots])
     # The last gap counts in whole alignments: a slot starts on one.
     gaps[-1] = (region.nbytes - nbytes) // ALIGN * ALIGN + nbytes - edges[-2]
     assert (place is not None) == any(gap >= nbytes for gap in gaps)
@@ -79,7 +79,7 @@ def test_with_one_slot_in_use_another_of_the_largest_fits(sizes, extra, seed):
         slot = put(region, nbytes, lambda s, use=use: use[id(s)])
         assert slot is not None
     for used in list(region.slots):
-        place = region.place(largest, lambda slot, used=used: None if slot is used else 1.0)
+        place = region.place(largest, [None if slot is used else 1.0 for slot in region.slots])
         assert place is not None, "a slot in use leaves no room for the largest unit"
 
 
@@ -87,7 +87,7 @@ def test_what_is_needed_last_gives_way():
     region = Region(4 * ALIGN, ALIGN)
     slots = [put(region, ALIGN) for _ in range(4)]
     uses = {id(slot): use for slot, use in zip(slots, (3, 9, 1, 5), strict=True)}
-    offset, victims = region.place(ALIGN, lambda slot: uses[id(slot)])
+    offset, victims = region.place(ALIGN, [uses[id(slot)] for slot in region.slots])
     assert victims == [slots[1]] and offset == slots[1].offset
 
 
@@ -95,20 +95,20 @@ def test_a_free_stretch_is_taken_before_anything_gives_way():
     region = Region(4 * ALIGN, ALIGN)
     slots = [put(region, ALIGN) for _ in range(4)]
     region.remove(slots[2])
-    offset, victims = region.place(ALIGN, lambda slot: 10.0**9)
+    offset, victims = region.place(ALIGN, [10.0**9] * len(region.slots))
     assert (offset, victims) == (slots[2].offset, [])
 
 
 def test_what_is_larger_than_the_region_has_no_place():
-    assert Region(ALIGN, ALIGN).place(ALIGN + 1, lambda slot: 1.0) is None
+    assert Region(ALIGN, ALIGN).place(ALIGN + 1, []) is None
 
 
 def test_a_slot_that_must_stay_is_never_a_victim():
     region = Region(2 * ALIGN, ALIGN)
     first, second = put(region, ALIGN), put(region, ALIGN)
-    offset, victims = region.place(ALIGN, lambda slot: None if slot is first else 1.0)
+    offset, victims = region.place(ALIGN, [None if slot is first else 1.0 for slot in region.slots])
     assert victims == [second] and offset == second.offset
-    assert region.place(ALIGN, lambda slot: None) is None
+    assert region.place(ALIGN, [None] * len(region.slots)) is None
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])

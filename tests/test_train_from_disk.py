@@ -338,8 +338,6 @@ def test_published_mixtures_get_adapters_on_dense_parts_only_and_train_from_disk
     tokens = torch.arange(12).view(2, 6)
     factory = FACTORIES["adamw"]
     weights: Any = tmp_path
-    if kind == "Mixtral":  # its files have another name for the same
-        weights = carom.Weights(tmp_path, rename=lambda name: name.replace(".mlp.", ".block_sparse_moe."))
 
     def run(model: nn.Module, fused: bool) -> list:
         with torch.random.fork_rng(devices=[]):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import carom
 import pytest
 import torch
+from carom.core import decide, replan
 from carom.core import session as sessions
 from carom.core.adapt import OutOfMemory
-from carom.core.learn import Forward, Piece, Profile, Turn, learn
+from carom.core.learn import Forward, Learnt, Piece, Profile, Turn, learn
+from carom.core.meter import Meter
+from carom.core.sizes import MIB
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -324,3 +327,96 @@ def test_a_change_that_finds_no_memory_takes_the_layout_before(monkeypatch):
         assert failed, "nothing was to be gained: the test would show nothing"
         assert session.plan.resident == held
         assert torch.equal(step(net, False), resident)
+
+
+@pytest.mark.parametrize(("ratio", "bound"), [(3.0, True), (0.25, False)])
+def test_a_session_knows_when_the_host_binds(monkeypatch, ratio, bound):
+    """The simulated device is always right behind the host: then only waiting for weights speaks against it."""
+    begin = Meter.__init__
+    monkeypatch.setattr(
+        Meter, "__init__", lambda self, engine: (begin(self, engine), setattr(self, "watches_host", True))[0]
+    )
+    monkeypatch.setattr(Meter, "spent", lambda self, seconds: None)  # not of the virtual clock
+    net = Net()
+    with carom.stream(
+        net, device=device(net, ratio), vram=int(size(net) * 0.5), granularity="block"
+    ) as session:
+        for _ in range(8):
+            step(net, False)
+        report, advice = session.report(), session._advice()
+        assert (report.bound_by == "host") is bound
+        assert (advice.reason == replan.HOST) is bound and advice.understood
+        assert ("waits for Python" in report.table()) is bound
+
+
+def test_a_device_that_lags_behind_the_host_is_not_said_to_wait_for_it():
+    turns = (Turn("a", 0.0, 0.0, 1.0),)
+
+    def profile(close, compute=1.0):
+        return Profile(False, 1.0, (compute, 0.0), 1e9, (Forward(turns, 1.0, close),))
+
+    assert profile(1.0).host_bound and not profile(0.4).host_bound
+    assert not profile(1.0, compute=0.8).host_bound, "it waits for weights"
+    assert not Profile(False, 1.0, (1.0, 0.0), 1e9, ()).host_bound, "nothing was seen"
+
+
+def learnt_of(use: float, uses: int = 40) -> Learnt:
+    """Ten blocks of four parts in inference, bound by a host that takes ``use`` seconds for each use of a unit."""
+    pieces = [
+        Piece(f"blocks.{b}.{p}.weight", {f"blocks.{b}.{p}.weight": MIB}) for b in range(10) for p in "abcd"
+    ]
+    at, turns = 0.0, []
+    for piece in pieces:
+        turns.append(Turn(piece.name, at, at, at + 1e-3))
+        at += 1e-3
+    forward = Forward(tuple(turns), at, 1.0, use)
+    profile = Profile(False, at, (at, 0.0), 50e9, (forward,), ((MIB, MIB / 50e9),))
+    learnt = learn(pieces, range(uses), [(unit, False) for unit in range(uses)], profile)
+    assert learnt is not None
+    return learnt
+
+
+def test_what_the_host_takes_for_uses_is_no_computing_and_returns_with_every_use():
+    learnt = learnt_of(0.25e-3)
+    assert learnt.calls is not None and learnt.calls.use == pytest.approx(0.25e-3)
+    assert learnt.calls.model == pytest.approx(30e-3) and sum(learnt.forward.values()) == pytest.approx(30e-3)
+    assert learnt.issuing(40) == pytest.approx(40e-3) and learnt.issuing(10) == pytest.approx(32.5e-3)
+    # Of a clock that is another one: never more than there is.
+    assert learnt_of(1.0).issuing(40) == pytest.approx(40e-3) and learnt_of(1.0).calls.model > 0
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "abcd":
+            setattr(self, name, nn.Linear(512, 512, bias=False))
+
+    def forward(self, x):
+        return self.d(self.c(self.b(self.a(x))))
+
+
+@pytest.mark.parametrize(("use", "coarse"), [(0.4e-3, True), (0.0, False)])
+def test_where_the_host_binds_units_are_made_fewer(monkeypatch, use, coarse):
+    net = nn.Sequential()
+    net.blocks = nn.ModuleList(Parts() for _ in range(10))
+    monkeypatch.setattr(decide, "PART", MIB)
+    settings = decide.Settings(16 * MIB, "auto", None, {})
+    carving, plan = decide.decide(net, settings, 512)
+    assert len(carving.units) == 40, "it begins with parts"
+    advice = replan.advise(net, settings, 512, learnt_of(use), carving, plan)
+    assert advice.understood
+    if coarse:
+        assert advice.reason == "" and len(advice.carving.units) == 10
+        assert (
+            advice.saves == pytest.approx(advice.now - advice.plan.predicted_seconds) and advice.saves > 5e-3
+        )
+    else:
+        assert advice.reason == replan.HOST
+
+
+def test_where_the_host_is_not_on_the_clock_it_is_not_watched():
+    net = Net()
+    with carom.stream(net, device=device(net, 3.0), vram=int(size(net) * 0.5)) as session:
+        for _ in range(8):
+            step(net, False)
+        assert not session._meter.watches_host and session.report().bound_by != "host"

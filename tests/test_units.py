@@ -121,6 +121,21 @@ def test_a_root_that_is_a_list_of_blocks_and_one_that_is_a_single_layer():
     assert [unit.kind for unit in carve(nn.Linear(3, 3).requires_grad_(False)).units] == ["stem"]
 
 
+def test_a_list_has_no_run_of_its_own_so_its_parts_bring_the_unit_in():
+    class Projection(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.refiner = nn.ModuleList([models.Block()])
+            self.out = nn.ModuleList([nn.Linear(8, 8), nn.Dropout(0.0)])
+            self.named = nn.ModuleDict({"only": nn.ModuleList([nn.Linear(8, 8)])})
+
+    model = Projection().requires_grad_(False)
+    entered = {unit.name: unit.modules for unit in carve(model).units}
+    assert entered == {
+        "refiner": [model.refiner[0]], "out": [model.out[0]], "named": [model.named["only"][0]],
+    }  # fmt: skip
+
+
 def test_what_is_too_large_is_split_until_it_fits():
     model = models.CASES["stack"].build().requires_grad_(False)
     whole = carve(model, limit=None).largest

@@ -1,8 +1,9 @@
 """The ai-toolkit backend: YAML `model: {offload: bouncing}`. Translates its calls to `carom.stream`, decides nothing.
 
-`options` reads the YAML, `shares` divides one budget among a job's models, `attachment` is one model under
-Carom, `job` all of one process, `words` what the job's log says, `seams` where ai-toolkit is joined, and
-`folder` the extension folder that `carom install-ai-toolkit` puts in place.
+`options` reads the YAML, `ladder` says what its mode comes down to on this device and `trial` finds that out, `shares`
+divides one budget among a job's models, `attachment` is one model under Carom, `job` all of one process, `words` what
+the job's log says, `seams` where ai-toolkit is joined, and `folder` the extension folder that `carom
+install-ai-toolkit` puts in place.
 """
 
 from __future__ import annotations

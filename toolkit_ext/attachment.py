@@ -234,9 +234,12 @@ class _To(_Standin):
         attachment = self.carom
         module = attachment.module
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if attachment.session is None:
+        session = attachment.session
+        if session is None:
             module._mm_to(*args, **kwargs)  # type: ignore[operator]
             return module
+        if dtype is None and not session.parked and device == attachment.process_device:
+            return module  # said before every forward, of a model that is there
         if dtype is not None and attachment.differs_from(dtype):
             attachment.pause()
             module._mm_to(dtype=dtype)  # type: ignore[operator]

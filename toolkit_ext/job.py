@@ -19,17 +19,22 @@ from ..core.session import Session, stream
 from ..core.wrapped import LaidOpen
 from . import words
 from .attachment import Attachment, tensors, weight_bytes
+from .ladder import choose
 from .options import Policy
 from .shares import Need, divide
 
 logger = logging.getLogger("carom")
 
 DEVICES = ("device_torch", "te_device_torch", "quantize_device")
+ROOM = 32 << 20  # bytes; beyond a model's own that it is given where all of it is to stay
 SLOTS = 3  # of the largest block: what a percentage leaves for the part that streams
 
 
 class JobOffload:
-    """Carom in one process of a job. ``say`` prints a line into the job's log."""
+    """Carom in one process of a job. ``say`` prints a line into the job's log.
+
+    Where ``choice.pool`` is "", Carom does not work here: the caller leaves the job to ai-toolkit.
+    """
 
     def __init__(self, policy: Policy, device: torch.device | str, say: Callable[[str], None]) -> None:
         self.policy, self.device = policy, torch.device(device)
@@ -37,12 +42,9 @@ class JobOffload:
         self._say = say
         self._auto: int | None = None
         self._reports: dict[str, Report] = {}
-        for remark in policy.remarks:
-            self.say(remark)
-        if policy.mode != "bouncing":
-            self.say(
-                f"offload: {policy.mode}: the aimdo pool is not in this version; bouncing with torch's allocator"
-            )
+        self.choice = choose(policy, self.device)
+        for line in (*policy.remarks, *self.choice.lines):
+            self.say(line)
 
     def say(self, line: str) -> None:
         """One line into the job's log."""
@@ -130,8 +132,8 @@ class JobOffload:
     def _stream(self, attachment: Attachment, vram: int | str, granularity: str | None = None) -> Session:
         policy = self.policy
         return stream(
-            attachment.module, device=engine_device(self.device), vram=vram, ram=self._ram(attachment), host="raw",
-            granularity=granularity or policy.granularity, codec=policy.codec,
+            attachment.module, device=engine_device(self.device), vram=vram, ram=self._ram(attachment),
+            granularity=granularity or policy.granularity, codec=policy.codec, pool=self.choice.pool,
         )  # fmt: skip
 
     def _sharing(self) -> list[Attachment]:
@@ -139,6 +141,8 @@ class JobOffload:
 
     def _share(self, attachment: Attachment) -> int | str:
         """Bytes, or the YAML's own word where nobody shares it."""
+        if self.choice.alone:
+            return 2 * weight_bytes(attachment.module) + ROOM
         if attachment.percent is not None:
             least = self._least(attachment, "block")
             return int(weight_bytes(attachment.module) * (1 - attachment.percent)) + SLOTS * least
@@ -146,7 +150,7 @@ class JobOffload:
         if len(sharing) == 1:
             return self.policy.vram
         needs = [
-            Need(a.name, self._least(a), weight_bytes(a.module) * 33 // 32 + (32 << 20)) for a in sharing
+            Need(a.name, self._least(a), weight_bytes(a.module) * 33 // 32 + ROOM) for a in sharing
         ]  # full: a little over the bytes, for what allocators round up
         return divide(self._total(), needs)[sharing.index(attachment)]
 
@@ -167,7 +171,9 @@ class JobOffload:
         if self._auto is None:
             probe = nn.Module()
             probe.weight = nn.Parameter(torch.zeros(1), requires_grad=False)
-            with stream(probe, device=engine_device(self.device), vram=self.policy.vram) as session:
+            with stream(
+                probe, device=engine_device(self.device), vram=self.policy.vram, pool="torch"
+            ) as session:
                 self._auto = session.report().vram_budget_bytes
         return self._auto
 

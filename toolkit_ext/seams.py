@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..core.errors import CaromError, UnsupportedError
+from ..core.errors import UnsupportedError
 from .job import JobOffload
 from .options import Policy, read
 
@@ -135,8 +136,7 @@ def _before_load(original: Callable, self: Any, *args: Any, **kwargs: Any) -> An
     if policy is not None:
         say = importlib.import_module("toolkit.print").print_acc
         job = JobOffload(policy, sd.device_torch, say)
-        if policy.mode == "auto" and (why := cannot_bounce(job)) is not None:
-            job.say(f"offload: auto: {why}; ai-toolkit's own layer offloading does it")
+        if not job.choice.pool:
             _stock(self.model_config, sd.model_config)
         else:
             self.__dict__[JOB] = _current = job
@@ -149,17 +149,6 @@ def _before_load(original: Callable, self: Any, *args: Any, **kwargs: Any) -> An
 
             sd.load_model = load_model
     return original(self, *args, **kwargs)
-
-
-def cannot_bounce(job: JobOffload) -> str | None:
-    """Why bouncing does not work on the job's device, None when a small trial does."""
-    from .trial import works
-
-    try:
-        works(job.device)
-    except (CaromError, RuntimeError) as error:
-        return f"bouncing does not work here ({error})"
-    return None
 
 
 def _stock(*configs: Any) -> None:
@@ -236,7 +225,9 @@ def _release(original: Callable) -> None:
 
 def _merge(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        return original(self, *args, **kwargs)
+        with warnings.catch_warnings():  # of torch, which takes packed weights for weights without a value
+            warnings.filterwarnings("ignore", ".*copying from a non-meta parameter.*")
+            return original(self, *args, **kwargs)
     finally:
         if _current is not None:
             _current.refresh()

@@ -16,17 +16,29 @@ def start(name: str, report: Report) -> str:
         else ""
     )
     budget = f"budget {format_size(report.vram_budget_bytes)}"
-    if not report.streamed_bytes:
-        return f"{name}: all {format_size(report.resident_bytes)} stay on {report.device}; {budget}"
+    if report.pool == "aimdo":
+        budget += ", in comfy-aimdo's pool"
+    stay, stream = _places(report)
+    if not stream:
+        return f"{name}: all {format_size(stay)} stay on {report.device}; {budget}"
     return (
-        f"{name}: {format_size(report.resident_bytes)} stay on {report.device}{need}, "
-        f"{format_size(report.streamed_bytes)} stream through {format_size(report.slot_bytes)} of slots; {budget}"
+        f"{name}: {format_size(stay)} stay on {report.device}{need}, "
+        f"{format_size(stream)} stream through {format_size(report.slot_bytes)} of slots; {budget}"
     )
+
+
+def _places(report: Report) -> tuple[int, int]:
+    """Bytes that stay, bytes that stream. In a pool all wait on the host too, and what has a home comes when it is used."""
+    if report.pool != "aimdo":
+        return report.resident_bytes, report.streamed_bytes
+    stay = sum(place.nbytes for place in (*report.resident_by_need, *report.resident_by_choice))
+    return stay, sum(place.nbytes for place in report.places if not place.resident)
 
 
 def progress(name: str, report: Report) -> str:
     """Residency, stall per step and what would help, for the line at a sample."""
-    places = f"{name}: {format_size(report.resident_bytes)} resident, {format_size(report.streamed_bytes)} streamed"
+    stay, stream = _places(report)
+    places = f"{name}: {format_size(stay)} resident, {format_size(stream)} streamed"
     if report.step_seconds is None or report.stall_seconds is None:
         return f"{places}, no step measured yet"
     waits = f"waits {format_seconds(report.stall_seconds)} of {format_seconds(report.step_seconds)} per step"

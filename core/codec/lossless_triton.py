@@ -233,11 +233,10 @@ def decode_group(
 def launcher(
     wire: torch.Tensor, out: torch.Tensor, table: torch.Tensor, programs: int, kind: str, k: int, lanes: int,
     tiles: int = 1, warps: int | None = None,
-) -> Callable[[], Any] | None:  # fmt: skip
-    """Decodes once as `decode_group` does, and returns a call that does the same again in half of the host's time: the
-    compiled kernel on the same addresses, without looking it up by its arguments. None where this Triton has no such way.
-
-    The call holds neither buffer: who keeps a slot's views alive is counted.
+) -> Callable[..., Any] | None:  # fmt: skip
+    """Decodes once as `decode_group` does, and returns a call ``(wire address, out address, stream=None)`` that does the
+    same between other buffers (addresses that are multiples of 16), in a fraction of the host's time: the compiled kernel,
+    without looking it up by its arguments. ``stream``: a raw handle, None for the current one. None where this Triton has no such way.
     """
     asm = wire.is_cuda and torch.version.hip is None
     rows = triton.next_power_of_2(table.shape[0])
@@ -245,13 +244,19 @@ def launcher(
     arguments = (wire, out, table, table.shape[0])
     warps = warps or max(1, lanes // _lanes_of_a_warp(wire.device))
     compiled = _decode[(programs,)](*arguments, **constants, num_warps=warps)
-    if compiled is not None:  # None in Triton's interpreter
-        places = wire.data_ptr(), out.data_ptr(), table.data_ptr(), table.shape[0]
-        for given in ((*places, *constants.values()), places):  # which of them: by Triton's version
-            try:
-                again = functools.partial(compiled[(programs, 1, 1)], *given)
-                again()
-                return again
-            except Exception as error:  # another Triton: the ordinary way stays
-                log.debug("the compiled kernel cannot be launched with %d arguments: %s", len(given), error)
+    if compiled is None:  # Triton's interpreter
+        return None
+    for more in (tuple(constants.values()), ()):  # which of them: by Triton's version
+        try:
+            runner, rest = compiled[(programs, 1, 1)], (table.data_ptr(), table.shape[0], *more)
+
+            def again(
+                source: int, target: int, stream: int | None = None, runner: Any = runner, rest: tuple = rest
+            ) -> None:
+                runner(source, target, *rest, stream=stream)
+
+            again(wire.data_ptr(), out.data_ptr())
+            return again
+        except Exception as error:  # another Triton: the ordinary way stays
+            log.debug("the compiled kernel cannot be launched with %d arguments: %s", 4 + len(more), error)
     return None

@@ -19,7 +19,6 @@ from .lossless_format import ALIGN, Header
 from .lossless_torch import decode_torch
 
 ROW_FIELDS = 16
-_REMEMBERED = 32  # pairs of buffers whose launches are kept
 
 
 @dataclass(frozen=True)
@@ -94,15 +93,19 @@ class UnitDecoder:
         self.wire_bytes = max((e.wire_at + sizes(e)[0] for e in entries), default=0)
         self.out_bytes = max((e.out_at + sizes(e)[1] for e in entries), default=0)
         self._raw = [entry for entry in entries if isinstance(entry, RawEntry)]
+        # Bytes, from where in the wire, to where: of what travels as it is.
+        self.as_it_is: Sequence[tuple[int, int, int]] = [
+            (entry.nbytes, entry.wire_at, entry.out_at) for entry in self._raw
+        ]
         self._packed = [entry for entry in entries if isinstance(entry, Entry)]
         self._aligned = all(e.out_at % ALIGN == 0 for e in entries if not isinstance(e, RawEntry))
         if method == "triton" and not self._aligned:
             raise ValueError("the Triton decoder needs every tensor at a multiple of 16 bytes in the slot")
-        # Buffers that come again are remembered, where nothing but copies and launches is needed for them.
+        # Launches are remembered where nothing but copies and launches is needed.
         self._again = not any(isinstance(entry, KbitEntry) for entry in entries)
         self._groups = self._make_groups()
         self._tables: dict[torch.device, list[torch.Tensor]] = {}
-        self._ready: dict[tuple[int, int], list[Callable[[], Any]]] = {}  # launches by the buffers' addresses
+        self._ready: list[Callable[..., Any]] | None = None  # launches that need no more than addresses
 
     @property
     def table_bytes(self) -> int:
@@ -134,9 +137,13 @@ class UnitDecoder:
             source = wire[entry.wire_at : entry.wire_at + entry.nbytes]
             out[entry.out_at : entry.out_at + entry.nbytes].copy_(source, non_blocking=True)
 
-    def forget(self) -> None:
-        """Hold on to no buffers."""
-        self._ready.clear()
+    def again(self, wire: torch.Tensor, out: torch.Tensor) -> list[Callable[..., Any]] | None:
+        """Launches of ``(wire address, out address, stream=raw handle)`` that unpack what is packed, as a call on the
+        same device has done before; None where there was none. What is in `as_it_is` is left to the caller."""
+        ready = self._ready
+        if ready is None or wire.numel() < self.wire_bytes or out.numel() < self.out_bytes:
+            return None
+        return None if wire.data_ptr() % ALIGN or out.data_ptr() % ALIGN else ready
 
     def prepare(self, device: torch.device | str) -> None:
         """Copies the tables to ``device`` (blocking; once, when the unit is attached)."""
@@ -148,11 +155,11 @@ class UnitDecoder:
 
     def __call__(self, wire: torch.Tensor, out: torch.Tensor) -> None:
         """Decodes on the current stream. Raises WeightsError where a buffer is too small for the entries."""
-        ready = self._ready.get((wire.data_ptr(), out.data_ptr()))
-        if ready is not None and wire.numel() >= self.wire_bytes and out.numel() >= self.out_bytes:
+        ready = self.again(wire, out)
+        if ready is not None:
             self._copy(wire, out)
             for launch in ready:
-                launch()
+                launch(wire.data_ptr(), out.data_ptr())
             return
         if wire.numel() < self.wire_bytes or out.numel() < self.out_bytes:
             raise WeightsError(
@@ -188,9 +195,7 @@ class UnitDecoder:
             ]  # fmt: skip
             again = [launch for launch in launches if launch is not None]
             if self._again and len(again) == len(launches):
-                while len(self._ready) >= _REMEMBERED:
-                    del self._ready[next(iter(self._ready))]
-                self._ready[wire.data_ptr(), out.data_ptr()] = again
+                self._ready = again
             return
         for entry in self._packed:
             header = entry.header

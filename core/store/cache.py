@@ -24,9 +24,10 @@ import torch
 from ..errors import CaromError
 from .arena import HostArena
 from .eviction import Keeper
+from .handle import SubmittedRead
 from .held import Buffer, CacheFigures
 from .pieces import Buffers, Piece
-from .reader import DiskReader, ReadHandle, as_bytes
+from .reader import DiskReader, as_bytes
 
 NEVER = float("inf")
 _POLL = 0.0005  # seconds between looks at copies that are under way
@@ -328,7 +329,7 @@ class HostCache:
         for handle in list(buffer.handles):
             handle.add_done_callback(functools.partial(self._read_done, buffer))
 
-    def _read_done(self, buffer: Buffer, handle: ReadHandle | None) -> None:
+    def _read_done(self, buffer: Buffer, handle: SubmittedRead | None) -> None:
         """One of the buffer's reads is over (on a reader's thread, or at once on ours)."""
         error = _error_of(handle)
         with self._cond:
@@ -368,7 +369,7 @@ class HostCache:
             self._cond.notify_all()
 
 
-def _error_of(handle: ReadHandle | None) -> BaseException | None:
+def _error_of(handle: SubmittedRead | None) -> BaseException | None:
     try:
         return None if handle is None else handle.exception(0)
     except (CancelledError, TimeoutError) as error:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ..codec.host import HostBlob
 from ..errors import CaromError, WeightsError
+from .handle import SubmittedRead
 from .header import show
 from .packed_source import PackedSource
 from .rawio import aligned_buffer
@@ -30,65 +30,21 @@ AT_ONCE = 2  # blobs being read or decoded
 KEPT = 2  # blobs that wait for another range of theirs
 
 
-class DecodedRead:
-    """A read of decoded bytes; the interface of `ReadHandle`."""
+class DecodedRead(SubmittedRead):
+    """A read of decoded bytes."""
 
     def __init__(
         self, source: PackedSource, offset: int, target: memoryview, what: str, priority: float
     ) -> None:
-        self.file, self.offset, self.nbytes, self.what = source, offset, len(target), what
-        self.priority = priority
+        super().__init__(source, offset, len(target), what, priority)
         self._target: np.ndarray | None = np.frombuffer(target, np.uint8) if len(target) else None
-        self._lock = threading.Lock()
-        self._event = threading.Event()
-        self._error: BaseException | None = None
-        self._cancelled = self._taken = False
-        self._callbacks: list[Callable[[DecodedRead], Any]] = []
+        self._taken = False
 
-    def done(self) -> bool:
-        """True once nobody will touch the buffer any more."""
-        return self._event.is_set()
+    def _drop(self) -> bool:
+        return not self._taken
 
-    def cancelled(self) -> bool:
-        return self._cancelled
-
-    def cancel(self) -> bool:
-        """Give the read up; False when it was done already. Wait for `done` before the buffer is used again."""
-        with self._lock:
-            if self._event.is_set():
-                return False
-            self._cancelled = True
-            waiting = not self._taken
-        if waiting:
-            self._finish(None)
-        return True
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until `done`; False when ``timeout`` seconds passed first."""
-        return self._event.wait(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The read's error, None if it succeeded; TimeoutError, CancelledError as `result`."""
-        if not self._event.wait(timeout):
-            raise TimeoutError(f"{self.what} was not read within {timeout} s")
-        if self._cancelled:
-            raise CancelledError
-        return self._error
-
-    def result(self, timeout: float | None = None) -> int:
-        """Wait; the bytes written. Raises WeightsError (names file and tensor), CancelledError or TimeoutError."""
-        error = self.exception(timeout)
-        if error is not None:
-            raise error
-        return self.nbytes
-
-    def add_done_callback(self, function: Callable[[DecodedRead], Any]) -> None:
-        """Call ``function(self)`` when done, from the thread that finishes it (at once if it is done)."""
-        with self._lock:
-            if not self._event.is_set():
-                self._callbacks.append(function)
-                return
-        function(self)
+    def _release(self) -> None:
+        self._target = None
 
     def _take(self) -> np.ndarray | None:
         """Its target, to be written now and then `_finish`ed; None where it was given up."""
@@ -97,16 +53,6 @@ class DecodedRead:
                 return None
             self._taken = True
             return self._target
-
-    def _finish(self, error: BaseException | None) -> None:
-        with self._lock:
-            if self._event.is_set():
-                return
-            self._error, self._target = error, None
-            callbacks, self._callbacks = self._callbacks, []
-            self._event.set()
-        for function in callbacks:
-            function(self)
 
 
 @dataclass(eq=False)
@@ -138,7 +84,7 @@ class Decoding:
         """Decoded bytes ``offset`` to ``offset + len(target)`` of ``source`` into ``target``."""
         read = DecodedRead(source, offset, target, what or f"tensor {show(source.stored.name)}", priority)
         if not len(target):
-            read._finish(None)
+            read._finish()
             return read
         with self._lock:
             if self._closed:
@@ -194,7 +140,6 @@ class Decoding:
             if target is not None and job.blob is not None and error is None:
                 try:
                     job.blob.read(read.offset, target)
-                    read.file.check()
                 except BaseException as caught:  # noqa: BLE001
                     failure = caught
             del target  # held by nobody when the buffer's owner hears of it

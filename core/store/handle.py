@@ -13,24 +13,20 @@ from ..errors import WeightsError
 from .index import SourceFile
 
 
-class ReadHandle:
-    """One submitted read. The buffer belongs to the reader until `done` is True, also after `cancel`."""
+class SubmittedRead:
+    """A read that was asked for. The buffer belongs to the reader until `done` is True, also after `cancel`."""
 
-    def __init__(self, file: SourceFile, offset: int, target: memoryview, what: str, priority: float) -> None:
-        self.file, self.offset, self.nbytes, self.what = file, offset, len(target), what
+    def __init__(self, file: SourceFile, offset: int, nbytes: int, what: str, priority: float) -> None:
+        self.file, self.offset, self.nbytes, self.what = file, offset, nbytes, what
         self.priority = priority
-        self._target: memoryview | None = target
-        self._address = np.frombuffer(target, np.uint8).ctypes.data if len(target) else 0
         self._lock = threading.Lock()
         self._event = threading.Event()
         self._error: BaseException | None = None
         self._cancelled = False
-        self._waiting: dict[int, int] = {}  # piece's start -> its bytes, not yet taken by a worker
-        self._running = 0
-        self._callbacks: list[Callable[[ReadHandle], Any]] = []
+        self._callbacks: list[Callable[[SubmittedRead], Any]] = []
 
     def done(self) -> bool:
-        """True once no worker will touch the buffer any more."""
+        """True once nobody will touch the buffer any more."""
         return self._event.is_set()
 
     def cancelled(self) -> bool:
@@ -42,9 +38,8 @@ class ReadHandle:
             if self._event.is_set():
                 return False
             self._cancelled = True
-            self._waiting.clear()
-            finished = self._running == 0
-        if finished:
+            idle = self._drop()
+        if idle:
             self._finish()
         return True
 
@@ -67,13 +62,56 @@ class ReadHandle:
             raise error
         return self.nbytes
 
-    def add_done_callback(self, function: Callable[[ReadHandle], Any]) -> None:
+    def add_done_callback(self, function: Callable[[SubmittedRead], Any]) -> None:
         """Call ``function(self)`` when done, from the thread that finishes it (at once if it is done)."""
         with self._lock:
             if not self._event.is_set():
                 self._callbacks.append(function)
                 return
         function(self)
+
+    def _drop(self) -> bool:
+        """Under the lock: begin no more of it; whether nobody is at work on it."""
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        """Under the lock: let the buffer go."""
+        raise NotImplementedError
+
+    def _finish(self, error: BaseException | None = None) -> None:
+        """The end, with ``error`` or well: bytes of a file that is not the same any more are an error too."""
+        with self._lock:
+            if self._event.is_set():
+                return
+            self._error = self._error or error
+            if self._error is None and not self._cancelled:
+                try:
+                    self.file.check()
+                except WeightsError as found:
+                    self._error = found
+            self._release()
+            callbacks, self._callbacks = self._callbacks, []
+            self._event.set()
+        for function in callbacks:
+            function(self)
+
+
+class ReadHandle(SubmittedRead):
+    """A read of a file's own bytes, which workers take piece by piece."""
+
+    def __init__(self, file: SourceFile, offset: int, target: memoryview, what: str, priority: float) -> None:
+        super().__init__(file, offset, len(target), what, priority)
+        self._target: memoryview | None = target
+        self._address = np.frombuffer(target, np.uint8).ctypes.data if len(target) else 0
+        self._waiting: dict[int, int] = {}  # piece's start -> its bytes, not yet taken by a worker
+        self._running = 0
+
+    def _drop(self) -> bool:
+        self._waiting.clear()
+        return self._running == 0
+
+    def _release(self) -> None:
+        self._target = None
 
     def _take(self, start: int) -> int:
         """Claim the piece at ``start``: its bytes, or 0 if it was taken, cancelled or failed before."""
@@ -91,18 +129,3 @@ class ReadHandle:
             finished = self._running == 0 and not self._waiting
         if finished:
             self._finish()
-
-    def _finish(self) -> None:
-        with self._lock:
-            if self._event.is_set():
-                return
-            if self._error is None and not self._cancelled:
-                try:
-                    self.file.check()
-                except WeightsError as error:
-                    self._error = error
-            self._target = None
-            callbacks, self._callbacks = self._callbacks, []
-            self._event.set()
-        for function in callbacks:
-            function(self)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .arena import Block
-from .handle import ReadHandle
+from .handle import SubmittedRead
 from .pieces import Piece
 
 
@@ -22,7 +22,7 @@ class Buffer:
     busy: bool = False  # its bytes are being handed out
     left: int = 0  # reads outstanding
     error: BaseException | None = None
-    handles: list[ReadHandle] = field(default_factory=list)
+    handles: list[SubmittedRead] = field(default_factory=list)
     copied: Any = (
         None  # reached when the last copy to the device that reads it is over; copies are made in order
     )

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from ..errors import WeightsError
+from ..errors import UnsupportedError, WeightsError
 from .header import show
+from .hub_names import HubNames, hub_names
 from .index import Index, TensorEntry
 from .packed_source import require_readable
 
@@ -101,39 +102,81 @@ def match_module(
     ``prefix``: taken off the file's names ("" for none); "auto" finds it, also one that the module has and the file
     lacks. ``rename``: applied to the module's names first. ``adopt_dtype``: tensors on `meta` take the file's dtype
     instead of being refused. Raises WeightsError that names tensors on `meta` which the file lacks, and tensors whose
-    shape or dtype differs; UnsupportedError for files of an unknown codec. Packed tensors count as what they decode to.
+    shape or dtype differs; UnsupportedError for files of an unknown codec, and for tensors that transformers' loader would
+    rearrange. Its models' files are looked into under the names that it gives their tensors as well (`hub_names`). Packed tensors count as what they decode to.
     """
     require_readable(index)
     targets = _targets(module)
     wanted = {n: _WRAPPERS.sub("", rename(n) if rename else n) for t in targets for n in t.names}
-    keys, chosen = _keys(index, set(wanted.values()), prefix)
+    hub = hub_names(module, index) if prefix == "auto" and rename is None else HubNames()
+    found = _match(targets, wanted, index, index.entries, prefix, adopt_dtype, hub.stacked)
+    if hub.renamed and (found.missing or found.kept):
+        entries = {hub.renamed.get(name, name): entry for name, entry in index.entries.items()}
+        again = _match(targets, wanted, index, entries, prefix, adopt_dtype, hub.stacked)
+        if len(again.bound) > len(found.bound):
+            found = again
+    _refuse_rearranged(index, found, hub.rearranged)
+    used = found.used
+    extra = tuple(name for name in index if name not in used)
+    _complain(index, found.missing, found.wrong, bool(found.bound), found.prefix, extra)
+    return ModuleMap(
+        MappingProxyType(found.bound), tuple(found.kept), tuple(found.computed), extra, found.prefix
+    )
+
+
+@dataclass
+class _Match:
+    """What one way of reading the file's names comes to."""
+
+    prefix: str
+    bound: dict[str, Bound] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    computed: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+
+
+def _match(
+    targets: list[_Target],
+    wanted: Mapping[str, str],
+    index: Index,
+    entries: Mapping[str, TensorEntry],
+    prefix: str,
+    adopt_dtype: bool,
+    stacked: Collection[str],
+) -> _Match:
+    keys, chosen = _keys(index.path, entries, set(wanted.values()), prefix)
     shapes = {wanted[n]: tuple(t.tensor.shape) for t in targets for n in t.names}
-    bound: dict[str, Bound] = {}
-    kept: list[str] = []
-    computed: list[str] = []
-    missing: list[str] = []
-    wrong: list[str] = []
-    used: set[str] = set()
+    found = _Match(chosen)
     for target in targets:
         names = [wanted[n] for n in target.names]
-        segments = next((f for n in names if (f := _find(n, shapes, keys))), None)
+        segments = next((f for n in names if (f := _find(n, shapes, keys, stacked))), None)
         if segments is not None:
-            used.update(s.entry.name for s in segments)
-            used.update(keys[n].name for n in names if n in keys)
+            found.used.update(s.entry.name for s in segments)
+            found.used.update(keys[n].name for n in names if n in keys)
             result = _bind(target, segments, names, keys, adopt_dtype)
             if isinstance(result, str):
-                wrong.append(result)
+                found.wrong.append(result)
             else:
-                bound[result.name] = result
+                found.bound[result.name] = result
         elif target.tensor.device.type != "meta":
-            kept.append(target.names[0])
+            found.kept.append(target.names[0])
         elif target.persistent:
-            missing.append(target.names[0])
+            found.missing.append(target.names[0])
         else:
-            computed.append(target.names[0])
-    extra = tuple(name for name in index if name not in used)
-    _complain(index, missing, wrong, bool(bound), chosen, extra)
-    return ModuleMap(MappingProxyType(bound), tuple(kept), tuple(computed), extra, chosen)
+            found.computed.append(target.names[0])
+    return found
+
+
+def _refuse_rearranged(index: Index, found: _Match, rearranged: Collection[str]) -> None:
+    for bound in found.bound.values():
+        for segment in bound.segments:
+            if segment.entry.name in rearranged:
+                raise UnsupportedError(
+                    f"{index.path}: transformers rearranges {show(segment.entry.name)} when it loads it; load the model "
+                    "with from_pretrained and save its state_dict() with safetensors, then stream that file"
+                )
 
 
 def _targets(module: nn.Module) -> list[_Target]:
@@ -157,18 +200,19 @@ def _targets(module: nn.Module) -> list[_Target]:
     ]
 
 
-def _keys(index: Index, wanted: set[str], prefix: str) -> tuple[dict[str, TensorEntry], str]:
+def _keys(
+    path: str, entries: Mapping[str, TensorEntry], wanted: set[str], prefix: str
+) -> tuple[dict[str, TensorEntry], str]:
     """The file's entries under the module's names, and the prefix that led there ("+x" where the module has it)."""
     if prefix != "auto":
-        return {n[len(prefix) :]: e for n, e in index.entries.items() if n.startswith(prefix)}, prefix
+        return {n[len(prefix) :]: e for n, e in entries.items() if n.startswith(prefix)}, prefix
     votes: Counter[str] = Counter()
-    for name in index:
+    for name in entries:
         for candidate, rest in _heads(name):
             votes[candidate] += rest in wanted
-    in_file = set(index)
     for name in wanted:
         for candidate, rest in _heads(name):
-            if candidate and rest in in_file:
+            if candidate and rest in entries:
                 votes["+" + candidate] += 1
     top = max(votes.values(), default=0)
     best = [p for p, count in votes.items() if count == top] if top else [""]
@@ -176,15 +220,15 @@ def _keys(index: Index, wanted: set[str], prefix: str) -> tuple[dict[str, Tensor
     if chosen is None:
         if len(best) > 1:
             raise WeightsError(
-                f"{index.path}: the module fits under several prefixes ({', '.join(sorted(map(show, best))[:6])}); "
+                f"{path}: the module fits under several prefixes ({', '.join(sorted(map(show, best))[:6])}); "
                 "say which with prefix="
             )
         chosen = best[0]
     if chosen.startswith("+"):
         # What the file has under the module's full name (a head beside the base model) counts as well.
-        under = {chosen[1:] + n: e for n, e in index.entries.items()}
-        return {**under, **{n: e for n, e in index.entries.items() if n in wanted}}, chosen
-    return _keys(index, wanted, chosen)
+        under = {chosen[1:] + n: e for n, e in entries.items()}
+        return {**under, **{n: e for n, e in entries.items() if n in wanted}}, chosen
+    return _keys(path, entries, wanted, chosen)
 
 
 def _heads(name: str) -> Iterable[tuple[str, str]]:
@@ -198,7 +242,10 @@ def _heads(name: str) -> Iterable[tuple[str, str]]:
 
 
 def _find(
-    name: str, shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, TensorEntry]
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    keys: Mapping[str, TensorEntry],
+    stacked: Collection[str],
 ) -> tuple[Segment, ...] | None:
     """Where the target called ``name`` lies: itself, its parts, or a range of a fused tensor; None if nowhere."""
     if name in keys:
@@ -220,7 +267,7 @@ def _find(
                 continue
             if found:
                 return found
-    return _stacked_experts(name, shape, keys)
+    return _stacked_experts(name, shape, keys, stacked)
 
 
 def _swap(pieces: list[str], at: int, new: str) -> str:
@@ -273,16 +320,16 @@ def _fused_rows(
 
 
 def _stacked_experts(
-    name: str, shape: tuple[int, ...], keys: Mapping[str, TensorEntry]
+    name: str, shape: tuple[int, ...], keys: Mapping[str, TensorEntry], stacked: Collection[str]
 ) -> tuple[Segment, ...] | None:
     """Experts that the file holds one by one (`experts.3.up_proj.weight`) and the module as one 3-D tensor."""
     match = _EXPERT.fullmatch(name)
-    # A square matrix might be stored transposed in the stack, and nothing would tell.
-    if not match or len(shape) != 3 or shape[1] == shape[2]:
+    if not match or len(shape) != 3:
         return None
     for kinds in _EXPERT_PARTS[bool(match[2])]:
         found = _one_by_one(match[1], kinds, shape, keys)
-        if found:
+        # A square matrix might be stored transposed in the stack, and only the model's own loader knows.
+        if found and (shape[1] != shape[2] or all(segment.entry.name in stacked for segment in found)):
             return found
     return None
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import WeightsError
-from .handle import ReadHandle
+from .handle import ReadHandle, SubmittedRead
 from .header import show
 from .index import SourceFile, TensorEntry
 from .packed_source import PackedSource
@@ -105,7 +105,7 @@ class DiskReader:
 
     def submit(
         self, entry: TensorEntry, into: Any, *, start: int = 0, nbytes: int | None = None, priority: float = 0
-    ) -> ReadHandle:
+    ) -> SubmittedRead:
         """Read ``nbytes`` bytes (default: all) of ``entry`` from its byte ``start`` into the beginning of ``into``.
 
         ``into``: writable contiguous CPU memory (memoryview, numpy array, torch tensor, bytearray). A lower
@@ -122,7 +122,7 @@ class DiskReader:
 
     def submit_range(
         self, file: SourceFile, offset: int, nbytes: int, into: Any, *, what: str = "", priority: float = 0
-    ) -> ReadHandle:
+    ) -> SubmittedRead:
         """As `submit`, for ``nbytes`` bytes at ``offset`` of ``file``; ``what`` names them in errors."""
         target = as_bytes(into)
         if offset < 0 or nbytes < 0 or offset + nbytes > file.size:
@@ -130,7 +130,7 @@ class DiskReader:
         if len(target) < nbytes:
             raise ValueError(f"a buffer of {len(target)} bytes for a read of {nbytes}")
         if isinstance(file, PackedSource):
-            return self._decodes().submit(file, offset, target[:nbytes], what, priority)  # type: ignore[return-value]
+            return self._decodes().submit(file, offset, target[:nbytes], what, priority)
         handle = ReadHandle(file, offset, target[:nbytes], what or f"bytes at {offset}", priority)
         if nbytes == 0:
             handle._finish()
@@ -147,13 +147,12 @@ class DiskReader:
         self._push(handle, edges)
         return handle
 
-    def reprioritise(self, handle: ReadHandle, priority: float) -> None:
+    def reprioritise(self, handle: SubmittedRead, priority: float) -> None:
         """Change the urgency of what no worker has begun of ``handle``."""
-        if isinstance(handle.file, PackedSource):
-            handle.priority = priority
-            return
         with handle._lock:
             handle.priority = priority
+            if not isinstance(handle, ReadHandle):  # packed: the decoder looks when it chooses
+                return
             starts = sorted(handle._waiting)
         self._push(handle, starts)
 

@@ -1,0 +1,233 @@
+"""PURE. What the ai-toolkit benchmark runs and what it makes of it: words for cases, job files, figures, the table."""
+
+# Loaded by its path, beside aitoolkit_gpu.py: nothing of Carom is imported here.
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WARM = 5  # the probe's steps before the figures begin
+FLOAT8 = "float8-"
+CONTEXT = 1 << 30  # bytes; what a CUDA context and its kernels take of a card
+WORD = re.compile(
+    r"(?P<float8>float8-)?(?P<body>plain|stock|[^/@#]+/[^/@#]+)(?:@(?P<rank>\d+))?(?:#(?P<steps>\d+))?"
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One word of --configs: [float8-](plain | stock | BUDGET/CODEC)[@RANK][#STEPS]. Raises ValueError for another."""
+
+    word: str
+
+    def __post_init__(self) -> None:
+        if WORD.fullmatch(self.word) is None:
+            raise ValueError(
+                f"{self.word!r} is no configuration: plain, stock or BUDGET/CODEC, then @RANK, #STEPS"
+            )
+
+    def _part(self, name: str) -> str:
+        found = WORD.fullmatch(self.word)
+        assert found is not None
+        return found[name] or ""
+
+    @property
+    def float8(self) -> bool:
+        return bool(self._part("float8"))
+
+    @property
+    def bounces(self) -> bool:
+        return "/" in self.word
+
+    @property
+    def stock(self) -> bool:
+        return self._part("body") == "stock"
+
+    @property
+    def budget(self) -> str:
+        return self._part("body").partition("/")[0]
+
+    @property
+    def codec(self) -> str:
+        return self._part("body").partition("/")[2]
+
+    @property
+    def rank(self) -> int | None:
+        """Where it is not the run's."""
+        return int(self._part("rank")) if self._part("rank") else None
+
+    @property
+    def steps(self) -> int | None:
+        """Where it is not the run's."""
+        return int(self._part("steps")) if self._part("steps") else None
+
+    @property
+    def plain(self) -> str:
+        """The word of the run that this one's losses and times are compared with."""
+        rank = f"@{self.rank}" if self.rank else ""
+        steps = f"#{self.steps}" if self.steps else ""
+        return f"{self._part('float8')}plain{rank}{steps}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of every job: ``pixels`` a side, LoRA ``rank``, whether blocks are checkpointed, on the ``cpu`` or not; ``mode`` and
+    ``granularity``: of `offload`."""
+
+    pixels: int
+    rank: int
+    checkpointing: bool = True
+    cpu: bool = False
+    mode: str = "bouncing"
+    granularity: str = "auto"
+
+
+def job(
+    name: str, config: Config, shape: Shape, folder: Path, budget: int | str | None, steps: int
+) -> dict[str, Any]:
+    """The job file of one configuration; models, pictures and outputs lie below ``folder``."""
+    cpu, rank = shape.cpu, config.rank or shape.rank
+    model: dict[str, Any] = {"name_or_path": str(folder / "models" / "zimage"), "arch": "zimage"}
+    if config.float8:
+        model |= {"quantize": True, "qtype": "float8"}
+    if config.bounces:
+        options = {"vram": budget, "codec": config.codec, "granularity": shape.granularity}
+        model |= {"offload": shape.mode, "offload_kwargs": options}
+    elif config.stock:
+        model["layer_offloading"] = True
+    process = {
+        "type": "sd_trainer",
+        "training_folder": str(folder / "output"),
+        "device": "cpu" if cpu else "cuda",
+        "network": {"type": "lora", "linear": rank, "linear_alpha": rank},
+        "save": {"dtype": "float16", "save_every": 1 << 20, "max_step_saves_to_keep": 1},
+        "datasets": [
+            {
+                "folder_path": str(folder / "models" / "images"), "caption_ext": "txt",
+                "resolution": [shape.pixels], "cache_latents_to_disk": True,
+            }
+        ],
+        "train": {
+            "batch_size": 1, "steps": steps, "gradient_checkpointing": shape.checkpointing,
+            "train_unet": True, "train_text_encoder": False, "noise_scheduler": "flowmatch", "optimizer": "adamw",
+            "lr": 1e-4, "dtype": "float32" if cpu else "bf16", "disable_sampling": True,
+            "cache_text_embeddings": True,
+        },
+        "model": model,
+        "sample": {
+            "sampler": "flowmatch", "sample_every": 1 << 20, "width": shape.pixels, "height": shape.pixels,
+            "prompts": ["a red cat"], "neg": "", "seed": 42, "guidance_scale": 3, "sample_steps": 2,
+        },
+    }  # fmt: skip
+    return {"job": "extension", "config": {"name": name, "process": [process]}, "meta": {"name": "[name]"}}
+
+
+def fits(shapes: Mapping[str, tuple[int, ...]], weights: int, rank: int) -> int:
+    """Bytes of a card that holds the weights, rank-``rank`` adapters of every matrix in ``shapes`` (float32) with their
+    gradients and AdamW's two moments, and a context: activations then take their room from weights that stream."""
+    adapters = 4 * rank * sum(sum(shape) for shape in shapes.values() if len(shape) == 2)
+    return weights + 4 * adapters + CONTEXT
+
+
+def figures(told: dict[str, Any]) -> dict[str, Any]:
+    """Medians and peaks of what the probe noted."""
+    ends = [end for _, end, _ in told["steps"]]
+    gaps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    warm = gaps[WARM:] or gaps
+    memory = told["memory"]
+    end = memory["end"]
+    return {
+        "s_per_step": statistics.median(warm) if warm else math.nan,
+        "s_per_step_min_max": [min(warm), max(warm)] if warm else [],
+        "s_in_step": statistics.median(b - a for a, b, _ in told["steps"][WARM + 1 :] or told["steps"]),
+        "losses": [loss for _, _, loss in told["steps"]],
+        "peak_reserved_bytes": end.get("peak_reserved_bytes", 0),
+        "peak_reserved_whole_job_bytes": max(m.get("peak_reserved_bytes", 0) for m in memory.values()),
+        "rss_bytes": end["rss_bytes"],
+        "anonymous_bytes": end.get("anonymous_bytes"),
+        "peak_rss_bytes": end.get("peak_rss_bytes"),
+        "torch_pinned_bytes": end.get("torch_pinned_bytes"),
+        "memory": memory,
+    }
+
+
+def against(losses: list[float], plain: list[float]) -> dict[str, Any]:
+    """How far a loss curve is from the plain run's: steps that are equal, the largest and the mean relative difference."""
+    pairs = [(a, b) for a, b in zip(losses, plain, strict=False) if a is not None and b is not None]
+    off = [abs(a - b) / max(abs(b), 1e-12) for a, b in pairs]
+    return {
+        "compared": len(pairs),
+        "equal": sum(a == b for a, b in pairs),
+        "largest_relative": max(off, default=0.0),
+        "mean_relative": statistics.fmean(off) if off else 0.0,
+    }
+
+
+def carom_pinned(run: dict[str, Any]) -> int:
+    """Bytes that Carom pinned, of all models in its report."""
+    models = ((run.get("report") or {}).get("models") or {}).values()
+    return sum(model.get("pinned_peak_bytes") or 0 for model in models)
+
+
+def grown(run: dict[str, Any]) -> str:
+    """From step 50 to the last noted one of a long job: what the allocator reserves and the process has, "" of a short one."""
+    noted = sorted((int(key), value) for key, value in run.get("memory", {}).items() if key.isdigit())
+    if len(noted) < 2:
+        return ""
+    (first, before), (last, after) = noted[0], noted[-1]
+    change = [
+        f"{name} {(after[key] - before[key]) / 1e6:+.0f} MB"
+        for name, key in (("VRAM", "reserved_bytes"), ("RSS", "rss_bytes"))
+        if key in before and key in after
+    ]
+    return f"  from step {first} to {last}: {', '.join(change)}"
+
+
+def line(run: dict[str, Any]) -> str:
+    if run["status"] != "ok":
+        return f"{run['config']}: {run['status']}: {run['reason']}"
+    return f"{run['config']}: {run['s_per_step']:.4f} s/step ({run['job_s']:.0f} s)"
+
+
+def table(record: dict[str, Any]) -> str:
+    """The comparison, a line a run; GB are 10^9 bytes."""
+    lines = [
+        f"{'config':<24}{'s/step':>8}{'of plain':>9}{'VRAM GB':>8}{'RSS GB':>8}{'anon GB':>8}{'pinned GB':>10}{'waited':>8}"
+        "  losses equal, largest and mean difference"
+    ]
+    seconds: dict[str, float] = {}
+    for run in record["runs"]:
+        if run["status"] == "ok":
+            seconds.setdefault(run["config"], run["s_per_step"])
+    for run in record["runs"]:
+        if run["status"] != "ok":
+            lines.append(f"{run['config']:<24}{run['status']}: {run['reason'][:110]}")
+            continue
+        plain = seconds.get(Config(run["config"]).plain)
+        ratio = f"{run['s_per_step'] / plain:.3f}" if plain else ""
+        pinned = (run["torch_pinned_bytes"] or 0) + carom_pinned(run)
+        models = ((run["report"] or {}).get("models") or {}).values()
+        stalls = [
+            (m["stall_seconds"], m["step_seconds"])
+            for m in models
+            if m.get("kind") == "train" and m.get("step_seconds") and m.get("stall_seconds") is not None
+        ]
+        waited = f"{100 * stalls[0][0] / stalls[0][1]:.1f} %" if stalls else ""
+        found = run.get("against_plain")
+        losses = (
+            f"{found['equal']} of {found['compared']}, {found['largest_relative']:.1e}, {found['mean_relative']:.1e}"
+            if found
+            else ""
+        )
+        lines.append(
+            f"{run['config']:<24}{run['s_per_step']:>8.4f}{ratio:>9}{run['peak_reserved_bytes'] / 1e9:>8.2f}"
+            f"{run['rss_bytes'] / 1e9:>8.2f}{(run['anonymous_bytes'] or 0) / 1e9:>8.2f}{pinned / 1e9:>10.2f}{waited:>8}  {losses}"
+            + grown(run)
+            + (f"  {run['oom_skipped']} steps skipped by OOM" if run["oom_skipped"] else "")
+        )
+    return "\n".join(lines)

@@ -1,0 +1,251 @@
+"""The engine's calls that run for every unit, made of the CUDA or HIP runtime directly: a fifth of the host's time.
+
+torch's own way to copy on another stream sets and resets the current stream around a dispatched operator, and makes
+an event object for each record; on a slow host that is a tenth of a millisecond a unit, more than a small unit takes
+to cross. The same library that torch has loaded is called through ctypes instead, which also lets go of the
+interpreter's lock meanwhile. Where it cannot be found, or does not answer as it should, `StreamEngine` serves as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .transfer import Decoder, StreamEngine
+
+logger = logging.getLogger("carom")
+_DISABLE_TIMING = 2
+_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
+_NOT_READY = 600
+_PROOF = 4096  # bytes
+
+
+class Event:
+    """An event of the runtime; its handle is used again when nobody has it any more (who waits, waits for the record
+    that was the last when the wait was issued)."""
+
+    __slots__ = ("handle", "_free")
+
+    def __init__(self, handle: int, free: list[int]) -> None:
+        self.handle, self._free = handle, free
+
+    def __del__(self) -> None:
+        self._free.append(self.handle)
+
+
+class Runtime:
+    """Calls of one loaded runtime library. Each raises RuntimeError with the runtime's code where it fails."""
+
+    def __init__(self, library: Any, prefix: str) -> None:
+        pointer, size, flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+
+        def bind(name: str, *arguments: Any) -> Callable[..., int]:
+            function = getattr(library, prefix + name)
+            function.argtypes, function.restype = arguments, ctypes.c_int
+            return function
+
+        self._create = bind("EventCreateWithFlags", ctypes.POINTER(pointer), flags)
+        self._copy = bind("MemcpyAsync", pointer, pointer, size, ctypes.c_int, pointer)
+        self._record = bind("EventRecord", pointer, pointer)
+        self._wait = bind("StreamWaitEvent", pointer, pointer, flags)
+        self._query = bind("EventQuery", pointer)
+        self._synchronize = bind("EventSynchronize", pointer)
+        self._last_error = bind("GetLastError")
+        self._free: list[int] = []
+
+    def event(self) -> Event:
+        """An event without timing, of the current device."""
+        if self._free:
+            return Event(self._free.pop(), self._free)
+        handle = ctypes.c_void_p()
+        _check(self._create(ctypes.byref(handle), _DISABLE_TIMING), "EventCreate")
+        return Event(handle.value or 0, self._free)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """``nbytes`` between two addresses, on ``stream``."""
+        _check(self._copy(target, source, nbytes, _DEFAULT, stream), "MemcpyAsync")
+
+    def record(self, event: Event, stream: int) -> None:
+        _check(self._record(event.handle, stream), "EventRecord")
+
+    def wait(self, stream: int, event: Event) -> None:
+        _check(self._wait(stream, event.handle, 0), "StreamWaitEvent")
+
+    def reached(self, event: Event) -> bool:
+        code = self._query(event.handle)
+        if code == _NOT_READY:
+            self._last_error()  # or torch finds it, and takes it for its own
+            return False
+        _check(code, "EventQuery")
+        return True
+
+    def synchronize(self, event: Event) -> None:
+        _check(self._synchronize(event.handle), "EventSynchronize")
+
+
+def _check(code: int, name: str) -> None:
+    if code:
+        raise RuntimeError(
+            f"{name} failed with error {code} of the device's runtime; the device may be in no state to go on"
+        )
+
+
+def find() -> Runtime | None:
+    """The runtime library that is loaded in this process; None where there is none to be found."""
+    prefix, stem = ("hip", "amdhip64") if torch.version.hip else ("cuda", "cudart")
+    try:
+        library = _loaded_windows(stem) if sys.platform == "win32" else _loaded(stem)
+        return None if library is None else Runtime(library, prefix)
+    except (OSError, AttributeError) as error:
+        logger.debug("carom: the device's runtime is called through torch: %s", error)
+        return None
+
+
+def _loaded(stem: str) -> Any:
+    """A library of this process whose file's name begins with lib``stem``."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if path.startswith("/") and path.rsplit("/", 1)[-1].startswith(f"lib{stem}."):
+            return ctypes.CDLL(path)
+    return None
+
+
+def _loaded_windows(stem: str) -> Any:
+    major = (torch.version.cuda or "").split(".")[0]
+    names = (
+        [f"{stem}.dll", f"{stem}_7.dll", f"{stem}_6.dll"] if torch.version.hip else [f"{stem}64_{major}.dll"]
+    )
+    kernel: Any = ctypes.WinDLL("kernel32")  # type: ignore[attr-defined,unused-ignore]
+    kernel.GetModuleHandleW.restype = ctypes.c_void_p
+    for name in names:
+        handle = kernel.GetModuleHandleW(ctypes.c_wchar_p(name))
+        if handle:
+            return ctypes.CDLL(name, handle=handle)
+    return None
+
+
+class RuntimeEngine(StreamEngine):
+    """`StreamEngine` whose events are the runtime's, and whose streams are handles. Marks stay torch's events."""
+
+    def __init__(self, device: torch.device, runtime: Runtime) -> None:
+        super().__init__(device)
+        assert self._raw_stream is not None
+        self._runtime = runtime
+        self._here: Callable[[], int] = torch._C._cuda_getDevice
+        self._in_raw, self._out_raw = self._in.cuda_stream, self._out.cuda_stream
+        self._decode_raw = self._decode.cuda_stream
+
+    def prove(self) -> None:
+        """Copy a little and back. Raises where what arrives is not what was sent."""
+        source = torch.arange(_PROOF, dtype=torch.int64).to(torch.uint8)
+        with torch.inference_mode(False):
+            target = torch.zeros(_PROOF, dtype=torch.uint8, device=self.device)
+            before = self.record(self.stream())
+            copied, _ = self.copy_in(target, source, (before,), False)
+            self.wait(copied)
+            after = self.record(self.stream())
+            self.synchronize(after)
+            if not (self.landed(copied) and torch.equal(target.cpu(), source)):
+                raise RuntimeError("what a copy of the runtime brought is not what was sent")
+
+    def stream(self) -> int:
+        return self._raw_stream(self.device.index)  # type: ignore[misc]
+
+    def record(self, stream: Any, event: Any = None) -> Event:
+        if self._here() != self.device.index:
+            with self._on():
+                return self._record(stream, event)
+        return self._record(stream, event)
+
+    def _record(self, stream: int, event: Event | None) -> Event:
+        if event is None:
+            event = self._runtime.event()
+        self._runtime.record(event, stream)
+        return event
+
+    def wait(self, event: Any) -> None:
+        self._runtime.wait(self.stream(), event)
+
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        runtime, stream = self._runtime, self._in_raw
+        for event in after:
+            runtime.wait(stream, event)
+        if not timed and self._here() == self.device.index:
+            runtime.copy(target.data_ptr(), source.data_ptr(), source.numel(), stream)
+            return self._record(stream, None), None
+        with self._on():
+            marks = self._marked(self._in) if timed else None
+            runtime.copy(target.data_ptr(), source.data_ptr(), source.numel(), stream)
+            if marks is not None:
+                marks[1].record(self._in)
+            return self._record(stream, None), marks
+
+    def decode(
+        self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        runtime, stream = self._runtime, self._decode_raw
+        for event in after:
+            runtime.wait(stream, event)
+        if self._here() == self.device.index:
+            marks = self._marked(self._decode) if timed else None
+            self._decoded(decoder, wire, target)
+            if marks is not None:
+                marks[1].record(self._decode)
+            return self._record(stream, None), marks
+        with self._on():
+            return self.decode(decoder, wire, target, (), timed)
+
+    def _decoded(self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor) -> None:
+        launches = decoder.again(wire, target)
+        if launches is None:
+            self._on_stream(self._decode, decoder, wire, target)
+            return
+        source, out = wire.data_ptr(), target.data_ptr()
+        for nbytes, wire_at, out_at in decoder.as_it_is:
+            self._runtime.copy(out + out_at, source + wire_at, nbytes, self._decode_raw)
+        for launch in launches:
+            launch(source, out, stream=self._decode_raw)
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        self._runtime.wait(self._out_raw, self.record(self.stream()))
+        self._copy(self._out, target, source)
+        source.record_stream(self._out)
+        return self.record(self._out_raw)
+
+    def mark(self) -> Any:
+        mark = self._api.Event(enable_timing=True)
+        mark.record(self._current())
+        return mark
+
+    def landed(self, copied: Any) -> bool:
+        return self._runtime.reached(copied)
+
+    def synchronize(self, event: Any = None) -> None:
+        if event is None:
+            super().synchronize()
+        else:
+            self._runtime.synchronize(event)
+
+
+def runtime_engine(device: torch.device) -> RuntimeEngine | None:
+    """The engine for a CUDA or HIP device; None where its runtime cannot be called directly, and torch is to do it."""
+    if device.type != "cuda" or not hasattr(torch._C, "_cuda_getCurrentRawStream"):
+        return None
+    runtime = find()
+    if runtime is None:
+        return None
+    try:
+        engine = RuntimeEngine(device, runtime)
+        engine.prove()
+        return engine
+    except Exception as error:
+        logger.warning("carom: the device's runtime is called through torch: %s", error)
+        return None

@@ -1,0 +1,135 @@
+"""What a session makes of the times that its first steps taught: another layout, where that will pay for itself.
+
+A mixin of `Session`, under `Adapts`, which calls it between steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import threading
+from typing import Any
+
+import torch
+
+from . import decide, replan
+from .checkpoint import Checkpoint
+from .learn import Learnt, learn
+from .meter import Meter
+from .recode import Recodes
+
+logger = logging.getLogger("carom")
+OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+_TUNE_AGAIN = 8  # steps until it is tried again where something was in the way
+
+
+class Tunes(Recodes):
+    """Lays the weights of a `Session` (which see for the fields) out by what its steps took."""
+
+    _meter: Meter
+    _checkpoint: Checkpoint | None
+    _lock: threading.RLock
+    _parked: bool
+    _learnt: Learnt | None
+    _tune_at: float  # measured steps after which the layout is thought over
+
+    def _settings(self) -> decide.Settings:
+        raise NotImplementedError
+
+    def _again(self, *, retry: bool = False) -> None:
+        raise NotImplementedError
+
+    def _need_open(self) -> None:
+        raise NotImplementedError
+
+    def _detach_for_parking(self) -> None:
+        raise NotImplementedError
+
+    def _tune_once(self) -> None:
+        """Enough steps were measured: take a layout predicted to be faster, once the change will pay for itself."""
+        with self._lock:
+            self._tune_at = math.inf
+            self._recode()
+            try:
+                advice = self._advice(self._meter.steps)
+            except Exception as error:  # advice is a service: without it the step goes on as it is
+                logger.warning("carom: the steps so far cannot be planned with: %s", error)
+                return
+            if advice is None:  # the latest steps were of another kind
+                self._tune_at = self._meter.settled + max(_TUNE_AGAIN, self._meter.settled // 4)
+                return
+            if advice.reason:
+                if not advice.understood:  # steps were disturbed
+                    self._tune_at = 2 * self._meter.settled + 2
+                return
+            if self._meter.steps < advice.steps:
+                self._tune_at = self._meter.settled + advice.steps - self._meter.steps
+            elif self._streamer.unreferenced:
+                self._relay(advice)
+            else:  # a graph of an earlier forward still wants today's units: another time
+                self._tune_at = self._meter.settled + _TUNE_AGAIN
+
+    def tune(self) -> bool:
+        """Lay the weights out by what the steps so far taught, if a step is predicted to be 3 % faster so.
+
+        A session does this by itself, once, when the change has paid for itself in the steps already seen. Call
+        between steps. Returns whether anything changed.
+        """
+        with self._lock:
+            self._need_open()
+            if self._parked or not self._streamer.idle or not self._streamer.unreferenced:
+                return False
+            with self._streamer.lock:
+                self._meter.finish()
+            recoded = self._recode()
+            advice = self._advice()
+            if advice is None or advice.reason:
+                return recoded
+            self._relay(advice)
+            return True
+
+    def _learn(self) -> Learnt | None:
+        """What the steps so far teach, None where nothing can be told. The link's rate is of raw bytes."""
+        profile = self._meter.profile()
+        if self._checkpoint is not None:
+            return None  # what the drive gives is not predicted
+        if profile is None or self.plan.all_resident or self._engine.blocking:
+            return None
+        learnt = learn(
+            replan.pieces(self._carving), self._streamed(), self._streamer.order.expected(), profile
+        )
+        if learnt is None or not self._placement.wire_bytes:
+            return None
+        rate = learnt.link.bytes_per_second * self._placement.streamed_host_bytes / self._placement.wire_bytes
+        return dataclasses.replace(learnt, link=dataclasses.replace(learnt.link, bytes_per_second=rate))
+
+    def _streamed(self) -> list[int]:
+        """The streamed units as the carving counts them."""
+        known = {id(unit): index for index, unit in enumerate(self._carving.units)}
+        return [known[id(unit.unit)] for unit in self._placement.streamed]
+
+    def _advice(self, steps: float = math.inf) -> replan.Advice | None:
+        """A better layout, None where nothing can be told; ``steps`` as in `replan.advise`."""
+        learnt = self._learn()
+        if learnt is None:
+            return None
+        advice = replan.advise(
+            self.module, self._settings(), self._engine.grain, learnt, self._carving, self.plan, steps
+        )
+        self.plan = dataclasses.replace(self.plan, predicted_seconds=advice.now)
+        self._candidate = learnt
+        return advice
+
+    def _relay(self, advice: replan.Advice) -> None:
+        logger.info("carom: a step is predicted to be %.3g s faster with another layout", advice.saves)
+        before, self._learnt, self._tune_at = self._learnt, self._candidate, math.inf
+        try:
+            self._again(retry=True)
+        except OutOfMemory:  # what was there before did fit
+            self._learnt = before
+            try:
+                self._again(retry=True)
+            except OutOfMemory:
+                self._detach_for_parking()
+                raise

@@ -1,0 +1,79 @@
+"""The disk tier's benchmark in miniature: what the GPU run measures is measured, exact, and on record whenever it ends."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads and writes as Linux does")
+SMALL = {
+    "width": 128, "inner": 256, "heads": 4, "vocab": 512, "layers": 6, "lora-layers": 4, "rate-layers": 3, "tokens": 16,
+    "swept": 1 << 20, "lora-vram": "1MiB", "lora-ram": "512KiB", "rate-vram": "1MiB", "rate-ram": "256KiB",
+}  # fmt: skip
+
+
+def bench(root: Path, folder: Path, seconds: int, timeout: int) -> tuple[subprocess.CompletedProcess, dict]:
+    record = folder / "record.json"
+    sizes = [item for name, value in SMALL.items() for item in (f"--{name}", str(value))]
+    done = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / "disk_gpu.py"), "--device", "cpu", "--seconds", str(seconds),
+         "--folder", str(folder), "--record", str(record), *sizes],
+        capture_output=True, text=True, check=False, timeout=timeout, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    return done, json.loads(record.read_text("utf-8"))
+
+
+@linux
+@pytest.mark.timeout(400)
+def test_one_run_measures_everything_and_is_exact(root, tmp_path):
+    pytest.importorskip("transformers"), pytest.importorskip("peft")
+    done, record = bench(root, tmp_path, 300, 350)
+    assert done.returncode == 0, done.stderr + done.stdout
+    result = record["result"]
+    assert json.loads(done.stdout.splitlines()[-1]) == result and not record["interrupted"]
+    first, lora, rate = result["first_output"], result["lora"], result["rate"]
+    assert result["make"]["layers"] == 6 and len(result["raw"]["sweep"]) == 15
+    assert first["bit_exact"] and first["second_bit_exact"]
+    assert 0 < first["ready_seconds"] < first["first_output_seconds"] and first["first_output_of_raw"] > 0
+    assert first["ram_peak_bytes"] <= first["ram_budget_bytes"] == first["weights_bytes"] // 8
+    assert 0 < first["anonymous_over_ram_and_process"] <= first["rss_over_ram_and_process"] < 300_000_000
+    assert lora["adapters_bit_identical_to_plain"] and lora["adapters_bit_identical_to_in_backward"]
+    assert (
+        lora["adapters"] == 4 * 7 * 2 and lora["compared"]["losses"] == result["resident"]["plain"]["losses"]
+    )
+    assert len(lora["timed"]["seconds"]) == 3 and lora["of_binding_stage"] > 0
+    assert lora["disk_bytes_per_step"] > 0 and rate["disk_bytes_per_step"] > 0 and rate["of_raw"] > 0
+    assert [p for p in tmp_path.iterdir() if p.name != "record.json"] == []
+
+
+@linux
+def test_a_run_without_time_ends_in_time_and_says_what_is_missing(root, tmp_path):
+    done, record = bench(root, tmp_path, 6, 60)
+    assert done.returncode == 1 and "make_failed" in done.stderr
+    assert record["interrupted"] and record["result"]["make_failed"] == {"killed": "the time was over"}
+
+
+@linux
+def test_the_made_file_is_a_packed_checkpoint(tmp_path):
+    llama = importlib.import_module("carom.benchmarks.disk_llama")
+    verify_packed = importlib.import_module("carom.core.store.verify").verify_packed
+    torch.manual_seed(0)
+    tensors = {
+        "b": torch.randn(3, 700), "a": torch.randn(2048), "model.c": torch.randn(2048, 2050), "last": torch.randn(1),
+    }  # fmt: skip
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    path = tmp_path / "model.safetensors"
+    assert llama.write_packed(str(path), tensors.items()) == path.stat().st_size
+    found = load_file(path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    index = importlib.import_module("carom.core.store.index").open_index(path)
+    assert list(index) == list(tensors) and all(entry.offset % 4096 == 0 for entry in index.entries.values())
+    assert index.packed and verify_packed(path) == (4, sum(tensor.nbytes for tensor in tensors.values()))

@@ -1,0 +1,61 @@
+"""What a job's `offload` mode comes down to on its device, step by step, each step down with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..core.errors import CaromError
+from . import trial
+from .options import Policy
+
+PACKED = "codec: lossless unpacks into torch's memory"
+ALONE = "the aimdo pool alone keeps the weights, and nothing streams but what it gives up"
+STOCK = "ai-toolkit's own layer offloading does it"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``pool``: "torch", "aimdo", or "" where Carom does not work here; ``alone``: weights are to stay whole in the
+    pool; ``lines``: each step down, for the job's log."""
+
+    pool: str = "torch"
+    alone: bool = False
+    lines: tuple[str, ...] = ()
+
+
+def choose(policy: Policy, device: torch.device) -> Choice:
+    """What to do for ``policy`` on ``device``; what it asks of comfy-aimdo or not at all is tried out."""
+    if policy.mode == "bouncing":
+        return Choice()
+    down: list[str] = []
+
+    def step(reason: str, instead: str) -> None:
+        down.append(f"offload: {policy.mode}: {reason}; {instead}")
+
+    reason = PACKED if policy.codec == "lossless" else _why_not(lambda: trial.works_in_pool(device))
+    if reason is None:
+        return Choice("aimdo")
+    step(f"no aimdo pool here ({reason})", "bouncing with torch's allocator takes its place")
+    if policy.mode == "aimdo":
+        return Choice("torch", lines=tuple(down))
+    reason = _why_not(lambda: trial.works(device))
+    if reason is None:
+        return Choice("torch", lines=tuple(down))
+    why = f"bouncing does not work here ({reason})"
+    if policy.codec != "lossless" and _why_not(lambda: trial.works_in_pool(device, streaming=False)) is None:
+        step(why, ALONE)
+        return Choice("aimdo", alone=True, lines=tuple(down))
+    step(why, STOCK)
+    return Choice("", lines=tuple(down))
+
+
+def _why_not(attempt: Callable[[], None]) -> str | None:
+    """The reason, None where it works."""
+    try:
+        attempt()
+    except (CaromError, RuntimeError) as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    return None
