@@ -790,6 +790,34 @@ def test_a_file_is_read_ahead_whole_and_what_is_no_file_is_left_to_the_loader(tm
     assert module.read_ahead(str(path)) == []
 
 
+class Decoder(nn.Module):
+    """As ComfyUI's first stage models: entered by ``decode``."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.decoder = Diffusion(linear)
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        return self.decoder(z)
+
+
+@stand_in_only
+def test_a_vae_streams_through_the_same_adapter(comfy):
+    from carom.nodes.offload import offload_vae
+
+    model = filled(Decoder(comfy.Linear))
+    z = torch.randn(3, WIDTH)
+    expected = model.decode(z)
+    vae = types.SimpleNamespace(patcher=comfy.ModelPatcher(model, CPU, CPU), first_stage_model=model, tiles=7)
+    ours, way = offload_vae(vae, Settings("stream", LIMIT))
+    assert way.streams and ours is not vae and ours.tiles == 7 and not isinstance(vae.patcher, CaromPatcher)
+    with torch.inference_mode():
+        ours.patcher.partially_load(CPU, UNLIMITED)
+        assert torch.equal(ours.first_stage_model.decode(z), expected)
+    assert 0 < ours.patcher.loaded_size() <= int(LIMIT)
+    assert streaming_of(model).session.report().wire_bytes_per_step > 0
+
+
 @stand_in_only
 def test_a_fresh_dynamic_model_is_taken_over_as_it_lies(comfy):
     from carom.nodes.offload import offload
