@@ -76,13 +76,13 @@ class Config:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of every job: ``pixels`` a side, LoRA ``rank``, whether blocks are checkpointed, on the ``cpu`` or not; ``mode`` and
+    """Of every job: ``pixels`` a side, LoRA ``rank``, whether blocks are checkpointed, its ``device``; ``mode`` and
     ``granularity``: of `offload`."""
 
     pixels: int
     rank: int
     checkpointing: bool = True
-    cpu: bool = False
+    device: str = "cuda"
     mode: str = "bouncing"
     granularity: str = "auto"
 
@@ -91,7 +91,7 @@ def job(
     name: str, config: Config, shape: Shape, folder: Path, budget: int | str | None, steps: int
 ) -> dict[str, Any]:
     """The job file of one configuration; models, pictures and outputs lie below ``folder``."""
-    cpu, rank = shape.cpu, config.rank or shape.rank
+    cpu, rank = shape.device == "cpu", config.rank or shape.rank
     model: dict[str, Any] = {"name_or_path": str(folder / "models" / "zimage"), "arch": "zimage"}
     if config.float8:
         model |= {"quantize": True, "qtype": "float8"}
@@ -103,7 +103,7 @@ def job(
     process = {
         "type": "sd_trainer",
         "training_folder": str(folder / "output"),
-        "device": "cpu" if cpu else "cuda",
+        "device": shape.device,
         "network": {"type": "lora", "linear": rank, "linear_alpha": rank},
         "save": {"dtype": "float16", "save_every": 1 << 20, "max_step_saves_to_keep": 1},
         "datasets": [

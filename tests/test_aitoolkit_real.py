@@ -66,6 +66,36 @@ def test_the_log_and_the_output_folder_tell_what_was_done(bench, outcomes):
     assert 1 < transformer["transfers_per_weight"] <= 2
 
 
+READ = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+from toolkit.config import get_config
+from toolkit.config_modules import *
+from toolkit.util.get_model import get_model_class
+for path in sys.argv[1:]:
+    (process,) = get_config(path)["config"]["process"]
+    model = ModelConfig(**process["model"])
+    for section, kind in (("train", TrainConfig), ("network", NetworkConfig), ("save", SaveConfig), ("sample", SampleConfig)):
+        kind(**process[section])
+    for data in preprocess_dataset_raw_config(process["datasets"]):
+        DatasetConfig(**data)
+    print("CLASS", os.path.basename(path), get_model_class(model).arch or get_model_class(model).__name__, model.arch)
+"""
+
+
+def test_the_examples_are_read_and_name_models_that_it_has(bench, root):
+    files = sorted((root / "docs" / "ai-toolkit-examples").glob("*.yaml"))
+    command = [bench.python, "-c", READ, *map(str, files)]
+    done = subprocess.run(
+        command, cwd=bench.place, env=bench.env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("CLASS ")]
+    assert [name for name, *_ in found] == [file.name for file in files]
+    for name, given, asked in found:
+        assert given == asked or (asked, given) == ("sdxl", "StableDiffusion"), name
+
+
 def test_a_bad_value_stops_the_job_before_it_loads(bench):
     job = bench.job(matrix.Row("bad value", bouncing={"offload": "bounce"}), "bouncing")
     assert dict(bench.run([("bad", job)]))["bad"] != 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -99,6 +98,19 @@ def test_aitoolkit_words_name_budget_codec_and_the_run_to_compare_with():
             aitoolkit.Config(word)
 
 
+def test_aitoolkit_jobs_are_of_the_words_rank_device_and_budget(tmp_path):
+    shape = cases.Shape(512, 16, device="cuda:1", mode="auto", granularity="block")
+    file = cases.job("x", cases.Config("float8-half/raw@32"), shape, tmp_path, 5, 7)
+    (process,) = file["config"]["process"]
+    assert (
+        process["device"] == "cuda:1"
+        and process["network"]["linear"] == 32
+        and process["train"]["steps"] == 7
+    )
+    assert process["model"]["offload"] == "auto" and process["model"]["quantize"]
+    assert process["model"]["offload_kwargs"] == {"vram": 5, "codec": "raw", "granularity": "block"}
+
+
 def test_aitoolkit_a_card_that_just_fits_holds_weights_adapters_gradients_and_moments():
     shapes = {"a.weight": (3, 5), "a.bias": (3,), "b.weight": (4, 4)}
     assert cases.fits(shapes, 1000, 2) == 1000 + 4 * (4 * 2 * (8 + 8)) + cases.CONTEXT
@@ -115,7 +127,7 @@ def test_aitoolkit_a_long_job_says_what_grew_and_a_second_plain_is_compared_with
     def one(*_):
         return {"status": "ok", "losses": [next(runs)], "log": ""}
 
-    bench.done, bench._job, bench._card = {}, one, lambda _: contextlib.nullcontext()
+    bench.done, bench._job, bench._card = {}, one, lambda _: None
     assert "against_plain" not in bench.run(aitoolkit.Config("plain"))
     assert bench.run(aitoolkit.Config("plain"))["against_plain"]["largest_relative"] == 0.5
     assert bench.done["plain"]["losses"] == [1.0]
