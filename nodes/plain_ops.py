@@ -33,7 +33,7 @@ def shorten(root: nn.Module) -> Callable[[], None]:
         casting: Any = getattr(type(module), NAME, None)
         if not callable(casting) or casting is not getattr(getattr(own, kind.__name__, None), NAME, None):
             continue  # quantised, another pack's: they know what they do
-        module.__dict__[NAME] = types.MethodType(_shortcut(kind, casting), module)
+        module.__dict__[NAME] = types.MethodType(_shortcut(kind, casting), module)  # type: ignore[arg-type]
         taken.append(module)
 
     def undo() -> None:
