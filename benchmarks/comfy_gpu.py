@@ -374,8 +374,8 @@ def _evict(path: Path) -> None:
 def same_latents(record: dict[str, Any]) -> bool:
     """Whether all runs made the same bits, and finite ones."""
     done = [run for run in record["runs"] if run["status"] == "ok"]
-    runs = [run for run in done if not run["alternating"]]
-    turns = [run for run in done if run["alternating"]]
+    runs = [run for run in done if not run.get("alternating")]
+    turns = [run for run in done if run.get("alternating")]
     hashes = {
         tuple(run[name]["hash"] for name in ("first", "second", "third") if name in run) for run in runs
     }
@@ -391,7 +391,7 @@ def _limit(run: dict[str, Any]) -> str:
 def _line(run: dict[str, Any]) -> str:
     if run["status"] != "ok":
         return f"{_limit(run)} {run['loader']}: {run['status']}: {run['reason']}"
-    if run["alternating"]:
+    if run.get("alternating"):
         return f"{_limit(run)} {run['loader']}, two models: a turn {run['turn_s']:.2f} s"
     return f"{_limit(run)} {run['loader']}: {run['s_per_iteration']:.4f} s/it, first image {run['first']['wall_s']:.1f} s"
 
@@ -403,7 +403,7 @@ def table(record: dict[str, Any]) -> str:
         f"{'x file':>7}{'read 2nd, 3rd MB':>18}{'waited':>8}  latent"
     ]
     stock: dict[Any, float] = {}
-    turns = [run for run in record["runs"] if run["alternating"]]
+    turns = [run for run in record["runs"] if run.get("alternating")]
     for run in record["runs"]:
         if run in turns and run["status"] == "ok":
             continue

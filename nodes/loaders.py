@@ -11,12 +11,13 @@ from comfy_api.latest import io  # type: ignore[import-not-found]
 
 from ..core.errors import CaromError, WeightsError
 from . import host
-from .offload import offload, offload_clip
+from .offload import offload, offload_clip, offload_vae
 from .policy import Settings, choose_way
 from .read_ahead import read_ahead
 from .widgets import CATEGORY, settings_from, widgets
 
 NO_FILE = "none"
+VAES = ("comfyui", "stream")
 
 
 def _stock(name: str) -> Any:
@@ -146,13 +147,22 @@ class CaromLoadCheckpoint(io.ComfyNode):
             node_id="CaromLoadCheckpoint",
             display_name="Load Checkpoint (Carom)",
             category=CATEGORY,
-            description="Takes the place of Load Checkpoint; the model and its text encoder stream, the VAE is ComfyUI's.",
+            description="Takes the place of Load Checkpoint; the model and its text encoder stream, and the VAE if you like.",
             search_aliases=["checkpoint loader", "low vram", "sdxl"],
             inputs=[
                 io.Combo.Input(
                     "ckpt_name", options=_files("checkpoints"), tooltip="A file of models/checkpoints."
                 ),
                 *widgets(),
+                io.Combo.Input(
+                    "vae",
+                    options=list(VAES),
+                    default=VAES[0],
+                    optional=True,
+                    advanced=True,
+                    tooltip="comfyui: the VAE is loaded whole, as always. stream: its weights stream like the model's, "
+                    "for cards on which even the VAE is too large beside its images.",
+                ),  # fmt: skip
             ],
             outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],
             hidden=[io.Hidden.unique_id],
@@ -173,6 +183,8 @@ class CaromLoadCheckpoint(io.ComfyNode):
         )
         model = None if model is None else _told(offload(model, settings, fresh=True), settings)
         clip = None if clip is None else offload_clip(clip, settings, fresh=True)[0]
+        if vae is not None and options.get("vae") == "stream":
+            vae = offload_vae(vae, settings)[0]
         return io.NodeOutput(model, clip, vae)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -49,10 +50,10 @@ def static_clone(patcher: Any, settings: Settings) -> Any:
     if known is None:
         known = patcher.model.__dict__[_STATIC] = wear(_loaded_again(patcher), settings)
         known.parent = None  # it lives in the parent's model: no circle
-    copy = patcher.clone(disable_dynamic=True, model_override=known.get_clone_model_override())
-    # When the copy goes, ComfyUI looks to its parent for the model that is still loaded: that is the static one's.
-    copy.parent = known
-    return copy
+    made = patcher.clone(disable_dynamic=True, model_override=known.get_clone_model_override())
+    # When it goes, ComfyUI looks to its parent for the model that is still loaded: that is the static one's.
+    made.parent = known
+    return made
 
 
 def _loaded_again(patcher: Any) -> Any:
@@ -87,11 +88,19 @@ def _in_use(patcher: Any) -> bool:
 def offload_clip(clip: Any, settings: Settings, fresh: bool = False) -> tuple[Any, Way]:
     """The same for a CLIP: a clone of it whose patcher streams."""
     patcher, way = offload(clip.patcher, settings, fresh)
-    copy = clip.clone()
-    copy.patcher = patcher
+    made = clip.clone()
+    made.patcher = patcher
     if patcher.model is not clip.patcher.model:
-        copy.cond_stage_model = patcher.model
-    return copy, way
+        made.cond_stage_model = patcher.model
+    return made, way
+
+
+def offload_vae(vae: Any, settings: Settings) -> tuple[Any, Way]:
+    """The same for a VAE that was loaded a moment ago: a copy of it whose patcher streams."""
+    patcher, way = offload(vae.patcher, settings, fresh=True)
+    made = copy.copy(vae)
+    made.patcher, made.first_stage_model = patcher, patcher.model
+    return made, way
 
 
 class CaromOffload(io.ComfyNode):
@@ -141,7 +150,7 @@ class CaromOffloadCLIP(io.ComfyNode):
     @classmethod
     def execute(cls, clip: Any, **options: Any) -> Any:
         settings = settings_from(cls, options)
-        copy, way = offload_clip(clip, settings)
+        streamed, way = offload_clip(clip, settings)
         if not way.streams:
             host.say(f"Carom: {way.reason}", settings.node)
-        return io.NodeOutput(copy)
+        return io.NodeOutput(streamed)

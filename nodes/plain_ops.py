@@ -30,10 +30,10 @@ def shorten(root: nn.Module) -> Callable[[], None]:
         kind = next((kind for kind in KINDS if isinstance(module, kind)), None)
         if kind is None or NAME in module.__dict__:
             continue
-        casting = getattr(type(module), NAME, None)
-        if casting is None or casting is not getattr(getattr(own, kind.__name__, None), NAME, None):
+        casting: Any = getattr(type(module), NAME, None)
+        if not callable(casting) or casting is not getattr(getattr(own, kind.__name__, None), NAME, None):
             continue  # quantised, another pack's: they know what they do
-        module.__dict__[NAME] = types.MethodType(_shortcut(kind, casting), module)
+        module.__dict__[NAME] = types.MethodType(_shortcut(kind, casting), module)  # type: ignore[arg-type]
         taken.append(module)
 
     def undo() -> None:

@@ -65,6 +65,11 @@ def image_of(report: Report) -> torch.Tensor:
     return torch.from_numpy(pixels)[None]
 
 
+def _on_the_node(node: Any, text: str) -> None:
+    """The page shows a text output on nodes of its own alone: on others, words that are sent."""
+    host.show(text, str(getattr(getattr(node, "hidden", None), "unique_id", None) or ""))
+
+
 class CaromReport(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> Any:
@@ -87,6 +92,7 @@ class CaromReport(io.ComfyNode):
                 io.String.Output(display_name="text", tooltip="The figures as a table."),
                 io.Image.Output(display_name="timeline", tooltip="One step: computing, copies and waits."),
             ],
+            hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
 
@@ -101,6 +107,7 @@ class CaromReport(io.ComfyNode):
             raise ValueError("connect a model or a clip: there is nothing to report on")
         line, report = figures(patcher)
         text = f"{line}\n\n{report.table()}"
+        _on_the_node(cls, text)
         return io.NodeOutput(text, image_of(report), ui=ui.PreviewText(text))
 
 
@@ -148,6 +155,7 @@ class CaromPlan(io.ComfyNode):
                 ),  # fmt: skip
             ],
             outputs=[io.String.Output(display_name="text")],
+            hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
 
@@ -156,6 +164,7 @@ class CaromPlan(io.ComfyNode):
         cls, model_name: str, card: str = THIS_MACHINE, vram: str = "auto", ram: str = "auto", tokens: int = 0
     ) -> Any:
         text = plan_text(_planned_path(model_name), card, vram, ram, tokens)
+        _on_the_node(cls, text)
         return io.NodeOutput(text, ui=ui.PreviewText(text))
 
 

@@ -49,7 +49,8 @@ def settle_dtypes(module: nn.Module) -> None:
     """
     for part in module.modules():
         small = hasattr(part, "comfy_cast_weights") and _bytes(part) <= SMALL
-        for table in (part._parameters, part._buffers):
+        tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for table in tables:
             for name, tensor in table.items():
                 meant = getattr(part, f"{name}_comfy_model_dtype", None)
                 if tensor is None or meant is None or tensor.dtype == meant or tensor.is_meta or small:

@@ -35,6 +35,9 @@ def main(comfyui: str, folder: str) -> None:
     save(weights(wan(), 5), models / "diffusion_models" / "wan.safetensors")
     unet = weights(sd15(), 6, torch.float16)
     save(unet, models / "diffusion_models" / "sd15.safetensors")
+    # What the example workflow of Flux names, of sizes that go with CLIP-L alone.
+    save(weights(flux(768, 768), 9), models / "diffusion_models" / "flux1-dev.safetensors")
+    save(weights(taesd(16), 10), models / "vae" / "ae.safetensors")
     clip = {
         "text_model." + k.removeprefix("text_model."): v
         for k, v in weights(clip_l(), 7, torch.float16).items()
@@ -46,13 +49,13 @@ def main(comfyui: str, folder: str) -> None:
     save(whole, models / "checkpoints" / "sd15.safetensors")
 
 
-def flux() -> Any:
+def flux(context: int = CONTEXT, vector: int = VECTOR) -> Any:
     import torch
     from comfy import ops  # type: ignore[import-not-found]
     from comfy.ldm.flux.model import Flux  # type: ignore[import-not-found]
 
     return Flux(
-        image_model="flux", in_channels=16, out_channels=16, vec_in_dim=VECTOR, context_in_dim=CONTEXT, hidden_size=HIDDEN,
+        image_model="flux", in_channels=16, out_channels=16, vec_in_dim=vector, context_in_dim=context, hidden_size=HIDDEN,
         mlp_ratio=4.0, num_heads=HIDDEN // 128, depth=3, depth_single_blocks=4, axes_dim=[16, 56, 56], theta=10000,
         patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[], dtype=torch.float32,
         operations=ops.disable_weight_init,
@@ -97,10 +100,10 @@ def clip_l() -> Any:
     )
 
 
-def taesd() -> Any:
+def taesd(channels: int = 4) -> Any:
     from comfy.taesd.taesd import TAESD  # type: ignore[import-not-found]
 
-    return TAESD(latent_channels=4)
+    return TAESD(latent_channels=channels)
 
 
 def weights(module: Any, seed: int, dtype: Any = None) -> dict[str, Any]:

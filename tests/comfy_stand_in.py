@@ -40,6 +40,9 @@ class Linear(nn.Linear, CastOp):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not (self.comfy_cast_weights or self.weight_function or self.bias_function):
             return super().forward(input)
+        return self.forward_comfy_cast_weights(input)
+
+    def forward_comfy_cast_weights(self, input: torch.Tensor) -> torch.Tensor:
         weight = _cast(self.weight, input, self.weight_function)
         bias = None if self.bias is None else _cast(self.bias, input, self.bias_function)
         return functional.linear(input, weight, bias)

@@ -32,6 +32,7 @@ _load("tests_harness", ROOT / "tests" / "harness.py")
 _load("tests_disk_harness", ROOT / "tests" / "disk_harness.py")
 _load("tests_comfy_server", ROOT / "tests" / "comfy_server.py")
 _load("tests_comfy_stand_in", ROOT / "tests" / "comfy_stand_in.py")
+_load("tests_web_page", ROOT / "tests" / "web_page.py")
 _load("tests_aimdo", ROOT / "tests" / "aimdo_standin.py")
 _load("tests_aitoolkit", ROOT / "tests" / "aitoolkit_standin.py")
 

@@ -655,10 +655,180 @@ def test_sizes_that_the_nodes_ask_comfyui_for(comfy):
         (1 << 30, 1 << 30, 8 << 30, 1 << 29, 1 << 29),
         (2 << 30, 1 << 30, 8 << 30, 3 << 29, None),
         (1 << 30, 1 << 30, 0, 9 << 30, None),
+        (1 << 30, 1 << 30, 8 << 30, (1 << 30) - (128 << 20), None),
+        (1 << 30, 1 << 30, 8 << 30, (1 << 30) - (129 << 20), (1 << 30) - (129 << 20)),
+        (9 << 30, 8 << 30, 8 << 30, (8 << 30) - (385 << 20), (8 << 30) - (385 << 20)),
     ],
 )
 def test_budgets_shrink_when_they_must_and_grow_when_it_pays(now, held, streamed, bound, expected):
     assert policy.next_budget(now, held, streamed, bound) == expected
+
+
+def test_a_users_own_limit_is_followed_to_the_byte():
+    assert policy.next_budget(100, 100, 50, 99, limit=99) == 99
+
+
+def test_the_share_that_streams_counts_slots_once():
+    text = policy.describe("stream", 60, 50, None, size=100)  # 50 resident, 10 in slots, 50 streamed
+    assert text.startswith("Carom: 50 % of 100 ")
+
+
+@stand_in_only
+def test_small_changes_of_what_comfyui_offers_lay_nothing_out_anew(comfy, sessions):
+    patcher = make(comfy)
+    total = comfy.management.module_size(patcher.model)
+    run(patcher, total // 2)
+    held = patcher.loaded_size()
+    assert 0 < held <= total // 2 and sessions == ["open"]
+    for less in (1, held // 10, 0):
+        with torch.inference_mode():
+            patcher.partially_load(CPU, total // 2 - held - less)
+    assert sessions == ["open"] and patcher.loaded_size() == held
+    with torch.inference_mode():
+        patcher.partially_load(CPU, -held // 2)
+    assert sessions == ["open", "budget"] and patcher.loaded_size() <= held // 2
+
+
+@stand_in_only
+def test_operators_that_need_no_cast_take_the_short_way_and_others_do_not(comfy):
+    calls: list[Any] = []
+    casting = comfy.Linear.forward_comfy_cast_weights
+    patcher = make(comfy, LIMIT)
+    patcher.model.diffusion_model.blocks[1].up.forward_comfy_cast_weights = lambda x: (
+        calls.append("own"), casting(patcher.model.diffusion_model.blocks[1].up, x),
+    )[1]  # fmt: skip
+    reference = run(patcher, seed=8)
+    assert calls == ["own"]  # who stands in front of a forward goes on doing so
+    linear = patcher.model.diffusion_model.blocks[2].up
+    short = linear.__dict__["forward_comfy_cast_weights"]
+    assert short.__func__ is not casting
+    x = torch.randn(2, WIDTH)
+    for made in (x, x.double()):
+        assert torch.equal(short(made), casting(linear, made))
+    linear.weight_function = [lambda weight: weight * 2]
+    assert torch.equal(short(x), casting(linear, x))
+    linear.weight_function = []
+    patcher.detach()
+    assert "forward_comfy_cast_weights" not in linear.__dict__
+    assert torch.equal(run(patcher, seed=8), reference)
+
+
+@stand_in_only
+def test_compiled_models_keep_comfyuis_own_forwards(comfy):
+    patcher = make(comfy, LIMIT)
+    run(patcher)
+    linear = patcher.model.diffusion_model.blocks[2].up
+    assert "forward_comfy_cast_weights" in linear.__dict__
+    clone = patcher.clone()
+    clone.wrappers = {"apply_model": {"torch.compile": [None]}}
+    with torch.inference_mode():
+        clone.partially_load(CPU, UNLIMITED)
+    assert "forward_comfy_cast_weights" not in linear.__dict__
+
+
+def test_weights_get_the_dtype_that_comfyui_means_them_to_have():
+    from carom.nodes.tensors import settle_dtypes
+
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(4, 4), nn.Linear(128, 128)).requires_grad_(False)
+    for part in model:
+        part.comfy_cast_weights = True
+        part.weight_comfy_model_dtype = part.bias_comfy_model_dtype = torch.bfloat16
+    model[2].weight_comfy_model_dtype = None
+    settle_dtypes(model)
+    assert model[0].weight.dtype == model[0].bias.dtype == torch.bfloat16
+    assert model[1].weight.dtype == torch.float32  # small: cast in every use, as dynamic VRAM does
+    assert model[2].weight.dtype == torch.float32
+
+
+def test_weights_of_a_mapped_file_get_memory_of_their_own_once():
+    from carom.nodes.tensors import MAPPED, own_memory
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    model[1].weight = model[0].weight
+    before = model[0].weight.data_ptr()
+    own_memory(model)
+    assert model[0].weight.data_ptr() == before  # nothing says that it is mapped
+    model.__dict__[MAPPED] = True
+    own_memory(model)
+    after = model[0].weight.data_ptr()
+    assert after != before and model[1].weight is model[0].weight
+    own_memory(model)
+    assert model[0].weight.data_ptr() == after
+
+
+def test_a_file_is_read_ahead_whole_and_what_is_no_file_is_left_to_the_loader(tmp_path, monkeypatch):
+    from carom.nodes import read_ahead as module
+
+    monkeypatch.setattr(module, "PIECE", 1000)
+    seen: list[int] = []
+    real = open
+
+    class File:
+        def __init__(self, path: str) -> None:
+            self.file = real(path, "rb", buffering=0)
+
+        def __enter__(self) -> File:
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            self.file.close()
+
+        def seek(self, at: int) -> None:
+            self.file.seek(at)
+
+        def readinto(self, room: bytearray) -> None:
+            seen.append(self.file.readinto(room))
+
+    monkeypatch.setattr(module, "open", lambda path, *a, **k: File(path), raising=False)
+    path = tmp_path / "weights"
+    path.write_bytes(b"x" * 10_500)
+    for thread in module.read_ahead(str(path)):
+        thread.join()
+    assert sum(seen) == 10_500
+    assert module.read_ahead(str(tmp_path / "none")) == []
+    monkeypatch.setattr(module, "SHARE", 1 << 60)
+    assert module.read_ahead(str(path)) == []
+
+
+class Decoder(nn.Module):
+    """As ComfyUI's first stage models: entered by ``decode``."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.decoder = Diffusion(linear)
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        return self.decoder(z)
+
+
+@stand_in_only
+def test_a_vae_streams_through_the_same_adapter(comfy):
+    from carom.nodes.offload import offload_vae
+
+    model = filled(Decoder(comfy.Linear))
+    z = torch.randn(3, WIDTH)
+    expected = model.decode(z)
+    vae = types.SimpleNamespace(patcher=comfy.ModelPatcher(model, CPU, CPU), first_stage_model=model, tiles=7)
+    ours, way = offload_vae(vae, Settings("stream", LIMIT))
+    assert way.streams and ours is not vae and ours.tiles == 7 and not isinstance(vae.patcher, CaromPatcher)
+    with torch.inference_mode():
+        ours.patcher.partially_load(CPU, UNLIMITED)
+        assert torch.equal(ours.first_stage_model.decode(z), expected)
+    assert 0 < ours.patcher.loaded_size() <= int(LIMIT)
+    assert streaming_of(model).session.report().wire_bytes_per_step > 0
+
+
+@stand_in_only
+def test_a_fresh_dynamic_model_is_taken_over_as_it_lies(comfy):
+    from carom.nodes.offload import offload
+
+    comfy.state.dynamic, comfy.state.make = True, lambda path: filled(Model(comfy.Linear))
+    dynamic = sys.modules["comfy.sd"].load_diffusion_model("a file")
+    weight = dynamic.model.diffusion_model.blocks[0].up.weight
+    ours, way = offload(dynamic, Settings("stream", LIMIT), fresh=True)
+    assert way.streams and ours.model is dynamic.model and ours.parent is None
+    assert ours.model.diffusion_model.blocks[0].up.weight is weight and len(comfy.state.loads) == 1
+    assert torch.equal(run(ours), plain_result(comfy))
 
 
 @pytest.mark.parametrize(

@@ -371,8 +371,9 @@ def test_checkpoint_with_clip_and_vae(server):
         }  # fmt: skip
 
     reference = server.run(prompt(node("CheckpointLoaderSimple", ckpt_name="sd15.safetensors")))["hash"]
-    mine = node("CaromLoadCheckpoint", ckpt_name="sd15.safetensors", mode="stream", vram="90MiB")
-    assert server.run(prompt(mine))["hash"]["hash"] == reference["hash"]
+    for vae in ("comfyui", "stream"):
+        mine = node("CaromLoadCheckpoint", ckpt_name="sd15.safetensors", mode="stream", vram="90MiB", vae=vae)
+        assert server.run(prompt(mine))["hash"]["hash"] == reference["hash"]
 
 
 def test_report_and_plan(server):

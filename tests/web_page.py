@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -109,10 +110,8 @@ class Page:
     def close(self) -> None:
         """End the browser. Idempotent."""
         if self._session:
-            try:
+            with contextlib.suppress(OSError, RuntimeError):
                 self._ask("DELETE", self._session)
-            except (OSError, RuntimeError):
-                pass
             self._session = ""
         self._driver.terminate()
         try:
