@@ -96,7 +96,7 @@ def _gpu(hardware: Hardware) -> list[Finding]:
     driver = f"driver {gpu.driver}" if gpu.driver else "driver version not visible"
     found = [
         Finding("GPU", f"{gpu.name}, {gpu.capability}, {driver}", *_capability(gpu), {"name": gpu.name, "capability": gpu.capability, "driver": gpu.driver}),
-        _vram(gpu), _link(gpu), _pageable(gpu), _compute(gpu), _pinning_speed(gpu),
+        _vram(gpu), _link(gpu), _pageable(gpu), _compute(gpu), *_host(gpu), _pinning_speed(gpu),
     ]  # fmt: skip
     found += [
         Finding(f"probe of {name}", reason, "poor", "free VRAM or RAM and run carom doctor again")
@@ -193,6 +193,22 @@ def _compute(gpu: Gpu) -> Finding:
         f"{card.bf16 / TFLOPS:.0f} is usual: check power limit, temperature and other programs on the card",
         data,
     )
+
+
+def _host(gpu: Gpu) -> list[Finding]:
+    """How fast Python keeps the card busy; nothing where it was not measured (a failed probe is a finding already)."""
+    if gpu.launch_seconds is None:
+        return []
+    return [
+        Finding(
+            "host",
+            f"Python issues an operator in {1e6 * gpu.launch_seconds:.1f} us",
+            "info",
+            "a step of few tokens cannot take less than that for each of its operators: more tokens a step, or "
+            "torch.compile, use the card better",
+            {"launch_seconds": gpu.launch_seconds},
+        )
+    ]
 
 
 def _pinning_speed(gpu: Gpu) -> Finding:

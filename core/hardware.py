@@ -71,6 +71,7 @@ class Gpu:
     memory_rate: float | None = None
     pin_rate: float | None = None
     register_rate: float | None = None
+    launch_seconds: float | None = None  # of Python, to issue one operator
     failures: dict[str, str] = field(default_factory=dict)
 
     def link_rate(self, direction: str = "to device", pinned: bool = True) -> float | None:
@@ -199,6 +200,20 @@ def measure_compute(torch, device, dtype, shapes=COMPUTE_SHAPES, seconds: float 
     return tuple(found)
 
 
+def measure_launch(torch, device, batches: int = 9, operators: int = 100) -> float:
+    """Seconds that Python takes to issue one small operator; the device is idle before each batch, and keeps up."""
+    x = torch.zeros(256, device=device)
+    taken = []
+    for _ in range(batches):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(operators):
+            x.add_(0.0)
+        taken.append((time.perf_counter() - start) / operators)
+    torch.cuda.synchronize()
+    return median(taken)
+
+
 def combined_rate(by_shape) -> float:
     """FLOP/s of doing each shape once: all FLOPs over all the time."""
     flops = [2 * tokens * inputs * outputs for (tokens, inputs, outputs), _ in by_shape]
@@ -270,6 +285,7 @@ def probe_gpu(memory: HostMemory) -> Gpu:
         link = attempt("link", lambda: measure_link(torch, device, free)) or ()
         by_shape = attempt("compute", lambda: measure_compute(torch, device, dtype)) or ()
         memory_rate = attempt("memory", lambda: _memory_rate(torch, device, min(256 * MIB, free // 16)))
+        launch = attempt("launching", lambda: measure_launch(torch, device))
         # Pinning is timed on at most 256 MiB, and on less where little is free.
         size = max(MIB, min(256 * MIB, memory.available // 16))
         pin = attempt("pinning", lambda: _pin_rates(torch, size)) or (None, None)
@@ -277,7 +293,7 @@ def probe_gpu(memory: HostMemory) -> Gpu:
     return Gpu(
         index, properties.name, "rocm" if hip else "cuda", driver_version(), capability, total, free, before,
         link, combined_rate(by_shape) if by_shape else None, by_shape, "bf16" if bf16 else "fp16",
-        memory_rate, pin[0], pin[1], failures,
+        memory_rate, pin[0], pin[1], launch, failures,
     )  # fmt: skip
 
 

@@ -208,6 +208,11 @@ def test_the_gpu_probe_fills_every_figure(small_gpu):
     }
     assert [s.size for s in gpu.link if s.pinned and s.direction == "to device"] == list(hardware.LINK_SIZES)
     assert gpu.flops > 0 and gpu.memory_rate > 0 and gpu.pin_rate > 0
+    assert 0 < gpu.launch_seconds < 0.01
+    assert any(
+        f.topic == "host" and "Python issues an operator in" in f.value
+        for f in diagnosis.diagnose(whole(gpu))
+    )
     assert small_gpu["largest"] <= 256 * MIB
     assert torch.equal(state, torch.random.get_rng_state()), "the probe drew random numbers"
 
