@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from .auto import Memory
 from .errors import CaromError, UnsupportedError
+from .plain_engine import host_alias, host_memory_at
 from .slots import ALIGN
 from .store.arena import Pinner
-from .transfer import host_alias, host_memory_at
 
 
 class SimulatedRaceError(CaromError):

@@ -1,15 +1,13 @@
 """Copy engines: how bytes reach the device, and what "after" means there.
 
 An engine owns the copy streams and makes events; it knows nothing of units. `StreamEngine` serves
-CUDA, ROCm and any accelerator with torch streams; `PlainEngine` serves the CPU and accelerators
-without streams, where every copy is done when the call returns. The simulated one is in simulated.py.
+any accelerator with torch streams; on CUDA and ROCm runtime.py makes its calls cheaper. plain_engine.py
+serves the CPU and accelerators without streams; the simulated device is in simulated.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -20,7 +18,6 @@ from .auto import Memory
 from .codec.backends import triton_works
 from .errors import UnsupportedError
 from .plan import GRAIN
-from .slots import ALIGN
 from .store.arena import Pinner
 
 
@@ -111,7 +108,7 @@ class Engine(Protocol):
         """Give back to the device what the allocator keeps unused."""
 
 
-class _Unwatched:
+class Unwatched:
     """A real device: nobody looks on."""
 
     unpacks = False
@@ -126,7 +123,7 @@ class _Unwatched:
         return contextlib.nullcontext()
 
 
-class StreamEngine(_Unwatched):
+class StreamEngine(Unwatched):
     """CUDA, ROCm (torch's cuda module is HIP there) and other accelerators with streams."""
 
     blocking = False
@@ -286,83 +283,6 @@ class StreamEngine(_Unwatched):
         self._api.empty_cache()
 
 
-class PlainEngine(_Unwatched):
-    """The CPU, and accelerators without streams: every copy is finished when the call returns."""
-
-    pinner: Pinner | None = None
-    blocking = True
-    grain = ALIGN
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.name = device, str(device)
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-        return (
-            host_alias(buffer, offset, nbytes)
-            if self.device.type == "cpu"
-            else buffer[offset : offset + nbytes]
-        )
-
-    def at(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
-        return host_memory_at(address, nbytes, owner)
-
-    def copy_in(
-        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
-    ) -> tuple[Any, Any]:
-        started = time.perf_counter()
-        target.copy_(source)
-        return None, (started, time.perf_counter())
-
-    def decode(
-        self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
-    ) -> tuple[Any, Any]:
-        started = time.perf_counter()
-        decoder(wire, target)
-        return None, (started, time.perf_counter())
-
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def stream(self) -> str:
-        return self.name
-
-    def record(self, stream: Any, event: Any = None) -> None:
-        return None
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def wait(self, event: Any) -> None:
-        pass
-
-    def done(self, mark: Any) -> bool:
-        return True
-
-    def landed(self, copied: Any) -> bool:
-        return True
-
-    def synchronize(self, event: Any = None) -> None:
-        pass
-
-    def elapsed(self, first: float, last: float) -> float:
-        return last - first
-
-    def free_bytes(self) -> int:
-        import psutil
-
-        return psutil.virtual_memory().available
-
-    def memory(self) -> Memory | None:
-        return None
-
-    def trim(self) -> None:
-        pass
-
-
 class _DeviceArray:
     """A piece of device memory in the interface torch.as_tensor reads without copying; keeps its owner alive."""
 
@@ -371,20 +291,6 @@ class _DeviceArray:
         self.__cuda_array_interface__ = {
             "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2,
         }  # fmt: skip
-
-
-def host_alias(buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-    """A piece of host memory as a storage of its own; the owner stays alive with it."""
-    if nbytes == 0:
-        return buffer[offset:offset]
-    return host_memory_at(buffer.data_ptr() + offset, nbytes, buffer)
-
-
-def host_memory_at(address: int, nbytes: int, owner: Any) -> torch.Tensor:
-    """uint8 tensor over host memory of ``owner``, which stays alive with it."""
-    memory = (ctypes.c_char * nbytes).from_address(address)
-    memory._owner = owner  # type: ignore[attr-defined]  # ctypes instances take attributes; the new storage holds the instance
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def storage_uses(tensor: torch.Tensor) -> int | None:
@@ -412,6 +318,7 @@ def make_engine(device: Any) -> Engine:
 
     Raises UnsupportedError for a device that does not exist here.
     """
+    from .plain_engine import PlainEngine
     from .simulated import SimulatedDevice, SimulatedEngine
 
     if isinstance(device, SimulatedDevice):

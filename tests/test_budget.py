@@ -11,7 +11,7 @@ import tests_harness as harness
 import tests_models as models
 import torch
 from carom.core.simulated import SimulatedEngine
-from carom.core.transfer import PlainEngine
+from carom.core.plain_engine import PlainEngine
 from tests_harness import on_every_device, place, streamed
 
 LATE = carom.SimulatedDevice()

@@ -375,7 +375,7 @@ def test_a_drive_that_fails_while_budgets_change_is_told_by_the_pass_that_needs_
 def test_a_device_out_of_memory_while_budgets_change_leaves_a_session_that_works(
     tmp_path, monkeypatch, failures
 ):
-    from carom.core.transfer import PlainEngine
+    from carom.core.plain_engine import PlainEngine
 
     loaded, empty, path, nbytes = uniform(tmp_path)
     x, left = torch.ones(1, 64), {"n": 0}

@@ -15,7 +15,18 @@ from unittest import mock
 import carom
 import pytest
 import torch
-from carom.core import attach, backward, decide, hooks, landing, runs, session, simulated, streamer, transfer
+from carom.core import (
+    attach,
+    backward,
+    decide,
+    hooks,
+    landing,
+    plain_engine,
+    runs,
+    session,
+    simulated,
+    streamer,
+)
 from carom.core.store import arena
 from torch import nn
 from torch.nn import functional as F
@@ -305,7 +316,7 @@ ENGINE_FAULTS = [
 
 
 def engine_class(device) -> type:
-    return transfer.PlainEngine if device == "cpu" else simulated.SimulatedEngine
+    return plain_engine.PlainEngine if device == "cpu" else simulated.SimulatedEngine
 
 
 @training

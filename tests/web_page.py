@@ -76,9 +76,7 @@ class Page:
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What a script's ``return`` gives; a promise is awaited."""
-        return self._ask(
-            "POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)}
-        )
+        return self._ask("POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)})
 
     def wait(self, script: str, *arguments: Any, seconds: float = 60) -> Any:
         """The script's value once it is true. Raises TimeoutError."""

@@ -1,0 +1,106 @@
+"""The engine of the CPU, and of accelerators without streams; host memory as storages of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .auto import Memory
+from .slots import ALIGN
+from .store.arena import Pinner
+from .transfer import Decoder, Unwatched
+
+
+class PlainEngine(Unwatched):
+    """The CPU, and accelerators without streams: every copy is finished when the call returns."""
+
+    pinner: Pinner | None = None
+    blocking = True
+    grain = ALIGN
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.name = device, str(device)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+        return (
+            host_alias(buffer, offset, nbytes)
+            if self.device.type == "cpu"
+            else buffer[offset : offset + nbytes]
+        )
+
+    def at(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
+        return host_memory_at(address, nbytes, owner)
+
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        started = time.perf_counter()
+        target.copy_(source)
+        return None, (started, time.perf_counter())
+
+    def decode(
+        self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        started = time.perf_counter()
+        decoder(wire, target)
+        return None, (started, time.perf_counter())
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def stream(self) -> str:
+        return self.name
+
+    def record(self, stream: Any, event: Any = None) -> None:
+        return None
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def wait(self, event: Any) -> None:
+        pass
+
+    def done(self, mark: Any) -> bool:
+        return True
+
+    def landed(self, copied: Any) -> bool:
+        return True
+
+    def synchronize(self, event: Any = None) -> None:
+        pass
+
+    def elapsed(self, first: float, last: float) -> float:
+        return last - first
+
+    def free_bytes(self) -> int:
+        import psutil
+
+        return psutil.virtual_memory().available
+
+    def memory(self) -> Memory | None:
+        return None
+
+    def trim(self) -> None:
+        pass
+
+
+def host_alias(buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+    """A piece of host memory as a storage of its own; the owner stays alive with it."""
+    if nbytes == 0:
+        return buffer[offset:offset]
+    return host_memory_at(buffer.data_ptr() + offset, nbytes, buffer)
+
+
+def host_memory_at(address: int, nbytes: int, owner: Any) -> torch.Tensor:
+    """uint8 tensor over host memory of ``owner``, which stays alive with it."""
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    memory._owner = owner  # type: ignore[attr-defined]  # ctypes instances take attributes; the new storage holds the instance
+    return torch.frombuffer(memory, dtype=torch.uint8)
