@@ -8,7 +8,7 @@ nothing until a value of it is used.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,15 +18,9 @@ from . import ops
 from .ops import HostParameter, HostTensor
 from .streamed import Owner
 
-if TYPE_CHECKING:
-    from .streamer import Streamer
-
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _LAYOUT = {"stride", "is_contiguous"}  # what stands for a tensor need not lie as it does
-_INPLACE = {"__setitem__", *(f"__i{name}__" for name in (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
-))}  # fmt: skip
 
 
 class AwayOwner(Owner):
@@ -53,8 +47,14 @@ class AwayOwner(Owner):
         device = self.streamer.engine.device
         if isinstance(new, LazyTensor) and new._carom is not self:
             new = new._carom.read()
-        if new.is_meta or (new.device.type != "cpu" and new.device == device):
-            return  # moved to where it computes already (a submodule's .to): it stays streamed
+        if new.is_meta:
+            return
+        if new.device.type != "cpu" and new.device == device:
+            # A submodule's .to moved it to where it computes already, or a value was made there (a merge).
+            other = (new.shape, new.dtype) != (self.host.shape, self.host.dtype)
+            new = new if other or self.streamer.runs.computing() else new.cpu()
+            if new.device == device or torch.equal(new, self.read()):
+                return
         self.replace(new)
 
 
@@ -83,8 +83,10 @@ def _function(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: A
     if not found:
         return ops.plain(func, args, kwargs)
     streamer = found[0].streamer
-    writes = isinstance(owner, AwayOwner) and _writes(name, kwargs)
-    if not streamer.closed and (streamer.runs.computing() or (_on_device(streamer, leaves) and not writes)):
+    writes = isinstance(owner, AwayOwner) and ops.writes(name, kwargs)
+    if not streamer.closed and (
+        streamer.runs.computing() or (ops.on_device(streamer, leaves) and not writes)
+    ):
         return ops._bounced(cls, func, types, args, kwargs)
     if owner is not None and (func == _DATA or name == "detach"):
         return lazy(owner)
@@ -94,22 +96,6 @@ def _function(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: A
         values = {id(leaf): leaf._carom.read() for leaf in ours if isinstance(leaf._carom, AwayOwner)}
         args, kwargs = ops.substitute(args, kwargs, values)
     return ops.plain(func, args, kwargs)
-
-
-def _on_device(streamer: Streamer, leaves: list) -> bool:
-    device = streamer.engine.device
-    return device.type != "cpu" and any(
-        isinstance(leaf, torch.Tensor)
-        and not isinstance(leaf, ops._Bounced)
-        and leaf.device == device
-        and leaf.dim() > 0
-        for leaf in leaves
-    )
-
-
-def _writes(name: str, kwargs: dict) -> bool:
-    inplace = name.endswith("_") and not name.endswith("__")
-    return inplace or name in _INPLACE or kwargs.get("out") is not None
 
 
 def _written(owner: AwayOwner, name: str, func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:

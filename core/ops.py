@@ -130,6 +130,9 @@ _ATTRIBUTES = {
     "register_post_accumulate_grad_hook", "__deepcopy__", "__reduce_ex__", "get_device", "is_inference",
     "is_set_to", "has_names", "is_same_size", "_is_view", "is_shared", "share_memory_", "zero_grad",
 }  # fmt: skip
+_INPLACE = {"__setitem__", *(f"__i{name}__" for name in (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
+))}  # fmt: skip
 _VIEW_GETTERS = {
     torch.Tensor.T.__get__, torch.Tensor.mT.__get__, torch.Tensor.H.__get__,  # type: ignore[attr-defined]
     torch.Tensor.mH.__get__, torch.Tensor.real.__get__, torch.Tensor.data.__get__,  # type: ignore[attr-defined]
@@ -170,17 +173,44 @@ def _bounced(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: An
     if not found:
         return plain(func, args, kwargs)
     streamer = found[0]._carom.streamer
+    computing = streamer.runs.computing()
+    if streamer.closed or not (computing or on_device(streamer, leaves)):
+        return plain(func, args, kwargs)
+    if (
+        not computing
+        and writes(name, kwargs)
+        and (streamed is not None or any(kwargs.get("out") is one for one in found))
+    ):
+        return plain(func, *_on_host(args, kwargs))  # outside a step a weight is where it lives
+    return _bounce(streamer, func, args, kwargs, found)
+
+
+def on_device(streamer: Streamer, leaves: list) -> bool:
+    """Whether any of an operator's arguments is where the model computes."""
     device = streamer.engine.device
-    on_device = device.type != "cpu" and any(
+    return device.type != "cpu" and any(
         isinstance(leaf, torch.Tensor)
         and not isinstance(leaf, _Bounced)
         and leaf.device == device
         and leaf.dim() > 0
         for leaf in leaves
     )
-    if not (streamer.runs.computing() or on_device) or streamer.closed:
-        return plain(func, args, kwargs)
-    return _bounce(streamer, func, args, kwargs, found)
+
+
+def writes(name: str, kwargs: dict) -> bool:
+    """Whether the operator called ``name`` writes to its first argument, or to ``out``."""
+    inplace = name.endswith("_") and not name.endswith("__")
+    return inplace or name in _INPLACE or kwargs.get("out") is not None
+
+
+def _on_host(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """``args`` and ``kwargs`` with values that are elsewhere brought to the host."""
+
+    def bring(leaf: Any) -> Any:
+        away = isinstance(leaf, torch.Tensor) and not isinstance(leaf, _Bounced) and leaf.device.type != "cpu"
+        return leaf.cpu() if away else leaf
+
+    return tree_map(bring, (args, kwargs))
 
 
 @quiet

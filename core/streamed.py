@@ -60,7 +60,11 @@ class Owner:
         """
         device = self.streamer.engine.device
         if new.device.type != "cpu" and new.device == device:
-            return  # moved to where it computes already (a submodule's .to): it stays streamed
+            # A submodule's .to moved it to where it computes already: it stays streamed. Or a value was made there (a
+            # merge): it goes where the weight lives.
+            if self.streamer.runs.computing() or (new.shape, new.dtype) != (self.host.shape, self.host.dtype):
+                return
+            new = new.cpu()
         if new.shape != self.host.shape or new.dtype != self.host.dtype or new.device.type != "cpu":
             raise UnsupportedError(
                 f"{self.entry.name} is streamed as {self.host.dtype} {tuple(self.host.shape)}; it cannot become "

@@ -249,7 +249,7 @@ class _Leaf:
 
 def _bytes(tensor: Any) -> Any:
     """``tensor``, or its value where it waits packed: what is put together of it would not ask for that."""
-    owner = getattr(tensor, "_carom", None)
+    owner: Any = getattr(tensor, "_carom", None)
     return tensor if getattr(owner, "packed", None) is None else owner.read()
 
 

@@ -79,7 +79,8 @@ for path in sys.argv[1:]:
         kind(**process[section])
     for data in preprocess_dataset_raw_config(process["datasets"]):
         DatasetConfig(**data)
-    print("CLASS", os.path.basename(path), get_model_class(model).arch or get_model_class(model).__name__, model.arch)
+    kind = get_model_class(model)
+    print("CLASS", os.path.basename(path), getattr(kind, "arch", None) or kind.__name__, model.arch)
 """
 
 
