@@ -116,6 +116,8 @@ class CaromPatcher:
 
     def _take(self, bound: int) -> None:
         carom = self._carom
+        carom.succeed()  # while ComfyUI loaded, a patcher of ours may have let go of the model
+        carom.active = True
         if carom.session is None:
             settings = self._settings
             if self._compiled():
