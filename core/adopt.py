@@ -13,6 +13,8 @@ from torch import nn
 
 from .attach import Placement
 from .errors import BudgetError
+from .learn import Learnt
+from .plan import Plan
 from .streamer import Streamer
 from .tree import Tree
 from .units import Carving, Entry
@@ -27,7 +29,9 @@ class Adopts:
     module: nn.Module
     _streamer: Streamer
     _placement: Placement
+    plan: Plan
     _carving: Carving
+    _learnt: Learnt | None
     _tree: Tree
     _lock: threading.RLock
     _vram: int
@@ -76,6 +80,7 @@ class Adopts:
                 logger.info("carom: the module's weights changed; laying them out anew")
                 self._again()
                 return
+            adapted = bool(self._carving.adapters)
             for entry in fresh:
                 if entry.trainable:
                     self._placement.adapt(entry)
@@ -85,6 +90,17 @@ class Adopts:
                     self._carving.resident.append((entry, "appeared after stream"))
             self._tree = Tree(self.module)
             self._account()
+            if self._carving.adapters and not adapted:
+                self._for_training()
+
+    def _for_training(self) -> None:
+        """The first adapters came: what the slots hold at a step's turns is worth more than residents now."""
+        if self.plan.all_resident or self._learnt is not None:
+            return
+        _, plan = self._decide()
+        if plan.region_bytes > self.plan.region_bytes:
+            logger.info("carom: adapters came; laying the weights out for training")
+            self._again()
 
     def _follow_replaced(self) -> None:
         """Small resident tensors that the model replaced by others of their kind (running statistics) are theirs now."""

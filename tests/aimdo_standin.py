@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from carom.core import aimdo
+from carom.core.plain_engine import PlainEngine
 from carom.core.residency import Device, Pool
 from carom.core.simulated import SimulatedDevice, SimulatedEngine
-from carom.core.plain_engine import PlainEngine
 
 PAGE = 4096  # bytes; the real one has 32 MiB
 GARBAGE = 0xFF

@@ -325,14 +325,13 @@ def test_torchs_need_evicts_weights_instead_of_failing_and_they_come_back(card, 
             assert torch.equal(run(net), expected)
             assert device.ledger.allocated <= device.memory_bytes
         assert not session.plan.all_resident and session.report().wire_bytes_per_step > 0
-        placement = session._placement
         del other
         gc.collect()
         for _ in range(20):
             assert torch.equal(run(net), expected)
-        assert len(session.plan.resident) == 9, "all but what has to make room for slots, which end on a page"
-        assert session._placement is placement, "no new layout"
-        assert not session._pooled.reduced
+            assert device.ledger.allocated <= device.memory_bytes
+        # Beside slots all but three come home; a layout without slots pays for itself within these steps.
+        assert session.plan.all_resident and not session._pooled.reduced
 
 
 def test_pages_in_use_are_not_taken(card):

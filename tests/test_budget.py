@@ -10,8 +10,8 @@ import pytest
 import tests_harness as harness
 import tests_models as models
 import torch
-from carom.core.simulated import SimulatedEngine
 from carom.core.plain_engine import PlainEngine
+from carom.core.simulated import SimulatedEngine
 from tests_harness import on_every_device, place, streamed
 
 LATE = carom.SimulatedDevice()

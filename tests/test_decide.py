@@ -152,3 +152,36 @@ def test_parts_leave_smaller_bubbles_than_blocks(in_parts):
                 model(x)
             seconds[granularity] = session.report().step_seconds
     assert seconds["auto"] < 0.97 * seconds["block"]
+
+
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def test_the_first_adapters_turn_a_layout_for_inference_into_one_for_training():
+    """Whether adapters come before or after streaming begins, the slots are the same, and so are the transfers."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["up", "down"])
+
+    def plan(before: bool):
+        model = nn.Sequential(*(Narrow() for _ in range(12))).requires_grad_(False)
+        budget = sum(p.nbytes for p in model.parameters()) // 2
+        if before:
+            adapted = peft.get_peft_model(model, config)
+        with carom.stream(model, device="cpu", vram=budget, granularity="block") as session:
+            if not before:
+                first = session.plan.slots
+                adapted = peft.get_peft_model(model, config)
+            adapted(torch.randn(2, 64))
+            assert before or session.plan.slots > first
+            again = session._placement
+            adapted(torch.randn(2, 64))
+            assert session._placement is again, "once"
+            return session.plan.slots, session.plan.region_bytes
+
+    assert plan(before=True) == plan(before=False)
