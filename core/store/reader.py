@@ -38,7 +38,7 @@ class ReaderPolicy:
     read that brought nothing, with waits of ``backoff`` seconds, doubled each time; ``direct``: past the page cache."""
 
     workers: int = 4
-    chunk: int = 8 << 20
+    chunk: int = 4 << 20
     retries: int = 4
     backoff: float = 0.02
     direct: bool = True
