@@ -151,9 +151,9 @@ class Run:
         }
 
     def close(self) -> None:
-        """The model goes with the session."""
+        """The model goes with the session, which knows it: what was resident is still on the device."""
         self.session.close(discard=True)
-        self.model, self.inputs = None, ()  # type: ignore[assignment]
+        self.model, self.session, self.inputs = None, None, ()  # type: ignore[assignment]
         give_back()
 
 
