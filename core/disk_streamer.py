@@ -264,8 +264,8 @@ class DiskStreamer(Streamer):
         self._expect(unit)
         return super()._fetch(unit)
 
-    def _ready(self, unit: Streamed) -> bool:
-        return self.cache is not None and self.cache.has(unit.index)
+    def _late(self, unit: Streamed) -> bool:
+        return self.cache is None or not self.cache.has(unit.index)
 
     def _look_ahead(self) -> None:
         """As the base does, for units that are in RAM; the others are read meanwhile."""

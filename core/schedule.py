@@ -14,24 +14,28 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 NEVER = 1 << 60
+_KINDS = 3  # of uses: forward, recomputation, gradients
 
 
 class Order:
-    """Accesses are (unit, backward) pairs; ``initial`` is the order expected before anything is known."""
+    """Accesses are of a unit in a forward, in its recomputation, or for its gradients; ``initial`` is the order expected
+    before anything is known. That a backward goes another way than the forward is so a surprise at first: while it
+    is, nothing is expected, instead of what came next in the forward."""
 
     def __init__(self, initial: Sequence[int], *, limit: int = 1 << 15, context: int = 512) -> None:
         self._limit = limit  # accesses remembered
         self._context = context  # accesses compared on a surprise
         self.surprises = 0
-        self._history: list[int] = [2 * unit for unit in initial]
+        self._history: list[int] = [_KINDS * unit for unit in initial]
         self._places: dict[int, list[int]] = {}
         self._index()
         self._at = -1  # place in the history that corresponds to now
         self.epoch = 0  # raised when places found earlier are no longer to be compared with `at`
 
-    def access(self, unit: int, backward: bool = False) -> bool:
-        """Note that ``unit`` is used now; True when that was expected."""
-        key = 2 * unit + backward
+    def access(self, unit: int, backward: bool = False, again: bool = False) -> bool:
+        """Note that ``unit`` is used now, for gradients (``backward``) or recomputed in a backward (``again``); True when
+        that was expected."""
+        key = _KINDS * unit + (2 if backward else 1 if again else 0)
         history = self._history
         expected = self._at + 1 < len(history) and history[self._at + 1] == key
         if expected:
@@ -50,11 +54,11 @@ class Order:
         """Units expected next, nearest first, over one period (units may repeat)."""
         history = self._history
         for place in range(self._at + 1, len(history)):
-            yield history[place] >> 1
+            yield history[place] // _KINDS
 
     def expected(self) -> list[tuple[int, bool]]:
-        """What is expected over one period, nearest first: (unit, whether by a backward)."""
-        return [(key >> 1, bool(key & 1)) for key in self._history[self._at + 1 :]]
+        """What is expected over one period, nearest first: (unit, whether for gradients)."""
+        return [(key // _KINDS, key % _KINDS == 2) for key in self._history[self._at + 1 :]]
 
     @property
     def at(self) -> int:
@@ -67,7 +71,7 @@ class Order:
         Holds until `at` has reached it or `epoch` has changed.
         """
         best = NEVER
-        for key in (2 * unit, 2 * unit + 1):
+        for key in range(_KINDS * unit, _KINDS * unit + _KINDS):
             places = self._places.get(key)
             if places:
                 found = bisect_right(places, self._at)

@@ -53,9 +53,9 @@ class Region:
     def __init__(self, nbytes: int, largest: int) -> None:
         self.nbytes = nbytes
         self.slots: list[Slot] = []  # by offset, never overlapping
-        # Below three of the largest unit a slot in the middle could leave no room on either side:
-        # there slots stand at the two ends only, so one in use always leaves room for another.
-        self._ends_only = nbytes < 3 * largest
+        # Below three of the largest unit a slot in the middle could leave no room on either side: there every
+        # slot leaves the largest unit's room before it or behind it, so one in use always leaves room for another.
+        self._room = -(-largest // ALIGN) * ALIGN if nbytes < 3 * largest else 0
 
     def place(
         self, nbytes: int, uses: Sequence[float | None], later_than: float = -1
@@ -95,12 +95,17 @@ class Region:
 
     def _starts(self, begin: int, end: int, run: list[Slot], nbytes: int, last: int) -> set[int]:
         """Where in a stretch a slot could start: at its ends, and against each slot's edges."""
-        if self._ends_only:
-            return {start for start in (0, last) if begin <= start and start + nbytes <= end}
         starts = {begin, min(end - nbytes, last)}
         for slot in run:
             low, high = slot.offset, slot.end
             starts.update((low, high, high - nbytes, low - nbytes))
+        if self._room:
+            room, before = self._room, (self.nbytes - self._room) // ALIGN * ALIGN - nbytes
+            starts.update((0, room, before, last))
+            return {
+                start for start in starts
+                if begin <= start <= last and start + nbytes <= end and (start <= before or start >= room or start in (0, last))
+            }  # fmt: skip
         return {start for start in starts if begin <= start <= last and start + nbytes <= end}
 
     def at(self, offset: int) -> Slot | None:

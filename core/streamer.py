@@ -111,7 +111,7 @@ class Streamer:
                 raise CaromError(f"unit {unit.name!r} is needed, but its session was closed")
             if self._held or self.backward.reading:
                 self.settle(unit)
-            foreseen = self.order.access(unit.index, backward)
+            foreseen = self.order.access(unit.index, backward, ops.in_backward())
             self._last = unit
             slot = unit.slot
             if slot is not None and slot.users == 0 and slot.version != unit.version():
@@ -331,8 +331,13 @@ class Streamer:
         return self._place_of(released) <= place and (spared is None or self._place_of(spared) <= place)
 
     def _ready(self, unit: Streamed) -> bool:
-        """Whether the unit's bytes are on the host and will not change before they are used."""
+        """Whether the unit may be brought ahead: its bytes will not change before they are used."""
         return not (self.resting and unit.trainable)
+
+    def _late(self, unit: Streamed) -> bool:
+        """Whether the unit's bytes are still on their way to the host. Nothing that is needed after it is brought
+        before it: that would lie in its place, be given up for it unused, and cross twice."""
+        return False
 
     def _look_ahead(self) -> None:
         """Ask for what is expected next, as far as that evicts nothing needed sooner."""
@@ -351,6 +356,8 @@ class Streamer:
                 return
             if unit.slot is not None or not self._ready(unit):
                 continue
+            if self._late(unit):
+                return
             place = self.region.place(unit.nbytes, self._uses(guarded), later_than=distance)
             if place is None:
                 self._stuck = self.order.epoch, self.order.at + distance, guarded

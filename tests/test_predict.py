@@ -193,6 +193,9 @@ def test_the_predictor_needs_no_device():
 # -- the host
 
 
+STEPS = 24
+
+
 def issued(streamed, resident=0.0):
     return Host((streamed, streamed), (resident, resident))
 
@@ -212,13 +215,14 @@ def test_a_host_that_takes_no_time_changes_nothing(problem):
 def test_a_step_is_never_faster_than_the_host_issues_it_nor_made_faster_by_a_slow_one(problem, seconds):
     sizes, resident, region, workload = problem
     link = Link(RATE, LATENCY)
-    without = predict(sizes, resident, region, workload, link, steps=8)
-    found = predict(sizes, resident, region, workload, link, steps=8, host=issued(seconds, seconds / 2))
+    without = predict(sizes, resident, region, workload, link, steps=STEPS)
+    found = predict(sizes, resident, region, workload, link, steps=STEPS, host=issued(seconds, seconds / 2))
     uses = workload.uses()
     calls = sum(seconds / 2 if use.unit in resident else seconds for use in uses)
     assert found.host_seconds == pytest.approx(calls)
-    # Mean over a few steps: what the host was ahead at first is spread over them.
-    assert found.seconds >= max(calls, without.seconds) * 0.85
+    # The device ends the step that fills the slots late, by its copies and computing, and catches up over the others.
+    late = sum(link.seconds(size) for size in sizes) + without.seconds
+    assert found.seconds >= max(calls, without.seconds) * (1 - 1e-9) - late / STEPS
     if seconds == 1e-2:
         assert found.host_bound and found.seconds == pytest.approx(calls, rel=0.02)
 

@@ -157,3 +157,20 @@ def test_an_access_costs_the_same_however_long_the_run():
     early = min(seconds(20) for _ in range(3))
     feed(order, period * 300)
     assert min(seconds(20) for _ in range(3)) < 10 * early
+
+
+def test_a_first_recomputation_is_not_taken_for_the_forward_again():
+    """What came next in the forward is what a backward needs last: it is not to be fetched while the way is unknown."""
+    order = Order(range(6))
+    for unit in range(6):
+        order.access(unit)
+    for unit in (5, 4, 3):
+        assert not order.access(unit, again=True)
+        assert list(order.upcoming()) == []
+        order.access(unit, backward=True)
+    for unit in (2, 1, 0):
+        order.access(unit, again=True)
+        order.access(unit, backward=True)
+    for unit in range(6):
+        order.access(unit)
+    assert order.access(5, again=True) and order.access(5, backward=True) and order.access(4, again=True)

@@ -117,3 +117,18 @@ def test_equal_units_fill_the_region_wholly(count):
     for _ in range(4 * count):
         put(region, 3 * ALIGN)
     assert len(region.slots) == count
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(2, 9), st.integers(2, 20), st.integers(0, 12), st.integers(0, 10**6))
+def test_one_large_unit_leaves_small_ones_their_room(small, times, extra, seed):
+    """A model's embedding is larger than the parts of its blocks: a region of little more than two of it holds many parts."""
+    chance = random.Random(seed)
+    largest, part = small * times * ALIGN, small * ALIGN
+    region = Region(2 * largest + extra * ALIGN, largest)
+    for _ in range(3 * times):
+        use = {id(slot): chance.random() for slot in region.slots}
+        put(region, part, lambda slot, use=use: use[id(slot)])
+    assert len(region.slots) >= 2 * ((largest - part) // part), "all but what would leave the largest no room"
+    for used in list(region.slots):
+        assert region.place(largest, [None if slot is used else 1.0 for slot in region.slots]) is not None
