@@ -279,6 +279,44 @@ def test_belady_and_priority_read_less_than_a_rotating_window(tmp_path):
         carom.Weights(path, eviction="lru")
 
 
+def test_nothing_is_brought_before_what_is_needed_sooner_and_still_read(tmp_path, monkeypatch):
+    """It would lie where that has to go, be given up for it unused, and be read and brought twice."""
+    from carom.core.store.cache import HostCache
+
+    _, empty, path, nbytes = uniform(tmp_path)
+    late: set[int] = set()
+    has = HostCache.has
+    monkeypatch.setattr(HostCache, "has", lambda self, unit: unit not in late and has(self, unit))
+    with (
+        torch.no_grad(),
+        carom.stream(
+            empty, device="cpu", vram=nbytes // 2, ram=nbytes // 2, weights=path, granularity="block"
+        ) as session,
+    ):
+        streamer = session._streamer
+        assert session.plan.slots >= 2
+        for _ in range(3):
+            empty(torch.ones(1, 64))
+        brought: list[list[int]] = []
+        bring = streamer._bring
+        monkeypatch.setattr(
+            streamer, "_bring", lambda unit, *rest: (brought[-1].append(unit.index), bring(unit, *rest))[1]
+        )
+        held_back = 0
+        for place, wanted in enumerate(streamer.units[:-1]):
+            following = streamer.units[place + 1]
+            late.update(range(len(streamer.units)))  # every other time nothing is there
+            if place % 2 == 0:
+                late.intersection_update({following.index})
+            brought.append([])
+            there = following.slot is not None
+            streamer.release(streamer.acquire(wanted))
+            if place % 2 == 0 and not there:
+                assert set(brought[-1]) <= {wanted.index}
+                held_back += 1
+        assert held_back > len(streamer.units) // 3
+
+
 def test_the_cache_never_holds_more_than_its_bound(tmp_path, monkeypatch):
     """Every allocation of host memory counts, at every moment."""
     held = {"now": 0, "peak": 0}
