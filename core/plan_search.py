@@ -22,7 +22,9 @@ CYCLES = (
     4,
     2,
 )  # steps of each replay of inference, of training: slots may lie differently from one to the next
-WHOLE = 12  # units of which every choice is tried, where the work allows
+ALL_OF_FEW = 200_000  # replayed uses that every choice of `ALWAYS` units stays below
+WHOLE = 12  # units of which every choice is tried, where the work allows,
+ALWAYS = 8  # and of which it is whatever the work
 FINAL = 6  # candidates whose order the longer replay decides
 ENOUGH = 1.002  # of the floor: what is this close is not searched further
 REGIONS = (2.0, 3.0, 1.0, 1.5, 2.5, 4.0, 6.0)  # of the largest streamed unit, the likeliest first
@@ -190,6 +192,8 @@ class _Search:
         for a in free:
             for b, c in combinations([unit for unit in out if self.sizes[unit] < self.sizes[a]], 2):
                 yield chosen - {a} | {b, c}
+        for pair in combinations(out, 2):
+            yield chosen | set(pair)
         # And one for several.
         for b in out:
             for a, c in combinations([unit for unit in free if self.sizes[unit] < self.sizes[b]], 2):
@@ -222,10 +226,10 @@ def choose(
     search = _Search(units, budget - fixed_bytes, grain, workload, link, work)
     search.try_(rule.resident)
     free = [index for index in range(len(units)) if index not in loose]
-    if (
-        len(free) <= WHOLE
-        and (1 << len(free)) * (1 + search.cycles) * search.passes * len(units) <= search.work
-    ):
+    if len(free) <= min(ALWAYS, WHOLE):
+        search.work = max(search.work, ALL_OF_FEW)
+    whole = (1 << min(len(free), WHOLE + 1)) * (1 + search.cycles) * search.passes * len(units)
+    if len(free) <= WHOLE and whole <= search.work:
         for count in range(len(free) + 1):
             for some in combinations(free, count):
                 search.try_(loose | set(some))
