@@ -97,7 +97,10 @@ class Adopts:
         """The first adapters came: what the slots hold at a step's turns is worth more than residents now."""
         if self.plan.all_resident or self._learnt is not None:
             return
-        _, plan = self._decide()
+        try:
+            _, plan = self._decide()
+        except BudgetError:
+            return  # what is there goes on working
         if plan.region_bytes > self.plan.region_bytes:
             logger.info("carom: adapters came; laying the weights out for training")
             self._again()

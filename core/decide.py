@@ -23,7 +23,7 @@ from .sizes import MIB
 from .slots import ALIGN
 from .units import Carving, carve
 
-COARSE = 256 * MIB  # where the host binds: fewer units cost it less
+COARSE = 256 * MIB  # bytes; where the host binds: fewer units cost it less
 PART = 128 * MIB  # bytes; copies of a quarter of this are still at 98 % of the link rate (measured)
 
 

@@ -1,8 +1,7 @@
-"""The engine's calls that run for every unit, made of the CUDA or HIP runtime directly: a fifth of the host's time.
+"""The engine's calls that run for every unit, made of the CUDA or HIP runtime directly, to spare the host time.
 
 torch's own way to copy on another stream sets and resets the current stream around a dispatched operator, and makes
-an event object for each record; on a slow host that is a tenth of a millisecond a unit, more than a small unit takes
-to cross. The same library that torch has loaded is called through ctypes instead, which also lets go of the
+an event object for each record. The same library that torch has loaded is called through ctypes instead, which also lets go of the
 interpreter's lock meanwhile. Where it cannot be found, or does not answer as it should, `StreamEngine` serves as it is.
 """
 
