@@ -99,7 +99,7 @@ class Adapts(Tunes, FollowsRam):
             self._device = _devices.setdefault(key, _Device())
             self._device.sessions[id(self)] = self
             self._device.shares.join(id(self))
-        self._governor = None if memory is None else Governor(memory.ooms)
+        self._governor = None if memory is None else Governor(memory.ooms, memory.retries)
         self._looked = 0.0
         self._failed = False  # the last step ran out of memory
         self._asked: set[Hashable] = set()  # sizes of inputs whose passes had what they need
@@ -175,8 +175,23 @@ class Adapts(Tunes, FollowsRam):
                 return
             budget = self._wanted(governor, memory)
             if budget is not None:
+                if governor.settled and budget > self._vram:
+                    self._use_what_was_learnt()
                 self._resize(budget)
             self._failed = False
+
+    def _use_what_was_learnt(self) -> None:
+        """A new layout comes anyway: let it be the one that is predicted to be fastest."""
+        if self._learnt is not None or self._pooled is not None:
+            return
+        try:
+            self._recode()
+            advice = self._advice(0)
+        except Exception as error:  # advice is a service
+            logger.warning("carom: the steps so far cannot be planned with: %s", error)
+            return
+        if advice is not None and advice.understood:
+            self._learnt, self._tune_at = self._candidate, math.inf
 
     # -- several sessions on one device
 
@@ -236,7 +251,12 @@ class Adapts(Tunes, FollowsRam):
         held, least = self._held_bytes(), self._least()
         if self._failed:
             return governor.short(memory, held, least)
-        return governor.read(memory, held, least, self._everything(), self._vram)
+        streamed = self._placement.streamed
+        training = bool(self._carving.adapters) or any(unit.trainable for unit in streamed)
+        alone = self._device is None or len(self._device.sessions) == 1
+        return governor.read(
+            memory, held, least, self._everything(), self._vram, training=training, alone=alone
+        )
 
     def _everything(self) -> int:
         """Device bytes of all weights."""
@@ -292,6 +312,8 @@ class Adapts(Tunes, FollowsRam):
         self._asking = sizes(args, kwargs)
         if self._meter.steps > _FIRST and self._asking in self._asked:
             return None
+        if self._asking not in self._asked:
+            self._governor.unsettle()
         if len(self._asked) >= _SIZES:
             self._asked.clear()
         self._asked.add(self._asking)
