@@ -23,7 +23,7 @@ LOW = 0.5  # of the headroom: below it the budget falls
 WORTH = 0.02  # of the device: a rise below it is not worth a new layout
 STILL = 0.002  # of the device: what moves less between two readings has not moved
 CALM = 2  # times the readings before a rise, in a row, in which nothing moved: settled
-CAREFUL = 2  # times as many where the session trains: a step that fails there is lost
+CAREFUL = 1.5  # times as many where the session trains: a step that fails there is lost
 SETTLED_WORTH = 0.005  # of the device: the one rise of a settled session is worth a new layout from here on
 QUIET, MOST_QUIET = 3, 1 << 10  # readings before a rise; doubled by every fall
 GIVEN_UP = 0.25  # of what is held, when a step ran out of memory
@@ -140,6 +140,12 @@ class Governor:
         self._ooms = max(self._ooms, memory.ooms)
         more = max(int(GIVEN_UP * held), self.headroom(memory) - memory.free)
         return self._fall(held - more, held, least)
+
+    def yielded(self, memory: Memory, held: int, least: int) -> int:
+        """A new budget after weights gave way within a pass, which then went well with ``held`` bytes of them."""
+        self.gave()
+        self._ooms = max(self._ooms, memory.ooms)
+        return max(least, held - max(0, self.headroom(memory) - memory.free))
 
     def gave(self) -> None:
         """Another session was given some of the budget: rise again later than sooner."""
