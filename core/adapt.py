@@ -317,7 +317,11 @@ class Adapts(Tunes, FollowsRam):
             return None
         if decide.compiled(self.module):
             return None  # graphs would break at resident units
-        return Reruns(self._engine, self._streamer, self._placement, resident, self._look_soon)
+        whole = decide.cut(self.module, dataclasses.replace(self._settings(), granularity="block"), None)
+        units = {id(module) for unit in self._carving.units for module in unit.modules}
+        blocks = [module for unit in whole.units if unit.kind == "block" for module in unit.modules]
+        between = [module for module in blocks if id(module) not in units]
+        return Reruns(self._engine, self._streamer, self._placement, resident, between, self._look_soon)
 
     def _look_soon(self) -> None:
         """Weights gave way: look at the next occasion."""

@@ -1,7 +1,7 @@
 """A unit's forward that ran out of memory runs again, after resident units that are needed later have given way.
 
 In inference with ``vram="auto"``. First what is needed last: the unit that ran last. The unit that failed, and what is in use
-around it, stay. It runs again only where everything that it could have changed is as it was: tensors that torch counts
+around it, stay. What runs between the parts of a block that was split is the block's forward. It runs again only where everything that it could have changed is as it was: tensors that torch counts
 writes to (inputs, parameters, buffers) were not written; inputs made in inference mode, to which it counts none, were copied
 beforehand, which is done in passes with sizes of inputs that are new; random states are put back. Whatever is
 in doubt goes to the whole forward (`adapt`), or is raised.
@@ -79,7 +79,9 @@ class _Known:
         self._shapes = [(part, shape(part)) for part in module.modules()]
         self._tensors: list[tuple[dict, str, Callable[[], Any], int]] = []
         with torch._C.DisableTorchFunctionSubclass():
-            tables = [t for part in module.modules() for t in (part._parameters, part._buffers)]
+            tables: list[dict[str, Any]] = [
+                t for part in module.modules() for t in (part._parameters, part._buffers)
+            ]
             found: list[tuple[dict, str, Any]] = [
                 (table, name, t) for table in tables for name, t in table.items() if t is not None
             ]
@@ -92,17 +94,22 @@ class _Known:
         if any(shape(part) != before for part, before in self._shapes):
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            return self._countable and all(
-                (t := ref()) is not None and table.get(name) is t and t._version == version
-                for table, name, ref, version in self._tensors
-            )
+            for table, name, ref, version in self._tensors:
+                tensor = table.get(name)
+                if tensor is None or ref() is not tensor or tensor._version != version:
+                    return False
+        return self._countable
 
 
 class Reruns:
-    """Of one attachment of a session. ``units``: resident ones; those with device memory of their own may give way."""
+    """Of one attachment of a session. ``units``: resident ones; those with device memory of their own may give way.
+
+    ``blocks``: modules around parts that are units of their own, and what runs between these.
+    """
 
     def __init__(
-        self, engine: Engine, streamer: Streamer, placement: Placement, units: Sequence[Unit], noticed: Callable[[], None]
+        self, engine: Engine, streamer: Streamer, placement: Placement, units: Sequence[Unit],
+        blocks: Sequence[nn.Module], noticed: Callable[[], None],
     ) -> None:  # fmt: skip
         self.engine, self._streamer, self._noticed = engine, streamer, noticed
         self._residents = [
@@ -110,6 +117,7 @@ class Reruns:
             for unit in units
             if unit.modules and unit.nbytes >= attach.SMALL_UNIT
         ]
+        self._blocks = blocks
         self._wrapped = Wrapped()
         self._count = itertools.count(1).__next__
         self._on = False  # whether the pass is one of inference
@@ -122,14 +130,17 @@ class Reruns:
     # -- passes
 
     def stand_in_front(self, root: nn.Module) -> None:
-        """See the resident units' forwards. (The root's own is the session's.)"""
+        """See the forwards of resident units and of blocks. (The root's own is the session's.)"""
         for resident in self._residents:
             for module in resident.unit.modules:
                 if module is not root:
                     self._wrapped.forward(module, self._resident_forward(module, resident))
+        for module in self._blocks:
+            if module is not root:
+                self._wrapped.forward(module, self.around(lambda inner: inner, module, None))
 
     def step_aside(self) -> None:
-        """No longer stand in front of resident units: somebody compiles the model, whose graphs would break there."""
+        """No longer stand in front of them: somebody compiles the model, whose graphs would break there."""
         self._wrapped.undo()
 
     def pass_begins(self, inference: bool, looking: bool) -> None:
@@ -150,7 +161,7 @@ class Reruns:
     # -- forwards
 
     def around(
-        self, make: Callable[[Callable], Callable], module: nn.Module, streamed: Streamed
+        self, make: Callable[[Callable], Callable], module: nn.Module, streamed: Streamed | None
     ) -> Callable[[Callable], Callable]:
         """As ``make``, which lets ``module``'s forward run once, with further tries where it runs out of memory."""
         unit, before, after, again = _Unit(module, streamed), self._before, self._after, self._again

@@ -83,14 +83,14 @@ def run(net, mode=torch.no_grad, x=X, seed=7):
         return net(x.clone())
 
 
-def auto(net, share=0.8, **options):
+def auto(net, share=0.8, granularity="block", least=3):
     """Its first guess of a budget is all it gets: what it holds falls only where a test makes it."""
     device = carom.SimulatedDevice(timing="random", memory_bytes=64 * MIB)
-    session = carom.stream(net, device=device, vram="auto", granularity="block", **options)
+    session = carom.stream(net, device=device, vram="auto", granularity=granularity)
     session._governor.read = lambda *given, **named: None
     session._vram = int(share * size(net))
     session._again()
-    assert session._reruns is not None and len(session._reruns._residents) >= 3
+    assert session._reruns is not None and len(session._reruns._residents) >= least
     return session
 
 
@@ -129,6 +129,21 @@ def test_a_unit_that_ran_out_of_memory_runs_again_and_the_result_is_the_same(kin
         assert session._engine.allocated == now - STATE
     assert torch.equal(run(net), expected)
     assert all(type(p) is nn.Parameter for p in net.parameters())
+    assert all("forward" not in vars(module) for module in net.modules())
+
+
+@STEADY
+def test_what_runs_between_the_parts_of_a_block_runs_again_with_its_block(passes):
+    net = Net()
+    expected = run(net)
+    with auto(net, granularity="layer", least=1) as session:
+        for _ in range(passes):
+            assert torch.equal(run(net), expected)
+        reruns = session._reruns
+        TROUBLE.at(5)
+        assert torch.equal(run(net), expected)
+        assert TROUBLE.seen.count(5) == 2 and len(TROUBLE.seen) == 9 and reruns.again == 1
+        assert torch.equal(run(net), expected)
     assert all("forward" not in vars(module) for module in net.modules())
 
 
