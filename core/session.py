@@ -21,7 +21,6 @@ from .disk import Disk, DiskPlacement
 from .disk_residents import Residents
 from .disk_streamer import DiskStreamer
 from .errors import BudgetError, CaromError, PinError, UnsupportedError
-from .host import pin_limit
 from .meter import Meter
 from .packing import PackedPlacement, PackedTensor, Packing, give_back
 from .plan import Plan
@@ -127,7 +126,7 @@ class Session(Pools, Adapts, Adopts, Values):
                     "packed weights are unpacked into torch's memory; codec='raw' leaves the choice"
                 )
         self._shelf: dict[int, PackedTensor] = {}
-        self._follow_ram(False)
+        self._follow_ram(ram == "auto" and weights is None)
         self._adapts(vram == "auto" or self._shared is not None)
         if weights is not None:
             self._checkpoint = Checkpoint(module, weights)
@@ -166,7 +165,7 @@ class Session(Pools, Adapts, Adopts, Values):
             self._attach_with_pool()
 
     def _attach_with_pool(self) -> None:
-        self._arena = HostArena(self._engine.pinner, pin_limit(self._ram))
+        self._arena = HostArena(self._engine.pinner, self._pin_limit())
         self._arena.notes += [note for note in (self._spill, settings.device_note(self._engine)) if note]
         disk = None
         if self._checkpoint is not None:
