@@ -194,7 +194,8 @@ class Adapts(Tunes, FollowsRam):
         except Exception as error:  # advice is a service
             logger.warning("carom: the steps so far cannot be planned with: %s", error)
             return
-        if advice is not None and advice.understood:
+        # What sampling between training steps taught is not what training wants.
+        if advice is not None and advice.understood and self._candidate.train == self._trains:
             self._learnt, self._tune_at = self._candidate, math.inf
 
     # -- several sessions on one device
@@ -257,12 +258,15 @@ class Adapts(Tunes, FollowsRam):
             return governor.short(memory, held, least)
         if self._reruns is not None and self._reruns.gave:
             return governor.yielded(memory, held, least)
-        streamed = self._placement.streamed
-        training = bool(self._carving.adapters) or any(unit.trainable for unit in streamed)
         alone = self._device is None or len(self._device.sessions) == 1
         return governor.read(
-            memory, held, least, self._everything(), self._vram, training=training, alone=alone
+            memory, held, least, self._everything(), self._vram, training=self._trains, alone=alone
         )
+
+    @property
+    def _trains(self) -> bool:
+        """Whether anything is trainable."""
+        return bool(self._carving.adapters) or any(unit.trainable for unit in self._placement.streamed)
 
     def _everything(self) -> int:
         """Device bytes of all weights."""

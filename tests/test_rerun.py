@@ -328,6 +328,38 @@ def test_a_weight_that_is_away_is_brought_by_an_operator_outside_its_own_forward
     assert torch.equal(weight, expected) and session._engine.allocated == 0
 
 
+class Options:
+    """As hosts hand them on to every block."""
+
+
+class WithOptions(Net):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, Options())
+        return x
+
+
+class Takes(Block):
+    def forward(self, x, options):
+        return super().forward(x)
+
+
+def test_a_unit_that_is_given_objects_is_not_run_again_and_costs_no_look_at_them(monkeypatch):
+    net = WithOptions()
+    net.blocks = nn.ModuleList(Takes(number, 32) for number in range(8)).requires_grad_(False)
+    with auto(net) as session:
+        for _ in range(20):
+            run(net)
+        looked = []
+        monkeypatch.setattr(rerun, "_versions", lambda *given: looked.append(given))
+        run(net)
+        assert not looked
+        TROUBLE.at(resident(session)[1])
+        with pytest.raises(torch.OutOfMemoryError):
+            run(net)
+        assert TROUBLE.seen.count(TROUBLE.block) == 1
+
+
 def test_training_is_not_run_again():
     net = Net()
     net.register_parameter("scale", nn.Parameter(torch.ones(32)))
