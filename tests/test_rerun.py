@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import weakref
@@ -10,6 +11,7 @@ import carom
 import pytest
 import torch
 from carom.core import rerun
+from carom.core.hooks import Wrapped
 from carom.core.sizes import MIB
 from torch import nn
 
@@ -420,6 +422,29 @@ def test_after_a_graph_that_is_still_wanted_what_gave_way_comes_as_it_is_needed(
         assert torch.equal(gradient, net.scale.grad)
         assert torch.equal(run(net), expected)
         assert session._placement is not placement
+
+
+def test_a_copy_of_the_model_has_nothing_of_the_session_in_front():
+    net = Net()
+    expected = run(net)
+    with auto(net) as session:
+        run(net)
+        other = copy.deepcopy(net)
+        blocks = [net.blocks[number] for number in resident(session)]
+        assert all("forward" in vars(block) for block in blocks)
+        seen = session._reruns._count()
+        assert torch.equal(run(other), expected)
+        assert session._reruns._count() == seen + 1, "no unit of the session ran"
+
+
+def test_a_front_that_is_undone_before_the_one_outside_it_leaves_nothing():
+    module, inner, outer = nn.Linear(2, 2), Wrapped(), Wrapped()
+    for wrapped in (inner, outer):
+        wrapped.forward(module, lambda below: lambda *args: below(*args))
+    inner.undo()
+    module(torch.zeros(1, 2))
+    outer.undo()
+    assert "forward" not in vars(module)
 
 
 def test_a_budget_in_bytes_puts_nothing_in_front_of_resident_units():
