@@ -69,6 +69,15 @@ def hard_tensors(small: bool):
         yield f"random bits {dtype}", bits.view(dtype)
 
 
+def real_tensors(file: Path):
+    """(label, tensor) of a safetensors file, as they are and as bfloat16."""
+    for name, tensor in importlib.import_module("safetensors.torch").load_file(file).items():
+        tensor = tensor.flatten()
+        yield f"{file.name}: {name} {tensor.dtype}", tensor
+        if tensor.dtype == torch.float32:
+            yield f"{file.name}: {name} as bfloat16", tensor.bfloat16()
+
+
 def packed_unit(modules, tensors, device, lanes, code=None):
     """(entries, wire buffer on the device, raw bytes per entry, bytes of the slot) of tensors packed one after another."""
     entries, blobs, raws, wire_at, out_at = [], [], [], 0, 0
@@ -90,10 +99,10 @@ def decoder(modules, entries, method, tiles=1, warps=None):
     return unit.UnitDecoder(entries, method=method, tuning=unit.Tuning(tiles=tiles, warps=warps))
 
 
-def differences(modules, device, small) -> list[str]:
+def differences(modules, device, small, file=None) -> list[str]:
     """Labels of everything that decodes to other bytes than were packed."""
     wrong = []
-    tensors = list(hard_tensors(small))
+    tensors = list(hard_tensors(small)) + ([] if file is None else list(real_tensors(file)))
     for lanes, tiles in ((128, 1), (32, 3)):  # the others are compared where they are timed
         entries, wire, raws, size = packed_unit(modules, tensors, device, lanes)
         for method in ("triton", "torch"):
@@ -192,6 +201,10 @@ def timings(modules, mib: int, deadline: float, device: str = "cuda") -> list[di
                 2 * count,
                 warps=warps,
             )
+    from_peers = importlib.import_module("carom.benchmarks.codec_peers")
+    for row in from_peers.nvcomp_ans(weights, copy, gigabytes_per_second):
+        rows.append(row)
+        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     try:
         functional = importlib.import_module("bitsandbytes.functional")
     except ImportError:
@@ -206,12 +219,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=320, help="MiB of bf16 weights that are timed")
     parser.add_argument("--seconds", type=float, default=50, help="no new timing is begun after this")
+    parser.add_argument("--file", type=Path, help="a safetensors file whose tensors are checked as well")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     arguments = parser.parse_args()
     start = time.monotonic()
     modules = load_checkout()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    wrong = differences(modules, device, small=device == "cpu")
+    wrong = differences(modules, device, device == "cpu", arguments.file)
     print(
         f"exact: {'no: ' + '; '.join(wrong) if wrong else 'yes'} ({time.monotonic() - start:.0f} s)",
         flush=True,

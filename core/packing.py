@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,17 +44,23 @@ EXPECTED = (
     0.72  # of the bytes that Gaussian-like bf16 weights pack to, and a little: what staging is planned for
 )
 LEAST_SCRATCH = 4 * MIB
+ENOUGH_SCRATCH = 128 * MIB  # with less, tensors come to the device one at a time: steps would be too many
 _AT_ONCE = 4  # tensors that are encoded at a time
 
 
 @dataclass(frozen=True)
 class Packing:
     """``raw``: names of tensors whose units are not packed; ``keep_raw``: weights keep their plain bytes besides;
-    ``auto``: whether units may come to cross as they are where packing does not pay."""
+    ``auto``: whether units may come to cross as they are where packing does not pay; ``plain``: all do from now on."""
 
     raw: frozenset[str] = frozenset()
     keep_raw: bool = False
     auto: bool = False
+    plain: bool = False
+
+    def leaves(self, name: str) -> bool:
+        """Whether the tensor ``name`` crosses as it is."""
+        return self.plain or name in self.raw
 
 
 class PackedOwner(AwayOwner):
@@ -109,7 +115,8 @@ class PackedPlacement(Placement):
     """Places a carving whose streamed weights are packed. ``shelf``: packed tensors by their object's id; it outlives
     placements, so that a change of layout neither decodes nor encodes what streams before and after.
 
-    ``policy.raw`` names tensors whose units are not packed; ``staging_bytes``: the largest wire that can be decoded.
+    ``policy.raw`` names tensors whose units are not packed; ``staging_bytes``: the largest wire that can be decoded;
+    ``room``: bytes of the device that may be used while attaching, ``largest``: of a unit.
     """
 
     def __init__(
@@ -119,11 +126,14 @@ class PackedPlacement(Placement):
         shelf: dict[int, PackedTensor],
         policy: Packing,
         staging_bytes: int,
-        scratch_bytes: int = 1 << 29,
+        room: int = 1 << 30,
+        largest: int = 0,
     ) -> None:
         super().__init__(engine, arena)
         self._shelf, self._policy, self._staging_bytes = shelf, policy, staging_bytes
-        self._scratch_bytes = max(LEAST_SCRATCH, scratch_bytes)  # of the device
+        # Ahead: two units are on their way, and one is there packed. Else: a tensor, and its unit's packed ones.
+        self._ahead = not engine.unpacks or room - 3 * largest >= ENOUGH_SCRATCH
+        self._scratch_bytes = max(LEAST_SCRATCH, room - (3 if self._ahead else 2) * largest)  # of the device
         self._dressed: list[tuple[torch.Tensor, type]] = []
         self._homes: dict[int, torch.device] = {}  # of tensors that keep their bytes, until they stand
         self._proven: set[tuple[str, int, int]] = set()
@@ -162,11 +172,15 @@ class PackedPlacement(Placement):
         ):
             pins: list[Future[Any]] = []
             progress = Progress(sum(unit.nbytes for unit in units))
-            there = self._there(units[0], packers) if units else []
+            there = self._there(units[0], packers) if units and self._ahead else []
             for unit, following in zip(units, [*units[1:], None], strict=False):
                 streamed = make(unit, len(self.streamed), Block(torch.empty(0, dtype=torch.uint8), False, 0))
-                values = [value.result() for value in there]
-                there = [] if following is None else self._there(following, packers)
+                values: Iterable[torch.Tensor | None]
+                if self._ahead:
+                    values = [value.result() for value in there]
+                    there = [] if following is None else self._there(following, packers)
+                else:
+                    values = map(self._bring, unit.entries)
                 if self._engine.unpacks:  # the device packs, one after another
                     streamed.packed = list(map(self._pack, unit.entries, values))
                 else:
@@ -187,7 +201,7 @@ class PackedPlacement(Placement):
 
     def _packs(self, entry: Entry) -> bool:
         """Whether the entry's weight is to be packed now."""
-        if id(entry.tensor) in self._shelf or self.broken or entry.name in self._policy.raw:
+        if id(entry.tensor) in self._shelf or self.broken or self._policy.leaves(entry.name):
             return False
         return not entry.trainable and entry.nbytes >= LEAST and entry.tensor.dtype in KIND_BY_DTYPE
 
@@ -211,7 +225,7 @@ class PackedPlacement(Placement):
         tensor = entry.tensor
         known = self._shelf.get(id(tensor))
         if known is not None:
-            return self._unpacked(known) if self.broken or entry.name in self._policy.raw else known
+            return self._unpacked(known) if self.broken or self._policy.leaves(entry.name) else known
         if value is None or self.broken:
             return None
         with torch.inference_mode(False), torch.no_grad():

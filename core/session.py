@@ -186,8 +186,8 @@ class Session(Pools, Adapts, Adopts, Values):
                     self._shelf,
                     self._packing or Packing(),
                     self.plan.staging_bytes,
-                    # Until the region is there; two units are on their way, and one is there packed.
-                    self.plan.region_bytes + self.plan.staging_bytes - 3 * self._carving.largest,
+                    self.plan.region_bytes + self.plan.staging_bytes,  # until the region is there
+                    self._carving.largest,
                 )
                 self._placement.receive(left)
             resident, streamed = self._divide(disk)
@@ -220,9 +220,8 @@ class Session(Pools, Adapts, Adopts, Values):
 
     def _settings(self) -> decide.Settings:
         from_file = None if self._checkpoint is None else self._checkpoint.of
-        return decide.Settings(
-            self._vram, self._granularity, self._training, self._stay, from_file, self._packing is not None
-        )
+        packs = self._packing is not None and not self._packing.plain
+        return decide.Settings(self._vram, self._granularity, self._training, self._stay, from_file, packs)
 
     def _stand_in_front(self, streamed: list[Streamed]) -> None:
         for unit in streamed:
