@@ -215,6 +215,29 @@ def timings(modules, mib: int, deadline: float, device: str = "cuda") -> list[di
     return rows
 
 
+def encoder_rows(modules, mib: int) -> list[dict]:
+    """The CPU encoder's rate in GB/s of raw bf16, by threads."""
+    weights = (torch.randn(mib << 19) * 0.02).bfloat16()
+    rows = []
+    for threads in (1, 2, 4, 8):
+        if threads > modules["lossless"].cores():
+            break
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            modules["lossless"].encode(weights, threads=threads)
+            times.append(time.perf_counter() - start)
+        rows.append(
+            {
+                "what": "cpu encoder",
+                "threads": threads,
+                "gb_per_s": round(weights.nbytes / min(times) / 1e9, 2),
+            }
+        )
+        print("  ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=320, help="MiB of bf16 weights that are timed")
@@ -232,11 +255,12 @@ def main() -> int:
     )
     if wrong:
         return 1
+    rows = encoder_rows(modules, min(arguments.mib, 64))
     if device == "cpu":
-        print("no GPU here: nothing is timed")
+        print("no GPU here: no decoder is timed")
         return 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    rows = timings(modules, arguments.mib, start + arguments.seconds)
+    rows += timings(modules, arguments.mib, start + arguments.seconds)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     print(f"done in {time.monotonic() - start:.0f} s")
