@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .ops import HostParameter, HostTensor
 from .plan import SMALL_UNIT, Plan, round_up
 from .progress import Progress
 from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, workers
+from .store.mapped import Mapped
 from .streamed import Owner, Streamed
 from .transfer import Engine
 from .units import Carving, Entry, Unit
@@ -110,6 +112,7 @@ class Placement:
                 value = self._value(tensor)
                 view = piece.as_strided(value.shape, value.stride(), piece.storage_offset())
                 view.copy_(value)
+                self._drop(value)
             del value
             self._moved.append(Moved(tensor, self._home(tensor), lot))
             tensor.data = view
@@ -121,6 +124,16 @@ class Placement:
     def _home(self, tensor: torch.Tensor) -> torch.device:
         """Where it returns to."""
         return tensor.device
+
+    @cached_property
+    def _mapped(self) -> Mapped:
+        return Mapped()
+
+    def _drop(self, read: torch.Tensor) -> None:
+        """Where ``read`` is a mapped checkpoint's, its pages are not in memory because of us."""
+        if read.device.type == "cpu" and _plain(read):
+            memory = storage_bytes(read)
+            self._mapped.drop(memory.data_ptr(), memory.numel())
 
     def adapt(self, entry: Entry) -> None:
         """A trainable tensor that stays on the device, gradient included."""
@@ -137,7 +150,9 @@ class Placement:
         size = tensor.numel() * tensor.element_size()
         if tensor.device != self._engine.device:
             home = tensor.device
+            before = tensor.detach()
             _relocate(tensor, self._engine.device)
+            self._drop(before)
             self.loaded_bytes += size
             self._moved.append(Moved(tensor, home))
         return size
@@ -156,7 +171,8 @@ class Placement:
         """Copy units to blocks of their own in host memory, pin them, and let the tensors stand there.
 
         While one unit is copied the next is begun and the last is pinned; a unit's old memory is given back before
-        the next but one is copied, so the host holds the weights once.
+        the next but one is copied, so the host holds the weights once. Of a mapped checkpoint that is true too: a
+        page is dropped when it was copied.
         """
         with (
             ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool,
@@ -193,7 +209,7 @@ class Placement:
                 else:
                     view.copy_(tensor.detach())
             views.append(view)
-        return _Filling(unit, block, views, fill(pieces, pool))
+        return _Filling(unit, block, views, fill(pieces, pool, self._mapped))
 
     def _stand_there(self, filling: _Filling, make: Callable[[Unit, int, Any], Streamed]) -> None:
         """The unit's bytes are in its block: its tensors stand there from here on."""

@@ -259,7 +259,10 @@ class PackedPlacement(Placement):
             else:
                 self._dressed.append((tensor, type(tensor)))
                 self._shelf[id(tensor)] = packed
+                before = ops.plain(torch.Tensor.detach, (tensor,), {})
                 packed.give_up_memory()
+                self._drop(before)
+                del before
                 owner = PackedOwner(streamed.streamer, streamed, entry, packed, self)
                 wear = AwayParameter if is_parameter else AwayTensor
             streamed.owners.append(owner)
@@ -296,7 +299,7 @@ class PackedPlacement(Placement):
                 for job in touch(block.data, pool):
                     job.result()
                 self._arena.pin(block)
-            for job in fill([piece for piece in pieces if piece[1].device.type == "cpu"], pool):
+            for job in fill([piece for piece in pieces if piece[1].device.type == "cpu"], pool, self._mapped):
                 job.result()
             for target, source in pieces:
                 if source.device.type != "cpu":

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from .mapped import Mapped
+
 logger = logging.getLogger("carom")
 
 PAGE = mmap.PAGESIZE
@@ -137,13 +139,18 @@ def workers() -> int:
         return max(1, min(16, os.cpu_count() or 1))
 
 
-def fill(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], pool: ThreadPoolExecutor) -> list[Future[Any]]:
+def fill(
+    pieces: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    pool: ThreadPoolExecutor,
+    mapped: Mapped | None = None,
+) -> list[Future[Any]]:
     """Start copying (destination, source) pairs of CPU uint8 tensors of equal length, spread over ``pool``.
 
-    ctypes.memmove releases the GIL, so first touch and copy run in parallel.
+    ctypes.memmove releases the GIL, so first touch and copy run in parallel. ``mapped``: files whose pages are not to
+    count as this process's memory once they were copied.
     """
     return [
-        pool.submit(_copy, destination, source, start)
+        pool.submit(_copy, destination, source, start, mapped)
         for destination, source in pieces
         for start in range(0, destination.numel(), _CHUNK)
     ]
@@ -157,9 +164,11 @@ def touch(memory: torch.Tensor, pool: ThreadPoolExecutor) -> list[Future[Any]]:
     ]
 
 
-def _copy(destination: torch.Tensor, source: torch.Tensor, start: int) -> None:
+def _copy(destination: torch.Tensor, source: torch.Tensor, start: int, mapped: Mapped | None) -> None:
     size = min(_CHUNK, destination.numel() - start)
     ctypes.memmove(destination.data_ptr() + start, source.data_ptr() + start, size)
+    if mapped is not None:
+        mapped.drop(source.data_ptr() + start, size)
 
 
 def return_freed_memory() -> None:
