@@ -2,8 +2,8 @@
 
 A real drive writes to memory by itself, and straight is right. A virtual drive's bytes may be copied there by the
 hypervisor, which is faster where the destination is cached: the same few megabytes again and again, from which
-a worker copies them on. No property of a machine tells which it is, so both ways are tried in turns while streaming,
-and the faster one is kept until the next trial.
+a worker copies them on. No property of a machine tells which it is, so the ways are tried in turns while streaming,
+and the fastest one is kept until the next trial.
 """
 
 from __future__ import annotations
@@ -14,62 +14,66 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class PacePolicy:
-    """``window``: bytes that one way reads before the other has its turn; ``turns``: of each way in a trial;
-    ``gain``: of straight's rate that the way aside must exceed; ``lasting``: bytes after which both are tried anew."""
+    """``ways``: bytes of one read through a worker's own buffer (whole pages), 0 for straight, which is first; ``window``: bytes that one
+    way reads before the next has its turn; ``turns``: of each way in a trial; ``gain``: of straight's rate that another
+    way must exceed; ``lasting``: bytes after which all are tried anew: the first trial's verdict, which memory that was
+    never touched before may have marred, holds for the first of these, each one after it for four times as long, up
+    to the last."""
 
-    window: int = 128 << 20
+    ways: tuple[int, ...] = (0, 4 << 20, 2 << 20)
+    window: int = 64 << 20
     turns: int = 4
     gain: float = 1.05
-    lasting: int = 64 << 30
+    lasting: tuple[int, int] = (4 << 30, 64 << 30)
 
 
 @dataclass
-class Tried:
-    """What one way read, and the seconds it took."""
-
+class _Tried:
     nbytes: int = 0
     seconds: float = 0.0
-
-    @property
-    def rate(self) -> float | None:
-        return self.nbytes / self.seconds if self.seconds > 0 else None
 
 
 @dataclass
 class Pace:
     """Chooses for all workers that read from one drive; any thread may ask and tell.
 
-    ``aside``: whether the next read goes through a worker's own buffer. ``rates``: bytes per second of the last whole
-    trial, straight and aside; None before there was one.
+    ``aside``: 0: the next read goes straight to its memory; else the bytes at a time in which it goes through a worker's
+    buffer. ``rates``: bytes per second of each way in the last whole trial; empty before there was one.
     """
 
     policy: PacePolicy = field(default_factory=PacePolicy)
-    aside: bool = False
-    rates: tuple[float, float] | None = None
+    aside: int = 0
+    rates: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._last: float | None = None  # when the last read ended, if others were waiting for a worker then
+        self._lasting = self.policy.lasting[0]
+        self._last: float | None = None  # when the last read ended, if no worker was idle since
         self._begin()
 
     def _begin(self) -> None:
-        self._tried = {False: Tried(), True: Tried()}
+        self._tried = {way: _Tried() for way in self.policy.ways}
         self._window = self._turn = self._since = 0
         self._trying = True
+        self.aside = self.policy.ways[0]
 
-    def ended(self, now: float, nbytes: int, aside: bool, busy: bool) -> None:
-        """A read of ``nbytes`` ended at ``now`` seconds; ``aside``: how it was done; ``busy``: more were waiting for a
-        worker, so that the drive was given all that workers can give it.
+    def idle(self) -> None:
+        """A worker found nothing to read: what follows does not tell what the drive can give."""
+        with self._lock:
+            self._last = None
 
-        Only what lies between two ends of reads, with the drive busy all the time, is counted.
+    def ended(self, now: float, nbytes: int, aside: int) -> None:
+        """A read of ``nbytes`` ended at ``now`` seconds; ``aside``: how it was done.
+
+        Only what lies between two ends of reads, with all workers busy all the time, is counted.
         """
         with self._lock:
-            last, self._last = self._last, now if busy else None
+            last, self._last = self._last, now
             if not self._trying:
                 self._since += nbytes
-                if self._since >= self.policy.lasting:
+                if self._since >= self._lasting:
+                    self._lasting = min(4 * self._lasting, self.policy.lasting[1])
                     self._begin()
-                    self.aside = False
                 return
             if last is None or aside != self.aside:  # of another window
                 return
@@ -81,14 +85,16 @@ class Pace:
                 self._next()
 
     def _next(self) -> None:
+        ways = self.policy.ways
         self._window = 0
         self._turn += 1
-        if self._turn < 2 * self.policy.turns:
-            # First, second, second, first: a drive that becomes faster or slower meanwhile favours neither.
-            self.aside = self._turn % 4 in (1, 2)
+        rounds, place = divmod(self._turn, len(ways))
+        if rounds < self.policy.turns:
+            # There and back: a drive that becomes faster or slower meanwhile favours none.
+            self.aside = ways[place if rounds % 2 == 0 else -1 - place]
             return
-        straight, aside = self._tried[False].rate, self._tried[True].rate
-        if straight and aside:
-            self.rates = straight, aside
-            self.aside = aside > self.policy.gain * straight
+        self.rates = {way: t.nbytes / max(t.seconds, 1e-9) for way, t in self._tried.items()}
+        fastest = max(ways, key=lambda way: self.rates[way])
+        straight = ways[0]
+        self.aside = fastest if self.rates[fastest] > self.policy.gain * self.rates[straight] else straight
         self._trying, self._since = False, 0

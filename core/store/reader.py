@@ -233,6 +233,8 @@ def _work(shared: _Shared) -> None:
     while True:
         with shared.lock:
             while not shared.heap and not shared.stopping:
+                if shared.pace is not None:
+                    shared.pace.idle()
                 shared.lock.wait()
             if shared.stopping:
                 return
@@ -245,7 +247,7 @@ def _work(shared: _Shared) -> None:
         began = time.perf_counter()
         error: BaseException | None = None
         piece = None
-        aside = shared.pace is not None and shared.pace.aside
+        aside = 0 if shared.pace is None else shared.pace.aside
         try:
             piece = _Piece(shared, handle, scratch)
             piece.fill(start, nbytes, aside)
@@ -261,7 +263,7 @@ def _work(shared: _Shared) -> None:
                 stats.bytes += nbytes if error is None else 0
                 stats.direct += nbytes if error is None and piece.raw.direct else 0
                 if shared.pace is not None and error is None and piece.either:
-                    shared.pace.ended(time.perf_counter(), nbytes, aside, bool(shared.heap))
+                    shared.pace.ended(time.perf_counter(), nbytes, aside)
         handle._piece_done(error)
         # Held while idle they would keep the caller's memory.
         del handle, piece
@@ -290,8 +292,9 @@ class _Piece:
                 shared.files[file] = raw
             return shared.files[file]
 
-    def fill(self, offset: int, nbytes: int, aside: bool = False) -> None:
-        """Bring file bytes [offset, offset + nbytes) to their place in the target; ``aside``: all through a worker's buffer."""
+    def fill(self, offset: int, nbytes: int, aside: int = 0) -> None:
+        """Bring file bytes [offset, offset + nbytes) to their place in the target; ``aside``: where a choice is, through a
+        worker's buffer, that many bytes at a time."""
         end = offset + nbytes
         self.either = self.raw.direct and (self.handle._address - self.handle.offset) % ALIGN == 0
         if self.either and not aside:
@@ -301,7 +304,9 @@ class _Piece:
             self._straight(body, body_end)
             self._bounce(body_end, end)
         elif self.raw.direct:
-            self._bounce(offset, end)
+            step = aside if self.either else self.policy.chunk + ALIGN
+            for start in range(offset - offset % ALIGN, end, step):
+                self._bounce(max(start, offset), min(start + step, end))
         else:
             self._straight(offset, end)
 
