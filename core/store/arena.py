@@ -8,10 +8,8 @@ host). Where registering is refused the block stays pageable: slower, never wron
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
-import mmap
 import os
 import threading
 import weakref
@@ -23,10 +21,10 @@ from typing import Any
 import torch
 
 from .mapped import Mapped
+from .memory import PAGE, fresh
 
 logger = logging.getLogger("carom")
 
-PAGE = mmap.PAGESIZE
 _CHUNK = 4 << 20  # bytes one thread copies at a time: a unit of tens of MiB keeps all of them busy
 
 
@@ -69,7 +67,7 @@ class HostArena:
 
     def allocate(self, nbytes: int) -> Block:
         """An unpinned block of ``nbytes`` (not yet touched). Raises MemoryError when the system refuses."""
-        return Block(torch.frombuffer(_map(nbytes), dtype=torch.uint8)[:nbytes], False, 0)
+        return Block(_as_tensor(fresh(nbytes)), False, 0)
 
     def pin(self, block: Block) -> bool:
         """Register a filled block; on refusal it stays pageable and a note says so."""
@@ -109,20 +107,8 @@ def _unpin(arena: HostArena, pinner: Pinner, address: int, size: int) -> None:
         arena.pinned_bytes -= size
 
 
-def _map(nbytes: int) -> mmap.mmap:
-    """Fresh page-aligned private memory of at least ``nbytes``."""
-    size = max(1, -(-nbytes // PAGE)) * PAGE
-    try:
-        if hasattr(mmap, "MAP_PRIVATE"):
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # type: ignore[attr-defined,call-arg,unused-ignore]
-        else:
-            memory = mmap.mmap(-1, size)
-    except (OSError, ValueError, OverflowError) as error:
-        raise MemoryError(f"the system refused {size} bytes of host memory: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without transparent huge pages: ordinary pages serve
-            memory.madvise(mmap.MADV_HUGEPAGE)  # type: ignore[attr-defined,unused-ignore]
-    return memory
+def _as_tensor(memory: memoryview) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else torch.empty(0, dtype=torch.uint8)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
