@@ -283,6 +283,24 @@ class Placement:
             if lot is not None:
                 self.resident_bytes += round_up(lot.nbytes, self._engine.grain)
 
+    def let_go(self, tensors: list[torch.Tensor], nbytes: int) -> list[Moved] | None:
+        """A resident unit of ``nbytes`` goes to the host within a pass: what was known of its tensors is the caller's, until
+        `take_back`. None where it has to return to a device."""
+        wanted = set(map(id, tensors))
+        moved = [moved for moved in self._moved if id(moved.tensor) in wanted]
+        if any(one.home.type != "cpu" for one in moved):
+            return None
+        self._moved = [moved for moved in self._moved if id(moved.tensor) not in wanted]
+        self.resident_bytes -= round_up(nbytes, self._engine.grain)
+        return moved
+
+    def take_back(self, moved: list[Moved], lot: Lot, nbytes: int) -> None:
+        """It is on the device again, in ``lot``."""
+        for one in moved:
+            one.lot = lot
+        self._moved += moved
+        self.resident_bytes += round_up(nbytes, self._engine.grain)
+
     def settled(self) -> None:
         """All tensors are in their places."""
         self._received.clear()

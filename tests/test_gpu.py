@@ -485,6 +485,36 @@ def test_auto_takes_what_is_free_and_gives_way_to_a_neighbour():
             assert 0 < memory.free <= memory.total and memory.cached >= 0
 
 
+def test_a_unit_that_runs_out_of_memory_runs_again_after_residents_gave_way():
+    """A neighbour takes nearly all there is in the middle of a forward."""
+    model = big(16)
+    plain = copy.deepcopy(model).to(CUDA)
+    x, taken = inputs(0, 8192), []
+
+    def take(module, args):
+        if not taken:
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info()
+            taken.append(torch.empty(free - 24 * MIB, dtype=torch.uint8, device=CUDA))
+
+    with torch.no_grad():
+        expected = plain(x)
+        del plain
+        with carom.stream(model, device="cuda", vram="auto", codec="raw") as session:
+            for _ in range(3):
+                assert_same([expected], [model(x)])
+            held, reruns, ooms = session._held_bytes(), session._reruns, session._engine.memory().ooms
+            handle = model.blocks[8].register_forward_pre_hook(take)
+            assert_same([expected], [model(x)])
+            handle.remove()
+            assert session._engine.memory().ooms > ooms, "it did run out"
+            assert reruns.again >= 1 and session._held_bytes() < held
+            taken.clear()
+            torch.cuda.empty_cache()
+            for _ in range(3):
+                assert_same([expected], [model(x)])
+
+
 # -- the native pool
 
 
