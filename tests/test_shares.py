@@ -117,13 +117,13 @@ class Wire:
 
     def __init__(self, monkeypatch):
         self.loaded = 0
-        keep = carom.core.attach.Placement.keep
+        settled = carom.core.attach.Placement.settled
 
-        def counted(placement, units, entries):
-            keep(placement, units, entries)
+        def counted(placement):
+            settled(placement)
             self.loaded += placement.loaded_bytes
 
-        monkeypatch.setattr(carom.core.attach.Placement, "keep", counted)
+        monkeypatch.setattr(carom.core.attach.Placement, "settled", counted)
 
     def all(self, *sessions):
         return self.loaded + sum(session._engine.bytes_in for session in sessions)
