@@ -111,6 +111,7 @@ class Session(Pools, Adapts, Adopts, Values):
         self._lock = threading.RLock()
         self._closed = True  # until attached
         self._parked = False
+        self._aside = False
         self._wrapped = hooks.Wrapped()
         self._watch: Callable[[], Any] = self._engine.step
         self._peak = 0
@@ -437,6 +438,11 @@ class Session(Pools, Adapts, Adopts, Values):
         """Whether the device was released; the next forward brings the module back."""
         return self._parked
 
+    @property
+    def put_aside(self) -> bool:
+        """Whether it was parked to ``keep``: a module that is sent to the CPU is there already."""
+        return self._parked and self._aside
+
     def park(self, keep: bool = False) -> None:
         """Release the device; the module stays attached and returns at its next forward.
 
@@ -449,6 +455,7 @@ class Session(Pools, Adapts, Adopts, Values):
                 self._detach_for_parking(keep)
 
     def _detach_for_parking(self, keep: bool = False) -> None:
+        self._aside = keep
         keep = keep and self._simple and not self._placement.came_on_device
         self._detach(leave=keep, keep=keep)
         if keep:
