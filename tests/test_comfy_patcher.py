@@ -442,7 +442,7 @@ def test_pinned_memory_is_counted_where_comfyui_counts_its_own(comfy, monkeypatc
     other = make(comfy, LIMIT)
     run(other)
     assert not streaming_of(patcher.model).report().pinned_bytes
-    assert comfy.management.TOTAL_PINNED_MEMORY == 1000 + streaming_of(other.model).report().pinned_bytes
+    assert 1000 + streaming_of(other.model).report().pinned_bytes == comfy.management.TOTAL_PINNED_MEMORY
     reference = run(other)
     other.detach()
     assert torch.equal(run(patcher), reference)
