@@ -57,6 +57,10 @@ class Adapts(Tunes, FollowsRam):
     _vram: int
     _shared: SharedBudget | None
     _closed: bool
+    _among: frozenset[str] | None
+
+    def _residents(self) -> frozenset[str]:
+        raise NotImplementedError
 
     def _decide(self) -> tuple[Carving, Plan]:
         raise NotImplementedError
@@ -267,6 +271,8 @@ class Adapts(Tunes, FollowsRam):
         if self._move_watermark(max(budget, least), self._everything()):
             self._engine.trim()
             return
+        fell = max(budget, least) < self._vram
+        self._among = self._residents() if fell else None
         self._vram = max(budget, least)
         while True:
             try:

@@ -117,6 +117,7 @@ class Session(Pools, Adapts, Adopts, Values):
         self._peak = 0
         self._chooses_pool(pool)
         self._stay: dict[str, str] = {}
+        self._among: frozenset[str] | None = None  # units that alone may stay, after a budget that fell
         self._packing = settings.packing(codec, host, weights, self._engine)
         if self._packing is not None and self._packing.auto and decide.compiled(module):
             self._packing = None  # guards of compiled code look at weights that packed ones do not show
@@ -239,8 +240,9 @@ class Session(Pools, Adapts, Adopts, Values):
     def _settings(self) -> decide.Settings:
         from_file = None if self._checkpoint is None else self._checkpoint.of
         return decide.Settings(
-            self._vram, self._granularity, self._training, self._stay, from_file, self._packing is not None
-        )
+            self._vram, self._granularity, self._training, self._stay, from_file, self._packing is not None,
+            self._among,
+        )  # fmt: skip
 
     def _stand_in_front(self, streamed: list[Streamed]) -> None:
         for unit in streamed:
@@ -399,7 +401,7 @@ class Session(Pools, Adapts, Adopts, Values):
         """
         with self._lock:
             self._need_open()
-            before = self._vram, self._ram
+            before, among = (self._vram, self._ram), self._among
             if vram is not None:
                 mine = (
                     0 if isinstance(vram, SharedBudget) and vram is not self._shared else self._held_bytes()
@@ -409,6 +411,9 @@ class Session(Pools, Adapts, Adopts, Values):
                 self._ungovern()
                 self._shared = vram if isinstance(vram, SharedBudget) else None
                 self._govern(vram == "auto" or self._shared is not None)
+                # What stays under less is a part of what stayed: nothing has to come for a budget that falls.
+                fell = self._vram < before[0] and not self._parked
+                self._among = self._residents() if fell else None
             if ram is not None:
                 self._ram = settings.ram_budget(ram)
             try:
@@ -416,7 +421,7 @@ class Session(Pools, Adapts, Adopts, Values):
                 if self._checkpoint is not None:
                     self._checkpoint.require_ram(self._ram, wanted_residents(carving, plan)[1])
             except BaseException:
-                self._vram, self._ram = before
+                (self._vram, self._ram), self._among = before, among
                 raise
             less = self._ram < before[1]
             if self._parked:  # the next forward lays it out so
@@ -426,12 +431,17 @@ class Session(Pools, Adapts, Adopts, Values):
             try:
                 self._again(self._copies.unpin if less else lambda: None, retry=True)
             except OutOfMemory:  # what was there before did fit
-                self._vram, self._ram = before
+                (self._vram, self._ram), self._among = before, among
                 self._again()
                 raise
             if ram is not None:
                 self._follow_ram(ram == "auto")
                 self._set_look()
+
+    def _residents(self) -> frozenset[str]:
+        return frozenset(
+            unit.name for index, unit in enumerate(self._carving.units) if index in self.plan.resident
+        )
 
     @property
     def parked(self) -> bool:
