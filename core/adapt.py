@@ -60,6 +60,10 @@ class Adapts(Tunes, FollowsRam):
     _shared: SharedBudget | None
     _closed: bool
     _reruns: Reruns | None
+    _among: frozenset[str] | None
+
+    def _residents(self) -> frozenset[str]:
+        raise NotImplementedError
 
     def _decide(self) -> tuple[Carving, Plan]:
         raise NotImplementedError
@@ -293,6 +297,8 @@ class Adapts(Tunes, FollowsRam):
         if self._move_watermark(max(budget, least), self._everything()):
             self._engine.trim()
             return
+        fell = max(budget, least) < self._vram
+        self._among = self._residents() if fell else None
         self._vram = max(budget, least)
         while True:
             try:

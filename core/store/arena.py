@@ -64,6 +64,19 @@ class HostArena:
         self.pinned_peak_bytes = 0
         self.pageable_bytes = 0
         self.notes: list[str] = []
+        # Asked to give up so many pinned bytes of others, where the limit is reached.
+        self.spare: Callable[[int], None] = lambda nbytes: None
+
+    @property
+    def pins(self) -> bool:
+        """Whether there is a driver to register memory with."""
+        return self._pinner is not None
+
+    def renew(self, limit: int | None) -> None:
+        """Another layout begins, with what is pinned already."""
+        with self._lock:
+            self._limit, self.pageable_bytes, self.notes = limit, 0, []
+            self.pinned_peak_bytes = self.pinned_bytes
 
     def allocate(self, nbytes: int) -> Block:
         """An unpinned block of ``nbytes`` (not yet touched). Raises MemoryError when the system refuses."""
@@ -74,6 +87,8 @@ class HostArena:
         if self._pinner is None or block.pinned or block.data.numel() == 0:
             return block.pinned
         size = -(-block.data.numel() // PAGE) * PAGE
+        if self._limit is not None and (over := self.pinned_bytes + size - self._limit) > 0:
+            self.spare(over)
         with self._lock:
             if self._limit is not None and self.pinned_bytes + size > self._limit:
                 return self._refused(block, f"the RAM budget of {self._limit} bytes is reached")
