@@ -39,6 +39,7 @@ _LOOKS = 0.25  # seconds between readings of a device's memory, after the first 
 _ROUNDING = 1.03  # of a model's bytes, for what allocators round up
 _SIZES = 64  # of inputs that are remembered
 _FIRST = 8  # steps after an attachment that may run again
+_SELDOM = 16  # steps between looks at host memory, where nothing else is watched
 _OFTEN = 2 * _FIRST  # and after which memory is looked at: enough to settle
 
 
@@ -60,6 +61,10 @@ class Adapts(Tunes, FollowsRam):
     _shared: SharedBudget | None
     _closed: bool
     _reruns: Reruns | None
+    _among: frozenset[str] | None
+
+    def _residents(self) -> frozenset[str]:
+        raise NotImplementedError
 
     def _decide(self) -> tuple[Carving, Plan]:
         raise NotImplementedError
@@ -131,8 +136,12 @@ class Adapts(Tunes, FollowsRam):
 
     def _set_look(self) -> None:
         """Measured steps from which `_look` is called between steps."""
-        watched = self._governor is not None or self._pooled is not None or self._follower is not None
+        cache = self._follower is not None and self._checkpoint is not None
+        watched = self._governor is not None or self._pooled is not None or cache
         self._look_at: float = 0 if watched else self._tune_at
+        if self._follower is not None and not watched:
+            meter = self.__dict__.get("_meter")
+            self._look_at = min(self._tune_at, (0 if meter is None else meter.settled) + _SELDOM)
 
     def _look(self) -> None:
         """Between steps: see whether memory or what was learnt asks for another layout."""
@@ -297,6 +306,8 @@ class Adapts(Tunes, FollowsRam):
         if self._move_watermark(max(budget, least), self._everything()):
             self._engine.trim()
             return
+        fell = max(budget, least) < self._vram
+        self._among = self._residents() if fell else None
         self._vram = max(budget, least)
         while True:
             try:

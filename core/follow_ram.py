@@ -1,8 +1,9 @@
 """``ram="auto"``: what a session holds of host memory gives way when the machine or its container runs short of it.
 
 The rule (`Follower`) is pure; `FollowsRam` is a mixin of `Session`. With weights from files the host cache gives way. Weights that
-are in host memory alone have nowhere else to be, so they stay; but a packed copy beside the plain bytes goes, and where the
-system has swap (pinned memory cannot be swapped) weights are no longer pinned: they cross from pageable memory, more slowly.
+are in host memory alone have nowhere else to be, so they stay; but copies go (of resident units, kept for the next layout; packed
+ones beside plain bytes), and where the system has swap, which takes no pinned memory, weights are no longer pinned: they cross
+from pageable memory, more slowly.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from .attach import Placement
 from .checkpoint import Checkpoint
 from .disk_streamer import DiskStreamer
 from .errors import BudgetError
+from .host_copies import HostCopies
 from .packing import Packing
 from .sizes import format_size
 from .store.arena import HostArena
@@ -69,6 +71,7 @@ class FollowsRam:
     _engine: Engine
     _arena: HostArena
     _packing: Packing | None
+    _copies: HostCopies
     _checkpoint: Checkpoint | None
     _placement: Placement
     _streamer: Streamer
@@ -88,8 +91,8 @@ class FollowsRam:
             return
         memory = host.host_memory()
         if self._checkpoint is None:
-            copies = self._packing is not None and self._packing.keep_raw
-            if copies or (self._engine.pinner is not None and swaps(memory)):
+            both = self._packing is not None and self._packing.keep_raw
+            if both or self._engine.pinner is not None:
                 self._follower = Follower(self._ram, min(memory.keep, memory.free))
         else:
             # Where little is left even at first, no more than that is wanted back.
@@ -143,23 +146,26 @@ class FollowsRam:
             )
             self._packing = None
             self._again(retry=True)
-        elif limit > now or swaps(memory):
-            self._pin(limit)
+        else:
+            self._pin(limit, swaps(memory))
 
-    def _pin(self, limit: int) -> None:
-        """Have at most ``limit`` bytes pinned, as many as that allows; what is used last goes first."""
+    def _pin(self, limit: int, swapped: bool) -> None:
+        """Have at most ``limit`` bytes pinned, as many as that allows: first copies of what is resident go, then (where that
+        helps anybody: ``swapped``) what is used last is unpinned."""
         arena = self._arena
         before = arena.pinned_bytes
-        self._pins = None if limit >= self._ram else limit
-        arena.bound(self._pin_limit())
         self._engine.synchronize()  # copies may be under way
-        units = [unit for unit in self._placement.streamed if unit.block.data.numel()]
-        for unit in reversed(units):
-            if unit.block.pinned and arena.pinned_bytes > limit:
-                unit.block.unpin()
-        for unit in units:
-            if not unit.block.pinned and arena.pinned_bytes + unit.block.data.numel() < limit:
-                arena.pin(unit.block)
+        self._copies.spare(before - limit)
+        if swapped or limit >= self._ram:
+            self._pins = None if limit >= self._ram else limit
+            arena.bound(self._pin_limit())
+            units = [unit for unit in self._placement.streamed if unit.block.data.numel()]
+            for unit in reversed(units):
+                if unit.block.pinned and arena.pinned_bytes > limit:
+                    unit.block.unpin()
+            for unit in units:
+                if not unit.block.pinned and arena.pinned_bytes + unit.block.data.numel() < limit:
+                    arena.pin(unit.block)
         if arena.pinned_bytes != before:
             logger.info(
                 "carom: ram='auto': %s pinned instead of %s",

@@ -254,6 +254,8 @@ class Apply:
                     f"a streamed module cannot become {after.dtype}; close the session, convert, and stream again"
                 )
             device = after.device
+        if session.put_aside and device is not None and device.type == "cpu":
+            return session.module
         if (
             device is None
             or device == engine.device

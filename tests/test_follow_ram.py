@@ -57,6 +57,7 @@ def memory(monkeypatch):
     found = SimpleNamespace(free=100 * GB, keep=0)
     whole = host.host_memory()
     monkeypatch.setattr(follow_ram, "LOOKS", 0.0)
+    monkeypatch.setattr("carom.core.adapt._SELDOM", 0)
     monkeypatch.setattr(follow_ram.host, "host_memory", lambda: found)
     found.usable, found.limit = whole.usable, whole.limit
     return found
@@ -152,6 +153,31 @@ def test_weights_in_host_memory_alone_are_no_longer_pinned_where_they_can_be_swa
         for _ in range(3):
             assert torch.equal(run(net), expected)
         assert session._arena.pinned_bytes == before, "in a container nothing would be won"
+    assert torch.equal(run(net), expected)
+
+
+def test_copies_of_what_is_resident_go_without_swap_too(monkeypatch, memory):
+    net, size = Net(), 12 * UNIT
+    expected = run(net)
+    monkeypatch.setattr("carom.core.settings.ram_budget", lambda value: size)
+    monkeypatch.setattr("carom.core.attach.SMALL_UNIT", 1)
+    memory.keep, memory.free = 4 * UNIT, 8 * UNIT
+    memory.total, memory.cgroup_limit, memory.swap_total, memory.swap_used = 100 * UNIT, None, 0, 0
+    with carom.stream(
+        net, device=carom.SimulatedDevice(timing="random"), vram=3 * UNIT, granularity="layer"
+    ) as session:
+        run(net)
+        session.set_budget(vram=5 * UNIT)
+        kept = session._arena.pinned_bytes
+        streams = sum(unit.block.registered_bytes for unit in session._placement.streamed)
+        assert kept > streams, "units that came to stay have copies on the host"
+        memory.free = 0
+        for _ in range(3):
+            assert torch.equal(run(net), expected)
+        assert session._arena.pinned_bytes == streams
+        assert all(unit.block.pinned for unit in session._placement.streamed), "nobody would have had more"
+        session.set_budget(vram=3 * UNIT)
+        assert torch.equal(run(net), expected)
     assert torch.equal(run(net), expected)
 
 

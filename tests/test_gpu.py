@@ -185,8 +185,13 @@ def test_transfers_of_a_training_step_are_two_less_the_turns():
         for seed in range(6):
             step(model, seed)
         count, slots, report = len(session._placement.streamed), session.plan.slots, session.report()
+        units = sorted((unit.nbytes for unit in session._placement.streamed), reverse=True)
+        kept = session._streamer.region.nbytes
     assert slots >= 2
-    assert report.transfers_per_weight == pytest.approx(2 - 2 * slots / count, abs=0.02)
+    # What lies in the slots at each of the two turns does not cross again: as many of the largest as there are slots, and
+    # where smaller ones find room beside them, those as well.
+    most = next((n for n in range(count, 0, -1) if sum(units[-n:]) <= kept), 0)
+    assert 2 - 2 * most / count - 0.02 <= report.transfers_per_weight <= 2 - 2 * slots / count + 0.02
 
 
 def test_inference_takes_one_transfer_at_most():
