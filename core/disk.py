@@ -47,7 +47,8 @@ class Disk:
     def reader(self, largest: int) -> DiskReader:
         """A reader whose workers' own buffers stay small beside a small budget."""
         chunk = min(_CHUNK, max(PAGE, largest // PAGE * PAGE))
-        return DiskReader(ReaderPolicy(workers=self.checkpoint.settings.workers, chunk=chunk))
+        policy = ReaderPolicy(workers=self.checkpoint.settings.workers, chunk=chunk)
+        return DiskReader(policy, pace=self.checkpoint.pace)
 
 
 @dataclass(eq=False)
@@ -90,7 +91,7 @@ class DiskPlacement(Placement):
 
     # -- residents
 
-    def keep(self, units: list[Unit], entries: list[Entry]) -> None:
+    def keep(self, units: list[Unit], entries: list[Entry], in_turn: bool = False) -> None:
         stand_of = self._disk.checkpoint.of
         self._modules = {id(entry): unit.modules for unit in units for entry in unit.entries}
         # A tensor that stays by need may be large: the base would move it as it is.

@@ -8,10 +8,8 @@ host). Where registering is refused the block stays pageable: slower, never wron
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
-import mmap
 import os
 import threading
 import weakref
@@ -23,10 +21,10 @@ from typing import Any
 import torch
 
 from .mapped import Mapped
+from .memory import PAGE, fresh
 
 logger = logging.getLogger("carom")
 
-PAGE = mmap.PAGESIZE
 _CHUNK = 4 << 20  # bytes one thread copies at a time: a unit of tens of MiB keeps all of them busy
 
 
@@ -66,16 +64,31 @@ class HostArena:
         self.pinned_peak_bytes = 0
         self.pageable_bytes = 0
         self.notes: list[str] = []
+        # Asked to give up so many pinned bytes of others, where the limit is reached.
+        self.spare: Callable[[int], None] = lambda nbytes: None
+
+    @property
+    def pins(self) -> bool:
+        """Whether there is a driver to register memory with."""
+        return self._pinner is not None
+
+    def renew(self, limit: int | None) -> None:
+        """Another layout begins, with what is pinned already."""
+        with self._lock:
+            self._limit, self.pageable_bytes, self.notes = limit, 0, []
+            self.pinned_peak_bytes = self.pinned_bytes
 
     def allocate(self, nbytes: int) -> Block:
         """An unpinned block of ``nbytes`` (not yet touched). Raises MemoryError when the system refuses."""
-        return Block(torch.frombuffer(_map(nbytes), dtype=torch.uint8)[:nbytes], False, 0)
+        return Block(_as_tensor(fresh(nbytes)), False, 0)
 
     def pin(self, block: Block) -> bool:
         """Register a filled block; on refusal it stays pageable and a note says so."""
         if self._pinner is None or block.pinned or block.data.numel() == 0:
             return block.pinned
         size = -(-block.data.numel() // PAGE) * PAGE
+        if self._limit is not None and (over := self.pinned_bytes + size - self._limit) > 0:
+            self.spare(over)
         with self._lock:
             if self._limit is not None and self.pinned_bytes + size > self._limit:
                 return self._refused(block, f"the RAM budget of {self._limit} bytes is reached")
@@ -109,20 +122,8 @@ def _unpin(arena: HostArena, pinner: Pinner, address: int, size: int) -> None:
         arena.pinned_bytes -= size
 
 
-def _map(nbytes: int) -> mmap.mmap:
-    """Fresh page-aligned private memory of at least ``nbytes``."""
-    size = max(1, -(-nbytes // PAGE)) * PAGE
-    try:
-        if hasattr(mmap, "MAP_PRIVATE"):
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # type: ignore[attr-defined,call-arg,unused-ignore]
-        else:
-            memory = mmap.mmap(-1, size)
-    except (OSError, ValueError, OverflowError) as error:
-        raise MemoryError(f"the system refused {size} bytes of host memory: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without transparent huge pages: ordinary pages serve
-            memory.madvise(mmap.MADV_HUGEPAGE)  # type: ignore[attr-defined,unused-ignore]
-    return memory
+def _as_tensor(memory: memoryview) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else torch.empty(0, dtype=torch.uint8)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
