@@ -6,18 +6,21 @@ modules. Both are undone in the reverse order, whatever failed in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from .host_copies import HostCopies, HostCopy, fingerprint
 from .ops import HostParameter, HostTensor
 from .plan import SMALL_UNIT, Plan, round_up
 from .progress import Progress
-from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, workers
+from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, touch, workers
+from .store.mapped import Mapped
 from .streamed import Owner, Streamed
 from .transfer import Engine
 from .units import Carving, Entry, Unit
@@ -25,10 +28,12 @@ from .units import Carving, Entry, Unit
 
 @dataclass(eq=False)
 class Lot:
-    """Device memory, from address ``start``, in which tensors went to the device together."""
+    """Device memory, from address ``start``, in which tensors went to the device together; ``copy``: their bytes on the
+    host, where these were kept."""
 
     start: int
     nbytes: int
+    copy: HostCopy | None = None
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is still there, and was not given other memory by the model."""
@@ -48,18 +53,25 @@ class Moved:
 class _Filling:
     """A unit on its way into its block: ``views`` match its entries."""
 
-    unit: Unit
+    streamed: Streamed
     block: Block
     views: list[torch.Tensor]
     jobs: list[Future[Any]]
 
 
 class Placement:
-    """Moves a carving's tensors to where a plan wants them; `undo` brings every one back."""
+    """Moves a carving's tensors to where a plan wants them; `undo` brings every one back.
 
-    def __init__(self, engine: Engine, arena: HostArena) -> None:
-        self._engine, self._arena = engine, arena
+    ``copies``: units' host bytes that outlive placements (None: none do), so that a change of layout moves no more than
+    it changes.
+    """
+
+    def __init__(self, engine: Engine, arena: HostArena, copies: HostCopies | None = None) -> None:
+        self._engine, self._arena, self._copies = engine, arena, copies
         self._moved: list[Moved] = []
+        self._leaving: dict[int, Moved] = {}  # received, and to stream from where they are
+        self._has_left = False
+        self._put_off: list[Unit] = []  # residents that come in turn with what streams
         self._received: set[int] = (
             set()
         )  # tensors that the placement before left on the device, while attaching
@@ -79,13 +91,47 @@ class Placement:
 
     # -- residents
 
-    def keep(self, units: list[Unit], entries: list[Entry]) -> None:
-        """Resident units and entries: large units in a buffer each, everything small in one."""
+    def keep(self, units: list[Unit], entries: list[Entry], in_turn: bool = False) -> None:
+        """Resident units and entries: large units in a buffer each, everything small in one.
+
+        ``in_turn``: the large ones come with `stream`, each in its turn: where they lie in a file that is just being
+        read, nothing waits for the end of it but what lies there.
+        """
         lots, alone = _lots(units, entries)
+        if in_turn:
+            self._put_off = [unit for unit in units if unit.nbytes >= SMALL_UNIT]
+            lots = lots[-1:]
         for lot in lots:
             self._together(lot)
         for entry in alone:
             self.resident_bytes += self._move(entry.tensor)
+        for unit in units:
+            if self._copies is not None and unit.nbytes < SMALL_UNIT:
+                self._copies.drop(unit)
+
+    def _keep_in_turn(self, unit: Unit) -> None:
+        """A large resident unit; its host copy, if there is one, is kept for when it has to stream."""
+        if self._has_left:
+            self._has_left = False
+            self._engine.trim()  # what left the device gave up is whole again
+        here = [self._is_here(entry.tensor) for entry in unit.entries]
+        copy = None if self._copies is None or all(here) else self._copies.find(unit)
+        # What the budget for pinned memory does not hold waits for nothing.
+        true = (
+            copy is not None
+            and self._holds(copy)
+            and not any(here)
+            and (copy.block.pinned or not self._arena.pins)
+        )
+        self._together(unit.entries)
+        if copy is None or self._copies is None:
+            return
+        lot = self._moved[-1].lot
+        if not true or lot is None or any(entry.trainable for entry in unit.entries):
+            self._copies.discard(copy)
+            return
+        copy.seen = fingerprint([entry.tensor for entry in unit.entries])
+        lot.copy = copy
 
     def _together(self, entries: list[Entry]) -> None:
         """One device buffer for several tensors; those already there stay where they are."""
@@ -110,6 +156,7 @@ class Placement:
                 value = self._value(tensor)
                 view = piece.as_strided(value.shape, value.stride(), piece.storage_offset())
                 view.copy_(value)
+                self._drop(value)
             del value
             self._moved.append(Moved(tensor, self._home(tensor), lot))
             tensor.data = view
@@ -121,6 +168,16 @@ class Placement:
     def _home(self, tensor: torch.Tensor) -> torch.device:
         """Where it returns to."""
         return tensor.device
+
+    @cached_property
+    def _mapped(self) -> Mapped:
+        return Mapped()
+
+    def _drop(self, read: torch.Tensor) -> None:
+        """Where ``read`` is a mapped checkpoint's, its pages are not in memory because of us."""
+        if read.device.type == "cpu" and _plain(read):
+            memory = storage_bytes(read)
+            self._mapped.drop(memory.data_ptr(), memory.numel())
 
     def adapt(self, entry: Entry) -> None:
         """A trainable tensor that stays on the device, gradient included."""
@@ -137,7 +194,9 @@ class Placement:
         size = tensor.numel() * tensor.element_size()
         if tensor.device != self._engine.device:
             home = tensor.device
+            before = tensor.detach()
             _relocate(tensor, self._engine.device)
+            self._drop(before)
             self.loaded_bytes += size
             self._moved.append(Moved(tensor, home))
         return size
@@ -156,7 +215,8 @@ class Placement:
         """Copy units to blocks of their own in host memory, pin them, and let the tensors stand there.
 
         While one unit is copied the next is begun and the last is pinned; a unit's old memory is given back before
-        the next but one is copied, so the host holds the weights once.
+        the next but one is copied, so the host holds the weights once. Of a mapped checkpoint that is true too: a
+        page is dropped when it was copied. A unit whose host copy still stands is copied no more.
         """
         with (
             ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool,
@@ -165,20 +225,81 @@ class Placement:
             pins: list[Future[Any]] = []
             under_way: _Filling | None = None
             progress = Progress(sum(unit.nbytes for unit in units))
-            for unit in (*units, None):
-                filling = None if unit is None else self._begin_filling(unit, pool)
+            for unit, streamed in (*self._in_turn(units, make), (None, None)):
+                filling = None
+                if streamed is not None:
+                    if self._stands_already(streamed):
+                        progress.add(streamed.nbytes)
+                    else:
+                        filling = self._begin_filling(streamed, pool)
                 if under_way is not None:
-                    self._stand_there(under_way, make)
+                    self._stand_there(under_way)
                     pins.append(pinner.submit(self._arena.pin, under_way.block))
-                    progress.add(under_way.unit.nbytes)
+                    progress.add(under_way.streamed.nbytes)
                 under_way = filling
+                if streamed is None and unit is not None:
+                    self._keep_in_turn(unit)
             for pin in pins:
                 pin.result()
         return_freed_memory()
         return self.streamed
 
-    def _begin_filling(self, unit: Unit, pool: ThreadPoolExecutor) -> _Filling:
+    def _in_turn(
+        self, units: list[Unit], make: Callable[[Unit, int, Any], Streamed]
+    ) -> list[tuple[Unit, Streamed | None]]:
+        """All large units: what leaves the device first, then everything in the order in which it lies in memory, so that
+        a mapped file is gone through once, behind whoever reads it ahead. None: a resident."""
+        self.streamed += [
+            make(unit, index, Block(torch.empty(0, dtype=torch.uint8), False, 0))
+            for index, unit in enumerate(units)
+        ]
+        residents, self._put_off = self._put_off, []
+        work: list[tuple[Unit, Streamed | None]] = [(streamed.unit, streamed) for streamed in self.streamed]
+        work += [(unit, None) for unit in residents]
+        work.sort(
+            key=lambda item: (
+                not self._leaves(item[0]),
+                min((_address(entry.tensor) for entry in item[0].entries), default=0),
+            )
+        )
+        return work
+
+    def _leaves(self, unit: Unit) -> bool:
+        return any(id(entry.tensor) in self._leaving for entry in unit.entries)
+
+    def _stands_already(self, streamed: Streamed) -> bool:
+        """Whether the unit's bytes are in a block from the layout before; then they stand there."""
+        copy = None if self._copies is None else self._copies.find(streamed.unit)
+        if copy is None or self._copies is None:
+            return False
+        if not self._holds(copy) or not self._serves(copy, streamed):
+            self._copies.discard(copy)
+            return False
+        self._copies.take(streamed.unit)
+        self._adopt(copy, streamed)
+        self._arena.pin(streamed.block)
+        return True
+
+    def _holds(self, copy: HostCopy) -> bool:
+        """Whether the copy is what its tensors are now."""
+        return copy.seen is None and not any(copy.packed) and copy.stands()
+
+    def _serves(self, copy: HostCopy, streamed: Streamed) -> bool:
+        """Whether the unit can cross as the copy has it."""
+        return True
+
+    def _adopt(self, copy: HostCopy, streamed: Streamed) -> None:
+        streamed.block = copy.block
+        self._stand(streamed, [view for view in copy.views if view is not None])
+
+    def _begin_filling(self, streamed: Streamed, pool: ThreadPoolExecutor) -> _Filling:
+        unit = streamed.unit
         block = self._arena.allocate(unit.nbytes)
+        if any(entry.tensor.device.type != "cpu" for entry in unit.entries):
+            # Copied at the link's rate where the memory is pinned, which is fast once it was touched.
+            for job in touch(block.data, pool):
+                job.result()
+            self._arena.pin(block)
         pieces = []
         views = []
         for entry in unit.entries:
@@ -193,26 +314,28 @@ class Placement:
                 else:
                     view.copy_(tensor.detach())
             views.append(view)
-        return _Filling(unit, block, views, fill(pieces, pool))
+        return _Filling(streamed, block, views, fill(pieces, pool, self._mapped))
 
-    def _stand_there(self, filling: _Filling, make: Callable[[Unit, int, Any], Streamed]) -> None:
+    def _stand_there(self, filling: _Filling) -> None:
         """The unit's bytes are in its block: its tensors stand there from here on."""
         for job in filling.jobs:
             job.result()
         filling.jobs.clear()
-        unit = filling.unit
-        streamed = make(unit, len(self.streamed), filling.block)
-        self.streamed.append(streamed)
-        self.streamed_host_bytes += unit.nbytes
-        self.wire_bytes += unit.nbytes
-        for entry, view in zip(unit.entries, filling.views, strict=True):
+        filling.streamed.block = filling.block
+        self._stand(filling.streamed, filling.views)
+
+    def _home_of(self, tensor: torch.Tensor) -> torch.device:
+        left = self._leaving.get(id(tensor))
+        return tensor.device if left is None else left.home
+
+    def _stand(self, streamed: Streamed, views: list[torch.Tensor]) -> None:
+        self.streamed_host_bytes += streamed.nbytes
+        self.wire_bytes += streamed.nbytes
+        for entry, view in zip(streamed.unit.entries, views, strict=True):
             tensor = entry.tensor
-            worn = type(tensor)
-            self._worn.append((tensor, worn, tensor.device))
-            if tensor.device.type == "cpu":
-                tensor.data = view
-            else:
-                _replace(tensor, view)
+            self._worn.append((tensor, type(tensor), self._home_of(tensor)))
+            self._leaving.pop(id(tensor), None)
+            _replace(tensor, view)
             owner = Owner(streamed.streamer, streamed, entry, tensor.detach())
             streamed.owners.append(owner)
             tensor._carom = owner  # type: ignore[attr-defined]
@@ -242,11 +365,16 @@ class Placement:
         self._moved += left
 
     @torch.inference_mode(False)
-    def keep_received(self, units: list[Unit], entries: list[Entry], adapters: list[Entry]) -> None:
-        """Of what was received, what lies on the device just so from now on stays; the rest goes home, before anything comes."""
+    @torch.no_grad()
+    def keep_received(
+        self, units: list[Unit], entries: list[Entry], adapters: list[Entry], streamed: Sequence[Unit] = ()
+    ) -> None:
+        """Of what was received, what lies on the device just so from now on stays; the rest goes home, before anything
+        comes, but for units that are to stream (``streamed``): those go to their blocks from where they are."""
         lots, alone = _lots(units, entries)
         wanted = {frozenset(id(entry.tensor) for entry in lot) for lot in lots}
         single = {id(entry.tensor) for entry in (*alone, *adapters)}
+        leaving = {id(entry.tensor) for unit in streamed for entry in unit.entries}
         together: dict[int, list[Moved]] = {}
         for moved in self._moved:
             together.setdefault(id(moved.lot or moved), []).append(moved)
@@ -258,14 +386,56 @@ class Placement:
             else:
                 stays = names in wanted and all(lot.holds(moved.tensor) for moved in members)
             if not stays:
-                with torch.no_grad():
+                if not self._copy_serves(members, lot):
+                    # What lies together with others goes at once: its memory is free only when all have gone.
+                    later = names <= leaving and (lot is None or lot.nbytes >= SMALL_UNIT)
                     for moved in members:
-                        self._bring_home(moved)
+                        if later and not moved.tensor.is_inference():
+                            self._leaving[id(moved.tensor)] = moved
+                            self._has_left = True
+                        else:
+                            self._bring_home(moved)
                 continue
             self._moved += members
             self._received |= names
             if lot is not None:
                 self.resident_bytes += round_up(lot.nbytes, self._engine.grain)
+
+    def let_go(self, tensors: list[torch.Tensor], nbytes: int) -> list[Moved] | None:
+        """A resident unit of ``nbytes`` goes to the host within a pass: what was known of its tensors is the caller's, until
+        `take_back`. None where it has to return to a device."""
+        wanted = set(map(id, tensors))
+        moved = [moved for moved in self._moved if id(moved.tensor) in wanted]
+        if any(one.home.type != "cpu" for one in moved):
+            return None
+        self._moved = [moved for moved in self._moved if id(moved.tensor) not in wanted]
+        self.resident_bytes -= round_up(nbytes, self._engine.grain)
+        return moved
+
+    def take_back(self, moved: list[Moved], lot: Lot, nbytes: int) -> None:
+        """It is on the device again, in ``lot``."""
+        for one in moved:
+            one.lot = lot
+        self._moved += moved
+        self.resident_bytes += round_up(nbytes, self._engine.grain)
+
+    def _copy_serves(self, members: list[Moved], lot: Lot | None) -> bool:
+        """Whether the host still has what these tensors are on the device; then they stand there, without a copy."""
+        if lot is None or lot.copy is None or self._copies is None:
+            return False
+        copy, lot.copy = lot.copy, None
+        there = all(lot.holds(moved.tensor) for moved in members)
+        if not there or not copy.true_of([moved.tensor for moved in members]):
+            self._copies.discard(copy)
+            return False
+        copy.seen = None
+        self._return_to(copy)
+        return True
+
+    def _return_to(self, copy: HostCopy) -> None:
+        for tensor, view in zip(copy.tensors, copy.views, strict=True):
+            assert view is not None
+            _replace(tensor, view)
 
     def settled(self) -> None:
         """All tensors are in their places."""
@@ -287,10 +457,25 @@ class Placement:
             self._bring_home(moved)
         self._moved.clear()
         self._received.clear()
+        for moved in self._leaving.values():
+            self._bring_home(moved)
+        self._leaving.clear()
         for streamed in self.streamed:
-            _let_go(streamed)
+            copy = self._copy_of(streamed)
+            if copy is not None and self._copies is not None:
+                self._copies.keep(streamed.unit, copy)
+            _let_go(streamed, unpin=copy is None)
         self.streamed = []
         self.resident_bytes = self.adapter_bytes = self.streamed_host_bytes = self.wire_bytes = 0
+
+    def _copy_of(self, streamed: Streamed) -> HostCopy | None:
+        """The unit's bytes, for the placement that follows; None where its tensors do not stand there."""
+        if self._copies is None or len(streamed.owners) != len(streamed.unit.entries):
+            return None
+        tensors = [entry.tensor for entry in streamed.unit.entries]
+        views: list[torch.Tensor | None] = [owner.host for owner in streamed.owners]
+        copy = HostCopy(tensors, views, streamed.block, [None] * len(tensors))
+        return copy if copy.stands() else None
 
     def _bring_home(self, moved: Moved) -> None:
         if moved.tensor.is_inference():  # the model's own, made in its inference mode: it may not be touched
@@ -311,17 +496,25 @@ def _lots(units: list[Unit], entries: list[Entry]) -> tuple[list[list[Entry]], l
     return [*lots, small], alone
 
 
-def _let_go(streamed: Streamed) -> None:
-    """Only the model's tensors keep the unit's block from here on.
+def _let_go(streamed: Streamed, unpin: bool) -> None:
+    """Only the model's tensors, and a host copy that was kept, have the unit's block from here on.
 
     What the session was made of dies in cycles, whenever the collector comes by: until then a module that is laid
     out anew would lie in memory twice.
     """
-    streamed.block.unpin()
+    if unpin:
+        streamed.block.unpin()
     streamed.block = Block(torch.empty(0, dtype=torch.uint8), False, 0)
     for owner in streamed.owners:
         host = owner.host
         owner.host = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device="meta")
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # no storage of its own
+        return 0
 
 
 def _plain(tensor: torch.Tensor) -> bool:

@@ -31,7 +31,8 @@ PART = 128 * MIB  # bytes; copies of a quarter of this are still at 98 % of the 
 class Settings:
     """``vram``: budget in bytes; ``granularity`` and ``training`` as in `stream`; ``stay``: names -> why resident;
     ``from_file``: whether a tensor's bytes come from a weights file (None: there is none); ``packs``: whether room is
-    wanted in which packed weights are decoded."""
+    wanted in which packed weights are decoded; ``among``: names of units that alone may stay, but for small ones (None:
+    any)."""
 
     vram: int
     granularity: str
@@ -39,6 +40,7 @@ class Settings:
     stay: dict[str, str]
     from_file: Callable[[torch.Tensor], Any] | None = None
     packs: bool = False  # whether weights cross packed
+    among: frozenset[str] | None = None
 
 
 def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, Plan]:
@@ -55,7 +57,9 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
     for limit in limits:
         carving = cut(module, settings, limit)
         try:
-            plan = with_staging(carving, settings, grain, functools.partial(_plan, carving, grain))
+            plan = with_staging(
+                carving, settings, grain, functools.partial(_plan, carving, grain, settings.among)
+            )
         except BudgetError as reason:
             error = reason
             continue
@@ -131,9 +135,10 @@ def with_staging(carving: Carving, settings: Settings, grain: int, plan: Callabl
     return whole
 
 
-def _plan(carving: Carving, grain: int, vram: int) -> Plan:
+def _plan(carving: Carving, grain: int, among: frozenset[str] | None, vram: int) -> Plan:
     given = problem(carving, grain)
-    return plan_residency(given.units, vram, given.fixed, given.wish, grain)
+    chosen = None if among is None else {i for i, unit in enumerate(carving.units) if unit.name in among}
+    return plan_residency(given.units, vram, given.fixed, given.wish, grain, chosen)
 
 
 def _wish(carving: Carving) -> Wish:

@@ -91,7 +91,7 @@ class DiskPlacement(Placement):
 
     # -- residents
 
-    def keep(self, units: list[Unit], entries: list[Entry]) -> None:
+    def keep(self, units: list[Unit], entries: list[Entry], in_turn: bool = False) -> None:
         stand_of = self._disk.checkpoint.of
         self._modules = {id(entry): unit.modules for unit in units for entry in unit.entries}
         # A tensor that stays by need may be large: the base would move it as it is.

@@ -65,7 +65,8 @@ def push_handles(streamer: Streamer) -> None:
                     return find(tensor)
             except RuntimeError:  # no storage of its own (fake, functional, sparse): no slot's view
                 pass
-            return tensor
+            # A node that keeps its own result with its history would keep itself alive, where no backward ever runs.
+            return tensor if tensor.is_leaf else tensor.detach()
 
         pack._carom = streamer  # type: ignore[attr-defined]
         _push_hooks(pack, _unpack)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,12 @@ from .codec.lossless_format import KIND_BY_DTYPE
 from .codec.unit import Entry as WireEntry
 from .codec.unit import UnitDecoder
 from .errors import UnsupportedError
+from .host_copies import HostCopies, HostCopy
 from .ops import HostParameter, HostTensor
 from .packed_tensors import PackedTensor, lay_out, pack
 from .progress import Progress
 from .sizes import KIB, MIB
-from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, touch, workers
+from .store.arena import HostArena, fill, return_freed_memory, storage_bytes, touch, workers
 from .streamed import Owner, Streamed
 from .transfer import Engine
 from .units import Entry, Unit
@@ -44,17 +45,23 @@ EXPECTED = (
     0.72  # of the bytes that Gaussian-like bf16 weights pack to, and a little: what staging is planned for
 )
 LEAST_SCRATCH = 4 * MIB
+ENOUGH_SCRATCH = 128 * MIB  # with less, tensors come to the device one at a time: steps would be too many
 _AT_ONCE = 4  # tensors that are encoded at a time
 
 
 @dataclass(frozen=True)
 class Packing:
     """``raw``: names of tensors whose units are not packed; ``keep_raw``: weights keep their plain bytes besides;
-    ``auto``: whether units may come to cross as they are where packing does not pay."""
+    ``auto``: whether units may come to cross as they are where packing does not pay; ``plain``: all do from now on."""
 
     raw: frozenset[str] = frozenset()
     keep_raw: bool = False
     auto: bool = False
+    plain: bool = False
+
+    def leaves(self, name: str) -> bool:
+        """Whether the tensor ``name`` crosses as it is."""
+        return self.plain or name in self.raw
 
 
 class PackedOwner(AwayOwner):
@@ -109,7 +116,8 @@ class PackedPlacement(Placement):
     """Places a carving whose streamed weights are packed. ``shelf``: packed tensors by their object's id; it outlives
     placements, so that a change of layout neither decodes nor encodes what streams before and after.
 
-    ``policy.raw`` names tensors whose units are not packed; ``staging_bytes``: the largest wire that can be decoded.
+    ``policy.raw`` names tensors whose units are not packed; ``staging_bytes``: the largest wire that can be decoded;
+    ``room``: bytes of the device that may be used while attaching, ``largest``: of a unit.
     """
 
     def __init__(
@@ -119,13 +127,18 @@ class PackedPlacement(Placement):
         shelf: dict[int, PackedTensor],
         policy: Packing,
         staging_bytes: int,
-        scratch_bytes: int = 1 << 29,
+        room: int = 1 << 30,
+        largest: int = 0,
+        copies: HostCopies | None = None,
     ) -> None:
-        super().__init__(engine, arena)
+        super().__init__(engine, arena, copies)
         self._shelf, self._policy, self._staging_bytes = shelf, policy, staging_bytes
-        self._scratch_bytes = max(LEAST_SCRATCH, scratch_bytes)  # of the device
+        # Ahead: two units are on their way, and one is there packed. Else: a tensor, and its unit's packed ones.
+        self._ahead = not engine.unpacks or room - 3 * largest >= ENOUGH_SCRATCH
+        self._scratch_bytes = max(LEAST_SCRATCH, room - (3 if self._ahead else 2) * largest)  # of the device
         self._dressed: list[tuple[torch.Tensor, type]] = []
         self._homes: dict[int, torch.device] = {}  # of tensors that keep their bytes, until they stand
+        self._decoders: dict[int, UnitDecoder | None] = {}  # by streamed unit; streamers let go of theirs
         self._proven: set[tuple[str, int, int]] = set()
         self.broken = ""  # why nothing more is packed
         self.decode_bytes_per_second: float | None = None  # measured, of output
@@ -162,11 +175,21 @@ class PackedPlacement(Placement):
         ):
             pins: list[Future[Any]] = []
             progress = Progress(sum(unit.nbytes for unit in units))
-            there = self._there(units[0], packers) if units else []
-            for unit, following in zip(units, [*units[1:], None], strict=False):
-                streamed = make(unit, len(self.streamed), Block(torch.empty(0, dtype=torch.uint8), False, 0))
-                values = [value.result() for value in there]
-                there = [] if following is None else self._there(following, packers)
+            work = self._in_turn(units, make)
+            turns = [streamed for _, streamed in work]
+            ready = self._there(turns[0], packers) if turns and self._ahead else []
+            for (unit, streamed), following in zip(work, (*turns[1:], None)[: len(work)], strict=True):
+                values: Iterable[torch.Tensor | None] = [value.result() for value in ready]
+                if self._ahead:
+                    ready = self._there(following, packers)
+                if streamed is None:
+                    self._keep_in_turn(unit)
+                    continue
+                progress.add(unit.nbytes)
+                if self._stands_already(streamed):
+                    continue
+                if not self._ahead:
+                    values = map(self._bring, unit.entries)
                 if self._engine.unpacks:  # the device packs, one after another
                     streamed.packed = list(map(self._pack, unit.entries, values))
                 else:
@@ -176,9 +199,8 @@ class PackedPlacement(Placement):
                 if streamed.decoder is not None and not self._prove(streamed):
                     streamed.packed = [self._unpacked(packed) for packed in streamed.packed]
                     self._build(streamed, pool)
-                self._stand(streamed)
+                self._stand_packed(streamed)
                 pins.append(pinner.submit(self._arena.pin, streamed.block))
-                progress.add(unit.nbytes)
             for pin in pins:
                 pin.result()
         return_freed_memory()
@@ -187,13 +209,66 @@ class PackedPlacement(Placement):
 
     def _packs(self, entry: Entry) -> bool:
         """Whether the entry's weight is to be packed now."""
-        if id(entry.tensor) in self._shelf or self.broken or entry.name in self._policy.raw:
+        if id(entry.tensor) in self._shelf or self.broken or self._policy.leaves(entry.name):
             return False
         return not entry.trainable and entry.nbytes >= LEAST and entry.tensor.dtype in KIND_BY_DTYPE
 
-    def _there(self, unit: Unit, pool: ThreadPoolExecutor) -> list[Future[torch.Tensor | None]]:
-        """The values of what is to be packed of ``unit``, on their way to where they are packed."""
-        return [pool.submit(self._bring, entry) for entry in unit.entries]
+    def _there(
+        self, streamed: Streamed | None, pool: ThreadPoolExecutor
+    ) -> list[Future[torch.Tensor | None]]:
+        """The values of what is to be packed of the unit, on their way to where they are packed."""
+        return [] if streamed is None else [pool.submit(self._bring, e) for e in streamed.unit.entries]
+
+    # -- copies from the layout before
+
+    def _holds(self, copy: HostCopy) -> bool:
+        mine = all(
+            packed is None or self._shelf.get(id(tensor)) is packed
+            for tensor, packed in zip(copy.tensors, copy.packed, strict=True)
+        )
+        return copy.seen is None and mine and copy.stands()
+
+    def _serves(self, copy: HostCopy, streamed: Streamed) -> bool:
+        if copy.decoder is None:
+            return True
+        raw = any(
+            packed is not None and packed.header is not None and self._policy.leaves(entry.name)
+            for entry, packed in zip(streamed.unit.entries, copy.packed, strict=True)
+        )
+        return not raw and not self.broken and copy.nbytes <= self._staging_bytes
+
+    def _adopt(self, copy: HostCopy, streamed: Streamed) -> None:
+        streamed.block, streamed.packed, streamed.decoder = copy.block, copy.packed, copy.decoder
+        self._decoders[id(streamed)] = copy.decoder
+        self._stand_packed(streamed)
+
+    def _copy_of(self, streamed: Streamed) -> HostCopy | None:
+        if (
+            self._copies is None
+            or self._policy.keep_raw
+            or len(streamed.owners) != len(streamed.unit.entries)
+        ):
+            return None
+        copy = HostCopy(
+            [entry.tensor for entry in streamed.unit.entries],
+            [
+                None if isinstance(owner, PackedOwner) else owner.host
+                for owner in streamed.owners
+            ],
+            streamed.block,
+            list(streamed.packed),
+            self._decoders.get(id(streamed)),
+        )  # fmt: skip
+        return copy if self._holds(copy) else None
+
+    def _return_to(self, copy: HostCopy) -> None:
+        for tensor, view, packed in zip(copy.tensors, copy.views, copy.packed, strict=True):
+            if packed is None:
+                assert view is not None
+                tensor.data = view
+            else:
+                self._shelf[id(tensor)] = packed
+                packed.give_up_memory()
 
     def _bring(self, entry: Entry) -> torch.Tensor | None:
         if not self._packs(entry):
@@ -211,7 +286,7 @@ class PackedPlacement(Placement):
         tensor = entry.tensor
         known = self._shelf.get(id(tensor))
         if known is not None:
-            return self._unpacked(known) if self.broken or entry.name in self._policy.raw else known
+            return self._unpacked(known) if self.broken or self._policy.leaves(entry.name) else known
         if value is None or self.broken:
             return None
         with torch.inference_mode(False), torch.no_grad():
@@ -220,7 +295,7 @@ class PackedPlacement(Placement):
                 found = pack(value, max(1, workers() // 2), self._scratch_bytes)
             except OutOfMemory:
                 found = pack(value.cpu())
-        return None if found is None else PackedTensor(tensor, layout, tensor.device, *found)
+        return None if found is None else PackedTensor(tensor, layout, self._home_of(tensor), *found)
 
     def _unpacked(self, packed: PackedTensor | None) -> PackedTensor | None:
         """The weight with its bytes as they are; None where the model's object still has them."""
@@ -230,22 +305,27 @@ class PackedPlacement(Placement):
             packed.blob, packed.header = storage_bytes(packed.value()), None
         return packed
 
-    def _stand(self, streamed: Streamed) -> None:
+    def _stand_packed(self, streamed: Streamed) -> None:
         """From here on the unit's tensors lead to the streamer."""
         for entry, packed in zip(streamed.unit.entries, streamed.packed, strict=True):
             tensor = entry.tensor
             is_parameter = isinstance(tensor, nn.Parameter)
             wear: Any
             if packed is None or self._policy.keep_raw:
-                self._worn.append((tensor, type(tensor), self._homes.pop(id(tensor), tensor.device)))
+                self._worn.append((tensor, type(tensor), self._homes.pop(id(tensor), self._home_of(tensor))))
+                self._leaving.pop(id(tensor), None)
                 if tensor.device.type != "cpu":
                     tensor.data = tensor.detach().cpu()
                 owner = Owner(streamed.streamer, streamed, entry, tensor.detach())
                 wear = HostParameter if is_parameter else HostTensor
             else:
                 self._dressed.append((tensor, type(tensor)))
+                self._leaving.pop(id(tensor), None)
                 self._shelf[id(tensor)] = packed
+                before = ops.plain(torch.Tensor.detach, (tensor,), {})
                 packed.give_up_memory()
+                self._drop(before)
+                del before
                 owner = PackedOwner(streamed.streamer, streamed, entry, packed, self)
                 wear = AwayParameter if is_parameter else AwayTensor
             streamed.owners.append(owner)
@@ -253,7 +333,6 @@ class PackedPlacement(Placement):
             tensor.__class__ = wear
         streamed.trainable = any(owner.trainable for owner in streamed.owners)
         streamed.encoded = streamed.version() if self._policy.keep_raw else None
-        self.streamed.append(streamed)
         self.streamed_host_bytes += streamed.nbytes
         self.wire_bytes += streamed.block.data.numel()
 
@@ -282,7 +361,7 @@ class PackedPlacement(Placement):
                 for job in touch(block.data, pool):
                     job.result()
                 self._arena.pin(block)
-            for job in fill([piece for piece in pieces if piece[1].device.type == "cpu"], pool):
+            for job in fill([piece for piece in pieces if piece[1].device.type == "cpu"], pool, self._mapped):
                 job.result()
             for target, source in pieces:
                 if source.device.type != "cpu":
@@ -296,6 +375,7 @@ class PackedPlacement(Placement):
                     streamed.owners[index].host = ops.plain(torch.Tensor.detach, (entry.tensor,), {})
         streamed.block = block
         streamed.decoder = UnitDecoder(laid.entries) if laid.packs else None
+        self._decoders[id(streamed)] = streamed.decoder
         if streamed.decoder is not None and self._engine.device.type != "cpu":
             streamed.decoder.prepare(self._engine.device)
 
@@ -308,7 +388,7 @@ class PackedPlacement(Placement):
     def _move_to(self, tensor: torch.Tensor, piece: torch.Tensor) -> None:
         """Let a tensor that keeps its bytes have them in its unit's block."""
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._homes.setdefault(id(tensor), tensor.device)
+            self._homes.setdefault(id(tensor), self._home_of(tensor))
             own = torch.frombuffer(piece.numpy(), dtype=torch.uint8).view(tensor.dtype)
             tensor.data = own.as_strided(tensor.shape, tensor.stride())
 

@@ -10,7 +10,7 @@ compute; the rest widens the region. The same input gives the same plan.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .errors import BudgetError
@@ -75,12 +75,17 @@ def least_budget(units: Sequence[UnitSize], fixed_bytes: int, grain: int = GRAIN
 
 
 def plan_residency(
-    units: Sequence[UnitSize], budget: int, fixed_bytes: int = 0, wish: Wish = Wish(), grain: int = GRAIN
+    units: Sequence[UnitSize],
+    budget: int,
+    fixed_bytes: int = 0,
+    wish: Wish = Wish(),
+    grain: int = GRAIN,
+    among: Collection[int] | None = None,
 ) -> Plan:
     """Residency for ``budget`` device bytes of which ``fixed_bytes`` are spoken for.
 
-    ``grain``: bytes the device's allocator rounds up to. Raises BudgetError naming the largest unit and
-    the least budget that works.
+    ``grain``: bytes the device's allocator rounds up to; ``among``: units that alone may stay, but for small ones (None:
+    any). Raises BudgetError naming the largest unit and the least budget that works.
     """
     sizes = [unit.nbytes for unit in units]
     everything = resident_cost(sizes, grain)
@@ -121,10 +126,11 @@ def plan_residency(
     for index in sorted(apart, key=lambda i: (not units[i].loose, sizes[i], i)):
         if fits(index):
             resident[index] = "used outside a module of its own" if units[index].loose else "small"
-    rest = [i for i in range(len(units)) if i not in resident]
+    rest = [i for i in range(len(units)) if i not in resident and (among is None or i in among)]
     total = sum(sizes[i] for i in rest)
-    room = available - cost([sizes[i] for i in resident]) - region_for([sizes[i] for i in rest])
-    share = max(0.0, min(1.0, room / total))
+    streamed = [sizes[i] for i in range(len(units)) if i not in resident]
+    room = available - cost([sizes[i] for i in resident]) - region_for(streamed)
+    share = max(0.0, min(1.0, room / total)) if total else 0.0
     credit = 0.0
     for index in rest:  # evenly: each unit's share accrues until it pays for a whole one
         credit += share * sizes[index]

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from . import decide, hooks, ops, replan, settings
@@ -22,11 +23,13 @@ from .disk_residents import Residents
 from .disk_streamer import DiskStreamer
 from .errors import BudgetError, CaromError, PinError, UnsupportedError
 from .host import pin_limit
+from .host_copies import HostCopies
 from .meter import Meter
 from .packing import PackedPlacement, PackedTensor, Packing, give_back
 from .plan import Plan
 from .pooling import Pools
 from .report import Report
+from .rerun import Reruns
 from .shared import SharedBudget
 from .simulated import SimulatedEngine
 from .store.arena import HostArena
@@ -109,11 +112,14 @@ class Session(Pools, Adapts, Adopts, Values):
         self._lock = threading.RLock()
         self._closed = True  # until attached
         self._parked = False
+        self._aside = False
         self._wrapped = hooks.Wrapped()
         self._watch: Callable[[], Any] = self._engine.step
         self._peak = 0
+        self._reruns: Reruns | None = None
         self._chooses_pool(pool)
         self._stay: dict[str, str] = {}
+        self._among: frozenset[str] | None = None  # units that alone may stay, after a budget that fell
         self._packing = settings.packing(codec, host, weights, self._engine)
         if self._packing is not None and self._packing.auto and decide.compiled(module):
             self._packing = None  # guards of compiled code look at weights that packed ones do not show
@@ -125,6 +131,9 @@ class Session(Pools, Adapts, Adopts, Values):
                     "packed weights are unpacked into torch's memory; codec='raw' leaves the choice"
                 )
         self._shelf: dict[int, PackedTensor] = {}
+        self._copies = HostCopies()
+        self._arena = HostArena(self._engine.pinner, pin_limit(self._ram))
+        self._arena.spare = self._copies.spare
         self._follow_ram(False)
         self._adapts(vram == "auto" or self._shared is not None)
         if weights is not None:
@@ -136,6 +145,7 @@ class Session(Pools, Adapts, Adopts, Values):
             self._first_attach(vram)
         except BaseException:
             self._ungovern()
+            self._copies.clear()
             self._unbind()
             raise
         for part in module.modules():
@@ -164,7 +174,7 @@ class Session(Pools, Adapts, Adopts, Values):
             self._attach_with_pool()
 
     def _attach_with_pool(self) -> None:
-        self._arena = HostArena(self._engine.pinner, pin_limit(self._ram))
+        self._arena.renew(pin_limit(self._ram))
         self._arena.notes += [note for note in (self._spill, settings.device_note(self._engine)) if note]
         disk = None
         if self._checkpoint is not None:
@@ -172,13 +182,14 @@ class Session(Pools, Adapts, Adopts, Values):
             disk = Disk(self._checkpoint, self._ram, self._write_streamed, residents)
         self._meter = Meter(self._engine)
         before: Placement | None = self.__dict__.get("_placement")
-        self._placement = Placement(self._engine, self._arena)
+        copies = self._copies if self._simple else None
+        self._placement = Placement(self._engine, self._arena, copies)
         self._placement.receive([] if before is None else before.given())
         try:
             self._carving, self.plan = self._decide()
             if disk is not None:
                 self._placement = DiskPlacement(self._engine, self._arena, disk)
-            elif self._shelf or (self._packing is not None and self.plan.staging_bytes):
+            elif self._shelf or self._copies.packs or (self._packing is not None and self.plan.staging_bytes):
                 left = self._placement.given()
                 self._placement = PackedPlacement(
                     self._engine,
@@ -186,30 +197,41 @@ class Session(Pools, Adapts, Adopts, Values):
                     self._shelf,
                     self._packing or Packing(),
                     self.plan.staging_bytes,
-                    # Until the region is there; two units are on their way, and one is there packed.
-                    self.plan.region_bytes + self.plan.staging_bytes - 3 * self._carving.largest,
+                    self.plan.region_bytes + self.plan.staging_bytes,  # until the region is there
+                    self._carving.largest,
+                    copies,
                 )
                 self._placement.receive(left)
             resident, streamed = self._divide(disk)
             needed = [entry for entry, _ in self._carving.resident]
-            self._placement.keep_received(resident, needed, self._carving.adapters)
-            self._placement.keep(resident, needed)
+            self._placement.keep_received(
+                resident, needed, self._carving.adapters, streamed if self._simple else ()
+            )
+            self._copies.only(self._carving.units if streamed and self._simple else ())
+            self._placement.keep(resident, needed, in_turn=self._simple)
             for entry in self._carving.adapters:
                 self._placement.adapt(entry)
-            self._placement.settled()
             self._streamer = self._make_streamer(disk, streamed)
             self._placement.stream(streamed, self._streamer.add)
+            self._placement.settled()
             if self._laid_open is not None:
                 self._laid_open.follow()
             self._streamer.start(self._arena)
+            self._reruns = self._make_reruns(resident)
             self._stand_in_front(self._placement.streamed)
             self._tree = Tree(self.module)
             self._account()
             self._closed = False
             logger.info("carom: %s", describe(self.plan, len(self._carving.units), self._engine.name))
         except BaseException:
-            self._detach()
+            self._detach(keep=True)
             raise
+
+    @property
+    def _simple(self) -> bool:
+        """Whether the host's memory holds all there is to the weights: those in files, in a native pool or quantised lie
+        otherwise each time."""
+        return self._checkpoint is None and self._native is None and not len(self._laid_open or ())
 
     def _decide(self) -> tuple[Carving, Plan]:
         """Units and residency under the present settings."""
@@ -220,8 +242,9 @@ class Session(Pools, Adapts, Adopts, Values):
 
     def _settings(self) -> decide.Settings:
         from_file = None if self._checkpoint is None else self._checkpoint.of
+        packs = self._packing is not None and not self._packing.plain
         return decide.Settings(
-            self._vram, self._granularity, self._training, self._stay, from_file, self._packing is not None
+            self._vram, self._granularity, self._training, self._stay, from_file, packs, self._among
         )
 
     def _stand_in_front(self, streamed: list[Streamed]) -> None:
@@ -229,7 +252,12 @@ class Session(Pools, Adapts, Adopts, Values):
             if isinstance(self._engine, SimulatedEngine):
                 self._engine.guard(unit.block.data, unit.name)
             for module in unit.unit.modules:
-                self._wrapped.forward(module, hooks.unit_forward(unit))
+                make = hooks.unit_forward(unit)
+                if self._reruns is not None:
+                    make = self._reruns.around(make, module, unit)
+                self._wrapped.forward(module, make)
+        if self._reruns is not None:
+            self._reruns.stand_in_front(self.module)
         if isinstance(self._streamer, DiskStreamer) and not decide.compiled(self.module):
             self._streamer.residents.stand_in_front()
         self._wrapped.forward(self.module, hooks.root_forward(self))
@@ -251,11 +279,15 @@ class Session(Pools, Adapts, Adopts, Values):
             if id(site.module) in paths
         }
 
-    def _detach(self, leave: bool = False) -> None:
-        """``leave``: what is on the device may stay there, for the layout that follows at once."""
+    def _detach(self, leave: bool = False, keep: bool = False) -> None:
+        """``leave``: what is on the device may stay there, for the layout that follows at once; ``keep``: host copies
+        are kept for one that comes later."""
         if not self._closed and not self._parked:
             self._follow_replaced()
         self._wrapped.undo()
+        if self._reruns is not None:
+            self._reruns.close()
+            self._reruns = None
         for hook in self.__dict__.get("_state_hooks", ()):
             hook.remove()
         streamer = self.__dict__.get("_streamer")
@@ -270,6 +302,8 @@ class Session(Pools, Adapts, Adopts, Values):
             self._placement.undo()
         if self._laid_open is not None:
             self._laid_open.follow()
+        if not keep:
+            self._copies.clear()
         self._closed = True
 
     def close(self, *, discard: bool = False) -> None:
@@ -339,6 +373,8 @@ class Session(Pools, Adapts, Adopts, Values):
                 if isinstance(streamer, DiskStreamer) and streamer.residents.waiting:
                     streamer.begins(compiling or decide.compiled(self.module))
                 streamer.runs.root_begins()
+                if self._reruns is not None:
+                    self._pass_begins(self._reruns, compiling)
         return streamer, self._engine.step()
 
     def _pack_anew(self) -> None:
@@ -350,9 +386,7 @@ class Session(Pools, Adapts, Adopts, Values):
 
         ``retry``: whoever calls comes again with other settings where the device's memory does not suffice.
         """
-        # Tensors in files, in a native pool or of quantised weights lie otherwise each time.
-        simple = self._checkpoint is None and self._native is None and not len(self._laid_open or ())
-        self._detach(leave=retry and simple)
+        self._detach(leave=retry and self._simple, keep=True)
         between()
         if self._laid_open is not None:
             self._laid_open.renew()
@@ -367,6 +401,7 @@ class Session(Pools, Adapts, Adopts, Values):
                 raise
             # The module must not be left with stand-ins (a drive may have failed), nor the session half open.
             self._final = Report(notes=("attaching anew failed: the session is closed",))
+            self._copies.clear()
             self._unbind()
             raise
 
@@ -379,7 +414,7 @@ class Session(Pools, Adapts, Adopts, Values):
         """
         with self._lock:
             self._need_open()
-            before = self._vram, self._ram
+            before, among = (self._vram, self._ram), self._among
             if vram is not None:
                 mine = (
                     0 if isinstance(vram, SharedBudget) and vram is not self._shared else self._held_bytes()
@@ -389,6 +424,9 @@ class Session(Pools, Adapts, Adopts, Values):
                 self._ungovern()
                 self._shared = vram if isinstance(vram, SharedBudget) else None
                 self._govern(vram == "auto" or self._shared is not None)
+                # What stays under less is a part of what stayed: nothing has to come for a budget that falls.
+                fell = self._vram < before[0] and not self._parked
+                self._among = self._residents() if fell else None
             if ram is not None:
                 self._ram = settings.ram_budget(ram)
             try:
@@ -396,32 +434,55 @@ class Session(Pools, Adapts, Adopts, Values):
                 if self._checkpoint is not None:
                     self._checkpoint.require_ram(self._ram, wanted_residents(carving, plan)[1])
             except BaseException:
-                self._vram, self._ram = before
+                (self._vram, self._ram), self._among = before, among
                 raise
+            less = self._ram < before[1]
+            if self._parked:  # the next forward lays it out so
+                if less:
+                    self._copies.unpin()
+                return
             try:
-                self._again(retry=True)
+                self._again(self._copies.unpin if less else lambda: None, retry=True)
             except OutOfMemory:  # what was there before did fit
-                self._vram, self._ram = before
+                (self._vram, self._ram), self._among = before, among
                 self._again()
                 raise
             if ram is not None:
                 self._follow_ram(ram == "auto")
                 self._set_look()
 
+    def _residents(self) -> frozenset[str]:
+        return frozenset(
+            unit.name for index, unit in enumerate(self._carving.units) if index in self.plan.resident
+        )
+
     @property
     def parked(self) -> bool:
         """Whether the device was released; the next forward brings the module back."""
         return self._parked
 
-    def park(self) -> None:
-        """Release the device; the module stays attached and returns at its next forward."""
+    @property
+    def put_aside(self) -> bool:
+        """Whether it was parked to ``keep``: a module that is sent to the CPU is there already."""
+        return self._parked and self._aside
+
+    def park(self, keep: bool = False) -> None:
+        """Release the device; the module stays attached and returns at its next forward.
+
+        ``keep``: what streams is left pinned in host memory, and residents join it there (packed, where they are), so
+        that the way back costs what has to cross to the device and no more.
+        """
         with self._lock:
             self._need_open()
             if not self._parked:
-                self._detach_for_parking()
+                self._detach_for_parking(keep)
 
-    def _detach_for_parking(self) -> None:
-        self._detach()
+    def _detach_for_parking(self, keep: bool = False) -> None:
+        self._aside = keep
+        keep = keep and self._simple and not self._placement.came_on_device
+        self._detach(leave=keep, keep=keep)
+        if keep:
+            self._to_the_host()
         if isinstance(self._placement, PackedPlacement):
             self._placement.wear()
         self._wrapped = hooks.Wrapped()
@@ -429,6 +490,30 @@ class Session(Pools, Adapts, Adopts, Values):
         self._wrapped.forward(self.module, hooks.root_forward(self))
         self._wrapped.attribute(self.module, "_apply", hooks.Apply(self))
         self._closed, self._parked = False, True
+
+    def unpin(self) -> None:
+        """While parked: give pinned memory back; the bytes wait on in ordinary memory."""
+        with self._lock:
+            self._need_open()
+            if self._parked:
+                self._copies.unpin()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes."""
+        return self._engine.device
+
+    def _to_the_host(self) -> None:
+        """All units stream for a moment, so that each has its host copy; what else was on the device goes home."""
+        placement = self._placement
+        left = placement.given()
+        try:
+            placement.receive(left)
+            placement.keep_received([], [], [], self._carving.units)
+            placement.stream(self._carving.units, self._streamer.add)
+        finally:
+            placement.undo()
+        self._engine.trim()
 
     def unpark(self) -> None:
         """Bring a parked module back to the device."""

@@ -118,7 +118,12 @@ class CaromPatcher:
         carom = self._carom
         carom.succeed()  # while ComfyUI loaded, a patcher of ours may have let go of the model
         carom.active = True
-        if carom.session is None:
+        if carom.suspended and carom.packs and self._compiled():
+            carom.close()
+        if carom.suspended:
+            own_tensors(self.model)
+            carom.resume(bound, self._settings)
+        elif carom.session is None:
             settings = self._settings
             if self._compiled():
                 # Compiled code looks at parameters between runs, when packed ones have no memory.
@@ -145,6 +150,7 @@ class CaromPatcher:
         if self._carom.active:
             self._carom.close()
             self._unload()
+        self._carom.close()  # suspended
 
     def _unload(self) -> None:
         """No weight on the device, no patch in a weight; object patches stay."""
@@ -165,15 +171,16 @@ class CaromPatcher:
         bound = max(0, min(before + extra_memory, self._limit()))
         if bound >= carom.total:
             if carom.session is not None:
+                if carom.streams:
+                    extra_memory += before
                 self._leave()
-                extra_memory += before
             return super().partially_load(device_to, extra_memory, *args, **kwargs)  # type: ignore[misc]
         if carom.session is None and carom.note:
             return super().partially_load(device_to, extra_memory, *args, **kwargs)  # type: ignore[misc]
         with self.use_ejected(skip_and_inject_on_exit_only=True):  # type: ignore[attr-defined]
             known = model.current_weight_patches_uuid
             changed = known is not None and (known != self.patches_uuid or force)  # type: ignore[attr-defined]
-            ours = carom.session is not None
+            ours = carom.streams
             if ours and changed and (self.backup or carom.dressed):
                 carom.close()  # patches are taken out of weights, which must be ComfyUI's own for that
             # None: the functions go, the weights stay where the session has them.
@@ -192,7 +199,7 @@ class CaromPatcher:
     def partially_unload(self, device_to: Any, memory_to_free: float = 0, *args: Any, **kwargs: Any) -> Any:
         carom = self._carom
         carom.succeed()
-        if carom.session is None:
+        if not carom.streams:
             return super().partially_unload(device_to, memory_to_free, *args, **kwargs)  # type: ignore[misc]
         with self.use_ejected():  # type: ignore[attr-defined]
             freed = carom.resize(max(0, int(carom.held - memory_to_free)))
@@ -204,9 +211,17 @@ class CaromPatcher:
     def unpatch_model(
         self, device_to: Any = None, unpatch_weights: bool = True, *args: Any, **kwargs: Any
     ) -> Any:
+        carom = self._carom
         if unpatch_weights and device_to is not None:
-            self._carom.close()
-        return super().unpatch_model(device_to, unpatch_weights, *args, **kwargs)  # type: ignore[misc]
+            if carom.streams and not self.backup and not carom.dressed:
+                carom.succeed()
+                carom.suspend()
+            elif not carom.suspended:
+                carom.close()
+        result = super().unpatch_model(device_to, unpatch_weights, *args, **kwargs)  # type: ignore[misc]
+        if carom.suspended:
+            carom.expect_successor()
+        return result
 
     def detach(self, *args: Any, **kwargs: Any) -> Any:
         """A clone takes over: one of ours takes the session too, ComfyUI's own must find the weights its own."""
@@ -232,7 +247,7 @@ class CaromPatcher:
 
     def cleanup(self, *args: Any, **kwargs: Any) -> Any:
         carom = self._carom
-        if carom.session is not None:
+        if carom.streams:
             host.say(carom.line(carom.held, carom.stall_share()), self._settings.node)
         return super().cleanup(*args, **kwargs)  # type: ignore[misc]
 

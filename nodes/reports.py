@@ -31,7 +31,7 @@ def figures(patcher: Any) -> tuple[str, Report]:
     loaded, size = patcher.loaded_size(), host.module_bytes(patcher.model)
     if streaming is not None and report is not None:
         line = streaming.line(loaded, streaming.stall_share())
-        if streaming.session is None:
+        if not streaming.streams:
             line = f"Carom: unloaded; these are the figures of its last run ({format_size(size)} of weights)"
         return line, report
     settings = settings_of(patcher)

@@ -29,6 +29,8 @@ logger = logging.getLogger("carom")
 ENTRANCES = ("encode_token_weights", "generate", "encode", "decode")
 _ATTRIBUTE = "_carom_streaming"
 TELL_EVERY_S = 2.0
+# Models that ComfyUI unloaded and whose weights wait on, the longest unused first.
+_suspended: weakref.WeakKeyDictionary[Streaming, None] = weakref.WeakKeyDictionary()
 
 
 class Scope(nn.Module):
@@ -50,6 +52,7 @@ class Streaming:
         self.session: Session | None = None
         self.packs = False  # weights may wait packed
         self.active = False  # weights are Carom's, or about to be
+        self.suspended = False  # ComfyUI unloaded the model; the session waits on the host
         self.budget: int | None = None
         self.held = 0  # bytes on the device: resident, slots, staging
         self.resident = 0
@@ -157,6 +160,51 @@ class Streaming:
         logger.info("Carom: weights laid out anew in %.2f s", time.monotonic() - began)
         return before - self.held
 
+    @property
+    def streams(self) -> bool:
+        """Whether a session has the weights, and not suspended."""
+        return self.session is not None and not self.suspended
+
+    def suspend(self) -> None:
+        """ComfyUI unloads the model: the device is released. What waits on the host stays as it waits, pinned or packed,
+        so that coming back costs what has to cross to the device."""
+        assert self.session is not None
+        began = time.monotonic()
+        with _laying_out():
+            self.session.park(keep=True)
+        self.suspended, self.active = True, False
+        self.held = self.resident = self.streamed = 0
+        self._count_pinned()
+        _suspended[self] = None
+        logger.info("Carom: the device was released in %.2f s", time.monotonic() - began)
+
+    def resume(self, bound: int, settings: Settings) -> None:
+        """Stream again, within ``bound`` bytes or the least that works. Raises as `open` does."""
+        assert self.session is not None
+        began = time.monotonic()
+        limit = parse_limit(settings.vram, host.device_bytes(self.session.device))
+        bar = host.LoadingBar()
+        with _laying_out(), told_to(bar):
+            try:
+                self.session.set_budget(vram=bound)
+            except BudgetError as error:
+                if error.least_bytes is None or error.least_bytes > limit:
+                    raise
+                bound = error.least_bytes
+                self.session.set_budget(vram=bound)
+            self.session.unpark()
+        _suspended.pop(self, None)
+        self.suspended, self.budget = False, bound
+        self._measure()
+        logger.info("Carom: weights laid out again in %.2f s", time.monotonic() - began)
+        bar.finish()
+
+    def give_up_pins(self) -> None:
+        """Others need the pinned memory more: a suspended model's bytes wait in ordinary memory."""
+        if self.session is not None and self.suspended:
+            self.session.unpin()
+            self._count_pinned()
+
     def expect_successor(self) -> None:
         """Our patcher let go of the model. Whoever looks through its modules next, without `succeed`, is to load it
         himself: then the session ends first."""
@@ -173,7 +221,8 @@ class Streaming:
     def close(self) -> None:
         """Give the model back as it was before, on the host. Idempotent."""
         self.succeed()
-        self.active = False
+        self.active = self.suspended = False
+        _suspended.pop(self, None)
         session, self.session, self.budget = self.session, None, None
         if session is None:
             return
@@ -206,6 +255,11 @@ class Streaming:
         self.resident = report.resident_bytes + report.adapter_bytes
         self.held = self.resident + slots
         self.streamed = report.streamed_bytes
+        self._count_pinned()
+
+    def _count_pinned(self) -> None:
+        report = self.report()
+        assert report is not None
         host.count_pinned(report.pinned_bytes - self._pinned)
         self._pinned = report.pinned_bytes
 
@@ -215,7 +269,7 @@ class Streaming:
 
     def line(self, loaded: int, stall: float | None = None) -> str:
         """One line for the node."""
-        if self.session is not None:
+        if self.streams:
             return describe(
                 "stream", self.held, self.streamed, self.budget, stall, self.resident + self.streamed
             )
@@ -224,7 +278,7 @@ class Streaming:
     def tell(self) -> None:
         """While it runs: residency and stall on the node, every few seconds."""
         now = time.monotonic()
-        if self.session is not None and now - self._told >= TELL_EVERY_S:
+        if self.session is not None and self.streams and now - self._told >= TELL_EVERY_S:
             self._told = now
             host.show(self.line(self.held, self.session.stall_share()), self._node)
 
@@ -254,10 +308,19 @@ def _stream(root: nn.Module, device: torch.device, budget: int, settings: Settin
 
     wanted = parse_limit(settings.ram, psutil.virtual_memory().total, "ram")
     available = int(psutil.virtual_memory().available * 0.8)
+    _make_pin_room(host.module_bytes(root))
     ram = min(available if wanted == float("inf") else int(wanted), host.pin_room())
     return stream(
         root, device=device, vram=budget, ram=ram, granularity=settings.granularity, codec=settings.codec
     )
+
+
+def _make_pin_room(nbytes: int) -> None:
+    """Within what ComfyUI lets be pinned, the model that is about to run comes before those that wait."""
+    for streaming in list(_suspended):
+        if host.pin_room() >= nbytes:
+            return
+        streaming.give_up_pins()
 
 
 @contextlib.contextmanager

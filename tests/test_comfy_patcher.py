@@ -261,7 +261,7 @@ def test_unloading_gives_everything_back_and_loading_again_works(comfy):
     reference = run(patcher)
     for _ in range(2):
         patcher.detach()
-        assert patcher.loaded_size() == 0 and streaming_of(patcher.model).session is None
+        assert patcher.loaded_size() == 0 and not streaming_of(patcher.model).streams
         assert {name: type(p) for name, p in patcher.model.named_parameters()} == plain
         assert not any("forward" in vars(m) or m._forward_pre_hooks for m in patcher.model.modules())
         assert not any(getattr(m, "comfy_cast_weights", False) for m in patcher.model.modules())
@@ -405,6 +405,7 @@ def test_text_encoders_stream_through_the_methods_they_are_entered_by(comfy):
     report = streaming_of(model).report()
     assert report is not None and report.steps == 3 and report.streamed_bytes > 0
     patcher.detach()
+    list(model.modules())  # whoever loads it next looks through them: the model is itself again
     assert "encode_token_weights" not in vars(model)
     assert torch.equal(model.encode_token_weights(tokens)[0], reference)
 
@@ -435,6 +436,18 @@ def test_pinned_memory_is_counted_where_comfyui_counts_its_own(comfy, monkeypatc
     assert 1000 + report.pinned_bytes == comfy.management.TOTAL_PINNED_MEMORY
     assert not patcher.pinned  # ComfyUI pinned none of the same weights
     patcher.detach()
+    waiting = comfy.management.TOTAL_PINNED_MEMORY - 1000
+    assert waiting >= report.pinned_bytes  # what waits stays pinned, until somebody else needs the room
+    monkeypatch.setattr(comfy.management, "MAX_PINNED_MEMORY", 1000 + waiting)
+    other = make(comfy, LIMIT)
+    run(other)
+    assert not streaming_of(patcher.model).report().pinned_bytes
+    assert 1000 + streaming_of(other.model).report().pinned_bytes == comfy.management.TOTAL_PINNED_MEMORY
+    reference = run(other)
+    other.detach()
+    assert torch.equal(run(patcher), reference)
+    for one in (patcher, other):
+        streaming_of(one.model).close()
     assert comfy.management.TOTAL_PINNED_MEMORY == 1000
 
 
@@ -621,7 +634,7 @@ def test_leaving_dynamic_vram_runs_the_loader_once(comfy, tmp_path):
     )
     run(ours)
     ours.parent.detach()
-    assert streaming_of(ours.model).session is None
+    assert not streaming_of(ours.model).streams
 
 
 @stand_in_only
@@ -709,6 +722,7 @@ def test_operators_that_need_no_cast_take_the_short_way_and_others_do_not(comfy)
     assert torch.equal(short(x), casting(linear, x))
     linear.weight_function = []
     patcher.detach()
+    list(patcher.model.modules())
     assert "forward_comfy_cast_weights" not in linear.__dict__
     assert torch.equal(run(patcher, seed=8), reference)
 

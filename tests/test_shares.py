@@ -117,13 +117,13 @@ class Wire:
 
     def __init__(self, monkeypatch):
         self.loaded = 0
-        keep = carom.core.attach.Placement.keep
+        settled = carom.core.attach.Placement.settled
 
-        def counted(placement, units, entries):
-            keep(placement, units, entries)
+        def counted(placement):
+            settled(placement)
             self.loaded += placement.loaded_bytes
 
-        monkeypatch.setattr(carom.core.attach.Placement, "keep", counted)
+        monkeypatch.setattr(carom.core.attach.Placement, "settled", counted)
 
     def all(self, *sessions):
         return self.loaded + sum(session._engine.bytes_in for session in sessions)
@@ -189,17 +189,13 @@ def test_no_step_reloads_what_it_evicted(monkeypatch):
         lambda self, target, source, *more: (crossed.append(source.data_ptr()), copy_in(self, target, source, *more))[1],
     )  # fmt: skip
     loads = []
-    keep = carom.core.attach.Placement.keep
+    settled = carom.core.attach.Placement.settled
 
-    def kept(placement, units, entries):
-        there = {id(entry.tensor) for entry in entries} | {
-            id(e.tensor) for unit in units for e in unit.entries
-        }
-        held = there & placement._received
-        keep(placement, units, entries)
-        loads.append((placement.loaded_bytes, placement.resident_bytes, bool(held)))
+    def counted(placement):
+        loads.append((placement.loaded_bytes, placement.resident_bytes, bool(placement._received)))
+        settled(placement)
 
-    monkeypatch.setattr(carom.core.attach.Placement, "keep", kept)
+    monkeypatch.setattr(carom.core.attach.Placement, "settled", counted)
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(auto(a, device))
         for _ in range(12):

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .mapped import Mapped
 from .memory import PAGE, fresh
 
 logger = logging.getLogger("carom")
@@ -63,6 +64,19 @@ class HostArena:
         self.pinned_peak_bytes = 0
         self.pageable_bytes = 0
         self.notes: list[str] = []
+        # Asked to give up so many pinned bytes of others, where the limit is reached.
+        self.spare: Callable[[int], None] = lambda nbytes: None
+
+    @property
+    def pins(self) -> bool:
+        """Whether there is a driver to register memory with."""
+        return self._pinner is not None
+
+    def renew(self, limit: int | None) -> None:
+        """Another layout begins, with what is pinned already."""
+        with self._lock:
+            self._limit, self.pageable_bytes, self.notes = limit, 0, []
+            self.pinned_peak_bytes = self.pinned_bytes
 
     def allocate(self, nbytes: int) -> Block:
         """An unpinned block of ``nbytes`` (not yet touched). Raises MemoryError when the system refuses."""
@@ -73,6 +87,8 @@ class HostArena:
         if self._pinner is None or block.pinned or block.data.numel() == 0:
             return block.pinned
         size = -(-block.data.numel() // PAGE) * PAGE
+        if self._limit is not None and (over := self.pinned_bytes + size - self._limit) > 0:
+            self.spare(over)
         with self._lock:
             if self._limit is not None and self.pinned_bytes + size > self._limit:
                 return self._refused(block, f"the RAM budget of {self._limit} bytes is reached")
@@ -124,13 +140,18 @@ def workers() -> int:
         return max(1, min(16, os.cpu_count() or 1))
 
 
-def fill(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], pool: ThreadPoolExecutor) -> list[Future[Any]]:
+def fill(
+    pieces: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    pool: ThreadPoolExecutor,
+    mapped: Mapped | None = None,
+) -> list[Future[Any]]:
     """Start copying (destination, source) pairs of CPU uint8 tensors of equal length, spread over ``pool``.
 
-    ctypes.memmove releases the GIL, so first touch and copy run in parallel.
+    ctypes.memmove releases the GIL, so first touch and copy run in parallel. ``mapped``: files whose pages are not to
+    count as this process's memory once they were copied.
     """
     return [
-        pool.submit(_copy, destination, source, start)
+        pool.submit(_copy, destination, source, start, mapped)
         for destination, source in pieces
         for start in range(0, destination.numel(), _CHUNK)
     ]
@@ -144,9 +165,11 @@ def touch(memory: torch.Tensor, pool: ThreadPoolExecutor) -> list[Future[Any]]:
     ]
 
 
-def _copy(destination: torch.Tensor, source: torch.Tensor, start: int) -> None:
+def _copy(destination: torch.Tensor, source: torch.Tensor, start: int, mapped: Mapped | None) -> None:
     size = min(_CHUNK, destination.numel() - start)
     ctypes.memmove(destination.data_ptr() + start, source.data_ptr() + start, size)
+    if mapped is not None:
+        mapped.drop(source.data_ptr() + start, size)
 
 
 def return_freed_memory() -> None:
