@@ -148,8 +148,6 @@ def advise(
     floor = floor_seconds(sizes, settings.vram - plan.staging_bytes - plan.fixed_bytes, work, learnt.link)
     # What streams is copied in host memory, and pinned, whatever else a new layout asks for.
     move = 2 * sum(sizes) / learnt.link.bytes_per_second
-    if copies:
-        move = min(move, SETTLING)
     if abs(now - learnt.seconds) > TRUSTED * learnt.seconds:
         reason = (
             f"the present step is predicted as {now:.4g} s and takes {learnt.seconds:.4g} s: not understood"
@@ -165,7 +163,9 @@ def advise(
     then = new.predicted_seconds
     saves = 0.0 if then is None else now - then
     crossing = _crossing(carving, plan, new_carving, new) / learnt.link.bytes_per_second
-    move += 2 * crossing if copies else crossing  # what leaves for the first time is pinned on the host
+    if copies:  # and not what streams; what leaves for the first time is pinned on the host
+        move = min(move, SETTLING) + crossing
+    move += crossing
     reason = nothing if saves < WORTH * now else ""
     return Advice(new_carving, new, now, saves, move, reason, understood=True)
 

@@ -15,7 +15,7 @@ import torch
 
 from ..core.errors import BudgetError, CaromError, UnsupportedError
 from . import host
-from .policy import SAME_OFFER, Settings, next_budget, parse_limit
+from .policy import SAME_OFFER, Settings, next_budget, parse_limit, rounded
 from .streaming import Streaming, streaming_of
 from .tensors import own_memory, own_tensors
 
@@ -116,7 +116,7 @@ class CaromPatcher:
 
     def _take(self, offer: int) -> None:
         carom = self._carom
-        bound = int(min(carom.room.take(offer), self._limit()))
+        bound = int(min(rounded(carom.room.take(offer)), self._limit()))
         carom.succeed()  # while ComfyUI loaded, a patcher of ours may have let go of the model
         carom.active = True
         if carom.suspended and carom.packs and self._compiled():
@@ -217,19 +217,20 @@ class CaromPatcher:
         self, device_to: Any = None, unpatch_weights: bool = True, *args: Any, **kwargs: Any
     ) -> Any:
         carom = self._carom
+        expecting = carom.succeed()
         if unpatch_weights and device_to is not None:
             if carom.streams and not self.backup and not carom.dressed:
-                carom.succeed()
                 carom.suspend()
             elif not carom.suspended:
                 carom.close()
         result = super().unpatch_model(device_to, unpatch_weights, *args, **kwargs)  # type: ignore[misc]
-        if carom.suspended:
+        if carom.suspended or expecting:
             carom.expect_successor()
         return result
 
     def detach(self, *args: Any, **kwargs: Any) -> Any:
         """A clone takes over: one of ours takes the session too, ComfyUI's own must find the weights its own."""
+        self._carom.succeed()
         result = super().detach(*args, **kwargs)  # type: ignore[misc]
         self._carom.expect_successor()
         return result

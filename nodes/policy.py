@@ -109,6 +109,12 @@ def next_budget(now: int | None, held: int, streamed: int, bound: int, limit: fl
     return None
 
 
+def rounded(offer: int) -> int:
+    """``offer`` less at most a 256th: it differs by some bytes from prompt to prompt, and the same budget has the same plan."""
+    step = 1 << max(0, (offer >> 8).bit_length() - 1)
+    return offer // step * step
+
+
 @dataclass
 class Room:
     """What a run was seen to leave of the device, for the next run of its kind.

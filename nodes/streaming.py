@@ -226,11 +226,10 @@ class Streaming:
         if self.session is not None and model is not None:
             model.__dict__["named_modules"] = functools.partial(_taken_over, weakref.ref(self))
 
-    def succeed(self) -> None:
-        """It is one of ours again who loads the model."""
+    def succeed(self) -> bool:
+        """It is one of ours again who loads the model; returns whether somebody was expected."""
         model = self._model()
-        if model is not None:
-            model.__dict__.pop("named_modules", None)
+        return model is not None and model.__dict__.pop("named_modules", None) is not None
 
     def close(self) -> None:
         """Give the model back as it was before, on the host. Idempotent."""
