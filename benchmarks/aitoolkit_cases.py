@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+SHORT = 24  # steps; beside the whole of a long run, what a short one can be compared over
 WARM = 5  # the probe's steps before the figures begin
 FLOAT8 = "float8-"
 CONTEXT = 1 << 30  # bytes; what a CUDA context and its kernels take of a card
@@ -73,6 +74,11 @@ class Config:
         steps = f"#{self.steps}" if self.steps else ""
         return f"{self._part('float8')}plain{rank}{steps}"
 
+    def is_plain_of(self, other: Config) -> bool:
+        """Whether this is a plain run of the job of ``other``, however many steps either takes."""
+        mine, its = self.word.partition("#")[0], other.plain.partition("#")[0]
+        return mine == its
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -88,18 +94,24 @@ class Shape:
 
 
 def job(
-    name: str, config: Config, shape: Shape, folder: Path, budget: int | str | None, steps: int
+    name: str,
+    config: Config,
+    shape: Shape,
+    folder: Path,
+    budget: int | str | None,
+    steps: int,
+    model: str = "zimage",
 ) -> dict[str, Any]:
     """The job file of one configuration; models, pictures and outputs lie below ``folder``."""
     cpu, rank = shape.device == "cpu", config.rank or shape.rank
-    model: dict[str, Any] = {"name_or_path": str(folder / "models" / "zimage"), "arch": "zimage"}
+    section: dict[str, Any] = {"name_or_path": str(folder / "models" / model), "arch": "zimage"}
     if config.float8:
-        model |= {"quantize": True, "qtype": "float8"}
+        section |= {"quantize": True, "qtype": "float8"}
     if config.bounces:
         options = {"vram": budget, "codec": config.codec, "granularity": shape.granularity}
-        model |= {"offload": shape.mode, "offload_kwargs": options}
+        section |= {"offload": shape.mode, "offload_kwargs": options}
     elif config.stock:
-        model["layer_offloading"] = True
+        section["layer_offloading"] = True
     process = {
         "type": "sd_trainer",
         "training_folder": str(folder / "output"),
@@ -118,7 +130,7 @@ def job(
             "lr": 1e-4, "dtype": "float32" if cpu else "bf16", "disable_sampling": True,
             "cache_text_embeddings": True,
         },
-        "model": model,
+        "model": section,
         "sample": {
             "sampler": "flowmatch", "sample_every": 1 << 20, "width": shape.pixels, "height": shape.pixels,
             "prompts": ["a red cat"], "neg": "", "seed": 42, "guidance_scale": 3, "sample_steps": 2,
@@ -168,6 +180,42 @@ def against(losses: list[float], plain: list[float]) -> dict[str, Any]:
     }
 
 
+def phases(told: dict[str, Any], start: float, ended: float) -> dict[str, float]:
+    """Where a job's seconds went: until its process had imported, until its first step, its steps, and what came after."""
+    marks = [
+        start,
+        told["asked"],
+        told.get("first_step", told["asked"]),
+        told.get("last_step", told["asked"]),
+        ended,
+    ]
+    names = ("until_imported", "loading", "steps", "ending")
+    return {name: round(b - a, 2) for name, a, b in zip(names, marks, marks[1:], strict=False)}
+
+
+def losses(record: dict[str, Any]) -> str:
+    """Of every run how far its losses are from each plain run of the same job, over as many steps as both have; how far
+    plain is from itself is the measure for the others."""
+    lines = ["losses: relative differences step by step, largest and mean; and of the means of the last half"]
+    done = [(index, run) for index, run in enumerate(record["runs"]) if run["status"] == "ok"]
+    for index, run in done:
+        for before, plain in done:
+            if before == index or not Config(plain["config"]).is_plain_of(Config(run["config"])):
+                continue
+            if Config(run["config"]).is_plain_of(Config(run["config"])) and before > index:
+                continue  # a pair of plain runs once
+            count = min(len(run["losses"]), len(plain["losses"]))
+            for window in sorted({count, min(count, SHORT)}):
+                a, b = run["losses"][:window], plain["losses"][:window]
+                found = against(a, b)
+                late = [statistics.fmean(x or 0.0 for x in curve[window // 2 :]) for curve in (a, b)]
+                lines.append(
+                    f"  {run['config']:<20} (run {index + 1}) from {plain['config']} (run {before + 1}), {window} steps: "
+                    f"{found['largest_relative']:.1e}, {found['mean_relative']:.1e}; {abs(late[0] - late[1]) / late[1]:.1e}"
+                )
+    return "\n".join(lines)
+
+
 def carom_pinned(run: dict[str, Any]) -> int:
     """Bytes that Carom pinned, of all models in its report."""
     models = ((run.get("report") or {}).get("models") or {}).values()
@@ -191,7 +239,8 @@ def grown(run: dict[str, Any]) -> str:
 def line(run: dict[str, Any]) -> str:
     if run["status"] != "ok":
         return f"{run['config']}: {run['status']}: {run['reason']}"
-    return f"{run['config']}: {run['s_per_step']:.4f} s/step ({run['job_s']:.0f} s)"
+    spent = ", ".join(f"{name} {value:.1f}" for name, value in run.get("seconds", {}).items())
+    return f"{run['config']}: {run['s_per_step']:.4f} s/step ({run['job_s']:.0f} s: {spent})"
 
 
 def table(record: dict[str, Any]) -> str:
@@ -208,7 +257,9 @@ def table(record: dict[str, Any]) -> str:
         if run["status"] != "ok":
             lines.append(f"{run['config']:<24}{run['status']}: {run['reason'][:110]}")
             continue
-        plain = seconds.get(Config(run["config"]).plain)
+        config = Config(run["config"])
+        others = (value for word, value in seconds.items() if Config(word).is_plain_of(config))
+        plain = seconds.get(config.plain) or next(others, None)
         ratio = f"{run['s_per_step'] / plain:.3f}" if plain else ""
         pinned = (run["torch_pinned_bytes"] or 0) + carom_pinned(run)
         models = ((run["report"] or {}).get("models") or {}).values()

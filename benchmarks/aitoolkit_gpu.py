@@ -4,9 +4,9 @@
 
 Run by path from anywhere; AI_TOOLKIT_PYTHON names the Python that runs ai-toolkit (default: this one; docs/ai-toolkit.md
 says what it needs). The job trains a LoRA on a Z-Image-shaped random model (--layers 12: 2.9 B parameters), 512 px, batch 1,
-bf16, checkpointing on, latents and captions cached by a first job that is not counted. A configuration is `plain`, `stock`
+bf16, checkpointing on, latents and captions cached by a first job of a small model. A configuration is `plain`, `stock`
 (layer_offloading) or BUDGET/CODEC for bouncing, where BUDGET is a size, `auto`, `all` (everything streams: what stock's peak
-leaves beside the activations) or `half` (of plain's peak, activations included); "float8-" before it quantises the model,
+leaves beside the activations; `--stock-peak` where stock does not run) or `half` (of plain's peak, activations included); "float8-" before it quantises the model,
 "@RANK" and "#STEPS" after it are of this one job. A configuration named twice runs twice: the second `plain` tells how far
 a job is from itself. `--limit` leaves so much of the card to configurations whose BUDGET is `auto`, the rest is held by
 another process; `fit` is what weights, adapters, gradients and optimizer take together.
@@ -34,7 +34,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT, TESTS = HERE.parent, HERE.parent / "tests"
 sys.path.insert(0, str(HERE))
-from aitoolkit_cases import Config, Shape, against, figures, fits, job, line, table  # noqa: E402
+from aitoolkit_cases import Config, Shape, against, figures, fits, job, line, losses, phases, table  # noqa: E402
+from aitoolkit_ready import Ready, copied, processes  # noqa: E402
 
 CONFIGS = "plain,plain,stock,all/raw,all/lossless,half/raw,half/auto,float8-plain,float8-half/auto"
 LEAST = re.compile(r"least budget that works is (\d+) bytes")  # of a BudgetError in a job's log
@@ -48,15 +49,15 @@ def main(argv: list[str] | None = None) -> int:
         print("set AI_TOOLKIT_PATH to an ai-toolkit checkout")
         return 2
     configs = [Config(word) for word in arguments.configs.split(",")]
-    lib = load_checkout()
-    record = lib["record"].new_record("aitoolkit_gpu", sys.argv[1:] if argv is None else argv)
-    record |= {"layers": arguments.layers, "steps": arguments.steps, "rank": arguments.rank, "runs": []}
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="carom-ait-", dir=arguments.work))
-    bench = Bench(Path(checkout).resolve(), folder, arguments, lib)
+    bench = Bench(Path(checkout).resolve(), folder, arguments, len(configs))
     try:
-        bench.prepare()
-        print(f"ready after {time.monotonic() - started:.0f} s", flush=True)
+        lib = bench.lib = load_checkout()
+        record = lib["record"].new_record("aitoolkit_gpu", sys.argv[1:] if argv is None else argv)
+        record |= {"layers": arguments.layers, "steps": arguments.steps, "rank": arguments.rank, "runs": []}
+        record["prepared"] = bench.prepare()
+        print(f"ready after {time.monotonic() - started:.0f} s: {record['prepared']}", flush=True)
         for config in configs:
             if time.monotonic() - started > arguments.seconds:
                 run: dict[str, Any] = {"status": "skipped", "reason": "the time given was over"}
@@ -70,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         bench.close()
         shutil.rmtree(folder, ignore_errors=True)
     print(table(record))
+    print(losses(record))
     return 0 if all(run["status"] != "failed" for run in record["runs"]) else 1
 
 
@@ -84,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mode", default="bouncing", help="of offload, where a configuration has a budget")
     parser.add_argument("--granularity", default="auto", help="of offload_kwargs")
     parser.add_argument("--limit", help="free memory of the card where BUDGET is auto: a size, or `fit`")
+    parser.add_argument("--stock-peak", help="VRAM that a kept run of stock took: a size, for BUDGET `all`")
     parser.add_argument(
         "--touch-gb", type=float, default=0, help="first use so much host memory: guests that grow"
     )
@@ -100,14 +103,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def load_checkout() -> dict[str, Any]:
-    """The checkout's modules, imported as the package carom whatever its folder is called; the tests' by their path."""
+    """The checkout's modules, imported as the package carom whatever its folder is called."""
     if "carom" not in sys.modules:
         _load("carom", ROOT / "__init__.py", [str(ROOT)])
-    names = ("core.sizes", "benchmarks.record", "benchmarks.card")
-    lib: dict[str, Any] = {
-        name.rpartition(".")[2]: importlib.import_module(f"carom.{name}") for name in names
-    }
-    return {**lib, "matrix": _load("aitoolkit_matrix", TESTS / "aitoolkit_matrix.py")}
+    names = ("core.sizes", "benchmarks.record", "benchmarks.card", "toolkit_ext.folder")
+    return {name.rpartition(".")[2]: importlib.import_module(f"carom.{name}") for name in names}
 
 
 def _load(name: str, path: Path, folders: list[str] | None = None) -> Any:
@@ -120,13 +120,16 @@ def _load(name: str, path: Path, folders: list[str] | None = None) -> Any:
 
 
 class Bench:
-    """The checkout behind links, the model and the jobs, all below ``folder``."""
+    """The checkout behind links, the model and the jobs, all below ``folder``; ``lib`` is `load_checkout`'s.
 
-    def __init__(
-        self, checkout: Path, folder: Path, arguments: argparse.Namespace, lib: dict[str, Any]
-    ) -> None:
-        self.folder, self.arguments, self.lib = folder, arguments, lib
-        self.place, self.checkout = folder / "ai-toolkit", checkout
+    What takes long begins here, all at once: processes for ``jobs`` jobs import, the models are written, memory is touched.
+    """
+
+    lib: dict[str, Any]
+
+    def __init__(self, checkout: Path, folder: Path, arguments: argparse.Namespace, jobs: int) -> None:
+        self.folder, self.arguments = folder, arguments
+        self.place = folder / "ai-toolkit"
         self.python = os.environ.get("AI_TOOLKIT_PYTHON", sys.executable)
         links = folder / "path"
         links.mkdir()
@@ -134,7 +137,7 @@ class Bench:
         path = [str(TESTS / "aitoolkit_site"), str(links), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.env = {
             **os.environ, "PYTHONPATH": os.pathsep.join(path), "SEED": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg",
-            "TOKENIZERS_PARALLELISM": "false", "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
+            "TOKENIZERS_PARALLELISM": "false",
         }  # fmt: skip
         if arguments.cpu:
             self.env |= {"OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"}
@@ -144,40 +147,62 @@ class Bench:
             "cpu" if arguments.cpu else arguments.device,
             arguments.mode, arguments.granularity,
         )  # fmt: skip
-        self._next: subprocess.Popen | None = None  # imports while the present job runs
-        self._ahead = True
+        self._began = time.monotonic()
+        copied(checkout, self.place)
+        self._ready = Ready(self.python, self.place, self.env, folder / "imports.txt", processes(jobs + 1))
+        self._writing = {part: self._write(part) for part in ("rest", "transformer")}
+        code = "import numpy, sys; numpy.empty(int(sys.argv[1]), numpy.uint8).fill(1)"
+        pieces = int(arguments.touch_gb * 1e9 / 2**30) + 1 if arguments.touch_gb else 0
+        self._touching = [
+            subprocess.Popen([sys.executable, "-c", code, str(int(arguments.touch_gb * 1e9 / pieces))])
+            for _ in range(pieces)
+        ]
 
-    def prepare(self) -> None:
-        """Host memory, the checkout with our two extensions, the model, and the caches of latents and captions."""
-        arguments = self.arguments
-        if arguments.touch_gb:
-            self.lib["card"].touch(int(arguments.touch_gb * 1e9))
-        self.lib["matrix"].mirror(self.checkout, self.place)
-        self._call([self.python, "-m", "carom", "install-ai-toolkit", str(self.place)])
+    def _write(self, part: str) -> subprocess.Popen:
+        """Part of what is trained, on its way to the disk."""
+        layers = 0 if self.arguments.tiny else self.arguments.layers
+        target = [str(TESTS), str(self.folder / "models"), str(layers), str(self.shape.pixels)]
+        return subprocess.Popen(
+            [self.python, str(HERE / "aitoolkit_shape.py"), part, *target], env=self.env, text=True,
+            stdout=subprocess.DEVNULL, stderr=(self.folder / f"{part}.txt").open("w"),
+        )  # fmt: skip
+
+    def prepare(self) -> dict[str, float]:
+        """What is under way comes to its end, and a small model's job fills the caches of latents and captions.
+
+        Returns when which part was done, in seconds from the beginning.
+        """
+        took: dict[str, float] = {}
+
+        def done(what: str) -> None:
+            took[what] = round(time.monotonic() - self._began, 1)
+
+        self.lib["folder"].install(self.place)
         probe = self.place / "extensions" / "carom_bench_probe"
         probe.mkdir()
         shutil.copy(ROOT / "benchmarks" / "aitoolkit_probe.py", probe / "__init__.py")
-        self._next = self._importing()
-        layers, pixels = 0 if arguments.tiny else arguments.layers, self.shape.pixels
-        script = str(ROOT / "benchmarks" / "aitoolkit_shape.py")
-        print(
-            self._call(
-                [self.python, script, str(TESTS), str(self.folder / "models"), str(layers), str(pixels)]
-            ),
-            end="",
-        )
-        warm = self._job("warm", Config("plain"), None, steps=2)
+        self._written("rest")
+        done("small model written")
+        warm = self._job("warm", Config("plain"), None, steps=1, model="small")
         if warm["status"] != "ok":
             imports = (self.folder / "imports.txt").read_text("utf-8")[-2000:]
             raise RuntimeError(
                 f"the job that fills the caches failed: {warm['reason']}\n{warm['log']}\n{imports}"
             )
+        done("caches filled")
+        self._written("transformer")
+        done("model written")
+        for process in self._touching:
+            process.wait()
+        done("memory touched")
+        self._ready.imported()
+        done("all imported")
+        return took
 
-    def _call(self, command: list[str]) -> str:
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=600)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command[:3])} failed:\n{done.stderr[-4000:]}")
-        return done.stdout
+    def _written(self, part: str) -> None:
+        if self._writing[part].wait(timeout=600):
+            errors = (self.folder / f"{part}.txt").read_text("utf-8")[-4000:]
+            raise RuntimeError(f"the model's {part} could not be written:\n{errors}")
 
     def run(self, config: Config) -> dict[str, Any]:
         """Figures of one configuration; a failure is a result too."""
@@ -187,9 +212,7 @@ class Bench:
                 budget = self._budget(config)
             except KeyError as error:
                 return {"status": "skipped", "reason": f"needs {error.args[0]} run before it"}
-        card = self._card(config)
-        self._ahead = card is None  # what an import takes of a card is not to be missing from a small one
-        with card or contextlib.nullcontext():
+        with self._card(config) or contextlib.nullcontext():
             result = self._job(config.word, config, budget)
         least = LEAST.search(result.get("log", ""))
         if result["status"] == "failed" and least and config.budget in ("all", "half"):
@@ -198,7 +221,7 @@ class Bench:
             result["budget_refused"] = first
         if config.bounces:
             result["budget"] = budget
-        other = self.done.get(config.plain)
+        other = self.done.get(config.plain) or self._longer_or_shorter(config)
         self.done.setdefault(config.word, result)
         if result["status"] == "ok" and other is not None and other["status"] == "ok":
             result["against_plain"] = against(result["losses"], other["losses"])
@@ -206,22 +229,28 @@ class Bench:
             result.pop("log", None)
         return result
 
+    def _longer_or_shorter(self, config: Config) -> dict[str, Any] | None:
+        """A plain run of the same job with other steps: its first losses and its peaks are as good."""
+        return next((run for word, run in self.done.items() if Config(word).is_plain_of(config)), None)
+
     def _budget(self, config: Config) -> int | str:
         """Bytes for "all" and "half", from the peaks of the runs before; other words as they are."""
         if config.budget not in ("all", "half"):
             return config.budget
         if self.arguments.cpu:
             return TINY_BUDGET
-        plain = self._peak("plain")
+        plain = self._peak("plain", Config("plain"))
         beside = max(
             0, plain - self._weights()
         )  # activations, adapters, optimizer: all but the model's own weights
         if config.budget == "all":
+            if self.arguments.stock_peak:
+                return self.lib["sizes"].parse_size(self.arguments.stock_peak, setting="stock-peak") - beside
             return self._peak("stock") - beside
-        return self._peak(config.plain) // 2 - beside
+        return self._peak(config.plain, config) // 2 - beside
 
-    def _peak(self, word: str) -> int:
-        found = self.done.get(word, {})
+    def _peak(self, word: str, config: Config | None = None) -> int:
+        found = self.done.get(word) or (config and self._longer_or_shorter(config)) or {}
         if found.get("status") != "ok":
             raise KeyError(word)
         return found["peak_reserved_bytes"]
@@ -251,18 +280,23 @@ class Bench:
         return found
 
     def _job(
-        self, word: str, config: Config, budget: int | str | None, steps: int | None = None
+        self,
+        word: str,
+        config: Config,
+        budget: int | str | None,
+        steps: int | None = None,
+        model: str = "zimage",
     ) -> dict[str, Any]:
         name = "job-" + re.sub(r"[^A-Za-z0-9]+", "-", word)
         path, told, log = (self.folder / f"{name}{end}" for end in (".job.json", ".told.json", ".txt"))
         told.unlink(missing_ok=True)
         shutil.rmtree(self.folder / "output", ignore_errors=True)
-        file = job(
-            name, config, self.shape, self.folder, budget, steps or config.steps or self.arguments.steps
-        )
+        steps = steps or config.steps or self.arguments.steps
+        file = job(name, config, self.shape, self.folder, budget, steps, model)
         path.write_text(json.dumps(file), encoding="utf-8")
-        began = time.monotonic()
-        code = self._run(path, log, {"CAROM_BENCH_OUT": str(told)})
+        began, start = time.monotonic(), time.time()
+        code = self._ready.run(path, log, {"CAROM_BENCH_OUT": str(told)})
+        ended = time.time()
         text = log.read_text(encoding="utf-8", errors="replace")
         if self.arguments.logs:
             self.arguments.logs.mkdir(parents=True, exist_ok=True)
@@ -279,38 +313,19 @@ class Bench:
                 "reason": (errors or ["no output"])[-1][-500:],
                 "log": text[-4000:],
             }
-        result |= figures(json.loads(told.read_text(encoding="utf-8")))
+        noted = json.loads(told.read_text(encoding="utf-8"))
+        result |= {**figures(noted), "seconds": phases(noted, start, ended)}
         report = next((self.folder / "output").rglob("report.json"), None)
         result["report"] = None if report is None else json.loads(report.read_text(encoding="utf-8"))
         return {**result, "status": "ok", "log": text[-4000:]}
 
-    def _run(self, path: Path, log: Path, env: dict[str, str]) -> int:
-        """run.py for one job; returns its exit code, -1 where it took too long."""
-        log.write_text("", "utf-8")
-        process = self._next or self._importing()
-        self._next = self._importing() if self._ahead else None
-        try:
-            process.communicate(
-                json.dumps({"config": str(path), "log": str(log), "env": env}) + "\n", timeout=600
-            )
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            return -1
-        return process.returncode
-
-    def _importing(self) -> subprocess.Popen:
-        """A process that is ready for a job as soon as its imports are done."""
-        return subprocess.Popen(
-            [self.python, str(HERE / "aitoolkit_warm.py")], cwd=self.place, env=self.env, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=(self.folder / "imports.txt").open("a"),
-        )  # fmt: skip
-
     def close(self) -> None:
-        """End the process that no job came for."""
-        if self._next is not None:
-            self._next.kill()
-            self._next.communicate()
+        """End what is still under way."""
+        self._ready.close()
+        for process in (*self._touching, *self._writing.values()):
+            if process.poll() is None:
+                process.kill()
+            process.wait()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ def memory() -> dict:
 
 
 def watch(process) -> dict:
-    told = {"steps": [], "memory": {}, "began": time.time()}
+    # Of the clock that all processes share: when the job was asked for, its process run, its first step begun.
+    told = {"steps": [], "memory": {}, "asked": float(os.environ["CAROM_BENCH_ASKED"]), "began": time.time()}
     plain = process.hook_train_loop
 
     def hook_train_loop(*args, **kwargs):
@@ -57,9 +58,11 @@ def watch(process) -> dict:
             told["memory"]["before"] = memory()
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
+        told.setdefault("first_step", time.time())
         begin = time.perf_counter()
         losses = plain(*args, **kwargs)
         end = time.perf_counter()
+        told["last_step"] = time.time()
         told["steps"].append([begin, end, None if losses is None else float(losses["loss"])])
         if index + 1 in (50, 100, 200, 300):
             told["memory"][str(index + 1)] = memory()

@@ -1,8 +1,9 @@
-"""Writes what the benchmark trains: ``python aitoolkit_shape.py TESTS_FOLDER TARGET LAYERS PIXELS``, by ai-toolkit's Python.
+"""Writes what the benchmark trains: ``python aitoolkit_shape.py PART TESTS_FOLDER TARGET LAYERS PIXELS``, by ai-toolkit's Python.
 
 A Z-Image in diffusers' format with random bf16 weights and the real model's widths (3840; 2 + 2 refiners; captions of
 2560), LAYERS deep (12: 2.9 B parameters), beside a tiny text encoder and VAE, and four PIXELS-sized pictures with captions.
-LAYERS 0: the tests' tiny one.
+LAYERS 0: the tests' tiny one. PART "transformer" is TARGET/zimage/transformer, PART "rest" everything else, and
+TARGET/small: the same model with a transformer of one thin layer, for the job that only fills caches.
 """
 
 # mypy: ignore-errors
@@ -14,32 +15,45 @@ from pathlib import Path
 WIDTH = 2560
 
 
-def main(tests: str, target: str, layers: int, pixels: int) -> None:
+def main(part: str, tests: str, target: str, layers: int, pixels: int) -> None:
     sys.path.insert(0, tests)
-    import aitoolkit_models
     import torch
 
-    torch.manual_seed(7)
     folder = Path(target)
+    if part == "transformer":
+        if layers:
+            write(
+                folder / "zimage" / "transformer", dim=3840, n_layers=layers, n_refiner_layers=2, n_heads=30
+            )
+        return
+    import aitoolkit_models
+
+    torch.manual_seed(7)
     (folder / "images").mkdir(parents=True)
     aitoolkit_models.images(folder / "images", ((pixels, pixels),) * 4)
-    (folder / "zimage").mkdir()
+    small, model = folder / "small", folder / "zimage"
+    model.mkdir(exist_ok=True)
     if layers == 0:
-        aitoolkit_models.zimage(folder / "zimage")
+        aitoolkit_models.zimage(model)
+        small.symlink_to(model, target_is_directory=True)
         return
-    transformer(folder / "zimage" / "transformer", layers)
-    aitoolkit_models.zimage_rest(folder / "zimage", width=WIDTH)
+    aitoolkit_models.zimage_rest(model, width=WIDTH)
+    small.mkdir()
+    for item in model.iterdir():
+        if item.name != "transformer":
+            (small / item.name).symlink_to(item)
+    write(small / "transformer", dim=512, n_layers=1, n_refiner_layers=1, n_heads=4)
 
 
-def transformer(folder: Path, layers: int) -> None:
-    """Random weights made on the GPU where there is one: on the host they would take minutes."""
+def write(folder: Path, *, n_heads: int, **shape: int) -> None:
+    """A transformer with random weights, made on the GPU where there is one: on the host they would take minutes."""
     import torch
     from diffusers import ZImageTransformer2DModel
     from safetensors.torch import save_file
 
     with torch.device("meta"):
         model = ZImageTransformer2DModel(
-            dim=3840, n_layers=layers, n_refiner_layers=2, n_heads=30, n_kv_heads=30, cap_feat_dim=WIDTH,
+            **shape, n_heads=n_heads, n_kv_heads=n_heads, cap_feat_dim=WIDTH,
             axes_dims=[32, 48, 48], axes_lens=[1536, 512, 512],
         )  # fmt: skip
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,8 +66,8 @@ def transformer(folder: Path, layers: int) -> None:
         weights[name] = value.to(torch.bfloat16).cpu()
     model.save_config(folder)
     save_file(weights, folder / "diffusion_pytorch_model.safetensors", {"format": "pt"})
-    print(f"{sum(t.numel() for t in weights.values()) / 1e9:.2f} B parameters")
+    print(f"{folder.parent.name}: {sum(t.numel() for t in weights.values()) / 1e9:.2f} B parameters")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(*sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5]))

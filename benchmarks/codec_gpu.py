@@ -69,6 +69,15 @@ def hard_tensors(small: bool):
         yield f"random bits {dtype}", bits.view(dtype)
 
 
+def real_tensors(file: Path):
+    """(label, tensor) of a safetensors file, as they are and as bfloat16."""
+    for name, tensor in importlib.import_module("safetensors.torch").load_file(file).items():
+        tensor = tensor.flatten()
+        yield f"{file.name}: {name} {tensor.dtype}", tensor
+        if tensor.dtype == torch.float32:
+            yield f"{file.name}: {name} as bfloat16", tensor.bfloat16()
+
+
 def packed_unit(modules, tensors, device, lanes, code=None):
     """(entries, wire buffer on the device, raw bytes per entry, bytes of the slot) of tensors packed one after another."""
     entries, blobs, raws, wire_at, out_at = [], [], [], 0, 0
@@ -90,10 +99,10 @@ def decoder(modules, entries, method, tiles=1, warps=None):
     return unit.UnitDecoder(entries, method=method, tuning=unit.Tuning(tiles=tiles, warps=warps))
 
 
-def differences(modules, device, small) -> list[str]:
+def differences(modules, device, small, file=None) -> list[str]:
     """Labels of everything that decodes to other bytes than were packed."""
     wrong = []
-    tensors = list(hard_tensors(small))
+    tensors = list(hard_tensors(small)) + ([] if file is None else list(real_tensors(file)))
     for lanes, tiles in ((128, 1), (32, 3)):  # the others are compared where they are timed
         entries, wire, raws, size = packed_unit(modules, tensors, device, lanes)
         for method in ("triton", "torch"):
@@ -192,6 +201,10 @@ def timings(modules, mib: int, deadline: float, device: str = "cuda") -> list[di
                 2 * count,
                 warps=warps,
             )
+    from_peers = importlib.import_module("carom.benchmarks.codec_peers")
+    for row in from_peers.nvcomp_ans(weights, copy, gigabytes_per_second):
+        rows.append(row)
+        print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
     try:
         functional = importlib.import_module("bitsandbytes.functional")
     except ImportError:
@@ -202,27 +215,52 @@ def timings(modules, mib: int, deadline: float, device: str = "cuda") -> list[di
     return rows
 
 
+def encoder_rows(modules, mib: int) -> list[dict]:
+    """The CPU encoder's rate in GB/s of raw bf16, by threads."""
+    weights = (torch.randn(mib << 19) * 0.02).bfloat16()
+    rows = []
+    for threads in (1, 2, 4, 8):
+        if threads > modules["lossless"].cores():
+            break
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            modules["lossless"].encode(weights, threads=threads)
+            times.append(time.perf_counter() - start)
+        rows.append(
+            {
+                "what": "cpu encoder",
+                "threads": threads,
+                "gb_per_s": round(weights.nbytes / min(times) / 1e9, 2),
+            }
+        )
+        print("  ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=320, help="MiB of bf16 weights that are timed")
     parser.add_argument("--seconds", type=float, default=50, help="no new timing is begun after this")
+    parser.add_argument("--file", type=Path, help="a safetensors file whose tensors are checked as well")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     arguments = parser.parse_args()
     start = time.monotonic()
     modules = load_checkout()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    wrong = differences(modules, device, small=device == "cpu")
+    wrong = differences(modules, device, device == "cpu", arguments.file)
     print(
         f"exact: {'no: ' + '; '.join(wrong) if wrong else 'yes'} ({time.monotonic() - start:.0f} s)",
         flush=True,
     )
     if wrong:
         return 1
+    rows = encoder_rows(modules, min(arguments.mib, 64))
     if device == "cpu":
-        print("no GPU here: nothing is timed")
+        print("no GPU here: no decoder is timed")
         return 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    rows = timings(modules, arguments.mib, start + arguments.seconds)
+    rows += timings(modules, arguments.mib, start + arguments.seconds)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     print(f"done in {time.monotonic() - start:.0f} s")

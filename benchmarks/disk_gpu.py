@@ -2,13 +2,15 @@
 
 A Llama-shaped model of 24 GB (7B's width, 59 blocks) is drawn on the device and written to DIR, which is the drive to measure. Then:
 
-- `raw`: plain direct reads by several threads and block sizes; the best is read again beside every part;
+- `raw`: plain direct reads by several threads and block sizes; the best way reads the whole file before and after the first
+  output (the same bytes in the same order: what a host keeps of a virtual drive, it keeps for both), and once into 1 GiB of
+  memory instead of the same few megabytes;
 - `first_output`: all of it built on meta and streamed with ``ram`` an eighth of its bytes: until `carom.stream` returns, until the
   first output is there, and whether it is that of the model which is still on the device, bit for bit; the process's memory,
   watched from outside (a forward of one block went before, so that libraries and kernels are loaded);
 - `lora`: its first 32 blocks, which is 7B's shape, under 3 GiB of device and 4 GiB of host memory: PEFT, checkpointing, `OptimizerInBackward`; the
   adapters against those of the resident run with plain AdamW, and the step beside what its bytes take;
-- `rate`: passes over 20 blocks in turns with plain direct reads.
+- `rate`: passes over 20 blocks in turns with plain direct reads of as many bytes in the same part of the file.
 
 Parts are processes of their own, end when the time does, and what is known so far is in FILE at any time. The last line that
 is printed is the record's `result`. `--device cpu` with small sizes proves the path without a GPU.
@@ -29,8 +31,11 @@ import threading
 import time
 from pathlib import Path
 
+import numpy
+
 HERE = Path(__file__).resolve()
-SWEPT = 3 << 28  # bytes of one measurement of plain reads
+SWEPT = 3 << 27  # bytes of one measurement of the sweep
+LARGE = 1 << 30  # bytes of memory that a drive's bytes are read into one after the other
 RESERVED = 3.0  # seconds kept for the end of the run
 
 
@@ -111,11 +116,33 @@ class Run:
                 self.keep()
                 print(f"[{time.time() - self.began:5.0f} s] {name}: {json.dumps(found)[:400]}", flush=True)
 
-    def raw(self) -> float | None:
-        """The best way of plain reads once more, with the drive to itself."""
-        if self.best is None:
-            return None
-        return self.plain.rate(self.best["threads"], self.best["block"], 2 * self.args.swept)
+    def grow(self) -> None:
+        """Use once what the parts will hold: a virtual machine gets its memory when it is first used, and slowly."""
+        sizes = module("core.sizes")
+        most = max(
+            self.result["make"]["weights_bytes"] // 8,
+            *map(sizes.parse_size, (self.args.lora_ram, self.args.rate_ram)),
+        )
+        began, memory = time.perf_counter(), module("core.store.memory").fresh(2 * most)
+        parts = numpy.array_split(numpy.frombuffer(memory, numpy.uint8), 16)
+        workers = [threading.Thread(target=part.fill, args=(1,)) for part in parts]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        self.result["grown"] = {"bytes": len(memory), "seconds": time.perf_counter() - began}
+
+    def raw(self) -> float:
+        """The best way of plain reads over the whole file, with the drive to itself."""
+        assert self.best is not None
+        return self.plain.rate(self.best["threads"], self.best["block"], self.result["make"]["weights_bytes"])
+
+    def into_large(self) -> float:
+        """The same way into memory that no cache holds."""
+        assert self.best is not None
+        memory = module("core.store.memory").fresh(max(self.best["block"], min(LARGE, 2 * self.args.swept)))
+        numpy.frombuffer(memory, numpy.uint8)[:] = 0  # touched before, as the other's
+        return self.plain.rate(self.best["threads"], self.best["block"], 4 * self.args.swept, into=memory)
 
     def go(self) -> None:
         args, result = self.args, self.result
@@ -126,11 +153,12 @@ class Run:
         args.lora_layers, args.rate_layers = (
             min(n, args.layers) for n in (args.lora_layers, args.rate_layers)
         )
+        self.grow()
         self.plain = module("benchmarks.disk_llama").PlainReads(str(self.folder / "model.safetensors"))
         began = time.time()
         sweep = self.plain.sweep(args.swept)
         self.best = sweep[0]
-        result["raw"] = {"sweep": sweep, "beside": [self.raw()]}
+        result["raw"] = {"sweep": sweep, "into_large_memory": self.into_large(), "beside": [self.raw()]}
         result["seconds"]["raw"] = time.time() - began
         self.keep()
         for name in ("first_output", "stream"):
@@ -139,7 +167,7 @@ class Run:
                 continue
             before = result["raw"]["beside"][-1]
             self.part(name, self.until)
-            if self.until - time.time() > 2 or name != "stream":
+            if name != "stream":
                 result["raw"]["beside"].append(self.raw())
             rounds = [r["raw_bytes_per_second"] for r in result.get("rate", {}).get("rounds", ())]
             raw = max(before, result["raw"]["beside"][-1], *rounds)

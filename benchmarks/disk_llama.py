@@ -192,15 +192,22 @@ class PlainReads:
         self._memory = memoryview(block.zero_().numpy())
         self._next = 0
 
-    def rate(self, threads: int, block: int, nbytes: int) -> float:
-        """Bytes per second of reading ``nbytes`` from where the last call ended, round and round the file."""
+    def rate(
+        self, threads: int, block: int, nbytes: int, end: int | None = None, into: memoryview | None = None
+    ) -> float:
+        """Bytes per second of reading ``nbytes`` from where the last call ended, round and round the file's first ``end``
+        bytes (default: all).
+
+        Every thread reads into the same block of memory again and again, as fio does, which may stay in a CPU's cache; with
+        ``into``, the blocks go one after the other to that memory, as they must for whoever wants to have them.
+        """
         if not hasattr(os, "preadv"):
             raise SystemExit("this benchmark needs os.preadv (Linux)")
         fd = open_direct(self._path, os.O_RDONLY)
-        blocks = max(1, self._size // block)
-        first, count = self._next, max(threads, min(blocks, nbytes // block))
+        blocks = max(1, min(self._size, end or self._size) // block)
+        first, count = self._next // block % blocks, max(threads, nbytes // block)
         turn, lock, read = iter(range(first, first + count)), threading.Lock(), [0] * threads
-        self._next = (first + count) % blocks
+        self._next = (first + count) % blocks * block
 
         def work(number: int) -> None:
             buffer = self._memory[number * block : (number + 1) * block]
@@ -209,6 +216,9 @@ class PlainReads:
                     index = next(turn, None)
                 if index is None:
                     return
+                if into is not None:
+                    at = index % (len(into) // block) * block
+                    buffer = into[at : at + block]
                 read[number] += os.preadv(fd, [buffer], index % blocks * block)
 
         workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from ..core.store.index import open_index
 from . import disk_llama
 
 carom = sys.modules[__name__.split(".")[0]]
@@ -187,7 +188,15 @@ def figures(session) -> dict:
         "transfers_per_weight", "disk_wait_seconds", "step_seconds", "stall_seconds", "roofline_seconds",
         "compute_seconds", "link_seconds", "disk_seconds", "bound_by", "notes",
     )  # fmt: skip
-    return {name: report[name] for name in wanted if name in report}
+    pace = session._checkpoint.pace
+    ways = {"aside": pace.aside, "rates": pace.rates}
+    return {**{name: report[name] for name in wanted if name in report}, "reads": ways}
+
+
+def last_byte(file: Path, layers: int) -> int:
+    """Where the first ``layers`` blocks end in the file."""
+    blocks = {n: e for n, e in open_index(file).entries.items() if n.startswith("model.layers.")}
+    return max(e.offset + e.nbytes for n, e in blocks.items() if int(n.split(".")[2]) < layers)
 
 
 def lora(part: Part) -> None:
@@ -223,30 +232,34 @@ def rate(part: Part) -> None:
     args = part.args
     model = part.meta(args.rate_layers).eval()
     plain = disk_llama.PlainReads(str(part.file))
+    end = last_byte(part.file, args.rate_layers)
     rounds: list[dict] = []
     with carom.stream(
         model, device=part.device, vram=args.rate_vram, ram=args.rate_ram, weights=part.file
     ) as session, torch.no_grad():  # fmt: skip
         tokens = part.tokens(0)
 
-        def one_pass() -> float:
-            began = time.perf_counter()
+        def one_pass() -> tuple[float, int, float]:
+            """Seconds, bytes as the system counts them, and the share of the time in which a worker was at a read."""
+            reader = session._streamer.cache._reader
+            before, busy, began = read_bytes(), reader.stats().busy_seconds, time.perf_counter()
             model(input_ids=tokens)
             part.wait()
-            return time.perf_counter() - began
+            seconds = time.perf_counter() - began
+            busy = (reader.stats().busy_seconds - busy) / seconds / reader.policy.workers
+            return seconds, read_bytes() - before, busy
 
-        first = one_pass()
-        while len(rounds) < 5 and (not rounds or part.left() > 3 * first + 3 * rounds[0]["raw_seconds"]):
+        model(input_ids=tokens)  # brings residents, too
+        first, read, _ = one_pass()
+        while len(rounds) < 5 and (not rounds or part.left() > 3 * first + 2 * rounds[0]["raw_seconds"]):
             began = time.perf_counter()
-            raw = plain.rate(args.threads, args.block, 2 * args.swept)
+            raw = plain.rate(args.threads, args.block, read, end)
             raw_seconds = time.perf_counter() - began
             one_pass()  # its buffers were full when it began: not timed
-            before, began = read_bytes(), time.perf_counter()
-            one_pass()
-            seconds = time.perf_counter() - began
+            seconds, read, busy = one_pass()
             rounds.append(
                 {"raw_bytes_per_second": raw, "raw_seconds": raw_seconds, "pass_seconds": seconds,
-                 "read_bytes": read_bytes() - before}
+                 "read_bytes": read, "workers_busy": busy}
             )  # fmt: skip
             found = figures(session)
             rates = [found["disk_bytes_per_step"] / r["pass_seconds"] for r in rounds]

@@ -24,20 +24,22 @@ from .errors import BudgetError
 from .follow_ram import FollowsRam
 from .plan import Plan, resident_cost, round_up
 from .pooled import Pooled
+from .rerun import Reruns
 from .shared import SharedBudget
 from .shares import Shares
 from .simulated import SimulatedEngine
 from .sizes import format_size
 from .streamed import Streamed
 from .tune import OutOfMemory, Tunes
-from .units import Carving
+from .units import Carving, Unit
 
 logger = logging.getLogger("carom")
 _TUNE_AFTER = 4  # measured steps, the first two of a session apart
 _LOOKS = 0.25  # seconds between readings of a device's memory, after the first steps
 _ROUNDING = 1.03  # of a model's bytes, for what allocators round up
 _SIZES = 64  # of inputs that are remembered
-_FIRST = 8  # steps after an attachment that are looked at one by one, and may run again
+_FIRST = 8  # steps after an attachment that may run again
+_OFTEN = 2 * _FIRST  # and after which memory is looked at: enough to settle
 
 
 class _Device:
@@ -57,6 +59,7 @@ class Adapts(Tunes, FollowsRam):
     _vram: int
     _shared: SharedBudget | None
     _closed: bool
+    _reruns: Reruns | None
     _among: frozenset[str] | None
 
     def _residents(self) -> frozenset[str]:
@@ -103,11 +106,12 @@ class Adapts(Tunes, FollowsRam):
             self._device = _devices.setdefault(key, _Device())
             self._device.sessions[id(self)] = self
             self._device.shares.join(id(self))
-        self._governor = None if memory is None else Governor(memory.ooms)
+        self._governor = None if memory is None else Governor(memory.ooms, memory.retries)
         self._looked = 0.0
         self._failed = False  # the last step ran out of memory
         self._asked: set[Hashable] = set()  # sizes of inputs whose passes had what they need
         self._asking: Hashable = ()
+        self._new_sizes = False  # the pass that begins has inputs of sizes that were not seen before
         self._least_known: tuple[Placement, int] | None = None
         self._set_look()
 
@@ -165,7 +169,7 @@ class Adapts(Tunes, FollowsRam):
     def _watch_memory(self, governor: Governor) -> None:
         """Follow what the device has left."""
         now = time.monotonic()
-        often = self._meter.settled < _FIRST or isinstance(self._engine, SimulatedEngine) or self._failed
+        often = self._meter.settled < _OFTEN or isinstance(self._engine, SimulatedEngine) or self._failed
         if not often and now - self._looked < _LOOKS:
             return
         self._looked = now
@@ -179,8 +183,23 @@ class Adapts(Tunes, FollowsRam):
                 return
             budget = self._wanted(governor, memory)
             if budget is not None:
+                if governor.settled and budget > self._vram:
+                    self._use_what_was_learnt()
                 self._resize(budget)
             self._failed = False
+
+    def _use_what_was_learnt(self) -> None:
+        """A new layout comes anyway: let it be the one that is predicted to be fastest."""
+        if self._learnt is not None or self._pooled is not None:
+            return
+        try:
+            self._recode()
+            advice = self._advice(0)
+        except Exception as error:  # advice is a service
+            logger.warning("carom: the steps so far cannot be planned with: %s", error)
+            return
+        if advice is not None and advice.understood:
+            self._learnt, self._tune_at = self._candidate, math.inf
 
     # -- several sessions on one device
 
@@ -240,7 +259,14 @@ class Adapts(Tunes, FollowsRam):
         held, least = self._held_bytes(), self._least()
         if self._failed:
             return governor.short(memory, held, least)
-        return governor.read(memory, held, least, self._everything(), self._vram)
+        if self._reruns is not None and self._reruns.gave:
+            return governor.yielded(memory, held, least)
+        streamed = self._placement.streamed
+        training = bool(self._carving.adapters) or any(unit.trainable for unit in streamed)
+        alone = self._device is None or len(self._device.sessions) == 1
+        return governor.read(
+            memory, held, least, self._everything(), self._vram, training=training, alone=alone
+        )
 
     def _everything(self) -> int:
         """Device bytes of all weights."""
@@ -289,6 +315,35 @@ class Adapts(Tunes, FollowsRam):
         if self._learnt is None:
             self._tune_at = _TUNE_AFTER
 
+    # -- a unit's forward that ran out of memory
+
+    def _make_reruns(self, resident: list[Unit]) -> Reruns | None:
+        """Further tries for units' forwards, where the budget follows the device."""
+        if self._governor is None or self._pooled is not None or not self._movable():
+            return None
+        if decide.compiled(self.module):
+            return None  # graphs would break at resident units
+        whole = decide.cut(self.module, dataclasses.replace(self._settings(), granularity="block"), None)
+        units = {id(module) for unit in self._carving.units for module in unit.modules}
+        blocks = [module for unit in whole.units if unit.kind == "block" for module in unit.modules]
+        between = [module for module in blocks if id(module) not in units]
+        return Reruns(self._engine, self._streamer, self._placement, resident, between, self._look_soon)
+
+    def _look_soon(self) -> None:
+        """Weights gave way: look at the next occasion."""
+        self._look_at, self._looked = 0, 0.0
+
+    def _pass_begins(self, reruns: Reruns, compiling: bool) -> None:
+        if compiling:
+            reruns.step_aside()
+        reruns.pass_begins(not torch.is_grad_enabled(), self._new_sizes)
+
+    def _after_giving(self) -> None:
+        """A pass went well because weights gave way: from now on hold what was left then."""
+        with self._lock, self._streamer.lock:
+            if self._governor is not None and self._streamer.idle and not self._meter.awaiting:
+                self._watch_memory(self._governor)
+
     # -- a forward that ran out of memory
 
     def _before(self, args: tuple, kwargs: dict) -> Before | None:
@@ -296,8 +351,11 @@ class Adapts(Tunes, FollowsRam):
         if self._governor is None or torch.is_grad_enabled():
             return None
         self._asking = sizes(args, kwargs)
+        self._new_sizes = self._asking not in self._asked
         if self._meter.steps > _FIRST and self._asking in self._asked:
             return None
+        if self._new_sizes:
+            self._governor.unsettle()
         if len(self._asked) >= _SIZES:
             self._asked.clear()
         self._asked.add(self._asking)

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 LIMIT = 64 << 20  # bytes of inputs that are copied
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def sizes(args: tuple, kwargs: dict) -> tuple[Hashable, ...]:
@@ -31,20 +32,24 @@ def sizes(args: tuple, kwargs: dict) -> tuple[Hashable, ...]:
 
 
 class Before:
-    """What a pass found. Raises nothing; `may_run_again` tells."""
+    """What a pass found, or a unit's forward. ``copies``: whether inputs made in inference mode may be copied."""
 
-    def __init__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def __init__(self, module: nn.Module, args: tuple, kwargs: dict, copies: bool = True) -> None:
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._modules = [(part, _shape(part)) for part in module.modules()]
+        self._modules = [(part, shape(part)) for part in module.modules()]
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.possible = all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves)
+        self.possible = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves)
         written = [t for t in tensors if t.is_inference()]
-        self.possible &= sum(t.numel() * t.element_size() for t in written) <= LIMIT
+        self.possible &= sum(t.numel() * t.element_size() for t in written) <= (LIMIT if copies else 0)
         if not self.possible:
             return
-        self._copies = [(t, t.clone()) for t in written]
+        try:
+            self._copies = [(t, t.clone()) for t in written]
+        except OutOfMemory:
+            self.possible = False
+            return
         for part, _ in self._modules:
             tensors += [t for t in part._buffers.values() if t is not None]
         self._versions = [(t, t._version) for t in tensors if not t.is_inference()]
@@ -56,7 +61,7 @@ class Before:
         """Put back what can be; False where the pass must not be run again."""
         if not self.possible or any(tensor._version != version for tensor, version in self._versions):
             return False
-        if any(_shape(part) != shape for part, shape in self._modules):
+        if any(shape(part) != before for part, before in self._modules):
             return False
         for tensor, copy in self._copies:
             with torch.inference_mode():
@@ -67,7 +72,7 @@ class Before:
         return True
 
 
-def _shape(module: nn.Module) -> dict[str, Any]:
+def shape(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes: by identity, and containers by their length too."""
     tables = [(*map(id, part.values()),) for part in (module._parameters, module._buffers)]
     return {"": tables} | {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .ops import HostParameter, HostTensor
 from .plan import SMALL_UNIT, Plan, round_up
 from .progress import Progress
 from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, touch, workers
+from .store.mapped import Mapped
 from .streamed import Owner, Streamed
 from .transfer import Engine
 from .units import Carving, Entry, Unit
@@ -154,6 +156,7 @@ class Placement:
                 value = self._value(tensor)
                 view = piece.as_strided(value.shape, value.stride(), piece.storage_offset())
                 view.copy_(value)
+                self._drop(value)
             del value
             self._moved.append(Moved(tensor, self._home(tensor), lot))
             tensor.data = view
@@ -165,6 +168,16 @@ class Placement:
     def _home(self, tensor: torch.Tensor) -> torch.device:
         """Where it returns to."""
         return tensor.device
+
+    @cached_property
+    def _mapped(self) -> Mapped:
+        return Mapped()
+
+    def _drop(self, read: torch.Tensor) -> None:
+        """Where ``read`` is a mapped checkpoint's, its pages are not in memory because of us."""
+        if read.device.type == "cpu" and _plain(read):
+            memory = storage_bytes(read)
+            self._mapped.drop(memory.data_ptr(), memory.numel())
 
     def adapt(self, entry: Entry) -> None:
         """A trainable tensor that stays on the device, gradient included."""
@@ -181,7 +194,9 @@ class Placement:
         size = tensor.numel() * tensor.element_size()
         if tensor.device != self._engine.device:
             home = tensor.device
+            before = tensor.detach()
             _relocate(tensor, self._engine.device)
+            self._drop(before)
             self.loaded_bytes += size
             self._moved.append(Moved(tensor, home))
         return size
@@ -200,7 +215,8 @@ class Placement:
         """Copy units to blocks of their own in host memory, pin them, and let the tensors stand there.
 
         While one unit is copied the next is begun and the last is pinned; a unit's old memory is given back before
-        the next but one is copied, so the host holds the weights once. A unit whose host copy still stands is copied no more.
+        the next but one is copied, so the host holds the weights once. Of a mapped checkpoint that is true too: a
+        page is dropped when it was copied. A unit whose host copy still stands is copied no more.
         """
         with (
             ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool,
@@ -298,7 +314,7 @@ class Placement:
                 else:
                     view.copy_(tensor.detach())
             views.append(view)
-        return _Filling(streamed, block, views, fill(pieces, pool))
+        return _Filling(streamed, block, views, fill(pieces, pool, self._mapped))
 
     def _stand_there(self, filling: _Filling) -> None:
         """The unit's bytes are in its block: its tensors stand there from here on."""
@@ -371,8 +387,10 @@ class Placement:
                 stays = names in wanted and all(lot.holds(moved.tensor) for moved in members)
             if not stays:
                 if not self._copy_serves(members, lot):
+                    # What lies together with others goes at once: its memory is free only when all have gone.
+                    later = names <= leaving and (lot is None or lot.nbytes >= SMALL_UNIT)
                     for moved in members:
-                        if id(moved.tensor) in leaving and not moved.tensor.is_inference():
+                        if later and not moved.tensor.is_inference():
                             self._leaving[id(moved.tensor)] = moved
                             self._has_left = True
                         else:
@@ -382,6 +400,24 @@ class Placement:
             self._received |= names
             if lot is not None:
                 self.resident_bytes += round_up(lot.nbytes, self._engine.grain)
+
+    def let_go(self, tensors: list[torch.Tensor], nbytes: int) -> list[Moved] | None:
+        """A resident unit of ``nbytes`` goes to the host within a pass: what was known of its tensors is the caller's, until
+        `take_back`. None where it has to return to a device."""
+        wanted = set(map(id, tensors))
+        moved = [moved for moved in self._moved if id(moved.tensor) in wanted]
+        if any(one.home.type != "cpu" for one in moved):
+            return None
+        self._moved = [moved for moved in self._moved if id(moved.tensor) not in wanted]
+        self.resident_bytes -= round_up(nbytes, self._engine.grain)
+        return moved
+
+    def take_back(self, moved: list[Moved], lot: Lot, nbytes: int) -> None:
+        """It is on the device again, in ``lot``."""
+        for one in moved:
+            one.lot = lot
+        self._moved += moved
+        self.resident_bytes += round_up(nbytes, self._engine.grain)
 
     def _copy_serves(self, members: list[Moved], lot: Lot | None) -> bool:
         """Whether the host still has what these tensors are on the device; then they stand there, without a copy."""

@@ -24,6 +24,7 @@ from .store.eviction import EVICTIONS
 from .store.header import show
 from .store.index import Index, open_index
 from .store.mapping import Bound, match_module
+from .store.pace import Pace
 from .store.pieces import choose_buffers
 from .store.reader import DiskReader, ReaderPolicy
 from .units import Site, Unit, collect
@@ -136,6 +137,7 @@ class Checkpoint:
     def __init__(self, module: nn.Module, weights: Weights | str | os.PathLike[str]) -> None:
         self.settings = weights if isinstance(weights, Weights) else Weights(weights)
         self.index: Index = open_index(self.settings.path)
+        self.pace = Pace()  # of the drive it lies on: what one attachment found serves the next
         self.module = module
         self.notes: list[str] = []
         self._stands: dict[int, Stand] = {}

@@ -47,7 +47,8 @@ class Disk:
     def reader(self, largest: int) -> DiskReader:
         """A reader whose workers' own buffers stay small beside a small budget."""
         chunk = min(_CHUNK, max(PAGE, largest // PAGE * PAGE))
-        return DiskReader(ReaderPolicy(workers=self.checkpoint.settings.workers, chunk=chunk))
+        policy = ReaderPolicy(workers=self.checkpoint.settings.workers, chunk=chunk)
+        return DiskReader(policy, pace=self.checkpoint.pace)
 
 
 @dataclass(eq=False)

@@ -48,16 +48,19 @@ class Wrapped:
     def forward(self, module: nn.Module, make: Callable[[Callable], Callable]) -> None:
         """Let ``make(inner)`` run instead of ``module``'s forward, which is ``inner``."""
         before = module.__dict__.get("forward")
-        front = _Forward(make(module.forward), module.forward)
+        front = _Forward(make(module.forward), module.forward, before)
         module.forward = front  # type: ignore[method-assign]
 
         def undo() -> None:
             front.live = False
             if module.__dict__.get("forward") is front:
-                if before is None:
+                below = before
+                while isinstance(below, _Forward) and not below.live:  # it was undone first
+                    below = below.before
+                if below is None:
                     del module.__dict__["forward"]
                 else:
-                    module.forward = before  # type: ignore[method-assign]
+                    module.forward = below  # type: ignore[method-assign]
 
         self._undo.append(undo)
 
@@ -83,9 +86,10 @@ class Wrapped:
 class _Forward:
     """Runs ``run`` while ``live``, else ``inner``. A deep copy of the module gets its own plain forward."""
 
-    def __init__(self, run: Callable, inner: Callable) -> None:
+    def __init__(self, run: Callable, inner: Callable, before: Any) -> None:
         functools.update_wrapper(self, inner)
         self.live = True
+        self.before = before  # the instance's own forward in front of which this one was put
         self._run, self._inner = run, inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +195,7 @@ def _root_ends(streamer: Streamer, failed: bool) -> None:
 def root_forward(session: Session) -> Callable[[Callable], Callable]:
     """Around the root's forward: a pass begins and ends, the tree is looked over for what is new."""
     begin, end, notice = quiet(session._begin), quiet(_root_ends), quiet(_notice_backward)
-    gives_way, look = quiet(session._gives_way), quiet(session._before)
+    gives_way, look, settle = quiet(session._gives_way), quiet(session._before), quiet(session._after_giving)
 
     def make(inner: Callable) -> Callable:
         @_untraced
@@ -216,10 +220,15 @@ def root_forward(session: Session) -> Callable[[Callable], Callable]:
                 try:
                     if session._governor is not None:
                         before = look(args, kwargs)
-                    return run(args, kwargs)
+                    result = run(args, kwargs)
                 except OutOfMemory as error:
                     if not gives_way(error, before):
                         raise
+                    continue
+                reruns = session._reruns
+                if reruns is not None and reruns.gave:
+                    settle()
+                return result
 
         return forward
 

@@ -7,7 +7,6 @@ lets a GPU share, what WSL was given.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import platform
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 import psutil
 
 from .sizes import GIB, MIB
+from .store.memory import fresh
 
 # Left to the system when weights are pinned: what is pinned can neither be swapped nor reclaimed.
 KEEP_LEAST, KEEP_SHARE = 2 * GIB, 0.10
@@ -274,24 +274,24 @@ def _read_for(handle: int, size: int, block: int, threads: int, seconds: float) 
     lock = threading.Lock()
 
     def read(which: int) -> None:
-        with mmap.mmap(-1, block) as buffer:  # page-aligned, as direct I/O demands
-            offset = which * block
-            while not done[which] or time.monotonic() - start < seconds:
-                try:
-                    if hasattr(os, "preadv"):
-                        got = os.preadv(handle, [buffer], offset)
-                    else:
-                        with lock:
-                            os.lseek(handle, offset, os.SEEK_SET)
-                            got = len(os.read(handle, block))
-                except OSError as error:
-                    errors.append(error)
-                    return
-                if got == 0:
-                    errors.append(OSError("the probe's file was cut short while it was read"))
-                    return
-                done[which] += got
-                offset = (offset + threads * block) % size
+        buffer = fresh(block)  # as the reader's: its pages decide the rate
+        offset = which * block
+        while not done[which] or time.monotonic() - start < seconds:
+            try:
+                if hasattr(os, "preadv"):
+                    got = os.preadv(handle, [buffer], offset)
+                else:
+                    with lock:
+                        os.lseek(handle, offset, os.SEEK_SET)
+                        got = len(os.read(handle, block))
+            except OSError as error:
+                errors.append(error)
+                return
+            if got == 0:
+                errors.append(OSError("the probe's file was cut short while it was read"))
+                return
+            done[which] += got
+            offset = (offset + threads * block) % size
 
     workers = [threading.Thread(target=read, args=(i,)) for i in range(threads)]
     for worker in workers:

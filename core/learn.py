@@ -11,14 +11,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
 from .predict import LATENCY, Link, Workload
 
 OURS = 0.9  # of what the host takes at most
-STALLED = 0.1  # of a step: what waits longer for weights does not wait for the host
+STALLED = 0.15  # of a step: what waits longer for weights does not wait for the host
 
 
 class Turn(NamedTuple):
@@ -109,6 +109,15 @@ class Learnt:
     def issuing(self, uses: int) -> float:
         """Seconds that the host takes for a step with ``uses`` of streamed units; 0 where it does not bind."""
         return 0.0 if self.calls is None else self.calls.model + uses * self.calls.use
+
+    def plainly(self, rate: float, names: Mapping[str, int], link: Link) -> Learnt:
+        """As if the tensors ``names`` (bytes by name) had not been unpacked at ``rate`` (bytes/s) while they were used."""
+        less = {name: nbytes / rate for name, nbytes in names.items()}
+
+        def without(seconds: Mapping[str, float]) -> dict[str, float]:
+            return {name: max(0.0, spent - less.get(name, 0.0)) for name, spent in seconds.items()}
+
+        return replace(self, forward=without(self.forward), backward=without(self.backward), link=link)
 
     def workload(self, units: Sequence[Piece], blocks: Sequence[frozenset[str]] = ()) -> Workload:
         """The step for another carving; ``blocks``: tensors that are recomputed together."""

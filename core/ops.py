@@ -65,7 +65,8 @@ def push_handles(streamer: Streamer) -> None:
                     return find(tensor)
             except RuntimeError:  # no storage of its own (fake, functional, sparse): no slot's view
                 pass
-            return tensor
+            # A node that keeps its own result with its history would keep itself alive, where no backward ever runs.
+            return tensor if tensor.is_leaf else tensor.detach()
 
         pack._carom = streamer  # type: ignore[attr-defined]
         _push_hooks(pack, _unpack)
@@ -128,7 +129,7 @@ _ATTRIBUTES = {
     "is_complex", "is_contiguous", "is_signed", "storage_offset", "untyped_storage", "storage", "data_ptr",
     "__len__", "__repr__", "__format__", "__hash__", "requires_grad_", "register_hook", "is_pinned", "pin_memory",
     "register_post_accumulate_grad_hook", "__deepcopy__", "__reduce_ex__", "get_device", "is_inference",
-    "is_set_to", "has_names", "is_same_size", "_is_view", "is_shared", "share_memory_", "zero_grad",
+    "is_set_to", "has_names", "is_same_size", "_is_view", "is_shared", "share_memory_", "zero_grad", "is_conj", "is_neg",
 }  # fmt: skip
 _INPLACE = {"__setitem__", *(f"__i{name}__" for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",

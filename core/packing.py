@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,17 +45,23 @@ EXPECTED = (
     0.72  # of the bytes that Gaussian-like bf16 weights pack to, and a little: what staging is planned for
 )
 LEAST_SCRATCH = 4 * MIB
+ENOUGH_SCRATCH = 128 * MIB  # with less, tensors come to the device one at a time: steps would be too many
 _AT_ONCE = 4  # tensors that are encoded at a time
 
 
 @dataclass(frozen=True)
 class Packing:
     """``raw``: names of tensors whose units are not packed; ``keep_raw``: weights keep their plain bytes besides;
-    ``auto``: whether units may come to cross as they are where packing does not pay."""
+    ``auto``: whether units may come to cross as they are where packing does not pay; ``plain``: all do from now on."""
 
     raw: frozenset[str] = frozenset()
     keep_raw: bool = False
     auto: bool = False
+    plain: bool = False
+
+    def leaves(self, name: str) -> bool:
+        """Whether the tensor ``name`` crosses as it is."""
+        return self.plain or name in self.raw
 
 
 class PackedOwner(AwayOwner):
@@ -110,7 +116,8 @@ class PackedPlacement(Placement):
     """Places a carving whose streamed weights are packed. ``shelf``: packed tensors by their object's id; it outlives
     placements, so that a change of layout neither decodes nor encodes what streams before and after.
 
-    ``policy.raw`` names tensors whose units are not packed; ``staging_bytes``: the largest wire that can be decoded.
+    ``policy.raw`` names tensors whose units are not packed; ``staging_bytes``: the largest wire that can be decoded;
+    ``room``: bytes of the device that may be used while attaching, ``largest``: of a unit.
     """
 
     def __init__(
@@ -120,12 +127,15 @@ class PackedPlacement(Placement):
         shelf: dict[int, PackedTensor],
         policy: Packing,
         staging_bytes: int,
-        scratch_bytes: int = 1 << 29,
+        room: int = 1 << 30,
+        largest: int = 0,
         copies: HostCopies | None = None,
     ) -> None:
         super().__init__(engine, arena, copies)
         self._shelf, self._policy, self._staging_bytes = shelf, policy, staging_bytes
-        self._scratch_bytes = max(LEAST_SCRATCH, scratch_bytes)  # of the device
+        # Ahead: two units are on their way, and one is there packed. Else: a tensor, and its unit's packed ones.
+        self._ahead = not engine.unpacks or room - 3 * largest >= ENOUGH_SCRATCH
+        self._scratch_bytes = max(LEAST_SCRATCH, room - (3 if self._ahead else 2) * largest)  # of the device
         self._dressed: list[tuple[torch.Tensor, type]] = []
         self._homes: dict[int, torch.device] = {}  # of tensors that keep their bytes, until they stand
         self._decoders: dict[int, UnitDecoder | None] = {}  # by streamed unit; streamers let go of theirs
@@ -167,16 +177,19 @@ class PackedPlacement(Placement):
             progress = Progress(sum(unit.nbytes for unit in units))
             work = self._in_turn(units, make)
             turns = [streamed for _, streamed in work]
-            ready = self._there(turns[0], packers) if turns else []
+            ready = self._there(turns[0], packers) if turns and self._ahead else []
             for (unit, streamed), following in zip(work, (*turns[1:], None)[: len(work)], strict=True):
-                values = [value.result() for value in ready]
-                ready = self._there(following, packers)
+                values: Iterable[torch.Tensor | None] = [value.result() for value in ready]
+                if self._ahead:
+                    ready = self._there(following, packers)
                 if streamed is None:
                     self._keep_in_turn(unit)
                     continue
                 progress.add(unit.nbytes)
                 if self._stands_already(streamed):
                     continue
+                if not self._ahead:
+                    values = map(self._bring, unit.entries)
                 if self._engine.unpacks:  # the device packs, one after another
                     streamed.packed = list(map(self._pack, unit.entries, values))
                 else:
@@ -196,7 +209,7 @@ class PackedPlacement(Placement):
 
     def _packs(self, entry: Entry) -> bool:
         """Whether the entry's weight is to be packed now."""
-        if id(entry.tensor) in self._shelf or self.broken or entry.name in self._policy.raw:
+        if id(entry.tensor) in self._shelf or self.broken or self._policy.leaves(entry.name):
             return False
         return not entry.trainable and entry.nbytes >= LEAST and entry.tensor.dtype in KIND_BY_DTYPE
 
@@ -219,7 +232,7 @@ class PackedPlacement(Placement):
         if copy.decoder is None:
             return True
         raw = any(
-            packed is not None and packed.header is not None and entry.name in self._policy.raw
+            packed is not None and packed.header is not None and self._policy.leaves(entry.name)
             for entry, packed in zip(streamed.unit.entries, copy.packed, strict=True)
         )
         return not raw and not self.broken and copy.nbytes <= self._staging_bytes
@@ -273,7 +286,7 @@ class PackedPlacement(Placement):
         tensor = entry.tensor
         known = self._shelf.get(id(tensor))
         if known is not None:
-            return self._unpacked(known) if self.broken or entry.name in self._policy.raw else known
+            return self._unpacked(known) if self.broken or self._policy.leaves(entry.name) else known
         if value is None or self.broken:
             return None
         with torch.inference_mode(False), torch.no_grad():
@@ -309,7 +322,10 @@ class PackedPlacement(Placement):
                 self._dressed.append((tensor, type(tensor)))
                 self._leaving.pop(id(tensor), None)
                 self._shelf[id(tensor)] = packed
+                before = ops.plain(torch.Tensor.detach, (tensor,), {})
                 packed.give_up_memory()
+                self._drop(before)
+                del before
                 owner = PackedOwner(streamed.streamer, streamed, entry, packed, self)
                 wear = AwayParameter if is_parameter else AwayTensor
             streamed.owners.append(owner)
@@ -345,7 +361,7 @@ class PackedPlacement(Placement):
                 for job in touch(block.data, pool):
                     job.result()
                 self._arena.pin(block)
-            for job in fill([piece for piece in pieces if piece[1].device.type == "cpu"], pool):
+            for job in fill([piece for piece in pieces if piece[1].device.type == "cpu"], pool, self._mapped):
                 job.result()
             for target, source in pieces:
                 if source.device.type != "cpu":

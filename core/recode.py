@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 
 from torch import nn
 
-from . import replan
+from . import decide, replan
 from .attach import Placement
+from .errors import BudgetError
 from .learn import Learnt
 from .packing import PackedPlacement, Packing
 from .plan import Plan
@@ -23,6 +25,7 @@ from .transfer import Engine
 from .units import Carving
 
 logger = logging.getLogger("carom")
+PLAIN_GAIN = 0.01  # of a step that a layout of plain bytes must save
 
 
 class Recodes:
@@ -44,16 +47,25 @@ class Recodes:
     def _streamed(self) -> list[int]:
         raise NotImplementedError
 
-    def _recode(self) -> bool:
-        """Let units cross as they are where unpacking them costs more than it saves; once, with ``codec="auto"``."""
+    def _settings(self) -> decide.Settings:
+        raise NotImplementedError
+
+    def _take(self, learnt: Learnt) -> None:
+        raise NotImplementedError
+
+    def _recode(self, steps: float = math.inf) -> bool | None:
+        """Let units cross as they are where unpacking them costs more than it saves; once, with ``codec="auto"``.
+
+        ``steps``: seen so far. A layout of plain bytes that would not have paid for itself in so many waits. Returns whether
+        anything changed, None where it has to be tried again later.
+        """
         placement, chosen = self._placement, self._packing
         rate = self._unpacking_rate()
         if not isinstance(placement, PackedPlacement) or chosen is None or not chosen.auto or not rate:
             return False
         learnt = self._learn()
         if learnt is None or not self._streamer.unreferenced:
-            return False
-        self._packing = dataclasses.replace(chosen, auto=False)
+            return None
         indices, pieces = self._streamed(), replan.pieces(self._carving)
         packed = {
             index: Packed(unit.host.numel(), unit.nbytes / rate)
@@ -61,18 +73,54 @@ class Recodes:
             if unit.decoder is not None
         }
         wire = learnt.link.bytes_per_second * placement.wire_bytes / placement.streamed_host_bytes
-        raw = replan.raw_share(
+        link = dataclasses.replace(learnt.link, bytes_per_second=wire)
+        seconds, raw = replan.raw_share(
             [piece.nbytes for piece in pieces], indices, self.plan, learnt.workload(pieces, replan.blocks(self.module)),
-            dataclasses.replace(learnt.link, bytes_per_second=wire), packed, learnt.host_bound,
+            link, packed, learnt.host_bound,
         )  # fmt: skip
+        unpacked = {name: nbytes for index in packed for name, nbytes in pieces[index].tensors.items()}
+        turned = self._turn_plain(learnt.plainly(rate, unpacked, link), seconds, steps)
+        if turned:
+            return True
+        later = turned is not None
+        self._packing = dataclasses.replace(chosen, auto=later)
         units = [unit for index, unit in zip(indices, placement.streamed, strict=True) if index in set(raw)]
         more = sum(unit.nbytes - unit.host.numel() for unit in units)
-        if not units or more + self._arena.pinned_bytes > self._ram:
+        if units and more + self._arena.pinned_bytes <= self._ram:
+            logger.info("carom: %d of %d units cross as they are from now on", len(units), len(packed))
+            names = frozenset(entry.name for unit in units for entry in unit.unit.entries)
+            self._packing = dataclasses.replace(self._packing, raw=chosen.raw | names)
+            placement.unpack(self._streamer, units)
+            return None if later else True
+        return None if later else False
+
+    def _turn_plain(self, learnt: Learnt, seconds: float, steps: float) -> bool | None:
+        """Lay all out plain, where the room that packed bytes are unpacked in is worth more as residents.
+
+        ``seconds``: of a step, as it is to be otherwise. True: done. False: it will pay, but not yet. None: it does not.
+        """
+        chosen = dataclasses.replace(self._settings(), packs=False)
+        try:
+            carving, plan = replan.decide_with(self.module, chosen, self._engine.grain, learnt)
+        except BudgetError:
+            return None
+        except Exception as error:  # as in `Tunes._tune_once`
+            logger.warning("carom: a layout of plain bytes cannot be planned: %s", error)
+            return None
+        streamed = sum(unit.nbytes for index, unit in enumerate(carving.units) if index not in plan.resident)
+        gain = seconds - (plan.predicted_seconds or seconds)
+        if gain < PLAIN_GAIN * seconds or streamed > self._ram:
+            return None
+        if steps * gain * learnt.link.bytes_per_second < 2 * sum(unit.nbytes for unit in carving.units):
             return False
-        logger.info("carom: %d of %d units cross as they are from now on", len(units), len(packed))
-        names = frozenset(entry.name for unit in units for entry in unit.unit.entries)
-        self._packing = dataclasses.replace(self._packing, raw=names)
-        placement.unpack(self._streamer, units)
+        logger.info(
+            "carom: all units cross as they are from now on: a step is predicted to be %.3g s faster", gain
+        )
+        placement = self._placement
+        assert isinstance(placement, PackedPlacement) and self._packing is not None
+        self._packing = dataclasses.replace(self._packing, auto=False, plain=True)
+        placement.unpack(self._streamer, [unit for unit in placement.streamed if unit.decoder is not None])
+        self._take(learnt)
         return True
 
     def _unpacking_rate(self) -> float | None:

@@ -31,6 +31,7 @@ from .packing import PackedPlacement, PackedTensor, Packing, give_back
 from .plan import Plan
 from .pooling import Pools
 from .report import Report
+from .rerun import Reruns
 from .shared import SharedBudget
 from .simulated import SimulatedEngine
 from .store.arena import HostArena
@@ -118,6 +119,7 @@ class Session(Pools, Adapts, Adopts, Values):
         self._wrapped = hooks.Wrapped()
         self._watch: Callable[[], Any] = self._engine.step
         self._peak = 0
+        self._reruns: Reruns | None = None
         self._chooses_pool(pool)
         self._stay: dict[str, str] = {}
         self._searched: dict[Hashable, tuple[Learnt, Carving, Plan]] = {}  # by what was asked for
@@ -199,8 +201,8 @@ class Session(Pools, Adapts, Adopts, Values):
                     self._shelf,
                     self._packing or Packing(),
                     self.plan.staging_bytes,
-                    # Until the region is there; two units are on their way, and one is there packed.
-                    self.plan.region_bytes + self.plan.staging_bytes - 3 * self._carving.largest,
+                    self.plan.region_bytes + self.plan.staging_bytes,  # until the region is there
+                    self._carving.largest,
                     copies,
                 )
                 self._placement.receive(left)
@@ -219,6 +221,7 @@ class Session(Pools, Adapts, Adopts, Values):
             if self._laid_open is not None:
                 self._laid_open.follow()
             self._streamer.start(self._arena)
+            self._reruns = self._make_reruns(resident)
             self._stand_in_front(self._placement.streamed)
             self._tree = Tree(self.module)
             self._account()
@@ -255,17 +258,22 @@ class Session(Pools, Adapts, Adopts, Values):
 
     def _settings(self) -> decide.Settings:
         from_file = None if self._checkpoint is None else self._checkpoint.of
+        packs = self._packing is not None and not self._packing.plain
         return decide.Settings(
-            self._vram, self._granularity, self._training, self._stay, from_file, self._packing is not None,
-            self._among,
-        )  # fmt: skip
+            self._vram, self._granularity, self._training, self._stay, from_file, packs, self._among
+        )
 
     def _stand_in_front(self, streamed: list[Streamed]) -> None:
         for unit in streamed:
             if isinstance(self._engine, SimulatedEngine):
                 self._engine.guard(unit.block.data, unit.name)
             for module in unit.unit.modules:
-                self._wrapped.forward(module, hooks.unit_forward(unit))
+                make = hooks.unit_forward(unit)
+                if self._reruns is not None:
+                    make = self._reruns.around(make, module, unit)
+                self._wrapped.forward(module, make)
+        if self._reruns is not None:
+            self._reruns.stand_in_front(self.module)
         if isinstance(self._streamer, DiskStreamer) and not decide.compiled(self.module):
             self._streamer.residents.stand_in_front()
         self._wrapped.forward(self.module, hooks.root_forward(self))
@@ -293,6 +301,9 @@ class Session(Pools, Adapts, Adopts, Values):
         if not self._closed and not self._parked:
             self._follow_replaced()
         self._wrapped.undo()
+        if self._reruns is not None:
+            self._reruns.close()
+            self._reruns = None
         for hook in self.__dict__.get("_state_hooks", ()):
             hook.remove()
         streamer = self.__dict__.get("_streamer")
@@ -378,6 +389,8 @@ class Session(Pools, Adapts, Adopts, Values):
                 if isinstance(streamer, DiskStreamer) and streamer.residents.waiting:
                     streamer.begins(compiling or decide.compiled(self.module))
                 streamer.runs.root_begins()
+                if self._reruns is not None:
+                    self._pass_begins(self._reruns, compiling)
         return streamer, self._engine.step()
 
     def _pack_anew(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from .auto import Memory
 from .codec.backends import triton_works
 from .errors import UnsupportedError
+from .host import on_windows
 from .plan import GRAIN
 from .store.arena import Pinner
 
@@ -277,7 +278,10 @@ class StreamEngine(Unwatched):
         reserved = stats.get("reserved_bytes.all.current", 0)
         cached = reserved - stats.get("allocated_bytes.all.current", 0)
         # What other programs hold is no part of the device that this one can plan with.
-        return Memory(min(total, free + reserved), free, cached, stats.get("num_ooms", 0))
+        return Memory(
+            min(total, free + reserved), free, cached, stats.get("num_ooms", 0),
+            retries=stats.get("num_alloc_retries", 0), spills=on_windows(),
+        )  # fmt: skip
 
     def trim(self) -> None:
         self._api.empty_cache()

@@ -21,6 +21,7 @@ from .recode import Recodes
 
 logger = logging.getLogger("carom")
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+_TUNE_LAST = 64  # measured steps after which nothing is thought over that was not worth while
 _TUNE_AGAIN = 8  # steps until it is tried again where something was in the way
 
 
@@ -54,7 +55,12 @@ class Tunes(Recodes):
         """Enough steps were measured: take a layout predicted to be faster, once the change will pay for itself."""
         with self._lock:
             self._tune_at = math.inf
-            self._recode()
+            before = self._placement
+            if self._recode(self._meter.steps) is None:
+                self._tune_at = self._meter.settled + _TUNE_AGAIN
+                return
+            if self._placement is not before:  # laid out plain
+                return
             try:
                 advice = self._advice(self._meter.steps)
             except Exception as error:  # advice is a service: without it the step goes on as it is
@@ -66,6 +72,8 @@ class Tunes(Recodes):
             if advice.reason:
                 if not advice.understood:  # steps were disturbed
                     self._tune_at = 2 * self._meter.settled + 2
+                elif self._meter.settled < _TUNE_LAST:  # the first steps are the least steady ones
+                    self._tune_at = 4 * self._meter.settled
                 return
             if self._meter.steps < advice.steps:
                 self._tune_at = self._meter.settled + advice.steps - self._meter.steps
@@ -86,7 +94,10 @@ class Tunes(Recodes):
                 return False
             with self._streamer.lock:
                 self._meter.finish()
-            recoded = self._recode()
+            before = self._placement
+            recoded = bool(self._recode())
+            if self._placement is not before:
+                return True
             advice = self._advice()
             if advice is None or advice.reason:
                 return recoded
@@ -127,7 +138,11 @@ class Tunes(Recodes):
 
     def _relay(self, advice: replan.Advice) -> None:
         logger.info("carom: a step is predicted to be %.3g s faster with another layout", advice.saves)
-        before, self._learnt, self._tune_at = self._learnt, self._candidate, math.inf
+        self._take(self._candidate)
+
+    def _take(self, learnt: Learnt) -> None:
+        """Lay out anew by what was learnt."""
+        before, self._learnt, self._tune_at = self._learnt, learnt, math.inf
         try:
             self._again(retry=True)
         except OutOfMemory:  # what was there before did fit

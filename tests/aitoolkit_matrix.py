@@ -8,9 +8,11 @@ beyond Carom's own is listed in docs/ai-toolkit.md. The checkout is only read: t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -39,6 +41,8 @@ class Row:
     budget: str = ""
     resume: int = 0  # train to so many steps first, in a process of its own
     twice: bool = False  # two processes in one job
+    env: dict[str, str] = field(default_factory=dict)  # of both sides' processes
+    says: str = ""  # what both logs hold, else the row shows nothing
 
     def model(self) -> dict[str, Any]:
         """Keys of the bouncing job's model section."""
@@ -46,6 +50,9 @@ class Row:
         return {"offload": "bouncing", "offload_kwargs": {"vram": budget}, **self.bouncing}
 
 
+# Of the UI's database, what its trainer reads and writes.
+JOB_COLUMNS = "status TEXT, info TEXT, speed_string TEXT, step INTEGER, stop INTEGER, return_to_queue INTEGER, save_now INTEGER, sample_now INTEGER"
+SKIPPED = "OOM during training step, skipping batch"
 SMALL = {
     "uint4": "14MiB",
     "nvfp4": "14MiB",
@@ -116,6 +123,8 @@ ROWS = [
     _train("sd1 text encoder trained", "sd1", train_text_encoder=True),
     Row("sd1 cached text", "sd1", {"train": {"cache_text_embeddings": True}}),
     Row("sd1 slider", "sd1", {"type": "concept_slider", "slider": {"guidance_strength": 3.0, "anchor_strength": 1.0, "positive_prompt": "cat", "negative_prompt": "dog", "target_class": "a", "anchor_class": ""}}),
+    Row("ui trainer", both={"type": "ui_trainer", "sqlite_db_path": "DATABASE"}, env={"AITK_JOB_ID": "1"}),
+    Row("steps skipped by oom", both={"train": {"steps": 6}}, env={"CAROM_TEST_OOM": "1:forward,3:backward"}, says=SKIPPED),
 ]  # fmt: skip
 
 
@@ -160,16 +169,24 @@ class Bench:
             subprocess.run(command, env=self.env, check=True, capture_output=True, timeout=120)
         models = [self.python, str(HERE / "aitoolkit_models.py"), str(folder / "models")]
         subprocess.run(models, env=self.env, check=True, capture_output=True, timeout=300)
-        for kind in ("zimage", "sd1"):
-            shutil.copytree(folder / "models" / "images", folder / "models" / f"images-{kind}")
+        oom = self.place / "extensions" / "carom_test_oom"
+        oom.mkdir()
+        shutil.copy(HERE / "aitoolkit_oom.py", oom / "__init__.py")
+        for name in ("zimage", "sd1"):
+            shutil.copytree(folder / "models" / "images", folder / "models" / f"images-{name}")
 
-    def run(self, jobs: list[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, int]]:
-        """Run named job files one after the other; yields each one's exit code when it is done. Logs: ``log(name)``."""
+    def run(
+        self, jobs: list[tuple[str, dict[str, Any]]], env: dict[str, dict[str, str]] | None = None
+    ) -> Iterator[tuple[str, int]]:
+        """Run named job files one after the other; yields each one's exit code when it is done. Logs: ``log(name)``.
+
+        ``env``: of some jobs, by name.
+        """
         listed = []
         for name, config in jobs:
             path = self.folder / f"{name}.job.json"
-            path.write_text(json.dumps(config))
-            listed.append({"config": str(path), "log": str(self.log(name)), "env": {}})
+            path.write_text(self._placed(json.dumps(config), name))
+            listed.append({"config": str(path), "log": str(self.log(name)), "env": (env or {}).get(name, {})})
         index, errors = self.folder / "jobs.json", self.folder / "errors.log"
         index.write_text(json.dumps(listed))
         command = [self.python, str(HERE / "aitoolkit_zygote.py"), str(index)]
@@ -188,6 +205,17 @@ class Bench:
                     yield jobs[int(at)][0], int(code)
         if done < len(jobs):
             raise RuntimeError(f"ai-toolkit did not import: {errors.read_text()[-3000:]}")
+
+    def _placed(self, text: str, name: str) -> str:
+        """A job file with the path of a database as the UI's, which is made, where it says DATABASE."""
+        if "DATABASE" in text:
+            database = self.folder / f"{name}.db"
+            with contextlib.closing(sqlite3.connect(database)) as made:
+                made.execute(f"CREATE TABLE Job (id TEXT PRIMARY KEY, {JOB_COLUMNS})")
+                made.execute("INSERT INTO Job (id) VALUES ('1')")
+                made.commit()
+            text = text.replace("DATABASE", str(database))
+        return text
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -214,7 +242,7 @@ class Bench:
         for kind in sorted({row.kind for row in rows}):
             warm = Row("warm up", kind, {"train": {"steps": 1}})
             jobs.append((f"warm-{kind}", self.job(warm, "warm")))
-        last = {}
+        last, env = {}, {}
         for row in rows:
             for side in ("plain", "bouncing"):
                 name = f"{side}-{slug(row)}"
@@ -222,9 +250,10 @@ class Bench:
                     first = {**row.both, "train": {**row.both.get("train", {}), "steps": row.resume}}
                     jobs.append((f"{name}-first", self.job(row, side, **first)))
                 jobs.append((name, self.job(row, side)))
+                env[name] = row.env
             last[name] = row
         codes = {}
-        for name, code in self.run(jobs):
+        for name, code in self.run(jobs, env):
             codes[name] = code
             if name in last:
                 yield self.outcome(last[name], codes)
@@ -236,6 +265,8 @@ class Bench:
             if codes[f"{side}-{slug(row)}"]:
                 reason = ([line for line in text.splitlines() if line.strip()] or ["no output"])[-1]
                 return Outcome(row, failed=f"{side} FAILED: {reason}", log=text)
+            if row.says not in text:
+                return Outcome(row, failed=f"{side} never said {row.says!r}", log=text)
         # Of a job that was to bounce and did not, equality would say nothing.
         whole = row.bouncing.get("offload") == "auto"  # with all the memory there is
         if "carom: " not in text or ("stay on" if whole else "stream through") not in text:

@@ -92,8 +92,8 @@ class Faults:
                 got = super().read_into(buffer, offset)
                 return got if verdict is None else min(got, verdict)
 
-        def reader(policy: ReaderPolicy) -> DiskReader:
+        def reader(policy: ReaderPolicy, **settings: Any) -> DiskReader:
             quick = ReaderPolicy(workers=policy.workers, chunk=policy.chunk, retries=2, backoff=0.001)
-            return DiskReader(quick, opener=File)
+            return DiskReader(quick, opener=File, **settings)
 
         monkeypatch.setattr(disk, "DiskReader", reader)

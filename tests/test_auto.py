@@ -8,7 +8,7 @@ import carom
 import pytest
 import torch
 from carom.core.again import Before, sizes
-from carom.core.auto import QUIET, Governor, Memory
+from carom.core.auto import CALM, CAREFUL, INFERENCE, QUIET, TRAINING, Governor, Left, Memory
 from carom.core.sizes import GIB, MIB
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,6 +107,108 @@ def test_a_load_that_comes_and_goes_makes_a_model_settle():
     assert rises <= 8
 
 
+class Device:
+    """A device of ``total`` bytes with steps that take ``needed`` beside the weights, read after each."""
+
+    def __init__(self, total, held, needed=GIB // 2):
+        self.total, self.held, self.needed = total, held, needed
+        self.others = self.retries = self.ooms = 0
+        self.governor = Governor()
+
+    @property
+    def free(self):
+        return self.total - self.held - self.needed - self.others
+
+    def read(self, **how):
+        memory = Memory(
+            self.total, max(0, self.free), self.needed, self.ooms, retries=self.retries,
+            spills=how.pop("spills", False),
+        )  # fmt: skip
+        budget = self.governor.read(memory, self.held, GIB, 4 * self.total, **how)
+        if budget is not None:
+            self.held = budget
+        return budget
+
+    def settle(self, readings=200, **how):
+        """Readings in which the budget changed."""
+        return [number for number in range(readings) if self.read(**how) is not None]
+
+
+@pytest.mark.parametrize("gb", [8, 12, 16, 24])
+def test_once_nothing_moves_any_more_less_is_left_free(gb):
+    device = Device(gb * 10**9, 2 * GIB)
+    changes = device.settle()
+    assert device.free == INFERENCE.of(device.total)
+    assert 96 * MIB <= device.free <= 256 * MIB
+    assert len(changes) == 2 and changes[1] - changes[0] <= CALM * QUIET + 2, (
+        "it grew, settled, grew, and kept still"
+    )
+
+
+def test_training_leaves_more_and_waits_longer():
+    device, careful = Device(12 * 10**9, 2 * GIB), Device(12 * 10**9, 2 * GIB)
+    early, late = device.settle(), careful.settle(training=True)
+    assert careful.free == TRAINING.of(careful.total) > device.free
+    assert late[1] - late[0] >= CAREFUL * CALM * QUIET > early[1] - early[0]
+
+
+@pytest.mark.parametrize("sign", ["pressure", "retry", "oom", "another session"])
+def test_a_sign_that_it_was_too_little_brings_the_first_headroom_back_at_once(sign):
+    device = Device(24 * 10**9, 2 * GIB)
+    device.settle()
+    tight, how = device.free, {}
+    if sign == "pressure":
+        device.others = int(0.6 * tight)
+    elif sign == "retry":
+        device.retries = 1
+    elif sign == "oom":
+        device.ooms = 1
+    else:
+        how = {"alone": False}
+    assert device.read(**how) is not None
+    assert device.free >= Governor.headroom(Memory(device.total, 0)) > 2 * tight - 1
+    assert not device.governor.settled
+    device.others = 0
+    again = device.settle(400, **how)
+    assert len(again) <= 2
+    assert (device.free == tight) is (sign != "another session")
+
+
+def test_signs_that_come_again_and_again_are_answered_ever_more_rarely():
+    device, changes = Device(24 * 10**9, 2 * GIB), 0
+    for _ in range(3000):
+        changes += device.read() is not None
+        if device.governor.settled:
+            device.retries += 1
+    assert changes <= 40
+
+
+def test_what_moves_is_not_settled():
+    device = Device(16 * 10**9, 2 * GIB)
+    for number in range(200):
+        device.others = (number % 2) * 64 * MIB
+        device.read()
+    assert not device.governor.settled and device.free > 2 * INFERENCE.of(device.total)
+    device = Device(16 * 10**9, 2 * GIB)
+    for _ in range(200):
+        device.governor.unsettle()  # sizes of inputs that were not seen before
+        device.read()
+    assert not device.governor.settled
+
+
+def test_a_device_that_spills_and_one_with_several_sessions_keep_the_first_headroom():
+    for how in ({"spills": True}, {"alone": False}):
+        device = Device(16 * 10**9, 2 * GIB)
+        device.settle(**how)
+        assert device.free == Governor.headroom(Memory(device.total, 0))
+
+
+def test_on_a_small_device_no_more_is_left_free_when_settled():
+    device = Device(10**9, 10**8, needed=10**8)
+    device.settle()
+    assert device.free == Governor.headroom(Memory(device.total, 0)) < INFERENCE.least
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=60), st.integers(1, 40))
 def test_a_budget_is_never_below_the_least_nor_above_everything(events, least):
@@ -138,6 +240,30 @@ def test_a_session_grows_into_free_memory_and_then_keeps_still():
             assert torch.equal(run(net), expected)
         assert session._held_bytes() == grown
         assert session._engine.allocated + 20 * KB <= memory
+
+
+def test_a_settled_session_takes_what_it_left_free_and_the_layout_that_is_predicted_to_be_fastest(
+    monkeypatch,
+):
+    monkeypatch.setattr("carom.core.auto.INFERENCE", Left(0.002, 0, GIB))
+    net = Net(depth=12, width=64)
+    x = torch.linspace(-1, 1, 128).reshape(2, 64)
+    with torch.no_grad():
+        expected = net(x)
+    memory = int(0.6 * size(net))
+    with auto(net, memory) as session:
+        seen, places = [], []
+        for _ in range(60):
+            with torch.no_grad():
+                assert torch.equal(net(x), expected)
+            seen.append(session._held_bytes())
+            if not places or places[-1] is not session._placement:
+                places.append(session._placement)
+        assert session._governor.settled and session._learnt is not None
+        assert session._engine.free_bytes() < 0.025 * memory + max(u.nbytes for u in session._carving.units)
+        assert seen[-1] > 0.95 * memory
+        assert len(places) == 3, "it grew, settled and grew; then nothing moves"
+        assert seen[-30:] == [seen[-1]] * 30
 
 
 def residents(session):

@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from carom.core import sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,6 +26,7 @@ def _load(name: str):
 
 
 comfy, aitoolkit, cases = _load("comfy_gpu"), _load("aitoolkit_gpu"), _load("aitoolkit_cases")
+ready = _load("aitoolkit_ready")
 
 
 def sampled(seconds: float, digest: str = "aa", **more):
@@ -133,9 +136,81 @@ def test_aitoolkit_a_long_job_says_what_grew_and_a_second_plain_is_compared_with
     assert bench.done["plain"]["losses"] == [1.0]
 
 
+def test_aitoolkit_a_jobs_seconds_are_told_apart():
+    told = {"asked": 102.0, "first_step": 105.0, "last_step": 112.5}
+    assert cases.phases(told, 100.0, 113.0) == {
+        "until_imported": 2.0, "loading": 3.0, "steps": 7.5, "ending": 0.5,
+    }  # fmt: skip
+    assert cases.phases({"asked": 102.0}, 100.0, 103.0)["ending"] == 1.0
+
+
+def test_aitoolkit_losses_are_measured_against_what_plain_differs_from_itself():
+    def run(word, losses):
+        return {"config": word, "status": "ok", "losses": losses}
+
+    record = {"runs": [
+        run("plain#30", [1.0] * 30), run("half/auto#30", [1.0] * 29 + [1.5]), run("plain", [1.0, 1.1]),
+        run("float8-plain", [9.0, 9.0]), {"config": "plain", "status": "failed", "reason": "x"},
+    ]}  # fmt: skip
+    lines = [line.split(": ") for line in cases.losses(record).splitlines()[1:]]
+    told = {where.strip(): figures for where, figures in lines}
+    assert told == {
+        "half/auto#30         (run 2) from plain#30 (run 1), 24 steps": "0.0e+00, 0.0e+00; 0.0e+00",
+        "half/auto#30         (run 2) from plain#30 (run 1), 30 steps": "5.0e-01, 1.7e-02; 3.3e-02",
+        "half/auto#30         (run 2) from plain (run 3), 2 steps": "9.1e-02, 4.5e-02; 9.1e-02",
+        "plain                (run 3) from plain#30 (run 1), 2 steps": "1.0e-01, 5.0e-02; 1.0e-01",
+    }
+
+
+READY = """
+import sys
+print("noise of an import")
+print("carom: imported", flush=True)
+line = sys.stdin.readline()
+sys.exit(7 if '"OUT": "here"' in line and "CAROM_BENCH_ASKED" in line else 1)
+"""
+
+
+def test_aitoolkit_jobs_go_to_processes_that_have_imported(tmp_path, monkeypatch):
+    (tmp_path / "aitoolkit_warm.py").write_text(READY)
+    monkeypatch.setattr(ready, "HERE", tmp_path)
+    waiting = ready.Ready(sys.executable, tmp_path, dict(os.environ), tmp_path / "errors.txt", 2)
+    try:
+        waiting.imported()
+        first = list(waiting._waiting)
+        for _ in range(3):  # the third begins when it is asked for
+            assert waiting.run(tmp_path / "job", tmp_path / "log", {"OUT": "here"}) == 7
+        assert [process.returncode for process in first] == [7, 7]
+    finally:
+        waiting.close()
+
+
+def test_aitoolkit_a_process_that_cannot_import_fails_its_job_and_says_why(tmp_path, monkeypatch):
+    (tmp_path / "aitoolkit_warm.py").write_text("import no_such_package")
+    monkeypatch.setattr(ready, "HERE", tmp_path)
+    waiting = ready.Ready(sys.executable, tmp_path, dict(os.environ), tmp_path / "errors.txt", 1)
+    waiting.imported()
+    assert waiting.run(tmp_path / "job", tmp_path / "log", {}) == 1
+    assert "no_such_package" in (tmp_path / "errors.txt").read_text()
+
+
+def test_aitoolkit_code_is_copied_so_that_the_checkout_stays_as_it_is(tmp_path):
+    checkout, place = tmp_path / "checkout", tmp_path / "place"
+    for name in ("toolkit/__pycache__", "extensions/theirs", "output", "config"):
+        (checkout / name).mkdir(parents=True)
+    (checkout / "toolkit" / "a.py").write_text("")
+    (checkout / "run.py").write_text("")
+    ready.copied(checkout, place)
+    assert (place / "toolkit" / "a.py").exists() and not (place / "toolkit").is_symlink()
+    assert not (place / "toolkit" / "__pycache__").exists()
+    assert (place / "run.py").is_symlink() and (place / "config").is_symlink()
+    assert not any((place / "extensions").iterdir()) and not (place / "output").exists()
+
+
 def test_aitoolkit_budgets_leave_room_for_what_is_not_weights(tmp_path):
     bench = object.__new__(aitoolkit.Bench)
-    bench.folder, bench.arguments = tmp_path, type("A", (), {"cpu": False})
+    bench.folder, bench.arguments = tmp_path, SimpleNamespace(cpu=False, stock_peak=None)
+    bench.lib = {"sizes": sizes}
     weights = tmp_path / "models" / "zimage" / "transformer"
     weights.mkdir(parents=True)
     (weights / "w.safetensors").write_bytes(bytes(600))
@@ -146,6 +221,12 @@ def test_aitoolkit_budgets_leave_room_for_what_is_not_weights(tmp_path):
     assert bench._budget(aitoolkit.Config("all/raw")) == 150  # of 250, 100 are activations
     assert bench._budget(aitoolkit.Config("half/raw")) == 250
     assert bench._budget(aitoolkit.Config("8GiB/raw")) == "8GiB"
+    del bench.done["stock"]
+    bench.arguments.stock_peak = "240B"
+    assert bench._budget(aitoolkit.Config("all/raw")) == 140  # as a kept run of stock says
+    bench.done = {"plain#300": bench.done["plain"]}  # of other length, of the same size
+    assert bench._budget(aitoolkit.Config("all/raw")) == 140
+    assert bench._budget(aitoolkit.Config("half/raw")) == 250
     bench.done["float8-plain"] = {"status": "failed"}
     assert bench.run(aitoolkit.Config("float8-half/raw")) == {
         "status": "skipped", "reason": "needs float8-plain run before it",

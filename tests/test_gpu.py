@@ -185,8 +185,13 @@ def test_transfers_of_a_training_step_are_two_less_the_turns():
         for seed in range(6):
             step(model, seed)
         count, slots, report = len(session._placement.streamed), session.plan.slots, session.report()
+        units = sorted((unit.nbytes for unit in session._placement.streamed), reverse=True)
+        kept = session._streamer.region.nbytes
     assert slots >= 2
-    assert report.transfers_per_weight == pytest.approx(2 - 2 * slots / count, abs=0.02)
+    # What lies in the slots at each of the two turns does not cross again: as many of the largest as there are slots, and
+    # where smaller ones find room beside them, those as well.
+    most = next((n for n in range(count, 0, -1) if sum(units[-n:]) <= kept), 0)
+    assert 2 - 2 * most / count - 0.02 <= report.transfers_per_weight <= 2 - 2 * slots / count + 0.02
 
 
 def test_inference_takes_one_transfer_at_most():
@@ -478,6 +483,36 @@ def test_auto_takes_what_is_free_and_gives_way_to_a_neighbour():
             assert_same([expected], [model(inputs())])
             memory = session._engine.memory()
             assert 0 < memory.free <= memory.total and memory.cached >= 0
+
+
+def test_a_unit_that_runs_out_of_memory_runs_again_after_residents_gave_way():
+    """A neighbour takes nearly all there is in the middle of a forward."""
+    model = big(16)
+    plain = copy.deepcopy(model).to(CUDA)
+    x, taken = inputs(0, 8192), []
+
+    def take(module, args):
+        if not taken:
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info()
+            taken.append(torch.empty(free - 24 * MIB, dtype=torch.uint8, device=CUDA))
+
+    with torch.no_grad():
+        expected = plain(x)
+        del plain
+        with carom.stream(model, device="cuda", vram="auto", codec="raw") as session:
+            for _ in range(3):
+                assert_same([expected], [model(x)])
+            held, reruns, ooms = session._held_bytes(), session._reruns, session._engine.memory().ooms
+            handle = model.blocks[8].register_forward_pre_hook(take)
+            assert_same([expected], [model(x)])
+            handle.remove()
+            assert session._engine.memory().ooms > ooms, "it did run out"
+            assert reruns.again >= 1 and session._held_bytes() < held
+            taken.clear()
+            torch.cuda.empty_cache()
+            for _ in range(3):
+                assert_same([expected], [model(x)])
 
 
 # -- the native pool

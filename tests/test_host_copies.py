@@ -243,10 +243,10 @@ def test_weights_are_gone_through_in_the_order_in_which_they_lie(monkeypatch):
         seen.extend(sorted(entry.tensor.data_ptr() for entry in entries))
         return together(self, entries)
 
-    def watch_fill(pieces, pool):
+    def watch_fill(pieces, pool, mapped=None):
         pieces = list(pieces)
         seen.extend(sorted(source.data_ptr() for _, source in pieces))
-        return fill(pieces, pool)
+        return fill(pieces, pool, mapped)
 
     monkeypatch.setattr(attach.Placement, "_together", watch_together)
     monkeypatch.setattr(attach, "fill", watch_fill)

@@ -20,6 +20,7 @@ from carom.core.plan import Plan
 from carom.core.predict import Link, Packed, Workload
 from carom.core.simulated import SimulatedRaceError
 from carom.core.staging import Staging
+from carom.core.store.arena import HostArena
 from carom.core.transfer import make_engine
 from tests_harness import SIMULATED, assert_same, infer, on_every_device, on_some_devices, place, train
 from torch import nn
@@ -391,7 +392,7 @@ def test_plain_bytes_where_unpacking_costs_more_than_it_saves():
 
     def raw(compute: float) -> int:
         work = Workload(tuple(range(count)), (compute,) * count)
-        return len(replan.raw_share(sizes, range(count), plan, work, Link(50e9), packed))
+        return len(replan.raw_share(sizes, range(count), plan, work, Link(50e9), packed)[1])
 
     assert raw(10e-3) == count  # computing takes 10 ms a unit, a copy 2.7 ms: nothing is gained
     assert raw(0.5e-3) == 0  # the link binds
@@ -405,7 +406,7 @@ def test_where_the_host_binds_units_cross_raw_as_far_as_the_link_allows():
 
     def raw(compute: float, host_bound: bool) -> int:
         work = Workload(tuple(range(count)), (compute,) * count)
-        return len(replan.raw_share(sizes, range(count), plan, work, Link(50e9), packed, host_bound))
+        return len(replan.raw_share(sizes, range(count), plan, work, Link(50e9), packed, host_bound)[1])
 
     assert (raw(10e-3, False), raw(10e-3, True)) == (0, count)
     assert raw(0.5e-3, True) == 0, "the link would bind instead"
@@ -434,6 +435,52 @@ def test_an_automatic_session_unpacks_what_need_not_be_packed(flops, stays, monk
     assert_same(list(plain.parameters()), list(model.parameters()))
 
 
+@pytest.mark.parametrize(("room", "ahead"), [(4, True), (2.7, False), (2, False)])
+def test_a_short_budget_is_packed_tensor_by_tensor_and_in_large_steps(room, ahead):
+    """A region of two blocks leaves nothing beside three: steps of 4 MiB took a minute for a model of 7 GB."""
+    block = 400 << 20
+    engine = make_engine(carom.SimulatedDevice())
+    engine.unpacks = True
+    placement = packing.PackedPlacement(
+        engine, HostArena(None, None), {}, packing.Packing(), 0, int(room * block), block
+    )
+    assert placement._ahead == ahead
+    if room > 2:
+        assert placement._scratch_bytes >= packing.ENOUGH_SCRATCH
+    engine.unpacks = False
+    assert packing.PackedPlacement(
+        engine, HostArena(None, None), {}, packing.Packing(), 0, int(room * block), block
+    )._ahead
+
+
 def test_lossless_with_a_file_says_how_to_pack_it(tmp_path):
     with pytest.raises(UnsupportedError, match="carom pack"):
         carom.stream(Model(), device="cpu", weights=tmp_path / "x.safetensors", codec="lossless")
+
+
+def test_a_layout_of_plain_bytes_has_the_room_for_unpacking_too(monkeypatch):
+    """Where packing does not pay, ``codec="auto"`` ends where raw begins, once that has paid for itself."""
+    monkeypatch.setattr(settings, "packing", lambda *given: packing.Packing(auto=True))
+    monkeypatch.setattr(
+        replan, "raw_share", lambda *given: (3600.0, ())
+    )  # what the layout of packed bytes would take
+    device = carom.SimulatedDevice(flops=1e12, link_bytes_per_second=1e9, decode_bytes_per_second=2e9)
+    model, plain = model_and_copy(depth=12)
+    with torch.no_grad(), carom.stream(model, device=device, vram=2 * VRAM) as session:
+        expected = plain(inputs())
+        staging, packed, slots = session.plan.staging_bytes, session.report().packed_units, session.plan.slots
+        assert staging and packed
+        session._tune_at = float("inf")
+        for _ in range(14):
+            assert torch.equal(model(inputs()), expected)
+        assert session._recode(1e-12) is None and session.report().packed_units == packed, (
+            "it has not paid yet"
+        )
+        assert session.tune()
+        assert (session.plan.staging_bytes, session.report().packed_units) == (0, 0)
+        assert session.plan.slots > slots or len(session.plan.resident) > 0
+        for _ in range(14):
+            assert torch.equal(model(inputs()), expected)
+        session.tune()
+        assert session.report().packed_units == 0, "laid out plain it stays"
+    assert_same(list(plain.parameters()), list(model.parameters()))

@@ -253,6 +253,7 @@ KINDS: dict[str, Callable[[Net], None]] = {
     "gguf q8_0": gguf,
 }  # fmt: skip
 on_every_kind = pytest.mark.parametrize("kind", KINDS)
+STAY = ("dressed", "taken over", "bitsandbytes int8")  # .to leaves what hangs on their weights where it was
 
 
 def quantised(kind: str, checkpointing: str = "none") -> Net:
@@ -261,6 +262,15 @@ def quantised(kind: str, checkpointing: str = "none") -> Net:
         net = Net(checkpointing).requires_grad_(False)
         KINDS[kind](net)
     return net.requires_grad_(False)  # quanto's weights say that they take gradients
+
+
+def reachable(kind: str, device: Any) -> torch.device:
+    where = place(device)
+    if where.type != "cpu" and kind in STAY:
+        pytest.skip(
+            f"{kind}: once used on the CPU it runs resident nowhere else, so there is nothing to compare with"
+        )
+    return where
 
 
 def with_adapters(net: Net) -> Net:
@@ -292,7 +302,7 @@ def lora(net: Net, where: torch.device) -> list:
 @on_some_devices
 @on_every_kind
 def test_inference_on_streamed_codes_is_the_resident_runs(kind, device):
-    where = place(device)
+    where = reachable(kind, device)
     expected = infer(quantised(kind).eval().to(where), where)
     net = quantised(kind).eval()
     with carom.stream(net, device=device, vram=least_vram(net, device) * 2) as session:
@@ -307,7 +317,7 @@ def test_inference_on_streamed_codes_is_the_resident_runs(kind, device):
 @pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant"])
 @on_every_kind
 def test_lora_on_streamed_codes_trains_as_on_resident_ones(kind, checkpointing, device):
-    where = place(device)
+    where = reachable(kind, device)
     expected = lora(with_adapters(quantised(kind, checkpointing)).to(where), where)
     net = with_adapters(quantised(kind, checkpointing))
     with carom.stream(net, device=device, vram=least_vram(net, device) * 3) as session:

@@ -19,6 +19,7 @@ import torch
 from carom.core.errors import WeightsError
 from carom.core.store import rawio, rawio_windows
 from carom.core.store.index import open_index
+from carom.core.store.pace import Pace, PacePolicy
 from carom.core.store.rawio import ALIGN, PosixFile, aligned_buffer, open_raw
 from carom.core.store.reader import DiskReader, ReaderPolicy
 from hypothesis import given, settings
@@ -76,10 +77,11 @@ def faulty(play, policy: ReaderPolicy = SMALL) -> tuple[DiskReader, list[Faulty]
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(0, 60_000), st.integers(0, 60_000), st.integers(0, 2 * ALIGN), st.booleans(), st.booleans()
-)
+    st.integers(0, 60_000), st.integers(0, 60_000), st.integers(0, 2 * ALIGN), st.booleans(), st.booleans(),
+    st.sampled_from([0, ALIGN, 3 * ALIGN]),
+)  # fmt: skip
 def test_any_range_into_any_address_is_exact_and_nothing_else_is_touched(
-    start, length, shift, direct, congruent
+    start, length, shift, direct, congruent, aside
 ):
     with tempfile.TemporaryDirectory() as folder:
         entry, data = checkpoint(folder, nbytes=120_003)
@@ -87,7 +89,7 @@ def test_any_range_into_any_address_is_exact_and_nothing_else_is_touched(
         room = aligned_buffer(length + shift + 100)
         room[:] = b"\xa5" * len(room)
         policy = ReaderPolicy(workers=3, chunk=2 * ALIGN, direct=direct)
-        with DiskReader(policy) as reader:
+        with DiskReader(policy, pace=Pace(PacePolicy(ways=(aside,)))) as reader:
             assert reader.submit(entry, room[shift:], start=start, nbytes=length).result(20) == length
         assert bytes(room[shift : shift + length]) == data[start : start + length]
         assert set(room[:shift]) | set(room[shift + length :]) == {0xA5}

@@ -8,10 +8,8 @@ host). Where registering is refused the block stays pageable: slower, never wron
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
-import mmap
 import os
 import threading
 import weakref
@@ -22,9 +20,11 @@ from typing import Any
 
 import torch
 
+from .mapped import Mapped
+from .memory import PAGE, fresh
+
 logger = logging.getLogger("carom")
 
-PAGE = mmap.PAGESIZE
 _CHUNK = 4 << 20  # bytes one thread copies at a time: a unit of tens of MiB keeps all of them busy
 
 
@@ -80,7 +80,7 @@ class HostArena:
 
     def allocate(self, nbytes: int) -> Block:
         """An unpinned block of ``nbytes`` (not yet touched). Raises MemoryError when the system refuses."""
-        return Block(torch.frombuffer(_map(nbytes), dtype=torch.uint8)[:nbytes], False, 0)
+        return Block(_as_tensor(fresh(nbytes)), False, 0)
 
     def pin(self, block: Block) -> bool:
         """Register a filled block; on refusal it stays pageable and a note says so."""
@@ -122,20 +122,8 @@ def _unpin(arena: HostArena, pinner: Pinner, address: int, size: int) -> None:
         arena.pinned_bytes -= size
 
 
-def _map(nbytes: int) -> mmap.mmap:
-    """Fresh page-aligned private memory of at least ``nbytes``."""
-    size = max(1, -(-nbytes // PAGE)) * PAGE
-    try:
-        if hasattr(mmap, "MAP_PRIVATE"):
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # type: ignore[attr-defined,call-arg,unused-ignore]
-        else:
-            memory = mmap.mmap(-1, size)
-    except (OSError, ValueError, OverflowError) as error:
-        raise MemoryError(f"the system refused {size} bytes of host memory: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without transparent huge pages: ordinary pages serve
-            memory.madvise(mmap.MADV_HUGEPAGE)  # type: ignore[attr-defined,unused-ignore]
-    return memory
+def _as_tensor(memory: memoryview) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else torch.empty(0, dtype=torch.uint8)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,13 +140,18 @@ def workers() -> int:
         return max(1, min(16, os.cpu_count() or 1))
 
 
-def fill(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]], pool: ThreadPoolExecutor) -> list[Future[Any]]:
+def fill(
+    pieces: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    pool: ThreadPoolExecutor,
+    mapped: Mapped | None = None,
+) -> list[Future[Any]]:
     """Start copying (destination, source) pairs of CPU uint8 tensors of equal length, spread over ``pool``.
 
-    ctypes.memmove releases the GIL, so first touch and copy run in parallel.
+    ctypes.memmove releases the GIL, so first touch and copy run in parallel. ``mapped``: files whose pages are not to
+    count as this process's memory once they were copied.
     """
     return [
-        pool.submit(_copy, destination, source, start)
+        pool.submit(_copy, destination, source, start, mapped)
         for destination, source in pieces
         for start in range(0, destination.numel(), _CHUNK)
     ]
@@ -172,9 +165,11 @@ def touch(memory: torch.Tensor, pool: ThreadPoolExecutor) -> list[Future[Any]]:
     ]
 
 
-def _copy(destination: torch.Tensor, source: torch.Tensor, start: int) -> None:
+def _copy(destination: torch.Tensor, source: torch.Tensor, start: int, mapped: Mapped | None) -> None:
     size = min(_CHUNK, destination.numel() - start)
     ctypes.memmove(destination.data_ptr() + start, source.data_ptr() + start, size)
+    if mapped is not None:
+        mapped.drop(source.data_ptr() + start, size)
 
 
 def return_freed_memory() -> None:

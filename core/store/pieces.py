@@ -15,6 +15,7 @@ from ..sizes import MIB, format_size
 from .header import show
 from .index import SourceFile, TensorEntry
 from .mapping import Segment
+from .memory import HUGE
 from .packed_source import PackedSource
 from .rawio import ALIGN
 
@@ -98,12 +99,14 @@ def choose_buffers(sizes: Sequence[int], ram: int) -> Buffers:
 
 
 def _least_waste(sizes: Sequence[int], upper: int) -> int:
-    """The buffer size of ``upper`` / 2 to ``upper`` in which the units leave the least unused; the largest of equals."""
-    candidates = {upper}
+    """The buffer size of ``upper`` / 2 to ``upper`` in which the units leave the least unused; the largest of equals.
+    Large ones are whole huge pages: drives read faster into those (`memory`)."""
+    grain = HUGE if upper >= 8 * HUGE else ALIGN
+    candidates = {upper // grain * grain}
     for size in sorted(set(sizes), reverse=True)[:64]:
         count = -(-size // upper)
         while count and size // count >= upper // 2 and len(candidates) < 512:
-            candidates.add(min(upper, _pages(-(-size // count))))
+            candidates.add(min(upper // grain * grain, -(-size // count // grain) * grain))
             count += 1
     return min(candidates, key=lambda c: (sum(-(-size // c) for size in sizes) * c, -c))
 

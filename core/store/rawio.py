@@ -7,10 +7,11 @@ address on block boundaries (open(2)); 4096 satisfies every drive in use.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import sys
 from typing import Protocol
+
+from .memory import fresh
 
 ALIGN = 4096
 
@@ -94,4 +95,4 @@ def open_raw(path: str, direct: bool = True) -> RawFile:
 
 def aligned_buffer(nbytes: int) -> memoryview:
     """A writable, page-aligned buffer of ``nbytes`` rounded up to whole pages; freed with its last reference."""
-    return memoryview(mmap.mmap(-1, max(nbytes + -nbytes % ALIGN, ALIGN)))
+    return fresh(max(nbytes + -nbytes % ALIGN, ALIGN))

@@ -3,7 +3,8 @@
 A request is cut into pieces of at most ``chunk`` bytes; all workers help with the most urgent request before any
 starts on the next, and a cancelled one stops at the next piece. Pieces go straight into the caller's memory where
 its address and the file's offset agree modulo 4096 (as in files written by `carom pack`, read into page-aligned
-slots); elsewhere they pass through a worker's own aligned buffer, and the statistics say how many bytes did.
+slots); elsewhere, and where a `Pace` finds that faster, they pass through a worker's own aligned buffer, and the
+statistics say how many bytes did.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..errors import WeightsError
 from .handle import ReadHandle, SubmittedRead
 from .header import show
 from .index import SourceFile, TensorEntry
+from .pace import Pace
 from .packed_source import PackedSource
 from .rawio import ALIGN, RawFile, aligned_buffer, open_raw
 
@@ -70,6 +72,7 @@ class _Shared:
 
     policy: ReaderPolicy
     opener: Callable[[str, bool], RawFile]
+    pace: Pace | None
     lock: threading.Condition = field(default_factory=threading.Condition)
     heap: list[tuple[float, int, int, ReadHandle]] = field(default_factory=list)
     files: dict[SourceFile, RawFile] = field(default_factory=dict)
@@ -89,15 +92,20 @@ class _Shared:
 class DiskReader:
     """Reads byte ranges of indexed files into given memory.
 
-    ``opener`` (path, direct) -> RawFile replaces the operating system's reads in tests. Workers start with the first
-    request. Close it, or use it as a context manager.
+    ``opener`` (path, direct) -> RawFile replaces the operating system's reads in tests; ``pace`` chooses how direct reads
+    reach their memory (default: straight, where they can). Workers start with the first request. Close it, or use
+    it as a context manager.
     """
 
     def __init__(
-        self, policy: ReaderPolicy | None = None, *, opener: Callable[[str, bool], RawFile] = open_raw
+        self,
+        policy: ReaderPolicy | None = None,
+        *,
+        opener: Callable[[str, bool], RawFile] = open_raw,
+        pace: Pace | None = None,
     ) -> None:
         self.policy = policy or ReaderPolicy()
-        self._shared = _Shared(self.policy, opener)
+        self._shared = _Shared(self.policy, opener, pace)
         self._threads: list[threading.Thread] = []
         self._sequence = itertools.count()
         self._decoding: Decoding | None = None
@@ -225,6 +233,8 @@ def _work(shared: _Shared) -> None:
     while True:
         with shared.lock:
             while not shared.heap and not shared.stopping:
+                if shared.pace is not None:
+                    shared.pace.idle()
                 shared.lock.wait()
             if shared.stopping:
                 return
@@ -237,9 +247,10 @@ def _work(shared: _Shared) -> None:
         began = time.perf_counter()
         error: BaseException | None = None
         piece = None
+        aside = 0 if shared.pace is None else shared.pace.aside
         try:
             piece = _Piece(shared, handle, scratch)
-            piece.fill(start, nbytes)
+            piece.fill(start, nbytes, aside)
             scratch = piece.scratch
         except BaseException as caught:  # noqa: BLE001 - a worker must outlive any failure of one read
             error = caught
@@ -251,6 +262,8 @@ def _work(shared: _Shared) -> None:
                 stats.bounced += piece.bounced
                 stats.bytes += nbytes if error is None else 0
                 stats.direct += nbytes if error is None and piece.raw.direct else 0
+                if shared.pace is not None and error is None and piece.either:
+                    shared.pace.ended(time.perf_counter(), nbytes, aside)
         handle._piece_done(error)
         # Held while idle they would keep the caller's memory.
         del handle, piece
@@ -263,6 +276,7 @@ class _Piece:
         assert handle._target is not None
         self.policy, self.handle, self.target, self.scratch = shared.policy, handle, handle._target, scratch
         self.retries = self.bounced = 0
+        self.either = False  # whether both ways were open to it
         self.raw = self._open(shared)
 
     def _open(self, shared: _Shared) -> RawFile:
@@ -278,17 +292,21 @@ class _Piece:
                 shared.files[file] = raw
             return shared.files[file]
 
-    def fill(self, offset: int, nbytes: int) -> None:
-        """Bring file bytes [offset, offset + nbytes) to their place in the target."""
+    def fill(self, offset: int, nbytes: int, aside: int = 0) -> None:
+        """Bring file bytes [offset, offset + nbytes) to their place in the target; ``aside``: where a choice is, through a
+        worker's buffer, that many bytes at a time."""
         end = offset + nbytes
-        if self.raw.direct and (self.handle._address - self.handle.offset) % ALIGN == 0:
+        self.either = self.raw.direct and (self.handle._address - self.handle.offset) % ALIGN == 0
+        if self.either and not aside:
             body = min(offset + -offset % ALIGN, end)
             body_end = max(body, end - end % ALIGN)
             self._bounce(offset, body)
             self._straight(body, body_end)
             self._bounce(body_end, end)
         elif self.raw.direct:
-            self._bounce(offset, end)
+            step = aside if self.either else self.policy.chunk + ALIGN
+            for start in range(offset - offset % ALIGN, end, step):
+                self._bounce(max(start, offset), min(start + step, end))
         else:
             self._straight(offset, end)
 
