@@ -20,6 +20,7 @@ NOTHING = "no layout is predicted to be 3 % faster"
 HOST = "the host binds: the device waits for Python to issue its work, and no layout is predicted to spare it 3 %"
 WORTH = 0.03  # of a step that a new layout must save
 FINER = 0.99  # of the time with whole blocks that parts must stay below: they cost more of the host
+SETTLING = 0.1  # seconds for hooks, slots and plans of a layout whose weights are in host memory already; an estimate
 RAW_GAIN = 0.005  # of a step that plain bytes must save over packed ones: they take more host memory
 TRUSTED = 0.25  # of the measured step that the prediction of the present layout may be off
 
@@ -138,8 +139,9 @@ def advise(
     carving: Carving,
     plan: Plan,
     steps: float = math.inf,
+    copies: bool = False,
 ) -> Advice:
-    """Whether a layout other than ``plan`` of ``carving`` is worth while.
+    """Whether a layout other than ``plan`` of ``carving`` is worth while. ``copies``: what streams keeps its host block.
 
     ``steps``: seen so far. While not even the fastest step that any layout allows would have made up for the
     change in so many, nothing is searched, and ``saves`` is what that step would save.
@@ -165,7 +167,10 @@ def advise(
     new_carving, new = decide_with(module, settings, grain, learnt)
     then = new.predicted_seconds
     saves = 0.0 if then is None else now - then
-    move += _crossing(carving, plan, new_carving, new) / learnt.link.bytes_per_second
+    crossing = _crossing(carving, plan, new_carving, new) / learnt.link.bytes_per_second
+    if copies:  # and not what streams; what leaves for the first time is pinned on the host
+        move = min(move, SETTLING) + crossing
+    move += crossing
     reason = nothing if saves < WORTH * now else ""
     return Advice(new_carving, new, now, saves, move, reason, understood=True)
 
