@@ -71,6 +71,11 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
     raise error
 
 
+def plan_within(carving: Carving, settings: Settings, grain: int) -> Plan:
+    """A plan by the rule for units that are carved already. Raises BudgetError."""
+    return with_staging(carving, settings, grain, functools.partial(_plan, carving, grain, settings.among))
+
+
 def compiled(module: nn.Module) -> bool:
     """Whether any part of ``module`` is compiled."""
     return any(
@@ -137,7 +142,9 @@ def with_staging(carving: Carving, settings: Settings, grain: int, plan: Callabl
 
 def _plan(carving: Carving, grain: int, among: frozenset[str] | None, vram: int) -> Plan:
     given = problem(carving, grain)
-    chosen = None if among is None else {i for i, unit in enumerate(carving.units) if unit.name in among}
+    names = {unit.name: index for index, unit in enumerate(carving.units)}
+    # Units that are carved otherwise than those that were named are chosen from freely.
+    chosen = {names[name] for name in among} if among is not None and among <= names.keys() else None
     return plan_residency(given.units, vram, given.fixed, given.wish, grain, chosen)
 
 

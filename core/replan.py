@@ -20,6 +20,7 @@ NOTHING = "no layout is predicted to be 3 % faster"
 HOST = "the host binds: the device waits for Python to issue its work, and no layout is predicted to spare it 3 %"
 WORTH = 0.03  # of a step that a new layout must save
 FINER = 0.99  # of the time with whole blocks that parts must stay below: they cost more of the host
+SETTLING = 0.1  # seconds for hooks, slots and plans of a layout whose weights are in host memory already; an estimate
 RAW_GAIN = 0.005  # of a step that plain bytes must save over packed ones: they take more host memory
 TRUSTED = 0.25  # of the measured step that the prediction of the present layout may be off
 
@@ -57,7 +58,7 @@ def decide_with(
         limits += [decide.COARSE, decide.PART]
     together = blocks(module)
     best: tuple[Carving, Plan] | None = None
-    fastest = float("inf")
+    fastest, was_plain = float("inf"), False
     for limit in limits:
         carving = decide.cut(module, settings, limit)
         given = decide.problem(carving, grain)
@@ -75,8 +76,12 @@ def decide_with(
         except BudgetError:
             continue
         seconds = found.predicted_seconds or 0.0
-        if best is None or seconds < FINER * fastest:
-            best, fastest = (carving, found), seconds
+        # The link was measured with packed bytes: where these find no room, it would be slower than this says.
+        plain = settings.packs and not found.staging_bytes and not found.all_resident
+        if plain and best is not None and best[1].staging_bytes:
+            continue
+        if best is None or seconds < FINER * fastest or (was_plain and not plain):
+            best, fastest, was_plain = (carving, found), seconds, plain
     # Where neither fits, the rule goes finer, or says what would.
     return best or decide.decide(module, settings, grain)
 
@@ -134,8 +139,9 @@ def advise(
     carving: Carving,
     plan: Plan,
     steps: float = math.inf,
+    copies: bool = False,
 ) -> Advice:
-    """Whether a layout other than ``plan`` of ``carving`` is worth while.
+    """Whether a layout other than ``plan`` of ``carving`` is worth while. ``copies``: what streams keeps its host block.
 
     ``steps``: seen so far. While not even the fastest step that any layout allows would have made up for the
     change in so many, nothing is searched, and ``saves`` is what that step would save.
@@ -161,7 +167,10 @@ def advise(
     new_carving, new = decide_with(module, settings, grain, learnt)
     then = new.predicted_seconds
     saves = 0.0 if then is None else now - then
-    move += _crossing(carving, plan, new_carving, new) / learnt.link.bytes_per_second
+    crossing = _crossing(carving, plan, new_carving, new) / learnt.link.bytes_per_second
+    if copies:  # and not what streams; what leaves for the first time is pinned on the host
+        move = min(move, SETTLING) + crossing
+    move += crossing
     reason = nothing if saves < WORTH * now else ""
     return Advice(new_carving, new, now, saves, move, reason, understood=True)
 

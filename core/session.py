@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .disk_residents import Residents
 from .disk_streamer import DiskStreamer
 from .errors import BudgetError, CaromError, PinError, UnsupportedError
 from .host_copies import HostCopies
+from .learn import Learnt
 from .meter import Meter
 from .packing import PackedPlacement, PackedTensor, Packing, give_back
 from .plan import Plan
@@ -35,12 +37,13 @@ from .store.arena import HostArena
 from .streamed import Owner, Streamed
 from .transfer import Engine, make_engine
 from .tree import Tree
-from .units import Carving, Unit
+from .units import Carving, Unit, stands
 from .values import Values
 from .wrapped import LaidOpen
 
 logger = logging.getLogger("carom")
 
+_SEARCHED = 8  # plans that are remembered
 # Every module of a streamed tree. Weak on both sides: a dropped module takes its session with it.
 _sessions: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
 
@@ -118,6 +121,7 @@ class Session(Pools, Adapts, Adopts, Values):
         self._reruns: Reruns | None = None
         self._chooses_pool(pool)
         self._stay: dict[str, str] = {}
+        self._searched: dict[Hashable, tuple[Learnt, Carving, Plan]] = {}  # by what was asked for
         self._among: frozenset[str] | None = None  # units that alone may stay, after a budget that fell
         self._packing = settings.packing(codec, host, weights, self._engine)
         if self._packing is not None and self._packing.auto and decide.compiled(module):
@@ -234,10 +238,22 @@ class Session(Pools, Adapts, Adopts, Values):
 
     def _decide(self) -> tuple[Carving, Plan]:
         """Units and residency under the present settings."""
-        chosen = self._settings()
-        if self._learnt is not None:
-            return replan.decide_with(self.module, chosen, self._engine.grain, self._learnt)
-        return decide.decide(self.module, chosen, self._engine.grain)
+        chosen, grain = self._settings(), self._engine.grain
+        if self._learnt is None:
+            return decide.decide(self.module, chosen, grain)
+        if self._among is not None and stands(self._carving, self.module):
+            with contextlib.suppress(BudgetError):
+                return self._carving, decide.plan_within(self._carving, chosen, grain)
+        # The search takes tenths of a second; two models that take turns ask for the same budgets again and again.
+        asked = (self._vram, self._packing is not None, frozenset(self._stay))
+        known = self._searched.get(asked)
+        if known is not None and known[0] is self._learnt and stands(known[1], self.module):
+            return known[1], known[2]
+        carving, plan = replan.decide_with(self.module, chosen, grain, self._learnt)
+        if len(self._searched) >= _SEARCHED:
+            self._searched.clear()
+        self._searched[asked] = self._learnt, carving, plan
+        return carving, plan
 
     def _settings(self) -> decide.Settings:
         from_file = None if self._checkpoint is None else self._checkpoint.of

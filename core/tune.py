@@ -35,6 +35,10 @@ class Tunes(Recodes):
     _learnt: Learnt | None
     _tune_at: float  # measured steps after which the layout is thought over
 
+    @property
+    def _simple(self) -> bool:
+        raise NotImplementedError
+
     def _settings(self) -> decide.Settings:
         raise NotImplementedError
 
@@ -126,8 +130,8 @@ class Tunes(Recodes):
         if learnt is None:
             return None
         advice = replan.advise(
-            self.module, self._settings(), self._engine.grain, learnt, self._carving, self.plan, steps
-        )
+            self.module, self._settings(), self._engine.grain, learnt, self._carving, self.plan, steps, self._simple
+        )  # fmt: skip
         self.plan = dataclasses.replace(self.plan, predicted_seconds=advice.now)
         self._candidate = learnt
         return advice

@@ -92,6 +92,17 @@ class Carving:
         return max((unit.nbytes for unit in self.units), default=0)
 
 
+def stands(carving: Carving, root: nn.Module) -> bool:
+    """Whether the tree has the very tensors that were carved, where they were."""
+    entries = [entry for unit in carving.units for entry in unit.entries]
+    entries += [entry for entry, _ in carving.resident]
+    if carving.adapters or not all(
+        site.table.get(site.name) is entry.tensor for entry in entries for site in entry.sites
+    ):
+        return False
+    return {id(entry.tensor) for entry in entries} == {id(entry.tensor) for entry in collect(root)}
+
+
 def collect(root: nn.Module) -> list[Entry]:
     """Every parameter and buffer of the tree once, with all its sites, in registration order."""
     found: dict[int, Entry] = {}

@@ -46,11 +46,32 @@ def shorten(root: nn.Module) -> Callable[[], None]:
 def _shortcut(kind: type[nn.Module], casting: Callable) -> Callable:
     found = _made.get((kind, casting))
     if found is None:
-        found = _made[kind, casting] = _make(kind.forward, casting)
+        found = _made[kind, casting] = _linear(casting) if kind is nn.Linear else _make(kind.forward, casting)
     return found
 
 
 _made: dict[tuple[type, Callable], Callable] = {}
+
+
+def _linear(casting: Callable) -> Callable:
+    """Of most operators: their own forward, without asking the module for its weights once more."""
+    linear = nn.functional.linear
+
+    def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
+        if not module.weight_function and not module.bias_function:
+            held = module._parameters
+            if "weight" in held and "bias" in held:
+                weight, bias, dtype = held["weight"], held["bias"], input.dtype
+                if (
+                    weight is not None
+                    and weight.dtype is dtype
+                    and (bias is None or bias.dtype is dtype)
+                    and weight.device == input.device
+                ):
+                    return linear(input, weight, bias)
+        return casting(module, input)
+
+    return forward
 
 
 def _make(plain: Callable, casting: Callable) -> Callable:

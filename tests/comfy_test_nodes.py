@@ -261,6 +261,58 @@ class Heard:
         return {"ui": {name: list(found) for name, found in Listen.told.items()}}
 
 
+class Mapped:
+    """A model as ComfyUI's dynamic loaders leave it: weights in the mapped file, in the file's dtype, and meant to have another.
+
+    ``streams``: taken by Carom as its loaders take it; else by ComfyUI's own patcher, with the weights in the dtypes that
+    dynamic VRAM brings them to the device in (modules of up to 16 KiB as they are, and cast in every use).
+    """
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        text = ("STRING", {"default": ""})
+        return {"required": {"unet_name": text, "dtype": text, "vram": text, "streams": ("BOOLEAN", {})}}
+
+    def make(self, unet_name, dtype, vram, streams):
+        import comfy.model_base
+        import comfy.sd
+        import folder_paths
+        from safetensors.torch import load_file
+
+        path = folder_paths.get_full_path("diffusion_models", unet_name)
+        base, meant = comfy.model_base.BaseModel, getattr(torch, dtype)
+        own = base.load_model_weights
+        base.load_model_weights = lambda model, sd, prefix="", assign=False: own(
+            model, sd, prefix, assign=True
+        )
+        try:
+            patcher = comfy.sd.load_diffusion_model_state_dict(
+                load_file(path), model_options={"dtype": meant}
+            )
+        finally:
+            base.load_model_weights = own
+        dtypes = {p.dtype for p in patcher.model.parameters()}
+        assert dtypes - {meant}, "the loader has converted already"
+        if not streams:
+            for module in patcher.model.modules():
+                nbytes = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+                if not hasattr(module, "comfy_cast_weights") or nbytes > 16 << 10:
+                    for name, value in list(module.named_parameters(recurse=False)):
+                        setattr(
+                            module, name, torch.nn.Parameter(value.detach().to(meant), requires_grad=False)
+                        )
+            return (patcher,)
+        import sys
+
+        import nodes
+
+        offload = sys.modules[nodes.NODE_CLASS_MAPPINGS["CaromOffload"].__module__]
+        settings = offload.Settings("stream", vram)
+        return (offload.wear(offload._static(patcher), settings),)
+
+
 NODE_CLASS_MAPPINGS = {
     "CaromTest" + node.__name__: node
     for node in (
@@ -276,5 +328,6 @@ NODE_CLASS_MAPPINGS = {
         Squeeze,
         Listen,
         Heard,
+        Mapped,
     )
 }

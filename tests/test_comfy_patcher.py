@@ -13,6 +13,7 @@ from typing import Any
 import carom
 import pytest
 import torch
+from carom.core.store import arena
 from carom.nodes import host as nodes_host
 from carom.nodes import policy, streaming
 from carom.nodes.patcher import CaromPatcher, settings_of, strip, wear
@@ -253,6 +254,80 @@ def test_vram_is_given_back_when_asked_for(comfy):
         assert torch.equal(patcher.model.apply_model(x), reference)
     # More than there is to give: the truth is told, and ComfyUI unloads the model.
     assert patcher.partially_unload(CPU, 100 * BLOCK) < 100 * BLOCK
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_models_that_take_turns_are_copied_on_the_host_once(comfy, monkeypatch, codec):
+    monkeypatch.setattr("carom.core.attach.SMALL_UNIT", 1)  # units lie apart, as those of real models do
+    allocate, made = arena.HostArena.allocate, []
+    monkeypatch.setattr(arena.HostArena, "allocate", lambda self, n: (made.append(n), allocate(self, n))[1])
+    patchers = [
+        wear(
+            comfy.ModelPatcher(filled(Model(comfy.Linear)), CPU, CPU), Settings("stream", LIMIT, codec=codec)
+        )
+        for _ in range(2)
+    ]
+    results = [run(patcher) for patcher in patchers]
+    patchers[0].detach()
+    seen = len(made)
+    for _ in range(2):
+        for which in (1, 0, 1):
+            patchers[which].detach()
+            assert patchers[which].loaded_size() == 0
+            assert torch.equal(run(patchers[1 - which]), results[1 - which])
+    whole = sum(p.numel() * p.element_size() for p in patchers[0].model.parameters())
+    assert sum(made[seen:]) <= whole  # the second's residents, once; nothing of the first
+    seen = len(made)
+    for which in (0, 1, 0, 1):
+        patchers[which].detach()
+        assert torch.equal(run(patchers[which]), results[which])
+    assert len(made) == seen
+
+
+@stand_in_only
+def test_what_a_run_left_of_the_device_is_used_by_the_next_of_its_kind(comfy, monkeypatch):
+    left = {"free": 6 * BLOCK, "ooms": 0}
+    monkeypatch.setattr(nodes_host, "unused_bytes", lambda device: (left["free"], 16 * BLOCK, left["ooms"]))
+    for name, value in (
+        ("HEADROOM", 16),
+        ("LEAST_HEADROOM", 0),
+        ("GROW_LEAST", 1),
+        ("SAME_OFFER", BLOCK // 8),
+    ):
+        monkeypatch.setattr(policy, name, value)
+    patcher = wear(comfy.ModelPatcher(filled(Model(comfy.Linear)), CPU, CPU), Settings("stream"))
+    ours, offer = streaming_of(patcher.model), 2 * BLOCK
+
+    def prompt(offer):
+        patcher.partially_load(CPU, offer - patcher.loaded_size())
+        patcher.pre_run()
+        with torch.inference_mode():
+            result = patcher.model.diffusion_model(
+                torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
+            )
+        patcher.cleanup()
+        return result
+
+    reference = prompt(offer)
+    held = ours.held
+    assert held <= offer and ours.beyond == 0
+    left["free"] = 3 * BLOCK
+    prompt(offer)  # the last run of this size left six blocks, of which one is headroom
+    assert offer < ours.held == patcher.loaded_size() <= held + 5 * BLOCK
+    left["free"] = BLOCK
+    more = ours.held
+    assert torch.equal(prompt(offer - BLOCK // 16), reference) and ours.held >= more  # much the same offer
+    prompt(offer - BLOCK // 2)  # larger images: what is left over is not known
+    assert ours.held <= offer - BLOCK // 2 or ours.held <= held
+    left["free"] = 6 * BLOCK
+    run_begins = ours.run_begins
+    monkeypatch.setattr(ours, "run_begins", lambda: (run_begins(), left.update(ooms=left["ooms"] + 1)))
+    prompt(offer)  # runs out of memory: from here on nothing beyond the offer
+    assert ours.room.cautious
+    monkeypatch.setattr(ours, "run_begins", run_begins)
+    for _ in range(2):
+        prompt(offer)
+        assert ours.held <= offer
 
 
 def test_unloading_gives_everything_back_and_loading_again_works(comfy):
@@ -679,6 +754,13 @@ def test_budgets_shrink_when_they_must_and_grow_when_it_pays(now, held, streamed
 
 def test_a_users_own_limit_is_followed_to_the_byte():
     assert policy.next_budget(100, 100, 50, 99, limit=99) == 99
+
+
+def test_offers_that_differ_by_little_are_the_same_budget():
+    for offer in (1, 100, 257, 4_330_000_000, 4_332_393_018):
+        assert 0.996 * offer <= policy.rounded(offer) <= offer
+    assert policy.rounded(4_330_000_000) == policy.rounded(4_330_000_000 + 500_000)
+    assert policy.rounded(8 << 30) == 8 << 30
 
 
 def test_the_share_that_streams_counts_slots_once():

@@ -135,6 +135,17 @@ def test_fp8_cast_weights_stream(server, dtype):
     assert told["hash"][0] == hash_of(server, stock("flux", dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_weights_of_a_mapped_file_stream(server, dtype):
+    def mapped(streams: bool) -> Graph:
+        options = {"unet_name": "flux.safetensors", "dtype": dtype, "vram": "3MiB", "streams": streams}
+        return Graph("flux", node("CaromTestMapped", **options))
+
+    told = told_by(server, mapped(True))
+    assert told["class"] == ["CaromModelPatcher"] and 0 < told["held"][0] <= 3 << 20
+    assert told["hash"][0] == hash_of(server, mapped(False)) != hash_of(server, stock("flux"))
+
+
 def test_quantised_checkpoints_stream_with_and_without_lora(server):
     reference = hash_of(server, stock("flux", name="flux_quant"))
     told = told_by(server, ours("flux", name="flux_quant", vram="6MiB"))
