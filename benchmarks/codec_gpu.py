@@ -179,7 +179,13 @@ def timings(modules, mib: int, deadline: float, device: str = "cuda") -> list[di
         )
         variants = [("triton", 1, None), ("triton", 4, None)]
         if lanes == 128:
-            variants += [("triton", 2, None), ("triton", 1, 2), ("triton", 1, 8), ("torch", 1, None)]
+            variants += [
+                ("triton", 2, None),
+                ("triton", 12, None),
+                ("triton", 1, 2),
+                ("triton", 1, 8),
+                ("torch", 1, None),
+            ]
         for method, tiles, warps in variants:
             decode = decoder(modules, entries, method, tiles, warps)
             out.zero_()

@@ -185,6 +185,11 @@ def _assumed(machine: Machine, args: argparse.Namespace) -> str:
         taken.append(
             f"there is RAM for all that waits, whatever this machine has ({format_size(here)}; --ram bounds it)"
         )
+    python = machine.python
+    taken.append(
+        f"the host needs {1e3 * python.layer:.2g} ms of Python for each layer, {1e3 * (python.layer + python.use):.2g} ms "
+        "for one that streams"
+    )
     return f"Assumed: {'; '.join(taken)}."
 
 
@@ -227,7 +232,12 @@ def measured_machine(probed: hardware.Hardware) -> Machine:
         gpu.name, gpu.name, gpu.free + presets.CONTEXT_BYTES, flops, link, memory, "measured on this machine",
         nvfp4=preset.nvfp4 if preset else None, workstation=True,
     )  # fmt: skip
-    return around(probed, card, "measured on this machine")
+    machine = around(probed, card, "measured on this machine")
+    if gpu.layer_seconds is None:
+        return machine
+    slower = gpu.layer_seconds / presets.PYTHON.layer
+    python = presets.Python(gpu.layer_seconds, presets.PYTHON.use * slower, "measured on this machine")
+    return replace(machine, python=python)
 
 
 def around(probed: hardware.Hardware, card: Card, source: str = "") -> Machine:

@@ -106,9 +106,11 @@ def _sample(plan: PaperPlan, tokens: int) -> str:
     return f"{tokens:,} tokens ({plan.shape.sample if samples == 1 else f'{samples} times a {plan.shape.sample}'})"
 
 
+HOST = "Python, which issues the card's work"
 WAITS = {
     "link": "the copies from RAM to the card ({} GB/s)",
     "disk": "the drive ({} GB/s)",
+    "host": HOST,
 }
 
 
@@ -118,11 +120,16 @@ def _speed(plan: PaperPlan) -> str:
     name = "training step" if plan.job.mode == "train" else name
     line = f"One {name} over {_sample(plan, plan.outcome.tokens)} takes about {seconds(step.seconds)}."
     if plan.outcome.placement.streamed_wire == 0:
-        return line + " The card's own speed is the limit."
+        return line + (
+            f" {HOST}, is the limit: more tokens a step use the card better."
+            if step.bound_by == "host"
+            else " The card's own speed is the limit."
+        )
     if step.overhead < 0.005:
         return (
             line
-            + " That is as fast as a card that holds the whole model: the copies hide behind the computing."
+            + " That is as fast as a card that holds the whole model: the copies hide behind the computing"
+            + ("." if step.bound_by == "compute" else f" and behind {HOST}: that is the limit.")
         )
     what = WAITS.get(step.bound_by, "unpacking the weights")
     what = what.format(f"{(rates.disk or 0) / GB:g}" if step.bound_by == "disk" else f"{rates.link / GB:.3g}")
@@ -131,7 +138,7 @@ def _speed(plan: PaperPlan) -> str:
         if step.overhead >= 3
         else f"{step.overhead * 100:.0f} % longer than"
     )
-    return f"{line} That is {slower} on a card that holds the whole model ({seconds(step.compute_seconds)}): it waits for {what}."
+    return f"{line} That is {slower} on a card that holds the whole model ({seconds(step.resident_seconds)}): it waits for {what}."
 
 
 def _generation(plan: PaperPlan) -> str:

@@ -39,6 +39,7 @@ _LOOKS = 0.25  # seconds between readings of a device's memory, after the first 
 _ROUNDING = 1.03  # of a model's bytes, for what allocators round up
 _SIZES = 64  # of inputs that are remembered
 _FIRST = 8  # steps after an attachment that may run again
+_SELDOM = 16  # steps between looks at host memory, where nothing else is watched
 _OFTEN = 2 * _FIRST  # and after which memory is looked at: enough to settle
 
 
@@ -135,8 +136,12 @@ class Adapts(Tunes, FollowsRam):
 
     def _set_look(self) -> None:
         """Measured steps from which `_look` is called between steps."""
-        watched = self._governor is not None or self._pooled is not None or self._follower is not None
+        cache = self._follower is not None and self._checkpoint is not None
+        watched = self._governor is not None or self._pooled is not None or cache
         self._look_at: float = 0 if watched else self._tune_at
+        if self._follower is not None and not watched:
+            meter = self.__dict__.get("_meter")
+            self._look_at = min(self._tune_at, (0 if meter is None else meter.settled) + _SELDOM)
 
     def _look(self) -> None:
         """Between steps: see whether memory or what was learnt asks for another layout."""
@@ -198,7 +203,8 @@ class Adapts(Tunes, FollowsRam):
         except Exception as error:  # advice is a service
             logger.warning("carom: the steps so far cannot be planned with: %s", error)
             return
-        if advice is not None and advice.understood:
+        # What sampling between training steps taught is not what training wants.
+        if advice is not None and advice.understood and self._candidate.train == self._trains:
             self._learnt, self._tune_at = self._candidate, math.inf
 
     # -- several sessions on one device
@@ -261,12 +267,15 @@ class Adapts(Tunes, FollowsRam):
             return governor.short(memory, held, least)
         if self._reruns is not None and self._reruns.gave:
             return governor.yielded(memory, held, least)
-        streamed = self._placement.streamed
-        training = bool(self._carving.adapters) or any(unit.trainable for unit in streamed)
         alone = self._device is None or len(self._device.sessions) == 1
         return governor.read(
-            memory, held, least, self._everything(), self._vram, training=training, alone=alone
+            memory, held, least, self._everything(), self._vram, training=self._trains, alone=alone
         )
+
+    @property
+    def _trains(self) -> bool:
+        """Whether anything is trainable."""
+        return bool(self._carving.adapters) or any(unit.trainable for unit in self._placement.streamed)
 
     def _everything(self) -> int:
         """Device bytes of all weights."""

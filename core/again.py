@@ -32,9 +32,9 @@ def sizes(args: tuple, kwargs: dict) -> tuple[Hashable, ...]:
 
 
 class Before:
-    """What a pass found, or a unit's forward. ``copies``: whether inputs made in inference mode may be copied."""
+    """What a pass found, or a unit's forward. ``limit``: bytes of inputs made in inference mode that may be copied."""
 
-    def __init__(self, module: nn.Module, args: tuple, kwargs: dict, copies: bool = True) -> None:
+    def __init__(self, module: nn.Module, args: tuple, kwargs: dict, limit: int = LIMIT) -> None:
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._modules = [(part, shape(part)) for part in module.modules()]
@@ -42,7 +42,7 @@ class Before:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.possible = all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves)
         written = [t for t in tensors if t.is_inference()]
-        self.possible &= sum(t.numel() * t.element_size() for t in written) <= (LIMIT if copies else 0)
+        self.possible &= sum(t.numel() * t.element_size() for t in written) <= limit
         if not self.possible:
             return
         try:

@@ -183,8 +183,7 @@ class Placement:
     def _drop(self, read: torch.Tensor) -> None:
         """Where ``read`` is a mapped checkpoint's, its pages are not in memory because of us."""
         if read.device.type == "cpu" and _plain(read):
-            memory = storage_bytes(read)
-            self._mapped.drop(memory.data_ptr(), memory.numel())
+            self._mapped.drop(read.data_ptr(), read.numel() * read.element_size())
 
     def adapt(self, entry: Entry) -> None:
         """A trainable tensor that stays on the device, gradient included."""

@@ -23,6 +23,7 @@ from .store.buffers import compute_buffers
 from .store.eviction import EVICTIONS
 from .store.header import show
 from .store.index import Index, open_index
+from .store.lanes import Lanes
 from .store.mapping import Bound, match_module
 from .store.pace import Pace
 from .store.pieces import choose_buffers
@@ -137,7 +138,8 @@ class Checkpoint:
     def __init__(self, module: nn.Module, weights: Weights | str | os.PathLike[str]) -> None:
         self.settings = weights if isinstance(weights, Weights) else Weights(weights)
         self.index: Index = open_index(self.settings.path)
-        self.pace = Pace()  # of the drive it lies on: what one attachment found serves the next
+        # Of the drive it lies on, for whoever reads: what one attachment found of it serves the next.
+        self.pace, self.lanes = Pace(), Lanes(self.settings.workers)
         self.module = module
         self.notes: list[str] = []
         self._stands: dict[int, Stand] = {}

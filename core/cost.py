@@ -31,7 +31,8 @@ class Rates:
 
     `compute` FLOP/s; `link` host to device and `disk` drive to host (or to device with `gds`), bytes/s, `disk` None
     where there is no drive to stream from; `memory` device memory bytes/s (None: not modelled); `decode` raw bytes/s of
-    the wire codec's decoder (None: nothing to decode).
+    the wire codec's decoder (None: nothing to decode). `layer`: seconds of Python to issue a layer's forward, `use`: further
+    ones for a layer that streams (0: not modelled).
     """
 
     compute: float
@@ -40,12 +41,17 @@ class Rates:
     gds: bool = False
     memory: float | None = None
     decode: float | None = None
+    layer: float = 0.0
+    use: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("compute", "link", "disk", "memory", "decode"):
             value = getattr(self, name)
             if value is not None and not (0 < value < math.inf):
                 raise ValueError(f"{name}={value!r} must be a positive, finite rate")
+        for name in ("layer", "use"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be seconds, 0 or more")
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Work:
     at the given context (0: leave attention out, as the published tables do); `device_bytes`: weight bytes read from
     device memory in a pass; `streamed_bytes`: wire bytes of the streamed units; `cached_bytes`: those of them that host
     memory holds; `kept_bytes`: streamed bytes still in the slots at each turn, fetched once less; `decoded_bytes`: raw
-    bytes the codec restores in a pass.
+    bytes the codec restores in a pass; `layers`: that a pass runs through, `uses`: those of them that stream.
     """
 
     active_params: float
@@ -66,17 +72,22 @@ class Work:
     attention_per_token: float = 0.0
     device_bytes: float = 0.0
     decoded_bytes: float = 0.0
+    layers: int = 0
+    uses: int = 0
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a step: the roofline is the larger of its compute and its wire time, in seconds."""
+    """One phase of a step, in seconds: the roofline is the largest of its compute, its wire time, and its `host` time, in
+    which Python issues the card's work; `plain`: what of that it takes with everything resident."""
 
     name: str
     compute: float
     link: float
     disk: float
     decode: float = 0.0
+    host: float = 0.0
+    plain: float = 0.0
 
     @property
     def wire(self) -> float:
@@ -85,19 +96,26 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        return max(self.compute + self.decode, self.wire)
+        return max(self.compute + self.decode, self.wire, self.host)
+
+    @property
+    def resident_seconds(self) -> float:
+        """What it would take with everything resident."""
+        return max(self.compute, self.plain)
 
     @property
     def bound_by(self) -> str:
-        """What the phase waits for: "compute", "link" or "disk"."""
-        if self.compute + self.decode >= self.wire:
+        """What the phase waits for: "compute", "link", "disk" or "host"."""
+        if self.compute + self.decode >= max(self.wire, self.host):
             return "compute"
+        if self.host > self.wire:
+            return "host"
         return "disk" if self.disk > self.link else "link"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A predicted step; `compute_seconds` is what it would take with everything resident."""
+    """A predicted step; `compute_seconds` is what the card computes in it, unpacking apart."""
 
     phases: tuple[Phase, ...]
 
@@ -110,9 +128,14 @@ class Step:
         return sum(phase.compute for phase in self.phases)
 
     @property
+    def resident_seconds(self) -> float:
+        """What it would take with everything resident."""
+        return sum(phase.resident_seconds for phase in self.phases)
+
+    @property
     def overhead(self) -> float:
         """0.0 where the copies hide fully; 1.0 where the step takes twice as long as with everything resident."""
-        return self.seconds / self.compute_seconds - 1.0
+        return self.seconds / self.resident_seconds - 1.0
 
     @property
     def bound_by(self) -> str:
@@ -183,7 +206,9 @@ def wire_times(work: Work, rates: Rates, mode: str) -> tuple[float, float]:
 def step_time(tokens: float, work: Work, rates: Rates, mode: str) -> Step:
     """Predicted step of a partly resident, partly streamed model: the roofline phase by phase.
 
-    Compute of a pass is the larger of its FLOPs and of reading its weights from device memory once (few tokens).
+    Compute of a pass is the larger of its FLOPs and of reading its weights from device memory once (few tokens). Python
+    issues a layer's gradients in as long as its forward (autograd does that without Python's interpreter, but for about
+    twice the operators), and uses each streamed layer once a phase.
     """
     link, disk = wire_times(work, rates, mode)
     floor = work.device_bytes / rates.memory if rates.memory is not None else 0.0
@@ -193,7 +218,10 @@ def step_time(tokens: float, work: Work, rates: Rates, mode: str) -> Step:
         flops = tokens * (
             matrix * FLOPS_PER_PARAM * work.active_params + attention * work.attention_per_token
         )
-        phases.append(Phase(name, max(flops / rates.compute, matrix * floor), link, disk, decode))
+        plain = matrix * rates.layer * work.layers
+        host = plain + rates.use * work.uses
+        compute = max(flops / rates.compute, matrix * floor)
+        phases.append(Phase(name, compute, link, disk, decode, host, plain))
     return Step(tuple(phases))
 
 

@@ -202,11 +202,12 @@ def _host(gpu: Gpu) -> list[Finding]:
     return [
         Finding(
             "host",
-            f"Python issues an operator in {1e6 * gpu.launch_seconds:.1f} us",
+            f"Python issues an operator in {1e6 * gpu.launch_seconds:.1f} us"
+            + (f", a transformer layer in {1e6 * gpu.layer_seconds:.0f} us" if gpu.layer_seconds else ""),
             "info",
             "a step of few tokens cannot take less than that for each of its operators: more tokens a step, or "
             "torch.compile, use the card better",
-            {"launch_seconds": gpu.launch_seconds},
+            {"launch_seconds": gpu.launch_seconds, "layer_seconds": gpu.layer_seconds},
         )
     ]
 

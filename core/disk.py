@@ -48,7 +48,7 @@ class Disk:
         """A reader whose workers' own buffers stay small beside a small budget."""
         chunk = min(_CHUNK, max(PAGE, largest // PAGE * PAGE))
         policy = ReaderPolicy(workers=self.checkpoint.settings.workers, chunk=chunk)
-        return DiskReader(policy, pace=self.checkpoint.pace)
+        return DiskReader(policy, pace=self.checkpoint.pace, lanes=self.checkpoint.lanes)
 
 
 @dataclass(eq=False)

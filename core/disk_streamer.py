@@ -282,18 +282,25 @@ class DiskStreamer(Streamer):
         """Tell the cache what it will be asked for: the order, less what is in slots and needed before they are reused."""
         if self.cache is None or self.cache.complete:
             return
-        units = [] if unit is None else [unit.index]
+        units: list[int] = []
         later: list[int] = []  # served by their slots this time: it is the next round that they are needed in
-        room, served = self.region.nbytes, set()
+        room, near, before = self.region.nbytes, set(), -1
+        if unit is not None:
+            units, near, room = [unit.index], {unit.index}, room - unit.nbytes
         # Until residents are there the drive is theirs once the first pass's units are read: not for the next round.
         first = self._disk.residents.waiting
         for index in self.order.upcoming():
+            if index == before:  # recomputed, and then used for gradients: from one slot
+                continue
+            before = index
             if first and index in self._brought:
                 continue
-            if room >= 0 and index not in served:
-                room -= self.units[index].nbytes
-                served.add(index)
-                if room >= 0 and self.units[index].slot is not None:
+            if room >= 0:
+                again = index in near
+                if not again:
+                    near.add(index)
+                    room -= self.units[index].nbytes
+                if room >= 0 and (again or self.units[index].slot is not None):
                     later.append(index)
                     continue
             units.append(index)

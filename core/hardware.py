@@ -72,6 +72,7 @@ class Gpu:
     pin_rate: float | None = None
     register_rate: float | None = None
     launch_seconds: float | None = None  # of Python, to issue one operator
+    layer_seconds: float | None = None  # and the forward of a transformer block
     failures: dict[str, str] = field(default_factory=dict)
 
     def link_rate(self, direction: str = "to device", pinned: bool = True) -> float | None:
@@ -214,6 +215,42 @@ def measure_launch(torch, device, batches: int = 9, operators: int = 100) -> flo
     return median(taken)
 
 
+def measure_layer(torch, device, dtype, batches: int = 7, calls: int = 10) -> float:
+    """Seconds that Python takes to issue the forward of a transformer block (modulation, attention, MLP: five matrices), on
+    an idle device that keeps up; the block is that of the bench, small."""
+    functional, d, tokens = torch.nn.functional, 256, 16
+
+    def linear(outputs: int, inputs: int = d):
+        made = torch.nn.utils.skip_init(
+            torch.nn.Linear, inputs, outputs, bias=False, device=device, dtype=dtype
+        )
+        made.weight.zero_()
+        return made
+
+    modulation, qkv, proj, up, down = linear(6 * d), linear(3 * d), linear(d), linear(4 * d), linear(d, 4 * d)
+    x = torch.zeros(1, tokens, d, dtype=dtype, device=device)
+    c = torch.zeros(1, d, dtype=dtype, device=device)
+
+    def block(x):
+        s1, b1, g1, s2, b2, g2 = modulation(functional.silu(c)).unsqueeze(1).chunk(6, dim=-1)
+        h = functional.layer_norm(x, (d,)) * (1 + s1) + b1
+        q, k, v = qkv(h).view(1, tokens, 3, 4, d // 4).permute(2, 0, 3, 1, 4)
+        h = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(1, tokens, d)
+        x = x + g1 * proj(h)
+        h = functional.layer_norm(x, (d,)) * (1 + s2) + b2
+        return x + g2 * down(functional.gelu(up(h), approximate="tanh"))
+
+    taken = []
+    for _ in range(batches):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            x = block(x)
+        taken.append((time.perf_counter() - start) / calls)
+    torch.cuda.synchronize()
+    return median(taken)
+
+
 def combined_rate(by_shape) -> float:
     """FLOP/s of doing each shape once: all FLOPs over all the time."""
     flops = [2 * tokens * inputs * outputs for (tokens, inputs, outputs), _ in by_shape]
@@ -286,6 +323,7 @@ def probe_gpu(memory: HostMemory) -> Gpu:
         by_shape = attempt("compute", lambda: measure_compute(torch, device, dtype)) or ()
         memory_rate = attempt("memory", lambda: _memory_rate(torch, device, min(256 * MIB, free // 16)))
         launch = attempt("launching", lambda: measure_launch(torch, device))
+        layer = attempt("a layer", lambda: measure_layer(torch, device, dtype))
         # Pinning is timed on at most 256 MiB, and on less where little is free.
         size = max(MIB, min(256 * MIB, memory.available // 16))
         pin = attempt("pinning", lambda: _pin_rates(torch, size)) or (None, None)
@@ -293,7 +331,7 @@ def probe_gpu(memory: HostMemory) -> Gpu:
     return Gpu(
         index, properties.name, "rocm" if hip else "cuda", driver_version(), capability, total, free, before,
         link, combined_rate(by_shape) if by_shape else None, by_shape, "bf16" if bf16 else "fp16",
-        memory_rate, pin[0], pin[1], launch, failures,
+        memory_rate, pin[0], pin[1], launch, layer, failures,
     )  # fmt: skip
 
 

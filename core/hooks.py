@@ -104,6 +104,8 @@ class _Forward:
 
 def _without_session(inner: Callable, memo: dict) -> Callable:
     """``inner`` bound to the copy of its module that a running deepcopy is making."""
+    while isinstance(inner, _Forward):
+        inner = inner._inner
     owner = getattr(inner, "__self__", None)
     copy = memo.get(id(owner))
     if copy is None:

@@ -509,6 +509,7 @@ class PackedPlacement(Placement):
             tensor.__class__ = worn
         self._dressed.clear()
         super()._undo()
+        self._decoders.clear()  # their tables lie on the device
 
 
 def give_back(shelf: dict[int, PackedTensor]) -> None:

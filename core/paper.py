@@ -26,7 +26,8 @@ RAM_KEPT_LEAST, RAM_KEPT_SHARE = 4 * GIB, 0.20  # left to the system and the pro
 class Machine:
     """A card with what is around it. Bytes and bytes/s; `ram` None: as much as is needed; `disk` None: no drive.
 
-    `ram_usable` where it was measured (else a share of `ram` is left to the system); `source` says where figures come from.
+    `ram_usable` where it was measured (else a share of `ram` is left to the system); `source` says where figures come from;
+    `python`: what issuing the card's work takes.
     """
 
     card: Card
@@ -36,6 +37,7 @@ class Machine:
     gds: bool = False
     ram_usable: int | None = None
     source: str = ""
+    python: presets.Python = presets.PYTHON
 
     def rates(self, job: Job) -> Rates:
         decode = self.card.memory * presets.LOSSLESS_DECODE_PER_MEMORY if job.codec == "lossless" else None
@@ -44,7 +46,9 @@ class Machine:
             if self.card.nvfp4 is None:
                 raise ValueError(f"{self.card.title} is not known to compute in NVFP4; use --compute bf16")
             compute = self.card.nvfp4
-        return Rates(compute, self.card.link, self.disk, self.gds, self.card.memory, decode)
+        return Rates(
+            compute, self.card.link, self.disk, self.gds, self.card.memory, decode, self.python.layer, self.python.use
+        )  # fmt: skip
 
     @property
     def host_bytes(self) -> float:
@@ -196,6 +200,8 @@ def work_of(shape: Shape, machine: Machine, job: Job, placement: Placement, toke
         attention_per_token=shape.attention_per_token(min(tokens, shape.sample_tokens)),
         device_bytes=touched,
         decoded_bytes=placement.streamed_raw,
+        layers=sum(group.count for group in shape.groups),
+        uses=sum(group.count - n for n, group in zip(placement.resident, shape.groups, strict=True)),
     )
 
 

@@ -223,10 +223,11 @@ def to_dict(plan: PaperPlan) -> dict:
         "zero_overhead_tokens_by_phase": _whole(plan.thresholds["by_phase"]),
         "thresholds": {name: _whole(value) for name, value in plan.thresholds.items()},
         "step_seconds": outcome.step.seconds, "compute_seconds": outcome.step.compute_seconds,
+        "resident_seconds": outcome.step.resident_seconds,
         "overhead": outcome.step.overhead, "bound_by": outcome.step.bound_by,
         "phases": [
             {"name": phase.name, "seconds": phase.seconds, "compute_seconds": phase.compute,
-             "link_seconds": phase.link, "disk_seconds": phase.disk, "bound_by": phase.bound_by}
+             "link_seconds": phase.link, "disk_seconds": phase.disk, "host_seconds": phase.host, "bound_by": phase.bound_by}
             for phase in outcome.step.phases
         ],
         "groups": [
@@ -259,6 +260,8 @@ def to_dict(plan: PaperPlan) -> dict:
         "hardware": {
             "gpu": card.title, "source": machine.source or card.source, "vram_bytes": card.vram,
             "flops": rates.compute, "link_bytes_per_second": rates.link, "disk_bytes_per_second": rates.disk,
+            "host_seconds_per_layer": machine.python.layer, "host_seconds_per_streamed_layer": machine.python.use,
+            "host_source": machine.python.source,
             "disk": machine.disk_title, "gds": machine.gds, "ram_bytes": machine.ram,
         },
     }  # fmt: skip

@@ -43,6 +43,21 @@ class Card:
 
 
 @dataclass(frozen=True)
+class Python:
+    """What Python takes to issue work, in seconds: for a transformer layer's forward, and further for one that streams."""
+
+    layer: float
+    use: float
+    source: str
+
+
+# Medians of host-infer-resident, -fetched and -streamed (plain), and what is added where each block is fetched anew.
+PYTHON = Python(
+    464e-6, 184e-6, "measured on the host of an H200, benchmarks/records/2026-11-21-h200-host-time.json: a block of five matrices"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Drive:
     """An NVMe drive or array: sequential direct reads, bytes/s."""
 

@@ -58,7 +58,7 @@ def decide_with(
         limits += [decide.COARSE, decide.PART]
     together = blocks(module)
     best: tuple[Carving, Plan] | None = None
-    fastest = float("inf")
+    fastest, was_plain = float("inf"), False
     for limit in limits:
         carving = decide.cut(module, settings, limit)
         given = decide.problem(carving, grain)
@@ -76,8 +76,12 @@ def decide_with(
         except BudgetError:
             continue
         seconds = found.predicted_seconds or 0.0
-        if best is None or seconds < FINER * fastest:
-            best, fastest = (carving, found), seconds
+        # The link was measured with packed bytes: where these find no room, it would be slower than this says.
+        plain = settings.packs and not found.staging_bytes and not found.all_resident
+        if plain and best is not None and best[1].staging_bytes:
+            continue
+        if best is None or seconds < FINER * fastest or (was_plain and not plain):
+            best, fastest, was_plain = (carving, found), seconds, plain
     # Where neither fits, the rule goes finer, or says what would.
     return best or decide.decide(module, settings, grain)
 

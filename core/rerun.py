@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("carom")
 TRIES = 3  # times that a unit's forward is run again at most
+COPIES = 32 << 20  # bytes of a unit's inputs that are copied, where torch counts no writes to them
 SHARE = 1 / 16  # of the resident units' bytes: what gives way at the first try, then twice as much each time
 _ASKED = re.compile(r"Tried to allocate ([0-9.]+) ([KMG]iB|bytes)")
 _BYTES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -59,7 +60,7 @@ class _Unit:
         False  # its inputs are of the kind that nobody ever wrote to, and it changes and draws nothing
     )
     draws: bool = False  # random numbers
-    changes: bool = False  # what no version tells of
+    changes: bool = False  # what no version tells of, or may: it is given objects
 
 
 class _Note(NamedTuple):
@@ -245,7 +246,10 @@ class Reruns:
             # What nobody ever wrote needs no note: its version is zero, before and after.
             versions = _versions(args, kwargs)
             unit.fresh = versions is not None and not any(version for _, version in versions)
-            return _Note([], self._random(), epoch, Before(unit.module, args, kwargs, copies=self._looking))
+            # Objects come again: what they are is not looked for each time.
+            unit.changes = versions is None and not torch.is_inference_mode_enabled()
+            limit = COPIES if self._looking else 0
+            return _Note([], self._random(), epoch, Before(unit.module, args, kwargs, limit))
         if unit.changes or torch.is_inference_mode_enabled():
             return None
         versions = _versions(args, kwargs)

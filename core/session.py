@@ -23,7 +23,6 @@ from .disk import Disk, DiskPlacement
 from .disk_residents import Residents
 from .disk_streamer import DiskStreamer
 from .errors import BudgetError, CaromError, PinError, UnsupportedError
-from .host import pin_limit
 from .host_copies import HostCopies
 from .learn import Learnt
 from .meter import Meter
@@ -136,9 +135,9 @@ class Session(Pools, Adapts, Adopts, Values):
                 )
         self._shelf: dict[int, PackedTensor] = {}
         self._copies = HostCopies()
-        self._arena = HostArena(self._engine.pinner, pin_limit(self._ram))
+        self._follow_ram(ram == "auto" and weights is None)
+        self._arena = HostArena(self._engine.pinner, self._pin_limit())
         self._arena.spare = self._copies.spare
-        self._follow_ram(False)
         self._adapts(vram == "auto" or self._shared is not None)
         if weights is not None:
             self._checkpoint = Checkpoint(module, weights)
@@ -178,7 +177,7 @@ class Session(Pools, Adapts, Adopts, Values):
             self._attach_with_pool()
 
     def _attach_with_pool(self) -> None:
-        self._arena.renew(pin_limit(self._ram))
+        self._arena.renew(self._pin_limit())
         self._arena.notes += [note for note in (self._spill, settings.device_note(self._engine)) if note]
         disk = None
         if self._checkpoint is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -27,7 +28,7 @@ sys.path.insert(0, str(HERE))
 from aitoolkit_models import job  # noqa: E402
 
 SAMPLING = {"disable_sampling": False}
-BUDGET = {"zimage": "34MiB", "sd1": "4MiB"}
+BUDGET = {"zimage": "34MiB", "sd1": "4MiB", "sdxl": "5MiB", "flux": "8MiB"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class Row:
 
 # Of the UI's database, what its trainer reads and writes.
 JOB_COLUMNS = "status TEXT, info TEXT, speed_string TEXT, step INTEGER, stop INTEGER, return_to_queue INTEGER, save_now INTEGER, sample_now INTEGER"
+# What the log says of the model that trains.
+STREAMED = re.compile(r"carom: \w*(?:Transformer|UNet)2D\w+: .* stream through ")
+STAYED = re.compile(r"carom: \w*(?:Transformer|UNet)2D\w+: .* stay on ")
 SKIPPED = "OOM during training step, skipping batch"
 SMALL = {
     "uint4": "14MiB",
@@ -123,6 +127,11 @@ ROWS = [
     _train("sd1 text encoder trained", "sd1", train_text_encoder=True),
     Row("sd1 cached text", "sd1", {"train": {"cache_text_embeddings": True}}),
     Row("sd1 slider", "sd1", {"type": "concept_slider", "slider": {"guidance_strength": 3.0, "anchor_strength": 1.0, "positive_prompt": "cat", "negative_prompt": "dog", "target_class": "a", "anchor_class": ""}}),
+    Row("sdxl lora", "sdxl"),
+    Row("sdxl sampling", "sdxl", {"train": {**SAMPLING, "steps": 5}}),
+    Row("flux.1 lora", "flux"),
+    Row("flux.1 sampling", "flux", {"train": {**SAMPLING, "steps": 5}}),
+    Row("flux.1 qfloat8", "flux", {"model": {"quantize": True, "quantize_te": True}}, budget="2MiB"),
     Row("ui trainer", both={"type": "ui_trainer", "sqlite_db_path": "DATABASE"}, env={"AITK_JOB_ID": "1"}),
     Row("steps skipped by oom", both={"train": {"steps": 6}}, env={"CAROM_TEST_OOM": "1:forward,3:backward"}, says=SKIPPED),
 ]  # fmt: skip
@@ -172,7 +181,7 @@ class Bench:
         oom = self.place / "extensions" / "carom_test_oom"
         oom.mkdir()
         shutil.copy(HERE / "aitoolkit_oom.py", oom / "__init__.py")
-        for name in ("zimage", "sd1"):
+        for name in BUDGET:
             shutil.copytree(folder / "models" / "images", folder / "models" / f"images-{name}")
 
     def run(
@@ -269,7 +278,7 @@ class Bench:
                 return Outcome(row, failed=f"{side} never said {row.says!r}", log=text)
         # Of a job that was to bounce and did not, equality would say nothing.
         whole = row.bouncing.get("offload") == "auto"  # with all the memory there is
-        if "carom: " not in text or ("stay on" if whole else "stream through") not in text:
+        if not (STAYED if whole else STREAMED).search(text):
             return Outcome(row, failed="the bouncing job did not stream", log=text)
         count, different = compare(self.output("plain"), self.output("bouncing"), slug(row))
         return Outcome(row, count, tuple(different), log=text)

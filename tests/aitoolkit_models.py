@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
     import torch
 
     torch.manual_seed(7)
-    for make in (zimage, sd1, images):
+    for make in (zimage, sd1, sdxl, flux, images):
         target = folder / make.__name__
         if not (target / "done").exists():
             target.mkdir(parents=True, exist_ok=True)
@@ -111,8 +111,7 @@ def zimage_rest(folder: Path, width: int) -> None:
 
 def sd1(folder: Path) -> None:
     """A Stable Diffusion 1 of about 3 M parameters."""
-    from diffusers import DDIMScheduler, UNet2DConditionModel
-    from transformers import CLIPTextConfig, CLIPTextModel
+    from diffusers import UNet2DConditionModel
 
     unet = UNet2DConditionModel(
         block_out_channels=(32, 64, 64, 64), layers_per_block=1, cross_attention_dim=64, attention_head_dim=4,
@@ -120,34 +119,110 @@ def sd1(folder: Path) -> None:
     )  # fmt: skip
     _shake(unet)
     unet.save_pretrained(folder / "unet")
-    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
-    vocabulary = [*letters, *(f"{c}</w>" for c in letters), "<|startoftext|>", "<|endoftext|>"]
-    (folder / "tokenizer").mkdir(exist_ok=True)
-    (folder / "tokenizer" / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(vocabulary)}))
-    (folder / "tokenizer" / "merges.txt").write_text("#version: 0.2\n")
-    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "bos_token": "<|startoftext|>"}
-    config |= {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config))
-    encoder = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-            max_position_embeddings=77, bos_token_id=52, eos_token_id=53,
-        )
-    )  # fmt: skip
-    encoder.save_pretrained(folder / "text_encoder")
+    _clip(folder, "")
     _vae(4).save_pretrained(folder / "vae")
-    DDIMScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False
-    ).save_pretrained(folder / "scheduler")
+    _ddim(folder)
     index: dict[str, Any] = {"_class_name": "StableDiffusionPipeline", "feature_extractor": [None, None]}
     index |= {"safety_checker": [None, None], "requires_safety_checker": False}
-    index |= {
-        name: ["diffusers", kind]
-        for name, kind in (("unet", "UNet2DConditionModel"), ("vae", "AutoencoderKL"))
-    }
+    index |= {"unet": ["diffusers", "UNet2DConditionModel"], "vae": ["diffusers", "AutoencoderKL"]}
     index |= {"scheduler": ["diffusers", "DDIMScheduler"], "tokenizer": ["transformers", "CLIPTokenizer"]}
     index |= {"text_encoder": ["transformers", "CLIPTextModel"]}
     (folder / "model_index.json").write_text(json.dumps(index))
+
+
+def sdxl(folder: Path) -> None:
+    """A Stable Diffusion XL of about 3 M parameters, with its two text encoders."""
+    from diffusers import UNet2DConditionModel
+
+    unet = UNet2DConditionModel(
+        block_out_channels=(32, 64, 64), layers_per_block=1, cross_attention_dim=128, attention_head_dim=4,
+        norm_num_groups=8, sample_size=8, addition_embed_type="text_time", addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=64 + 6 * 8, use_linear_projection=True,
+        down_block_types=["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+        up_block_types=["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    )  # fmt: skip
+    _shake(unet)
+    unet.save_pretrained(folder / "unet")
+    _clip(folder, "")
+    _clip(folder, "_2", projected=True)
+    _vae(4).save_pretrained(folder / "vae")
+    _ddim(folder)
+    index: dict[str, Any] = {"_class_name": "StableDiffusionXLPipeline", "feature_extractor": [None, None]}
+    index |= {"image_encoder": [None, None], "force_zeros_for_empty_prompt": True}
+    index |= {"unet": ["diffusers", "UNet2DConditionModel"], "vae": ["diffusers", "AutoencoderKL"]}
+    index |= {"scheduler": ["diffusers", "DDIMScheduler"], "tokenizer": ["transformers", "CLIPTokenizer"]}
+    index |= {
+        "tokenizer_2": ["transformers", "CLIPTokenizer"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+    }
+    index |= {"text_encoder_2": ["transformers", "CLIPTextModelWithProjection"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+
+
+def flux(folder: Path) -> None:
+    """A Flux.1 of about 5 M parameters, with a CLIP and a T5."""
+    from diffusers import FluxTransformer2DModel
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+    transformer = FluxTransformer2DModel(
+        in_channels=64, num_layers=3, num_single_layers=3, attention_head_dim=32, num_attention_heads=4,
+        joint_attention_dim=64, pooled_projection_dim=64, guidance_embeds=True, axes_dims_rope=(8, 12, 12),
+    )  # fmt: skip
+    _shake(transformer)
+    transformer.save_pretrained(folder / "transformer")
+    _clip(folder, "")
+    encoder = T5EncoderModel(
+        T5Config(
+            vocab_size=64, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, feed_forward_proj="gated-gelu",
+        )
+    )  # fmt: skip
+    encoder.save_pretrained(folder / "text_encoder_2")
+    pieces = [(piece, -1.0) for piece in ("<pad>", "</s>", "<unk>", *(f"\u2581{word}" for word in WORDS))]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="</s>"
+    )
+    fast.save_pretrained(folder / "tokenizer_2")
+    vae = _vae(16)
+    vae.register_to_config(scaling_factor=0.3611, shift_factor=0.1159)
+    vae.save_pretrained(folder / "vae")
+    (folder / "scheduler").mkdir(exist_ok=True)
+    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+
+
+def _clip(folder: Path, number: str, projected: bool = False) -> None:
+    """A tiny CLIP in ``text_encoder`` + number and its tokenizer, which spells."""
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    vocabulary = [*letters, *(f"{c}</w>" for c in letters), "<|startoftext|>", "<|endoftext|>"]
+    place = folder / f"tokenizer{number}"
+    place.mkdir(exist_ok=True)
+    (place / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(vocabulary)}))
+    (place / "merges.txt").write_text("#version: 0.2\n")
+    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "bos_token": "<|startoftext|>"}
+    config |= {"eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    (place / "tokenizer_config.json").write_text(json.dumps(config))
+    kind = CLIPTextModelWithProjection if projected else CLIPTextModel
+    encoder = kind(
+        CLIPTextConfig(
+            vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+            max_position_embeddings=77, bos_token_id=52, eos_token_id=53, projection_dim=64,
+        )
+    )  # fmt: skip
+    encoder.save_pretrained(folder / f"text_encoder{number}")
+
+
+def _ddim(folder: Path) -> None:
+    from diffusers import DDIMScheduler
+
+    DDIMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False
+    ).save_pretrained(folder / "scheduler")
 
 
 def _shake(model: Any) -> None:
@@ -161,10 +236,12 @@ def _shake(model: Any) -> None:
 
 
 def job(name: str, kind: str, models: Path, output: Path, **changes: Any) -> dict[str, Any]:
-    """A job that trains a LoRA on ``kind`` ("zimage" or "sd1") for a few steps; ``changes``: section -> its changed keys."""
+    """A job that trains a LoRA on ``kind`` ("zimage", "sd1", "sdxl" or "flux") for a few steps; ``changes``: section ->
+    its changed keys."""
     model: dict[str, Any] = {"name_or_path": str(models / kind)}
-    if kind == "zimage":
-        model["arch"] = "zimage"
+    if kind != "sd1":
+        model["arch"] = kind
+    flow = kind in ("zimage", "flux")
     process: dict[str, Any] = {
         "type": "sd_trainer",
         "training_folder": str(output),
@@ -179,12 +256,12 @@ def job(name: str, kind: str, models: Path, output: Path, **changes: Any) -> dic
         ],
         "train": {
             "batch_size": 1, "steps": 3, "gradient_checkpointing": True, "train_unet": True,
-            "train_text_encoder": False, "noise_scheduler": "flowmatch" if kind == "zimage" else "ddpm",
+            "train_text_encoder": False, "noise_scheduler": "flowmatch" if flow else "ddpm",
             "optimizer": "adamw", "lr": 1e-3, "dtype": "float32", "disable_sampling": True,
         },
         "model": model,
         "sample": {
-            "sampler": "flowmatch" if kind == "zimage" else "ddim", "sample_every": 2, "width": 64, "height": 64,
+            "sampler": "flowmatch" if flow else "ddim", "sample_every": 2, "width": 64, "height": 64,
             "prompts": ["a red cat"], "neg": "", "seed": 42, "guidance_scale": 3, "sample_steps": 2,
         },
     }  # fmt: skip

@@ -136,6 +136,26 @@ def test_each_process_of_a_job_has_its_own_policy(tmp_path):
     assert not (tmp_path / "two").exists()
 
 
+@pytest.mark.parametrize("name", ["cuda:1", "cuda"])
+def test_models_stream_to_the_device_of_their_job(monkeypatch, name):
+    """A second GPU is asked for as such: nothing goes to the first, which stays the current one."""
+    from carom.toolkit_ext import job as jobs
+    from carom.toolkit_ext.options import Policy
+
+    asked = []
+    monkeypatch.setattr(jobs, "engine_device", lambda device: asked.append(device) or torch.device("cpu"))
+    job = jobs.JobOffload(Policy("bouncing", BUDGET), name, standin.SAID.append)
+    try:
+        job.attach(model := standin.Transformer().requires_grad_(False))
+        (attachment,) = job.attachments
+        attachment.activate()
+        assert asked and set(asked) == {torch.device(name)} == {attachment.process_device}
+        marks = {part.__dict__.get("_memory_management_device") for part in model.modules()} - {None}
+        assert marks == {torch.device(name)}
+    finally:
+        job.close()
+
+
 def test_an_error_in_a_job_closes_its_sessions_and_leaves_the_report(tmp_path):
     class Failing(standin.Attaching):
         count = 0

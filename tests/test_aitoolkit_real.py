@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 
-ROWS = ("lora", "sampling", "cached text", "convrot8", "sd1 lora")
+ROWS = ("lora", "sampling", "cached text", "convrot8", "steps skipped by oom", "sd1 lora", "flux.1 lora")
 
 
 def _load():

@@ -45,8 +45,8 @@ unit = modules["unit"]
 make = unit.UnitDecoder._make_groups
 def shifted(self):  # the exponent base one too high, as seen by the Triton kernel only
     groups = make(self)
-    for _, table, _ in groups:
-        table[:, 8] += 1
+    for group in groups:
+        group.table[:, 8] += 1
     return groups
 unit.UnitDecoder._make_groups = shifted
 some = list(script.hard_tensors(True))[:4]

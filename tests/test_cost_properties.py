@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -231,3 +232,18 @@ def test_the_same_question_has_the_same_answer():
     machine = Machine(CARD, ram=32 << 30, disk=7e9)
     asked = (shapes.find_shape("flux2-dev"), machine, Job("train", quant=presets.find_quant("fp8")))
     assert paper_plan.to_dict(paper_plan.plan(*asked)) == paper_plan.to_dict(paper_plan.plan(*asked))
+
+
+@given(works(), rates(), modes, st.integers(1, 1 << 20), st.integers(1, 200), st.integers(0, 200))
+def test_the_host_binds_only_where_it_takes_longest_and_more_tokens_never_make_that_worse(
+    work, given_rates, mode, tokens, layers, uses
+):
+    work = replace(work, layers=layers, uses=min(uses, layers))
+    given_rates = replace(given_rates, layer=5e-4, use=2e-4, decode=None)
+    step, more = (cost.step_time(n, work, given_rates, mode) for n in (tokens, 2 * tokens))
+    for phase in step.phases:
+        assert phase.seconds >= max(phase.host, phase.wire, phase.compute)
+        assert (phase.bound_by == "host") == (phase.host > max(phase.wire, phase.compute + phase.decode))
+        assert phase.plain <= phase.host
+    if math.isfinite(step.seconds):
+        assert more.overhead <= step.overhead * (1 + 1e-9) + 1e-9

@@ -57,6 +57,7 @@ def memory(monkeypatch):
     found = SimpleNamespace(free=100 * GB, keep=0)
     whole = host.host_memory()
     monkeypatch.setattr(follow_ram, "LOOKS", 0.0)
+    monkeypatch.setattr("carom.core.adapt._SELDOM", 0)
     monkeypatch.setattr(follow_ram.host, "host_memory", lambda: found)
     found.usable, found.limit = whole.usable, whole.limit
     return found
@@ -99,6 +100,105 @@ def test_the_cache_of_a_session_gives_way_and_comes_back(tmp_path, monkeypatch, 
 def test_weights_that_are_in_host_memory_alone_follow_nothing():
     with carom.stream(torch.nn.Linear(8, 8), device="cpu", vram=0 + 4096, ram="auto") as session:
         assert session._follower is None
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(128, 128) for _ in range(8))
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+UNIT = 68 << 10  # bytes of a block, pinned
+X = torch.linspace(-1, 1, 256).reshape(2, 128)
+
+
+def run(net):
+    with torch.no_grad():
+        return net(X)
+
+
+def test_weights_in_host_memory_alone_are_no_longer_pinned_where_they_can_be_swapped_then(
+    monkeypatch, memory
+):
+    net, size = Net(), 8 * UNIT
+    expected = run(net)
+    monkeypatch.setattr("carom.core.settings.ram_budget", lambda value: size)
+    memory.keep, memory.free = 4 * UNIT, 8 * UNIT
+    memory.total, memory.cgroup_limit, memory.swap_total, memory.swap_used = 100 * UNIT, None, GB, 0
+    with carom.stream(net, device=carom.SimulatedDevice(timing="random"), vram=3 * UNIT) as session:
+        arena, units = session._arena, session._placement.streamed
+        run(net)
+        pinned = arena.pinned_bytes
+        assert pinned == sum(unit.block.registered_bytes for unit in units) > 5 * UNIT
+        memory.free = UNIT  # another program
+        assert torch.equal(run(net), expected)
+        assert pinned - 5 * UNIT < arena.pinned_bytes <= pinned - 3 * UNIT
+        assert [unit.block.pinned for unit in units] == sorted((u.block.pinned for u in units), reverse=True)
+        now = arena.pinned_bytes
+        session.set_budget(vram=4 * UNIT)
+        assert session._arena.pinned_bytes <= now, "a new layout keeps to it"
+        memory.free = 12 * UNIT
+        for _ in range(6 * QUIET):
+            assert torch.equal(run(net), expected)
+        assert all(unit.block.pinned for unit in session._placement.streamed), "they are pinned again"
+        memory.cgroup_limit, memory.free = 50 * UNIT, UNIT
+        before = session._arena.pinned_bytes
+        for _ in range(3):
+            assert torch.equal(run(net), expected)
+        assert session._arena.pinned_bytes == before, "in a container nothing would be won"
+    assert torch.equal(run(net), expected)
+
+
+def test_copies_of_what_is_resident_go_without_swap_too(monkeypatch, memory):
+    net, size = Net(), 12 * UNIT
+    expected = run(net)
+    monkeypatch.setattr("carom.core.settings.ram_budget", lambda value: size)
+    monkeypatch.setattr("carom.core.attach.SMALL_UNIT", 1)
+    memory.keep, memory.free = 4 * UNIT, 8 * UNIT
+    memory.total, memory.cgroup_limit, memory.swap_total, memory.swap_used = 100 * UNIT, None, 0, 0
+    with carom.stream(
+        net, device=carom.SimulatedDevice(timing="random"), vram=3 * UNIT, granularity="layer"
+    ) as session:
+        run(net)
+        session.set_budget(vram=5 * UNIT)
+        kept = session._arena.pinned_bytes
+        streams = sum(unit.block.registered_bytes for unit in session._placement.streamed)
+        assert kept > streams, "units that came to stay have copies on the host"
+        memory.free = 0
+        for _ in range(3):
+            assert torch.equal(run(net), expected)
+        assert session._arena.pinned_bytes == streams
+        assert all(unit.block.pinned for unit in session._placement.streamed), "nobody would have had more"
+        session.set_budget(vram=3 * UNIT)
+        assert torch.equal(run(net), expected)
+    assert torch.equal(run(net), expected)
+
+
+def test_a_packed_copy_beside_plain_weights_goes(monkeypatch, memory):
+    net, size = Net().to(torch.bfloat16), 8 * UNIT
+    x = X.to(torch.bfloat16)
+    with torch.no_grad():
+        expected = net(x)
+    monkeypatch.setattr("carom.core.settings.ram_budget", lambda value: size)
+    monkeypatch.setattr("carom.core.packing.LEAST", 1024)
+    memory.keep, memory.free = 4 * UNIT, 8 * UNIT
+    memory.total, memory.cgroup_limit, memory.swap_total, memory.swap_used = 100 * UNIT, None, 0, 0
+    with torch.no_grad(), carom.stream(
+        net, device=carom.SimulatedDevice(), vram=3 * UNIT, codec="lossless", host="raw"
+    ) as session:  # fmt: skip
+        assert torch.equal(net(x), expected)
+        assert any(unit.decoder is not None for unit in session._placement.streamed)
+        memory.free = UNIT
+        assert torch.equal(net(x), expected)
+        assert not any(unit.decoder is not None for unit in session._placement.streamed)
+        assert torch.equal(net(x), expected)
 
 
 def test_a_container_counts():

@@ -208,7 +208,7 @@ def test_the_gpu_probe_fills_every_figure(small_gpu):
     }
     assert [s.size for s in gpu.link if s.pinned and s.direction == "to device"] == list(hardware.LINK_SIZES)
     assert gpu.flops > 0 and gpu.memory_rate > 0 and gpu.pin_rate > 0
-    assert 0 < gpu.launch_seconds < 0.01
+    assert 0 < gpu.launch_seconds < 0.01 and gpu.launch_seconds < gpu.layer_seconds < 0.1
     assert any(
         f.topic == "host" and "Python issues an operator in" in f.value
         for f in diagnosis.diagnose(whole(gpu))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from carom.core.store.index import open_index
+from carom.core.store.lanes import Lanes
 from carom.core.store.memory import HUGE, PAGE, fresh
 from carom.core.store.pace import Pace, PacePolicy
 from carom.core.store.rawio import PosixFile
@@ -136,6 +137,35 @@ def test_readers_take_the_way_that_is_faster_with_the_same_bytes(tmp_path: Path,
         if seconds:
             assert pace.aside and reader.stats().bounced > 4 * MB
     assert reader.stats().bytes == 3 * len(data)
+
+
+def test_readers_that_share_lanes_have_no_more_reads_under_way_than_those(tmp_path: Path):
+    data = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 1 * MB, np.uint8))
+    save_file({"w": data}, tmp_path / "m.safetensors")
+    entry = open_index(tmp_path / "m.safetensors")["w"]
+    lock, now, most = threading.Lock(), [0], [0]
+
+    class Counted(PosixFile):
+        def read_into(self, buffer: memoryview, offset: int) -> int:
+            with lock:
+                now[0] += 1
+                most[0] = max(most[0], now[0])
+            time.sleep(0.001)
+            try:
+                return super().read_into(buffer, offset)
+            finally:
+                with lock:
+                    now[0] -= 1
+
+    lanes, policy = Lanes(3), ReaderPolicy(workers=3, chunk=16 << 10)
+    with (
+        DiskReader(policy, opener=Counted, lanes=lanes) as one,
+        DiskReader(policy, opener=Counted, lanes=lanes) as two,
+    ):
+        targets = [bytearray(len(data)) for _ in range(4)]
+        for handle in [r.submit(entry, t) for r, t in zip((one, two, one, two), targets, strict=True)]:
+            handle.result(30)
+    assert most[0] == 3 and all(bytes(target) == data.numpy().tobytes() for target in targets)
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, HUGE - 1, HUGE, HUGE + 1, 5 * HUGE + 3 * PAGE + 5])

@@ -189,7 +189,31 @@ def test_what_a_plan_for_a_named_card_takes_for_granted_is_said(capsys):
         in text
     )
     given = " ".join(ask(capsys, "plan flux2-dev --gpu rtx4090 --ram 128GiB --link 22GB").out.split())
-    assert "Assumed: nothing else uses the RTX 4090." in given
+    assert "Assumed: nothing else uses the RTX 4090; the host needs 0.46 ms of Python for each layer" in given
+
+
+def test_where_python_binds_it_is_said(capsys):
+    """A card that holds the model computes a few tokens in less time than Python takes to issue them."""
+    found = answer(capsys, "plan flux2-dev --gpu h200 --tokens 16")
+    layers = sum(group["count"] for group in found["groups"])
+    assert found["bound_by"] == "host" and found["streamed_layers"] == 0 and found["overhead"] == 0
+    assert found["step_seconds"] == pytest.approx(layers * presets.PYTHON.layer)
+    assert found["hardware"]["host_source"] == presets.PYTHON.source
+    record = next(word for word in presets.PYTHON.source.split() if "records/" in word).rstrip(":")
+    cases = json.loads((Path(__file__).parents[1] / record).read_text())["cases"]
+    results = {case["key"]: case["result"] for case in cases if "host-infer" in case["key"]}
+    plain = sorted(result["plain_us"] for result in results.values())[1]
+    assert plain == pytest.approx(1e6 * presets.PYTHON.layer, rel=0.01), "the figures are the record's"
+    added = results["host-infer-streamed"]["added_us"]
+    assert added == pytest.approx(1e6 * presets.PYTHON.use, rel=0.01)
+    text = " ".join(ask(capsys, "plan flux2-dev --gpu h200 --tokens 16").out.split())
+    assert "Python, which issues the card's work, is the limit" in text
+    many = answer(capsys, "plan flux2-dev --gpu h200 --tokens 65536")
+    assert many["bound_by"] == "compute" and many["step_seconds"] == many["compute_seconds"]
+    streams = answer(capsys, "plan z-image --gpu h200 --vram 2GiB --link 1000GB --tokens 16")
+    uses = streams["streamed_layers"] * presets.PYTHON.use
+    assert streams["bound_by"] == "host" and streams["overhead"] > 0
+    assert streams["step_seconds"] >= streams["resident_seconds"] + uses > uses
 
 
 def test_the_weights_format_is_said_in_plain_words(capsys):
@@ -246,6 +270,14 @@ def test_probe_plans_with_the_measured_figures(capsys, monkeypatch):
     assert found["vram"]["total_bytes"] <= (10 << 30) + presets.CONTEXT_BYTES
     assert found["streamed_layers"] > 0 and found["host"]["drive_bytes"] == 0
     assert not any("Assumed" in remark for remark in found["remarks"]), "all of it was measured"
+    assert found["hardware"]["host_seconds_per_layer"] == presets.PYTHON.layer, (
+        "but for what an older probe lacks"
+    )
+    gpu = stand_in.gpu_of(free=10 << 30, layer_seconds=2 * presets.PYTHON.layer)
+    found = answer(capsys, "plan flux1-dev --gpu probe")["hardware"]
+    assert found["host_seconds_per_layer"] == 2 * presets.PYTHON.layer
+    assert found["host_seconds_per_streamed_layer"] == 2 * presets.PYTHON.use
+    assert found["host_source"] == "measured on this machine"
 
 
 def test_the_commands_run_as_a_program_and_doctor_always_ends_well(carom_cli):

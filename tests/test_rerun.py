@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import weakref
@@ -10,6 +11,7 @@ import carom
 import pytest
 import torch
 from carom.core import rerun
+from carom.core.hooks import Wrapped
 from carom.core.sizes import MIB
 from torch import nn
 
@@ -328,6 +330,38 @@ def test_a_weight_that_is_away_is_brought_by_an_operator_outside_its_own_forward
     assert torch.equal(weight, expected) and session._engine.allocated == 0
 
 
+class Options:
+    """As hosts hand them on to every block."""
+
+
+class WithOptions(Net):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, Options())
+        return x
+
+
+class Takes(Block):
+    def forward(self, x, options):
+        return super().forward(x)
+
+
+def test_a_unit_that_is_given_objects_is_not_run_again_and_costs_no_look_at_them(monkeypatch):
+    net = WithOptions()
+    net.blocks = nn.ModuleList(Takes(number, 32) for number in range(8)).requires_grad_(False)
+    with auto(net) as session:
+        for _ in range(20):
+            run(net)
+        looked = []
+        monkeypatch.setattr(rerun, "_versions", lambda *given: looked.append(given))
+        run(net)
+        assert not looked
+        TROUBLE.at(resident(session)[1])
+        with pytest.raises(torch.OutOfMemoryError):
+            run(net)
+        assert TROUBLE.seen.count(TROUBLE.block) == 1
+
+
 def test_training_is_not_run_again():
     net = Net()
     net.register_parameter("scale", nn.Parameter(torch.ones(32)))
@@ -388,6 +422,29 @@ def test_after_a_graph_that_is_still_wanted_what_gave_way_comes_as_it_is_needed(
         assert torch.equal(gradient, net.scale.grad)
         assert torch.equal(run(net), expected)
         assert session._placement is not placement
+
+
+def test_a_copy_of_the_model_has_nothing_of_the_session_in_front():
+    net = Net()
+    expected = run(net)
+    with auto(net) as session:
+        run(net)
+        other = copy.deepcopy(net)
+        blocks = [net.blocks[number] for number in resident(session)]
+        assert all("forward" in vars(block) for block in blocks)
+        seen = session._reruns._count()
+        assert torch.equal(run(other), expected)
+        assert session._reruns._count() == seen + 1, "no unit of the session ran"
+
+
+def test_a_front_that_is_undone_before_the_one_outside_it_leaves_nothing():
+    module, inner, outer = nn.Linear(2, 2), Wrapped(), Wrapped()
+    for wrapped in (inner, outer):
+        wrapped.forward(module, lambda below: lambda *args: below(*args))
+    inner.undo()
+    module(torch.zeros(1, 2))
+    outer.undo()
+    assert "forward" not in vars(module)
 
 
 def test_a_budget_in_bytes_puts_nothing_in_front_of_resident_units():

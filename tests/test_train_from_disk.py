@@ -12,7 +12,9 @@ import carom
 import pytest
 import tests_models as models
 import torch
-from tests_disk_harness import on_meta, save, some_ram, some_vram, within_ram
+import torch.utils.checkpoint
+from carom.core.store import pieces
+from tests_disk_harness import on_meta, save, some_ram, some_vram, uniform, within_ram
 from tests_harness import assert_same, loss_of, on_some_devices, place, train
 from torch import nn
 
@@ -359,3 +361,47 @@ def test_published_mixtures_get_adapters_on_dense_parts_only_and_train_from_disk
         with carom.stream(empty, device="cpu", vram=vram, weights=weights, ram=ram) as session:
             assert session._placement.streamed
             assert_same(expected, run(empty, True))
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are computed again in backward, behind a trainable scale where one was put."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_what_slots_hold_at_a_turn_is_not_kept_in_ram_as_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        pieces, "STREAMED_PIECE", 4096
+    )  # small beside `ram`, as pieces of 32 MiB are beside gigabytes
+    monkeypatch.setattr(pieces, "AHEAD", 4 * 4096)
+    loaded, empty, _, nbytes = uniform(tmp_path)
+    loaded, empty = Checkpointed(loaded.blocks.requires_grad_(False)), Checkpointed(empty.blocks)
+    path, block = save(loaded, tmp_path), nbytes // 20
+
+    def step(model: Checkpointed) -> torch.Tensor:
+        model.scale.grad = None
+        model(torch.ones(2, 64)).sum().backward()
+        return model.scale.grad.clone()
+
+    loaded.scale = nn.Parameter(torch.ones(64))
+    expected = step(loaded)
+    with carom.stream(empty, device="cpu", vram=8 * block, ram=6 * block, weights=path) as session:
+        empty.scale = nn.Parameter(torch.ones(64))
+        read = [0]
+        for _ in range(5):
+            assert torch.equal(step(empty), expected)
+            read.append(session._streamer.cache.total_read())
+        units, slots = len(session._streamer.units), session.plan.region_bytes // block
+        buffers = session._streamer._buffers
+    kept = (buffers.count - buffers.rotating) * buffers.nbytes / block
+    assert 0 < kept < units - slots
+    # There and back: neither turn needs what the slots and the cache hold then, each something else. That is the least.
+    assert (read[-1] - read[2]) / 3 / block == pytest.approx(2 * (units - slots - kept), abs=0.3)

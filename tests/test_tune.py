@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import carom
 import pytest
 import torch
@@ -412,6 +414,24 @@ def test_where_the_host_binds_units_are_made_fewer(monkeypatch, use, coarse):
         )
     else:
         assert advice.reason == replan.HOST
+
+
+def test_a_layout_in_which_packed_weights_cannot_be_unpacked_is_taken_only_where_there_is_no_other(
+    monkeypatch,
+):
+    """Fewer units spare the host, but blocks leave no room for unpacking: plain bytes cross slower than was measured."""
+    net = nn.Sequential()
+    net.blocks = nn.ModuleList(Parts() for _ in range(10))
+    monkeypatch.setattr(decide, "PART", MIB)
+    block = sum(p.nbytes for p in net.blocks[0].parameters())
+    settings = decide.Settings(int(2.2 * block), "auto", None, {}, packs=True)
+    learnt = learnt_of(1e-3)
+    _, packed = replan.decide_with(net, settings, 512, learnt)
+    assert packed.staging_bytes
+    carving, plain = replan.decide_with(net, dataclasses.replace(settings, packs=False), 512, learnt)
+    assert len(carving.units) == 10 and plain.predicted_seconds < packed.predicted_seconds
+    alone = decide.Settings(int(2.2 * block), "block", None, {}, packs=True)
+    assert not replan.decide_with(net, alone, 512, learnt)[1].staging_bytes
 
 
 def test_where_the_host_is_not_on_the_clock_it_is_not_watched():

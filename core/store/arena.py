@@ -82,6 +82,11 @@ class HostArena:
         """An unpinned block of ``nbytes`` (not yet touched). Raises MemoryError when the system refuses."""
         return Block(_as_tensor(fresh(nbytes)), False, 0)
 
+    def bound(self, limit: int | None) -> None:
+        """From now on pin at most ``limit`` bytes in all; what is pinned stays."""
+        with self._lock:
+            self._limit = limit
+
     def pin(self, block: Block) -> bool:
         """Register a filled block; on refusal it stays pageable and a note says so."""
         if self._pinner is None or block.pinned or block.data.numel() == 0:

@@ -1,8 +1,8 @@
 """Fresh host memory on huge pages, where the system has them.
 
-How memory is backed decides what a direct read into it costs: on a virtual drive 1.3 GB/s into pages of 4 KiB and
-2.9 into pages of 2 MiB, because a request is cut into segments of contiguous memory. Private mappings only: shared ones
-(`mmap.mmap(-1, n)`) get no huge pages by default.
+How memory is backed decides what a direct read into it costs: a request is cut into segments of contiguous memory, and a
+drive takes only so many at a time. Into scattered pages of 4 KiB a virtual drive read at less than half its rate
+(`benchmarks/disk_read.py` compares). Private mappings only: shared ones (`mmap.mmap(-1, n)`) get no huge pages by default.
 """
 
 from __future__ import annotations

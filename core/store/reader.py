@@ -26,9 +26,10 @@ from ..errors import WeightsError
 from .handle import ReadHandle, SubmittedRead
 from .header import show
 from .index import SourceFile, TensorEntry
+from .lanes import Lane, Lanes
 from .pace import Pace
 from .packed_source import PackedSource
-from .rawio import ALIGN, RawFile, aligned_buffer, open_raw
+from .rawio import ALIGN, RawFile, open_raw
 
 if TYPE_CHECKING:
     from .decoding import Decoding
@@ -73,6 +74,7 @@ class _Shared:
     policy: ReaderPolicy
     opener: Callable[[str, bool], RawFile]
     pace: Pace | None
+    lanes: Lanes
     lock: threading.Condition = field(default_factory=threading.Condition)
     heap: list[tuple[float, int, int, ReadHandle]] = field(default_factory=list)
     files: dict[SourceFile, RawFile] = field(default_factory=dict)
@@ -93,8 +95,8 @@ class DiskReader:
     """Reads byte ranges of indexed files into given memory.
 
     ``opener`` (path, direct) -> RawFile replaces the operating system's reads in tests; ``pace`` chooses how direct reads
-    reach their memory (default: straight, where they can). Workers start with the first request. Close it, or use
-    it as a context manager.
+    reach their memory (default: straight, where they can); ``lanes``: what bounds the reads under way together with other
+    readers' (default: the workers do). Workers start with the first request. Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -103,9 +105,10 @@ class DiskReader:
         *,
         opener: Callable[[str, bool], RawFile] = open_raw,
         pace: Pace | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         self.policy = policy or ReaderPolicy()
-        self._shared = _Shared(self.policy, opener, pace)
+        self._shared = _Shared(self.policy, opener, pace, lanes or Lanes(self.policy.workers))
         self._threads: list[threading.Thread] = []
         self._sequence = itertools.count()
         self._decoding: Decoding | None = None
@@ -229,7 +232,6 @@ def as_bytes(buffer: Any) -> memoryview:
 
 
 def _work(shared: _Shared) -> None:
-    scratch: memoryview | None = None
     while True:
         with shared.lock:
             while not shared.heap and not shared.stopping:
@@ -244,16 +246,16 @@ def _work(shared: _Shared) -> None:
         if not nbytes:
             del handle
             continue
-        began = time.perf_counter()
         error: BaseException | None = None
         piece = None
-        aside = 0 if shared.pace is None else shared.pace.aside
-        try:
-            piece = _Piece(shared, handle, scratch)
-            piece.fill(start, nbytes, aside)
-            scratch = piece.scratch
-        except BaseException as caught:  # noqa: BLE001 - a worker must outlive any failure of one read
-            error = caught
+        with shared.lanes.one() as lane:
+            began = time.perf_counter()
+            aside = 0 if shared.pace is None else shared.pace.aside
+            try:
+                piece = _Piece(shared, handle, lane)
+                piece.fill(start, nbytes, aside)
+            except BaseException as caught:  # noqa: BLE001 - a worker must outlive any failure of one read
+                error = caught
         with shared.lock:
             stats = shared.stats
             stats.busy_seconds += time.perf_counter() - began
@@ -272,9 +274,9 @@ def _work(shared: _Shared) -> None:
 class _Piece:
     """Fills one piece of a request."""
 
-    def __init__(self, shared: _Shared, handle: ReadHandle, scratch: memoryview | None) -> None:
+    def __init__(self, shared: _Shared, handle: ReadHandle, lane: Lane) -> None:
         assert handle._target is not None
-        self.policy, self.handle, self.target, self.scratch = shared.policy, handle, handle._target, scratch
+        self.policy, self.handle, self.target, self.lane = shared.policy, handle, handle._target, lane
         self.retries = self.bounced = 0
         self.either = False  # whether both ways were open to it
         self.raw = self._open(shared)
@@ -323,11 +325,10 @@ class _Piece:
             return
         first = offset - offset % ALIGN
         pages = end + -end % ALIGN - first
-        if self.scratch is None:
-            self.scratch = aligned_buffer(self.policy.chunk + ALIGN)
-        self._read(self.scratch[:pages], first, end - first)
+        scratch = self.lane.buffer(self.policy.chunk + ALIGN)
+        self._read(scratch[:pages], first, end - first)
         # ctypes releases the GIL; a memoryview assignment would hold it for the whole copy.
-        source = np.frombuffer(self.scratch, np.uint8).ctypes.data + offset - first
+        source = np.frombuffer(scratch, np.uint8).ctypes.data + offset - first
         ctypes.memmove(self.handle._address + offset - self.handle.offset, source, end - offset)
         self.bounced += end - offset
 
