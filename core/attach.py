@@ -72,6 +72,7 @@ class Placement:
         self._leaving: dict[int, Moved] = {}  # received, and to stream from where they are
         self._has_left = False
         self._put_off: list[Unit] = []  # residents that come in turn with what streams
+        self._small: list[Entry] = []  # of these, and of what stays by need, what shares a buffer
         self._received: set[int] = (
             set()
         )  # tensors that the placement before left on the device, while attaching
@@ -94,23 +95,29 @@ class Placement:
     def keep(self, units: list[Unit], entries: list[Entry], in_turn: bool = False) -> None:
         """Resident units and entries: large units in a buffer each, everything small in one.
 
-        ``in_turn``: the large ones come with `stream`, each in its turn: where they lie in a file that is just being
-        read, nothing waits for the end of it but what lies there.
+        ``in_turn``: they come with `stream`, the large ones each in its turn and the small ones last: where they lie in a
+        file that is just being read, nothing waits for the end of it but what lies there.
         """
         lots, alone = _lots(units, entries)
-        if in_turn:
-            self._put_off = [unit for unit in units if unit.nbytes >= SMALL_UNIT]
-            lots = lots[-1:]
-        for lot in lots:
-            self._together(lot)
         for entry in alone:
             self.resident_bytes += self._move(entry.tensor)
+        if in_turn:
+            self._put_off, self._small = units, lots[-1]
+            return
+        for lot in lots:
+            self._together(lot)
+
+    def _keep_small(self) -> None:
+        """Small residents, which share a buffer; they are copied to the host when they have to leave."""
+        small, self._small = self._small, []
+        units, self._put_off = self._put_off, []
+        self._together(small)
         for unit in units:
             if self._copies is not None and unit.nbytes < SMALL_UNIT:
                 self._copies.drop(unit)
 
     def _keep_in_turn(self, unit: Unit) -> None:
-        """A large resident unit; its host copy, if there is one, is kept for when it has to stream."""
+        """A resident unit, where it is large; its host copy, if there is one, is kept for when it has to stream."""
         if self._has_left:
             self._has_left = False
             self._engine.trim()  # what left the device gave up is whole again
@@ -240,6 +247,7 @@ class Placement:
                     self._keep_in_turn(unit)
             for pin in pins:
                 pin.result()
+        self._keep_small()
         return_freed_memory()
         return self.streamed
 
@@ -252,9 +260,8 @@ class Placement:
             make(unit, index, Block(torch.empty(0, dtype=torch.uint8), False, 0))
             for index, unit in enumerate(units)
         ]
-        residents, self._put_off = self._put_off, []
         work: list[tuple[Unit, Streamed | None]] = [(streamed.unit, streamed) for streamed in self.streamed]
-        work += [(unit, None) for unit in residents]
+        work += [(unit, None) for unit in self._put_off if unit.nbytes >= SMALL_UNIT]
         work.sort(
             key=lambda item: (
                 not self._leaves(item[0]),

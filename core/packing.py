@@ -203,6 +203,7 @@ class PackedPlacement(Placement):
                 pins.append(pinner.submit(self._arena.pin, streamed.block))
             for pin in pins:
                 pin.result()
+        self._keep_small()
         return_freed_memory()
         self._engine.trim()  # what packing took of the device is the session's again
         return self.streamed

@@ -234,6 +234,9 @@ class Streaming:
     def close(self) -> None:
         """Give the model back as it was before, on the host. Idempotent."""
         self.succeed()
+        if self.suspended and self.packs and self.session is not None and self.session.device.type != "cpu":
+            with contextlib.suppress(Exception), _laying_out():  # unpacked on the host where it cannot be
+                self.session.unpark()
         self.active = self.suspended = False
         _suspended.pop(self, None)
         session, self.session, self.budget = self.session, None, None
