@@ -63,39 +63,18 @@ def sizes(entry: AnyEntry) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Launch parameters of the Triton decoder: tiles a program (None: `gentle`), warps (None: as many as cover the lanes)."""
+    """Launch parameters of the Triton decoder: tiles a program, warps (None: as many as cover the lanes)."""
 
-    tiles: int | None = None
+    tiles: int = 1
     warps: int | None = None
 
 
-_TILES = (12, 8, 4, 2, 1)  # few kinds: each is compiled by itself
-_PROGRAMS = 6  # a multiprocessor
-
-
-def gentle(tiles: int) -> int:
-    """Tiles a program, so that ``tiles`` of a launch leave the device's memory and multiprocessors some room.
-
-    Copies and computing go on beside it. Measured on an H200 with units of 75 MB: 12 instead of 1 take the decoder 6 % more time,
-    and copies beside it run at 55.2 instead of 53.0 GB/s; 36 and more take it longer than that gains.
-    """
-    if not torch.cuda.is_available():
-        return 1
-    wanted = (
-        1.1
-        * tiles
-        / (_PROGRAMS * torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
-    )
-    return next((count for count in _TILES if count <= wanted), 1)
-
-
 class _Group(NamedTuple):
-    """Tensors that one launch decodes: a header of theirs, their rows, programs, tiles a program."""
+    """Tensors that one launch decodes: a header of theirs, their rows, programs."""
 
     header: Header
     table: torch.Tensor
     programs: int
-    tiles: int
 
 
 class UnitDecoder:
@@ -149,7 +128,6 @@ class UnitDecoder:
         groups = []
         for members in grouped.values():
             rows, programs = [], 0
-            each = self.tuning.tiles or gentle(sum(entry.header.tiles for entry in members))
             for entry in members:
                 header, wire = entry.header, entry.wire_at
                 places = (128, header.bits_at, header.tiles_at, header.escapes_at, 0)
@@ -157,8 +135,8 @@ class UnitDecoder:
                     [programs, header.words // 2, *((wire + at) // ALIGN for at in places), entry.out_at // ALIGN,
                      header.base, header.tail_count, header.byte_plane_stride // ALIGN, header.tiles, 0, 0, 0, 0]
                 )  # fmt: skip
-                programs += -(-header.tiles // each)
-            groups.append(_Group(members[0].header, torch.tensor(rows, dtype=torch.int64), programs, each))
+                programs += -(-header.tiles // self.tuning.tiles)
+            groups.append(_Group(members[0].header, torch.tensor(rows, dtype=torch.int64), programs))
         return groups
 
     def _copy(self, wire: torch.Tensor, out: torch.Tensor) -> None:
@@ -219,7 +197,7 @@ class UnitDecoder:
             launches = [
                 launcher(
                     wire, out, table, group.programs, group.header.kind.name, group.header.k, group.header.lanes,
-                    group.tiles, self.tuning.warps,
+                    self.tuning.tiles, self.tuning.warps,
                 )
                 for group, table in zip(self._groups, self._tables[wire.device], strict=True)
             ]  # fmt: skip
