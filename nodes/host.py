@@ -29,16 +29,6 @@ def device_bytes(device: torch.device) -> int:
     return int(management().get_total_memory(device))
 
 
-def unused_bytes(device: torch.device) -> tuple[int, int, int] | None:
-    """(bytes of ``device`` that nobody holds, bytes that this process and nobody else may have, failed allocations so
-    far); None where the device does not tell."""
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    stats = torch.cuda.memory_stats(device)
-    return free, free + stats.get("reserved_bytes.all.current", 0), stats.get("num_ooms", 0)
-
-
 def module_bytes(module: torch.nn.Module) -> int:
     """The true size of a model's weights."""
     return int(management().module_size(module))

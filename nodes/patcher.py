@@ -15,7 +15,7 @@ import torch
 
 from ..core.errors import BudgetError, CaromError, UnsupportedError
 from . import host
-from .policy import SAME_OFFER, Settings, next_budget, parse_limit, rounded
+from .policy import Settings, next_budget, parse_limit, rounded
 from .streaming import Streaming, streaming_of
 from .tensors import own_memory, own_tensors
 
@@ -115,8 +115,7 @@ class CaromPatcher:
                 self.patch_weight_to_device(key, device_to=device_to)  # type: ignore[attr-defined]
 
     def _take(self, offer: int) -> None:
-        carom = self._carom
-        bound = int(min(rounded(carom.room.take(offer)), self._limit()))
+        carom, bound = self._carom, rounded(offer)
         carom.succeed()  # while ComfyUI loaded, a patcher of ours may have let go of the model
         carom.active = True
         if carom.suspended and carom.packs and self._compiled():
@@ -133,13 +132,10 @@ class CaromPatcher:
         else:
             own_tensors(self.model)
             budget = next_budget(carom.budget, carom.held, carom.streamed, bound, self._limit())
-            if budget is None and bound < carom.beyond - (SAME_OFFER if bound > offer else 0):
-                budget = bound  # what was left over before is not, or is not known to be
             if budget is not None:
                 carom.resize(budget)
         if self._compiled():
             carom.lengthen()
-        carom.beyond = carom.held if bound > offer else 0
         self.model.model_loaded_weight_memory = carom.held
         carom.expected = (self.model.current_weight_patches_uuid, carom.held)
 
@@ -207,7 +203,6 @@ class CaromPatcher:
             return super().partially_unload(device_to, memory_to_free, *args, **kwargs)  # type: ignore[misc]
         with self.use_ejected():  # type: ignore[attr-defined]
             freed = carom.resize(max(0, int(carom.held - memory_to_free)))
-            carom.beyond = 0
             self.model.model_loaded_weight_memory = carom.held
             carom.expected = (self.model.current_weight_patches_uuid, carom.held)
         host.say(carom.line(carom.held), self._settings.node)
@@ -249,13 +244,11 @@ class CaromPatcher:
 
     def pre_run(self, *args: Any, **kwargs: Any) -> Any:
         host.say(self._carom.line(self.loaded_size()), self._settings.node)  # type: ignore[attr-defined]
-        self._carom.run_begins()
         return super().pre_run(*args, **kwargs)  # type: ignore[misc]
 
     def cleanup(self, *args: Any, **kwargs: Any) -> Any:
         carom = self._carom
         if carom.streams:
-            carom.run_ends()
             host.say(carom.line(carom.held, carom.stall_share()), self._settings.node)
         return super().cleanup(*args, **kwargs)  # type: ignore[misc]
 

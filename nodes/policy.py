@@ -13,10 +13,10 @@ GRANULARITIES = ("auto", "block", "phase", "layer")
 CODECS = ("auto", "raw", "lossless")
 # Accelerators whose copies run beside their computing; on others a streamed weight is always waited for.
 STREAMING_DEVICES = ("cuda", "xpu", "npu", "mlu")
-GROW_SHARE = 20  # a budget grows when so much of what streams would become resident: a twentieth
+GROW_SHARE = (
+    8  # a budget grows when an eighth of what streams would become resident: laying out anew costs a second
+)
 GROW_LEAST = 256 * MIB
-SAME_OFFER = 64 * MIB  # offers that are less by no more are for a run like the last
-HEADROOM, LEAST_HEADROOM = 40, 128 * MIB  # what a run leaves free of the device: a fortieth, or so much
 SHRINK_SHARE, SHRINK_MOST = 8, 384 * MIB  # of what is held: offers that are less by no more are not followed
 
 
@@ -113,33 +113,6 @@ def rounded(offer: int) -> int:
     """``offer`` less at most a 256th: it differs by some bytes from prompt to prompt, and the same budget has the same plan."""
     step = 1 << max(0, (offer >> 8).bit_length() - 1)
     return offer // step * step
-
-
-@dataclass
-class Room:
-    """What a run was seen to leave of the device, for the next run of its kind.
-
-    ComfyUI keeps back what it estimates a run to need, and a reserve. When the run is over, what nobody has held is
-    known: the next may have it for weights, but for a headroom, as long as ComfyUI offers no less (for larger images it does).
-    """
-
-    offered: int = 0  # for the last run
-    budget: int = 0  # that the last run would have borne; 0: not known
-    cautious: bool = False  # an allocation failed in a run: never more than what is offered
-
-    def take(self, offer: int) -> int:
-        """The bytes to plan with where ComfyUI offers ``offer``."""
-        if offer < self.offered - SAME_OFFER:
-            self.budget = 0
-        self.offered = offer
-        return max(offer, self.budget)
-
-    def left(self, held: int, free: int, whole: int, failed: bool) -> None:
-        """A run ended: ``held`` bytes of weights, ``free`` of ``whole`` bytes of the device were nobody's; ``failed``: memory
-        had run short."""
-        self.cautious = self.cautious or failed
-        spare = free - max(LEAST_HEADROOM, whole // HEADROOM)
-        self.budget = 0 if self.cautious else max(0, held + spare)
 
 
 def describe(

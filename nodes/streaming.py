@@ -20,7 +20,7 @@ from ..core.report import Report
 from ..core.session import Session, stream
 from . import host
 from .plain_ops import shorten
-from .policy import Room, Settings, describe, parse_limit
+from .policy import Settings, describe, parse_limit
 from .tensors import MAPPED, own_tensors, wrapped_kind
 from .wrapped import dresses, put_together, take_apart
 
@@ -62,9 +62,6 @@ class Streaming:
         self.dressed = (
             False  # weights are dressed tensors: patches are written on them, and only while they are whole
         )
-        self.room = Room()
-        self.beyond = 0  # bytes held under a budget that is more than ComfyUI offered; 0: it is not
-        self._ooms = 0
         self._total = 0
         self._pinned = 0
         self._last: Report | None = None
@@ -207,17 +204,6 @@ class Streaming:
         if self.session is not None and self.suspended:
             self.session.unpin()
             self._count_pinned()
-
-    def run_begins(self) -> None:
-        found = host.unused_bytes(self.session.device) if self.session is not None and self.streams else None
-        self._ooms = found[2] if found is not None else 0
-
-    def run_ends(self) -> None:
-        """What the run left of the device is known now."""
-        found = host.unused_bytes(self.session.device) if self.session is not None and self.streams else None
-        if found is not None:
-            free, whole, ooms = found
-            self.room.left(self.held, free, whole, ooms != self._ooms)
 
     def expect_successor(self) -> None:
         """Our patcher let go of the model. Whoever looks through its modules next, without `succeed`, is to load it

@@ -284,52 +284,6 @@ def test_models_that_take_turns_are_copied_on_the_host_once(comfy, monkeypatch, 
     assert len(made) == seen
 
 
-@stand_in_only
-def test_what_a_run_left_of_the_device_is_used_by_the_next_of_its_kind(comfy, monkeypatch):
-    left = {"free": 6 * BLOCK, "ooms": 0}
-    monkeypatch.setattr(nodes_host, "unused_bytes", lambda device: (left["free"], 16 * BLOCK, left["ooms"]))
-    for name, value in (
-        ("HEADROOM", 16),
-        ("LEAST_HEADROOM", 0),
-        ("GROW_LEAST", 1),
-        ("SAME_OFFER", BLOCK // 8),
-    ):
-        monkeypatch.setattr(policy, name, value)
-    patcher = wear(comfy.ModelPatcher(filled(Model(comfy.Linear)), CPU, CPU), Settings("stream"))
-    ours, offer = streaming_of(patcher.model), 2 * BLOCK
-
-    def prompt(offer):
-        patcher.partially_load(CPU, offer - patcher.loaded_size())
-        patcher.pre_run()
-        with torch.inference_mode():
-            result = patcher.model.diffusion_model(
-                torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
-            )
-        patcher.cleanup()
-        return result
-
-    reference = prompt(offer)
-    held = ours.held
-    assert held <= offer and ours.beyond == 0
-    left["free"] = 3 * BLOCK
-    prompt(offer)  # the last run of this size left six blocks, of which one is headroom
-    assert offer < ours.held == patcher.loaded_size() <= held + 5 * BLOCK
-    left["free"] = BLOCK
-    more = ours.held
-    assert torch.equal(prompt(offer - BLOCK // 16), reference) and ours.held >= more  # much the same offer
-    prompt(offer - BLOCK // 2)  # larger images: what is left over is not known
-    assert ours.held <= offer - BLOCK // 2 or ours.held <= held
-    left["free"] = 6 * BLOCK
-    run_begins = ours.run_begins
-    monkeypatch.setattr(ours, "run_begins", lambda: (run_begins(), left.update(ooms=left["ooms"] + 1)))
-    prompt(offer)  # runs out of memory: from here on nothing beyond the offer
-    assert ours.room.cautious
-    monkeypatch.setattr(ours, "run_begins", run_begins)
-    for _ in range(2):
-        prompt(offer)
-        assert ours.held <= offer
-
-
 def test_unloading_gives_everything_back_and_loading_again_works(comfy):
     patcher = make(comfy, LIMIT)
     plain = {name: type(p) for name, p in patcher.model.named_parameters()}
