@@ -125,7 +125,7 @@ def raw_rate(path: Path) -> float:
     spec = importlib.util.spec_from_file_location("disk_read", HERE.parent / "disk_read.py")
     plain = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plain)
-    _, rawio, _ = plain.load_checkout()
+    _, rawio, *_ = plain.load_checkout()
     size = path.stat().st_size // 4096 * 4096
     buffers = [rawio.aligned_buffer(plain.CHUNK) for _ in range(8)]
     return max(size / plain.plain_loop(str(path), size, n, buffers) for n in (1, 2, 4, 8) * 3)

@@ -77,3 +77,16 @@ def test_the_made_file_is_a_packed_checkpoint(tmp_path):
     index = importlib.import_module("carom.core.store.index").open_index(path)
     assert list(index) == list(tensors) and all(entry.offset % 4096 == 0 for entry in index.entries.values())
     assert index.packed and verify_packed(path) == (4, sum(tensor.nbytes for tensor in tensors.values()))
+
+
+@linux
+def test_the_check_of_a_checkpoint_larger_than_ram_runs_to_its_end(root, tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / "disk_stream.py"), "--size", "48MiB", "--width", "512", "--ram", "8MiB",
+         "--vram", "8MiB", "--folder", str(tmp_path)],
+        capture_output=True, text=True, check=False, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["bit_exact"] and found["packed"] and found["ram_peak_bytes"] <= 8 << 20
+    assert found["raw_bytes_per_second"] > 0 and found["first_output_seconds"] > found["ready_seconds"] > 0
