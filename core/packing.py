@@ -224,7 +224,7 @@ class PackedPlacement(Placement):
 
     def _holds(self, copy: HostCopy) -> bool:
         mine = all(
-            packed is None or self._shelf.get(id(tensor)) is packed
+            packed is None or (self._shelf.get(id(tensor)) is packed and copy.has(packed.blob))
             for tensor, packed in zip(copy.tensors, copy.packed, strict=True)
         )
         return copy.seen is None and mine and copy.stands()
