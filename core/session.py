@@ -505,8 +505,14 @@ class Session(Pools, Adapts, Adopts, Values):
         self._aside = keep
         keep = keep and self._simple and not self._placement.came_on_device
         self._detach(leave=keep, keep=keep)
+        interrupted: BaseException | None = None
         if keep:
-            self._to_the_host()
+            try:
+                self._to_the_host()
+            except BaseException as error:  # all is on the host: only copies for the way back are wanting
+                self._copies.clear()
+                logger.warning("carom: parked without pinned copies: %s", error)
+                interrupted = None if isinstance(error, Exception) else error
         if isinstance(self._placement, PackedPlacement):
             self._placement.wear()
         self._wrapped = hooks.Wrapped()
@@ -514,6 +520,8 @@ class Session(Pools, Adapts, Adopts, Values):
         self._wrapped.forward(self.module, hooks.root_forward(self))
         self._wrapped.attribute(self.module, "_apply", hooks.Apply(self))
         self._closed, self._parked = False, True
+        if interrupted is not None:
+            raise interrupted
 
     def unpin(self) -> None:
         """While parked: give pinned memory back; the bytes wait on in ordinary memory."""
