@@ -385,28 +385,40 @@ class Placement:
         for moved in self._moved:
             together.setdefault(id(moved.lot or moved), []).append(moved)
         self._moved = []
-        for members in together.values():
-            lot, names = members[0].lot, frozenset(id(moved.tensor) for moved in members)
-            if lot is None:
-                stays = names <= single
-            else:
-                stays = names in wanted and all(lot.holds(moved.tensor) for moved in members)
-            if not stays:
-                if not self._copy_serves(members, lot):
-                    # What lies together with others goes at once: its memory is free only when all have gone.
-                    later = names <= leaving and (lot is None or lot.nbytes >= SMALL_UNIT)
-                    for moved in members:
-                        # (A gradient goes home with its tensor.)
-                        if later and not moved.tensor.is_inference() and not _has_gradient(moved.tensor):
-                            self._leaving[id(moved.tensor)] = moved
-                            self._has_left = True
-                        else:
-                            self._bring_home(moved)
-                continue
-            self._moved += members
-            self._received |= names
-            if lot is not None:
-                self.resident_bytes += round_up(lot.nbytes, self._engine.grain)
+        waiting = list(reversed(together.values()))
+        try:
+            while waiting:
+                self._stay_or_go(waiting[-1], wanted, single, leaving)
+                waiting.pop()
+        except BaseException:  # whoever undoes this must know of all that is on the device
+            known = {id(moved) for moved in (*self._moved, *self._leaving.values())}
+            self._moved += [moved for members in waiting for moved in members if id(moved) not in known]
+            raise
+
+    def _stay_or_go(
+        self, members: list[Moved], wanted: set[frozenset[int]], single: set[int], leaving: set[int]
+    ) -> None:
+        lot, names = members[0].lot, frozenset(id(moved.tensor) for moved in members)
+        if lot is None:
+            stays = names <= single
+        else:
+            stays = names in wanted and all(lot.holds(moved.tensor) for moved in members)
+        if not stays:
+            if not self._copy_serves(members, lot):
+                # What lies together with others goes at once: its memory is free only when all have gone.
+                later = names <= leaving and (lot is None or lot.nbytes >= SMALL_UNIT)
+                for moved in members:
+                    # (A gradient goes home with its tensor.)
+                    if later and not moved.tensor.is_inference() and not _has_gradient(moved.tensor):
+                        self._leaving[id(moved.tensor)] = moved
+                        self._has_left = True
+                    else:
+                        self._bring_home(moved)
+            return
+        self._moved += members
+        self._received |= names
+        if lot is not None:
+            self.resident_bytes += round_up(lot.nbytes, self._engine.grain)
 
     def let_go(self, tensors: list[torch.Tensor], nbytes: int) -> list[Moved] | None:
         """A resident unit of ``nbytes`` goes to the host within a pass: what was known of its tensors is the caller's, until

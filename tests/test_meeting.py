@@ -288,3 +288,27 @@ def test_a_gradient_goes_home_with_a_tensor_that_leaves_for_its_block(monkeypatc
         now = {id(unit_tensor.tensor) for u in session._placement.streamed for unit_tensor in u.unit.entries}
         left = [tensor for tensor in tensors if id(tensor) in now]
         assert left and {id(t) for t in left} <= {id(t) for t in home}
+
+
+def test_what_was_on_the_device_goes_home_though_comparing_it_with_its_copy_failed(monkeypatch):
+    net = Net()
+    with streamed(net, "raw", 0.3) as session:
+        session.set_budget(vram=int(0.9 * size(net)))
+        run(net)
+
+        def fails(tensors):
+            raise RuntimeError("injected")
+
+        placement = attach.Placement(session._engine, session._arena, session._copies)
+        session._detach(leave=True, keep=True)
+        left = session._placement.given()
+        placement.receive(list(left))
+        with monkeypatch.context() as patch:
+            patch.setattr("carom.core.host_copies.fingerprint", fails)
+            with pytest.raises(RuntimeError, match="injected"):
+                placement.keep_received([], [], [], session._carving.units)
+        known = {id(moved) for moved in (*placement._moved, *placement._leaving.values())}
+        assert known >= {id(moved) for moved in left}
+        placement.undo()
+    for mine, its in zip(net.parameters(), Net().parameters(), strict=True):
+        assert torch.equal(mine, its)
