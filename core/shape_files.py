@@ -119,10 +119,15 @@ def _checked(path: Path, name: str, entry: Any, data: int) -> tuple[int, tuple[i
         good = len(dims) <= 16 and all(
             type(n) is int and 0 <= n <= MAX_DIM for n in (*dims, *([0] if not dims else []))
         )
-        good = good and type(begin) is int and type(end) is int and 0 <= begin <= end <= data
+        good = good and type(begin) is int and type(end) is int and 0 <= begin <= end < 1 << 63
         good = good and (end - begin) * 8 == math.prod(dims) * bits
+        cut = good and end > data
     except (KeyError, TypeError, ValueError):
-        good = False
+        good = cut = False
+    if cut:
+        raise WeightsError(
+            f"{path}: truncated: tensor {name[:80]!r} ends at data byte {end}, the file holds {data}; fetch the file again"
+        )
     if not good:
         raise WeightsError(
             f"{path}: tensor {name[:80]!r} has a bad dtype, shape or place in the file; fetch the file again"
