@@ -396,7 +396,8 @@ class Placement:
                     # What lies together with others goes at once: its memory is free only when all have gone.
                     later = names <= leaving and (lot is None or lot.nbytes >= SMALL_UNIT)
                     for moved in members:
-                        if later and not moved.tensor.is_inference():
+                        # (A gradient goes home with its tensor.)
+                        if later and not moved.tensor.is_inference() and not _has_gradient(moved.tensor):
                             self._leaving[id(moved.tensor)] = moved
                             self._has_left = True
                         else:
@@ -430,7 +431,8 @@ class Placement:
         if lot is None or lot.copy is None or self._copies is None:
             return False
         copy, lot.copy = lot.copy, None
-        there = all(lot.holds(moved.tensor) for moved in members)
+        # What came to be trained has a gradient on the device, and cannot wait packed.
+        there = all(lot.holds(moved.tensor) and not moved.tensor.requires_grad for moved in members)
         if not there or not copy.true_of([moved.tensor for moved in members]):
             self._copies.discard(copy)
             return False
@@ -542,6 +544,10 @@ def _relocate(tensor: torch.Tensor, device: torch.device) -> None:
     _replace(tensor, tensor.detach().to(device))
     if grad is not None:
         tensor.grad = grad.to(device)
+
+
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.is_leaf and tensor.grad is not None
 
 
 def _replace(tensor: torch.Tensor, new: torch.Tensor) -> None:

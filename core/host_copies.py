@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from .codec.unit import UnitDecoder
     from .packed_tensors import PackedTensor
 
-_COLUMNS = 64
+_WIDTHS = (
+    61,
+    67,
+)  # odd and prime to each other: what cancels out in the lines of one table does not in the other's
 
 
 @dataclass(eq=False)
@@ -51,6 +54,11 @@ class HostCopy:
             )
             for tensor, view in zip(self.tensors, self.views, strict=True)
         )
+
+    def has(self, blob: torch.Tensor) -> bool:
+        """Whether ``blob`` lies in the block: a packed weight that was given another value has another one."""
+        start = self.block.data.data_ptr()
+        return start <= blob.data_ptr() and blob.data_ptr() + blob.numel() <= start + self.nbytes
 
     def true_of(self, tensors: list[torch.Tensor]) -> bool:
         """Whether ``tensors``, on the device, are the copy's own and still hold what went there."""
@@ -145,21 +153,26 @@ def _let_go(copy: HostCopy) -> None:
 
 @torch.no_grad()
 def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Weighted sums of the dense tensors' bytes as 64-bit integers, where they are: int64, alike only for equal bytes but
-    for one case in 2**64. Nothing waits for the device."""
+    """Sums of the dense tensors' bytes as 64-bit integers, over the rows and columns of two tables, each mixed with its
+    place: int64, where they are. Edits that leave all of these as they are (signs, rows or elements exchanged are none)
+    are not to be expected. Nothing waits for the device; it takes about a tenth of a tensor's bytes there meanwhile."""
     with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
         sums = []
         for tensor in tensors:
             flat = storage_bytes(tensor)
-            whole = flat.numel() // (8 * _COLUMNS) * 8 * _COLUMNS
-            table = flat[:whole].view(torch.int64).view(-1, _COLUMNS)
-            tail = flat[whole:].to(torch.int64)
-            for row in (table.sum(0), table.sum(1), tail):
-                sums.append((row * _odd(row)).sum())
+            for width in _WIDTHS:
+                whole = flat.numel() // (8 * width) * 8 * width
+                table = flat[:whole].view(torch.int64).view(-1, width)
+                sums += [_mixed(table.sum(0)).sum(), _mixed(table.sum(1)).sum()]
+            sums.append(_mixed(flat[whole:].to(torch.int64)).sum())
         return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64)
 
 
-def _odd(like: torch.Tensor) -> torch.Tensor:
-    """Odd numbers of many bits, another for every place."""
-    mixed = (2 * torch.arange(like.numel(), device=like.device) + 1) * 0x1E3779B97F4A7C15
-    return (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9 | 1
+def _mixed(values: torch.Tensor) -> torch.Tensor:
+    """Many bits of every value and of its place (the finalizer of SplitMix64): sums of them stand for all of it. A sum
+    that is weighted only would not: two flips of the uppermost bit cancel out under any odd weights."""
+    mixed = torch.arange(1, values.numel() + 1, device=values.device).mul_(-0x61C8864680B583EB).add_(values)
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        mixed ^= (mixed >> shift) & ((1 << (64 - shift)) - 1)
+        mixed *= factor
+    return mixed ^ ((mixed >> 31) & ((1 << 33) - 1))

@@ -224,7 +224,7 @@ class PackedPlacement(Placement):
 
     def _holds(self, copy: HostCopy) -> bool:
         mine = all(
-            packed is None or self._shelf.get(id(tensor)) is packed
+            packed is None or (self._shelf.get(id(tensor)) is packed and copy.has(packed.blob))
             for tensor, packed in zip(copy.tensors, copy.packed, strict=True)
         )
         return copy.seen is None and mine and copy.stands()
@@ -499,6 +499,9 @@ class PackedPlacement(Placement):
 
     def wear(self) -> None:
         """While parked, packed weights still give their values to who asks."""
+        # What was on its way from the device when something failed has no owner yet: it has its bytes back.
+        for key in [key for key, packed in self._shelf.items() if "_carom" not in packed.tensor.__dict__]:
+            give_back({key: self._shelf.pop(key)})
         for packed in self._shelf.values():
             self._dressed.append((packed.tensor, type(packed.tensor)))
             is_parameter = isinstance(packed.tensor, nn.Parameter)

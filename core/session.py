@@ -430,15 +430,13 @@ class Session(Pools, Adapts, Adopts, Values):
         with self._lock:
             self._need_open()
             before, among = (self._vram, self._ram), self._among
+            shared, governed = self._shared, self._governor is not None
             if vram is not None:
                 mine = (
                     0 if isinstance(vram, SharedBudget) and vram is not self._shared else self._held_bytes()
                 )
                 budget = settings.vram_budget(vram, self._engine, mine)
                 self._vram, self._spill = settings.within_dedicated(budget, self._engine, mine)
-                self._ungovern()
-                self._shared = vram if isinstance(vram, SharedBudget) else None
-                self._govern(vram == "auto" or self._shared is not None)
                 # What stays under less is a part of what stayed: nothing has to come for a budget that falls.
                 fell = self._vram < before[0] and not self._parked
                 self._among = self._residents() if fell else None
@@ -451,8 +449,15 @@ class Session(Pools, Adapts, Adopts, Values):
             except BaseException:
                 (self._vram, self._ram), self._among = before, among
                 raise
+            if vram is not None:
+                self._ungovern()
+                self._shared = vram if isinstance(vram, SharedBudget) else None
+                self._govern(vram == "auto" or self._shared is not None)
             less = self._ram < before[1]
             if self._parked:  # the next forward lays it out so
+                if ram is not None:
+                    self._follow_ram(ram == "auto")
+                    self._set_look()
                 if less:
                     self._copies.unpin()
                 return
@@ -460,6 +465,10 @@ class Session(Pools, Adapts, Adopts, Values):
                 self._again(self._copies.unpin if less else lambda: None, retry=True)
             except OutOfMemory:  # what was there before did fit
                 (self._vram, self._ram), self._among = before, among
+                if vram is not None:
+                    self._ungovern()
+                    self._shared = shared
+                    self._govern(governed)
                 self._again()
                 raise
             if ram is not None:
@@ -496,8 +505,14 @@ class Session(Pools, Adapts, Adopts, Values):
         self._aside = keep
         keep = keep and self._simple and not self._placement.came_on_device
         self._detach(leave=keep, keep=keep)
+        interrupted: BaseException | None = None
         if keep:
-            self._to_the_host()
+            try:
+                self._to_the_host()
+            except BaseException as error:  # all is on the host: only copies for the way back are wanting
+                self._copies.clear()
+                logger.warning("carom: parked without pinned copies: %s", error)
+                interrupted = None if isinstance(error, Exception) else error
         if isinstance(self._placement, PackedPlacement):
             self._placement.wear()
         self._wrapped = hooks.Wrapped()
@@ -505,6 +520,8 @@ class Session(Pools, Adapts, Adopts, Values):
         self._wrapped.forward(self.module, hooks.root_forward(self))
         self._wrapped.attribute(self.module, "_apply", hooks.Apply(self))
         self._closed, self._parked = False, True
+        if interrupted is not None:
+            raise interrupted
 
     def unpin(self) -> None:
         """While parked: give pinned memory back; the bytes wait on in ordinary memory."""

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import ops, pending
 from .attach import Lot, Moved, Placement
 from .host import host_memory
+from .host_copies import fingerprint
 from .pending import PendingParameter, PendingTensor, unwear
 from .slots import ALIGN
 from .transfer import Engine
@@ -42,7 +43,7 @@ class Resident:
         self.used = 0  # when one of them ran last, as a number that rises
         self.away = False
         self.host: list[torch.Tensor] | None = None  # its values, from when it left first
-        self._versions: list[int] = []  # of its tensors, when these values were theirs
+        self._seen: torch.Tensor | None = None  # fingerprint of its tensors, when these values were theirs
         self._moved: list[Moved] = []  # what the placement knows of it, while it is away
 
     @property
@@ -59,14 +60,14 @@ class Resident:
             return 0
         if self.host is None and host_memory().free < self.unit.nbytes:
             return 0
-        moved = self._placement.let_go(tensors, self.unit.nbytes)
-        if moved is None:
-            return 0
-        self._moved = moved
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-            if self.host is None or self._versions != [tensor._version for tensor in tensors]:
-                self.host = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-            self._versions = [tensor._version for tensor in tensors]
+            if not self._copied(tensors):
+                return 0
+            assert self.host is not None
+            moved = self._placement.let_go(tensors, self.unit.nbytes)
+            if moved is None:
+                return 0
+            self._moved = moved
             for tensor, value in zip(tensors, self.host, strict=True):
                 tensor.data = value
                 tensor._pending = (self._brings, self)  # type: ignore[attr-defined]
@@ -74,6 +75,27 @@ class Resident:
                 tensor.__class__ = YieldedParameter if is_parameter else YieldedTensor
         self.away = True
         return self.unit.nbytes
+
+    def _copied(self, tensors: list[torch.Tensor]) -> bool:
+        """Have the values on the host, False where they do not fit there. Versions would not tell whether those of
+        the last time still hold: what is written through ``.data`` counts nowhere."""
+        try:
+            seen = fingerprint(tensors)
+        except RuntimeError:  # the device has no room even for that
+            seen = None
+        if (
+            self.host is not None
+            and seen is not None
+            and self._seen is not None
+            and torch.equal(seen, self._seen)
+        ):
+            return True
+        self.host, self._seen = None, seen
+        try:
+            self.host = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        except (RuntimeError, MemoryError):
+            return False
+        return True
 
     def come(self) -> None:
         """Be on the device again. Raises torch.OutOfMemoryError where there is no room."""
