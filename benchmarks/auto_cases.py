@@ -259,21 +259,25 @@ class Wire:
 
     def __enter__(self) -> Wire:
         self._undo = contextlib.ExitStack()
-        keep = Placement.keep
-
-        def kept(placement: Placement, *args: Any) -> None:
-            keep(placement, *args)
-            self.loads += placement.loaded_bytes
-
         copied = Meter.copied
 
         def counted(meter: Meter, name: str, marks: Any, nbytes: int, *args: Any) -> None:
             copied(meter, name, marks, nbytes, *args)
             self.slots += nbytes
 
-        self._put(Placement, "keep", kept)
+        for name in ("keep", "_keep_in_turn"):
+            self._put(Placement, name, self._loading(getattr(Placement, name)))
         self._put(Meter, "copied", counted)
         return self
+
+    def _loading(self, call: Any) -> Any:
+        def counted(placement: Placement, *args: Any, **more: Any) -> Any:
+            before = placement.loaded_bytes
+            result = call(placement, *args, **more)
+            self.loads += placement.loaded_bytes - before
+            return result
+
+        return counted
 
     def _put(self, owner: type, name: str, value: Any) -> None:
         self._undo.callback(setattr, owner, name, getattr(owner, name))

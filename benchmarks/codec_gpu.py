@@ -18,6 +18,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import os
 import statistics
 import sys
 import time
@@ -251,6 +252,12 @@ def main() -> int:
     parser.add_argument("--file", type=Path, help="a safetensors file whose tensors are checked as well")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     arguments = parser.parse_args()
+    if importlib.util.find_spec("triton") is None:
+        parser.error(
+            "Triton is not installed, and its decoder is what is checked: python -m pip install triton"
+        )
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("torch sees no GPU; TRITON_INTERPRET=1 in the environment runs the checks without one")
     start = time.monotonic()
     modules = load_checkout()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -227,6 +227,15 @@ def main() -> None:
     if args.part:
         module("benchmarks.disk_parts").run_part(args)
         return
+    if not Path(args.folder).is_dir():
+        parser.error(f"--folder {args.folder}: there is no such folder; make it, or name another")
+    if args.record is not None and not args.record.absolute().parent.is_dir():
+        parser.error(f"--record {args.record}: there is no folder for it; make it, or name another")
+    if args.device.startswith("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("torch sees no GPU; --device cpu with small sizes runs it in miniature")
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="carom-disk-gpu-") as name:
         run = Run(args, Path(name))
         try:

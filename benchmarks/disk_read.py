@@ -103,6 +103,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--record", type=Path, help="the result, with commit, date and machine")
     args = parser.parse_args()
+    if not Path(args.folder).is_dir():
+        parser.error(f"--folder {args.folder}: there is no such folder; make it, or name another")
+    if args.record is not None and not args.record.absolute().parent.is_dir():
+        parser.error(f"--record {args.record}: there is no folder for it; make it, or name another")
     index, rawio, reader, paces = load_checkout()
     scratch = None
     try:

@@ -203,6 +203,10 @@ def main() -> None:
     parser.add_argument("--in", dest="inside", help=argparse.SUPPRESS)
     parser.add_argument("--blocks", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if not Path(args.folder).is_dir():
+        parser.error(f"--folder {args.folder}: there is no such folder; make it, or name another")
+    if args.record is not None and not args.record.absolute().parent.is_dir():
+        parser.error(f"--record {args.record}: there is no folder for it; make it, or name another")
     if args.part:
         folder = Path(args.inside)
         if args.part == "make":

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--folder", default=".", help="where models lie; its drive is measured (default: here)"
     )
     parser.add_argument(
-        "--no-disk", action="store_true", help="do not measure the drive (it writes a temporary 128 MiB)"
+        "--no-disk", action="store_true", help="do not measure the drive (it writes a temporary 256 MiB)"
     )
     parser.add_argument(
         "--amd", action="store_true", help="AMD's checks too where no AMD card or ROCm build of torch is seen"
@@ -67,10 +67,13 @@ def table(found: hardware.Hardware, findings: list[Finding], width: int = 100) -
                 "-> " + f.remedy, width, initial_indent=indent, subsequent_indent=indent + "   "
             )
     bad = sum(f.verdict == "poor" for f in findings)
+    missing = [f.topic for f in findings if f.verdict == "missing"]
     lines += [
         "",
         f"{bad} thing{'s' * (bad != 1)} will be felt; the arrows say what to do."
         if bad
+        else f"Missing: {', '.join(missing)}; the arrows say what to do."
+        if missing
         else "Nothing stands in the way.",
     ]
     return "\n".join(lines)

@@ -49,8 +49,12 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser(asked if asked in COMMANDS else None).parse_args(argv)
     try:
         return args.run(args)
-    except KeyboardInterrupt:
-        print("carom: interrupted; nothing was left half done", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        message = str(error) or "nothing was left half done"
+        if args.json:
+            print(json.dumps({"error": "KeyboardInterrupt", "message": f"interrupted; {message}"}))
+        else:
+            print(f"carom: interrupted; {message}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # whoever read the output has seen enough (`carom ... | head`)
         os.dup2(

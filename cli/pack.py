@@ -12,6 +12,7 @@ import psutil
 from ..core.sizes import format_size, parse_size
 from ..core.store.pack_report import PackReport
 from ..core.store.quant import parse_scheme
+from ..core.store.transform import CODECS
 from ..core.store.verify import verify_packed
 from ..core.store.writer import pack
 
@@ -58,9 +59,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     scheme = None if args.quant is None else parse_scheme(args.quant)
+    if args.codec not in CODECS:
+        raise ValueError(
+            f"--codec {args.codec!r}: this version of carom packs {', '.join(CODECS)}; --quant has the lossy ones"
+        )
     if args.dst is None and not args.verify:
         raise ValueError("name a destination: carom pack SRC DST (or: carom pack SRC --verify)")
     shard_bytes = None if args.shard_size is None else parse_size(args.shard_size, setting="--shard-size")
+    try:
+        return _packed_or_verified(args, scheme, shard_bytes)
+    except KeyboardInterrupt:
+        if args.dst is None:
+            raise
+        # The journal is what a rerun goes on from; the destination has its name only when it is whole.
+        raise KeyboardInterrupt(
+            f"{args.dst} was not made; the same command goes on from what is safely written in .carom-pack-* beside it"
+        ) from None
+
+
+def _packed_or_verified(args: argparse.Namespace, scheme: Any, shard_bytes: int | None) -> int:
     with _Progress(quiet=args.json) as progress:
         if args.dst is None:
             tensors, nbytes = verify_packed(args.src, progress)

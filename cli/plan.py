@@ -36,14 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpu",
-        help="probe (measure this machine, the default; without a GPU the plan is for a card that it names) or one of: "
-        + ", ".join(presets.CARDS),
+        help="probe (measure this machine, the default; without a GPU the plan is for a card that it names, and only a written "
+        "`--gpu probe` takes this machine's RAM and drive) or one of: " + ", ".join(presets.CARDS),
     )
     parser.add_argument(
         "--vram", help="bound on the weights on the card, as 12GiB (default: all that is left of it)"
     )
     parser.add_argument(
-        "--ram", help="RAM of the machine, as 32GiB (default: of this machine with probe, else enough)"
+        "--ram",
+        help="RAM of the machine, as 32GiB (default: of this machine where it is probed, else enough)",
     )
     parser.add_argument(
         "--nvme",
@@ -95,7 +96,10 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         from .plan_plot import draw
 
-        draw(plan, args.plot)
+        try:
+            draw(plan, args.plot)
+        except OSError as error:
+            raise OSError(f"--plot {args.plot!r} cannot be written: {error.strerror or error}") from error
     if args.json:
         print(
             json.dumps(
@@ -202,7 +206,7 @@ def _folder(model: str) -> str:
     """Where the drive is measured: beside the model if it is on disk, else here."""
     if os.path.isdir(model):
         return model
-    return os.path.dirname(os.path.abspath(model)) if os.path.isfile(model) else "."
+    return os.path.dirname(os.path.abspath(model)) if os.path.isfile(model) else os.getcwd()
 
 
 def _with_drive(machine: Machine, asked: str) -> Machine:

@@ -7,6 +7,7 @@ from typing import Any
 
 from . import presets
 from .hardware import Gpu, Hardware
+from .host import NOT_ASKED
 from .presets import GB, TFLOPS
 from .sizes import GIB, format_size
 
@@ -293,7 +294,9 @@ def _disk(hardware: Hardware) -> Finding:
             "drive",
             f"not measured: {hardware.disk_reason}",
             "info",
-            "run carom doctor --folder DIR with the folder where models lie",
+            "leave out --no-disk to have it measured"
+            if hardware.disk_reason == NOT_ASKED
+            else "name the folder where models lie, one that you may write to: carom doctor --folder DIR",
             {},
         )
     best = max(disk.one, disk.several)

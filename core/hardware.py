@@ -300,7 +300,7 @@ def probe_gpu(memory: HostMemory) -> Gpu:
     import torch
 
     if not torch.cuda.is_available():
-        raise RuntimeError("torch sees no CUDA or ROCm device")
+        raise host.Absent("torch sees no CUDA or ROCm device")
     index = torch.cuda.current_device()
     device = torch.device("cuda", index)
     free, total = torch.cuda.mem_get_info(index)
@@ -357,7 +357,7 @@ def probe(folder: str | os.PathLike = ".", *, disk: bool = True, extras: bool = 
     rate, disk_reason = (
         host.bounded(lambda: host.disk_rate(folder), 15.0, "the disk probe")
         if disk
-        else (None, "not asked for")
+        else (None, host.NOT_ASKED)
     )
     kind = None if gpu is None else gpu.kind
     found = (probe_aimdo(kind), probe_kvikio(kind)) if extras else ()

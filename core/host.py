@@ -63,8 +63,15 @@ class HostMemory:
         return max(KEEP_LEAST, int(KEEP_SHARE * self.limit))
 
 
+NOT_ASKED = "not asked for (--no-disk)"
+
+
+class Absent(RuntimeError):
+    """What was to be probed is not there; an ordinary answer, whose words are the whole reason."""
+
+
 def bounded(probe: Callable[[], Any], seconds: float, what: str) -> tuple[Any, str | None]:
-    """(result, None), or (None, reason) where `probe` raised or did not answer in time.
+    """(result, None), or (None, reason) where `probe` raised or did not answer in time; `Absent` is told in its own words.
 
     A probe that hangs in a driver cannot be stopped; its daemon thread is left behind and ends with the process.
     """
@@ -73,6 +80,8 @@ def bounded(probe: Callable[[], Any], seconds: float, what: str) -> tuple[Any, s
     def work() -> None:
         try:
             box.append((probe(), None))
+        except Absent as error:
+            box.append((None, str(error)))
         except Exception as error:  # a probe must never take the doctor down
             box.append((None, f"{what} failed: {type(error).__name__}: {str(error)[:200]}"))
 
@@ -221,15 +230,20 @@ def disk_rate(
     """Reads a temporary file in `folder` with direct I/O, by one thread and by several, for about `seconds` each.
 
     The file is removed whatever happens (on POSIX it has no name any more when it is read). It takes at most a tenth
-    of the free space. Raises OSError where nothing can be written.
+    of the free space. Raises `Absent` where there is no such folder or nothing may be written, OSError for all else.
     """
+    if not os.path.isdir(folder):
+        raise Absent(f"there is no folder {os.fspath(folder)}")
     free = psutil.disk_usage(str(folder)).free
     size = min(size, free // 10 // block * block)
     if size < block * threads:
         raise OSError(
             f"only {free // MIB} MiB free in {folder}; the probe needs {block * threads * 10 // MIB}"
         )
-    handle, name = tempfile.mkstemp(prefix="carom-probe-", dir=folder)
+    try:
+        handle, name = tempfile.mkstemp(prefix="carom-probe-", dir=folder)
+    except PermissionError as error:
+        raise Absent(f"nothing may be written in {os.fspath(folder)}") from error
     try:
         deadline = time.monotonic() + 5 * seconds
         written = 0

@@ -30,6 +30,9 @@ DTYPE_BITS = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
+# Of the dtypes that `carom pack` packs, by torch's names; and the names of what only fills pages.
+_PACKED_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_PAD = "__pad__."
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle"}
 # A list's name and a number in it; a model that is itself a list has numbers only ("3.attn.weight").
 _LAYER = re.compile(r"(?:(?:^|\.)([a-zA-Z_]\w*)\.|^())(\d{1,5})\.")
@@ -105,11 +108,44 @@ def read_header(path: Path) -> dict[str, tuple[int, tuple[int, ...]]]:
         )
     tensors = {}
     for name, entry in header.items():
-        if name != "__metadata__":
+        if name != "__metadata__" and not name.startswith(_PAD):
             tensors[name] = _checked(path, name, entry, size - 8 - length)
     if not tensors:
         raise WeightsError(f"{path} holds no tensors")
+    for name, meta in _packed(path, header.get("__metadata__")).items():
+        if name in tensors:
+            tensors[name] = _unpacked(path, name, meta)
     return tensors
+
+
+def _packed(path: Path, metadata: Any) -> dict[str, Any]:
+    """What `carom pack` says of the tensors that it packed by a codec; docs/codec.md has the entry."""
+    text = metadata.get("carom.codec") if isinstance(metadata, dict) else None
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)["tensors"]
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise WeightsError(
+            f"{path}: what it says of its packed tensors cannot be read; fetch the file again"
+        ) from error
+    if not isinstance(found, dict):
+        raise WeightsError(f"{path}: what it says of its packed tensors is no object; fetch the file again")
+    return found
+
+
+def _unpacked(path: Path, name: str, meta: Any) -> tuple[int, tuple[int, ...]]:
+    """(bytes, shape) that a packed tensor has in RAM and on the link, where it is decoded; WeightsError for a bad one."""
+    try:
+        nbytes, dims = _PACKED_BYTES[meta["dtype"]], meta["shape"]
+        good = 1 <= len(dims) <= 16 and all(type(n) is int and 0 <= n <= MAX_DIM for n in dims)
+    except (KeyError, TypeError):
+        good = False
+    if not good:
+        raise WeightsError(
+            f"{path}: packed tensor {name[:80]!r} has a bad dtype or shape; fetch the file again"
+        )
+    return math.prod(dims) * nbytes, tuple(dims)
 
 
 def _checked(path: Path, name: str, entry: Any, data: int) -> tuple[int, tuple[int, ...]]:
@@ -119,10 +155,15 @@ def _checked(path: Path, name: str, entry: Any, data: int) -> tuple[int, tuple[i
         good = len(dims) <= 16 and all(
             type(n) is int and 0 <= n <= MAX_DIM for n in (*dims, *([0] if not dims else []))
         )
-        good = good and type(begin) is int and type(end) is int and 0 <= begin <= end <= data
+        good = good and type(begin) is int and type(end) is int and 0 <= begin <= end < 1 << 63
         good = good and (end - begin) * 8 == math.prod(dims) * bits
+        cut = good and end > data
     except (KeyError, TypeError, ValueError):
-        good = False
+        good = cut = False
+    if cut:
+        raise WeightsError(
+            f"{path}: truncated: tensor {name[:80]!r} ends at data byte {end}, the file holds {data}; fetch the file again"
+        )
     if not good:
         raise WeightsError(
             f"{path}: tensor {name[:80]!r} has a bad dtype, shape or place in the file; fetch the file again"

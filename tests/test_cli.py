@@ -96,7 +96,15 @@ def test_errors_become_one_line_on_stderr_or_one_json_object(command, capsys, er
 
 def test_an_interrupt_exits_with_1_without_a_traceback(command, capsys):
     assert command(fail(KeyboardInterrupt()))() == 1
-    assert capsys.readouterr().err.startswith("carom: interrupted")
+    assert capsys.readouterr().err.startswith("carom: interrupted; nothing was left")
+
+
+def test_an_interrupted_command_says_what_is_left_of_it_in_json_too(command, capsys):
+    run = command(fail(KeyboardInterrupt("half is there")))
+    assert run() == 1 and capsys.readouterr().err == "carom: interrupted; half is there\n"
+    assert run("--json") == 1
+    out, err = capsys.readouterr()
+    assert err == "" and json.loads(out)["message"] == "interrupted; half is there"
 
 
 def test_a_bug_is_not_hidden(command):

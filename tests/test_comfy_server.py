@@ -443,15 +443,17 @@ def test_bad_input_is_a_message_and_the_next_prompt_works(server, change, messag
 
 
 def test_memory_stays_flat_over_many_prompts(server):
-    """ComfyUI keeps the results of past prompts for a while, so the first dozen are not counted."""
+    """ComfyUI keeps the results of past prompts for a while, and a session may be laid out anew by what its first steps
+    taught, so the first two dozen are not counted."""
 
     def prompts(first: int) -> int:
         for seed in range(first, first + 12):
             hash_of(server, lora(ours("flux", seed=seed, steps=1), strength=seed / 200))
         return server.rss_bytes
 
-    before = prompts(100)
-    assert prompts(120) - before < 40 << 20  # twelve LoRA of one 44 MiB model
+    prompts(100)
+    before = prompts(120)
+    assert prompts(140) - before < 40 << 20  # twelve LoRA of one 44 MiB model
 
 
 def test_example_workflows_name_nodes_of_the_server(server, root):

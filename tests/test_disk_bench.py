@@ -90,3 +90,18 @@ def test_the_check_of_a_checkpoint_larger_than_ram_runs_to_its_end(root, tmp_pat
     found = json.loads(done.stdout)
     assert found["bit_exact"] and found["packed"] and found["ram_peak_bytes"] <= 8 << 20
     assert found["raw_bytes_per_second"] > 0 and found["first_output_seconds"] > found["ready_seconds"] > 0
+
+
+@pytest.mark.parametrize("name", ["disk_stream", "disk_read", "disk_gpu"])
+@pytest.mark.parametrize("option, path", [("--folder", "none"), ("--record", "none/record.json")])
+def test_a_folder_that_is_not_there_is_bad_use_before_anything_is_run(root, tmp_path, name, option, path):
+    done = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / f"{name}.py"), option, str(tmp_path / path)],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (
+        done.returncode == 2
+        and f"{option} {tmp_path / path}" in done.stderr
+        and "Traceback" not in done.stderr
+    )
+    assert list(tmp_path.iterdir()) == []

@@ -120,6 +120,33 @@ def test_a_probe_that_hangs_or_fails_gives_a_reason_in_time():
     assert host.bounded(lambda: 7, 5, "the good probe") == (7, None)
 
 
+def test_what_is_not_there_is_said_in_its_own_words(tmp_path):
+    def absent():
+        raise host.Absent("torch sees no device")
+
+    assert host.bounded(absent, 5, "the GPU probe") == (None, "torch sees no device")
+    for folder in (tmp_path / "none", Path(__file__)):
+        result, reason = host.bounded(lambda f=folder: host.disk_rate(f), 5, "the disk probe")
+        assert result is None and reason == f"there is no folder {folder}"
+
+
+def test_a_folder_that_may_not_be_written_is_said(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(host.tempfile, "mkstemp", refuse)
+    with pytest.raises(host.Absent, match="nothing may be written in"):
+        host.disk_rate(tmp_path)
+
+
+def test_the_remedy_for_a_drive_that_was_not_to_be_measured_is_its_option():
+    def remedy(reason):
+        found = diagnosis.diagnose(whole(disk_reason=reason))
+        return next(finding.remedy for finding in found if finding.topic == "drive")
+
+    assert "--no-disk" in remedy(host.NOT_ASKED) and "--folder" in remedy("there is no folder x")
+
+
 def test_the_disk_probe_measures_and_leaves_nothing_behind(tmp_path):
     found = host.disk_rate(tmp_path, size=8 * MIB, block=MIB, threads=2, seconds=0.1)
     assert found.one > 0 and found.several > 0

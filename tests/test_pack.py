@@ -611,12 +611,27 @@ def test_command_packs_verifies_and_reports(carom_cli, source: Path, tmp_path: P
         (("pack", str(source), str(target)), 1, "exists already"),
         (("pack", str(source)), 2, "name a destination"),
         (("pack", str(source), str(tmp_path / "y"), "--shard-size", "big"), 2, "--shard-size"),
-        (("pack", str(source), str(tmp_path / "y"), "--codec", "zip"), 1, "packs raw, lossless"),
+        (("pack", str(source), str(tmp_path / "y"), "--codec", "zip"), 2, "packs raw, lossless"),
         (("pack", str(source), str(tmp_path / "y"), "--quant", "nf5"), 2, "dense=nf4,experts=nf2"),
         (("pack", str(tmp_path / "none"), str(tmp_path / "y")), 1, "no such file"),
     ):
         failed = carom_cli(*arguments)
         assert failed.returncode == code and words in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_an_interrupted_command_says_that_it_can_go_on(source: Path, tmp_path: Path, monkeypatch, capsys):
+    from carom.cli import main as entry
+
+    def interrupted(_out, _piece, _reserve):
+        raise KeyboardInterrupt
+
+    target = tmp_path / "packed.safetensors"
+    monkeypatch.setattr(writer._Run, "_write_piece", staticmethod(interrupted))
+    assert entry.main(["pack", str(source), str(target)]) == 1
+    said = capsys.readouterr().err
+    assert f"{target} was not made" in said and "the same command goes on" in said and not target.exists()
+    monkeypatch.undo()
+    assert entry.main(["pack", str(source), str(target)]) == 0 and target.exists()
 
 
 def test_progress_bar_shows_on_a_terminal(source: Path, tmp_path: Path, root: Path):

@@ -178,7 +178,8 @@ def test_a_plot_into_a_folder_that_is_not_there_is_bad_use_and_names_it(capsys, 
 
 def test_a_plot_that_cannot_be_written_fails_cleanly(capsys, tmp_path):
     (tmp_path / "p.png").mkdir()
-    assert "Error" in ask(capsys, f"{LLAMA} --plot {tmp_path / 'p.png'}", code=1).err
+    said = ask(capsys, f"{LLAMA} --plot {tmp_path / 'p.png'}", code=1).err
+    assert f"--plot '{tmp_path / 'p.png'}' cannot be written: " in said and "Errno" not in said
     assert [entry.name for entry in tmp_path.iterdir()] == ["p.png"]
 
 
@@ -296,6 +297,8 @@ def test_doctor_in_words_shows_each_finding_and_its_remedy(capsys, monkeypatch):
     monkeypatch.setattr(hardware, "probe", lambda *_, **__: stand_in.whole(stand_in.gpu_of(free=4 << 30)))
     text = ask(capsys, "doctor").out
     assert "RTX 4090" in text and "-> models larger than this stream" in text
+    monkeypatch.setattr(hardware, "probe", lambda *_, **__: stand_in.whole())
+    assert "Missing: GPU; the arrows say what to do." in ask(capsys, "doctor").out
 
 
 def test_planning_for_a_named_card_needs_no_torch(root, tmp_path):

@@ -11,6 +11,8 @@ import torch
 from carom.core import paper_plan, presets, shape_files, shapes
 from carom.core.errors import CaromError, UnsupportedError, WeightsError
 from carom.core.paper import Job, Machine
+from carom.core.store.quant import parse_scheme
+from carom.core.store.writer import pack
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -295,8 +297,38 @@ def test_a_truncated_file_is_a_weights_error(tmp_path, size):
 def test_a_truncated_body_is_a_weights_error(tmp_path):
     path = tiny_llama(tmp_path)
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(WeightsError, match="place in the file"):
+    with pytest.raises(WeightsError, match="truncated: tensor '.*the file holds"):
         shape_files.read_shape(path)
+
+
+@pytest.mark.parametrize("quant", [None, "nf4"])
+def test_a_packed_file_has_the_shape_of_what_it_unpacks_to(tmp_path, quant):
+    width = 128
+    layer = {
+        "self_attn.q_proj.weight": (width, width),
+        "mlp.up_proj.weight": (4 * width, width),
+        "norm.weight": (width,),
+    }
+    plain, packed = tmp_path / "plain.safetensors", tmp_path / "packed.safetensors"
+    save_file(
+        {f"model.layers.{i}.{name}": torch.randn(shape).bfloat16() for i in range(3) for name, shape in layer.items()},
+        plain,
+    )  # fmt: skip
+    report = pack(plain, packed, codec="lossless", quant=quant and parse_scheme(quant), device="cpu")
+    assert set(report.codecs) - {"raw"}
+    assert shape_files.read_header(packed) == shape_files.read_header(plain)
+    assert shape_files.read_shape(packed).layers == 3
+
+
+@pytest.mark.parametrize(
+    "entry", ["{", "[]", '{"tensors": 3}', '{"tensors": {"a": 3}}', "[" * 100_000,
+              '{"tensors": {"a": {"dtype": "bfloat16", "shape": [-1]}}}', '{"tensors": {"a": {"dtype": [], "shape": [1]}}}'],
+)  # fmt: skip
+def test_a_bad_description_of_packed_tensors_is_a_weights_error(tmp_path, entry):
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.zeros(4, 4)}, path, metadata={"carom.codec": entry})
+    with pytest.raises(WeightsError, match="packed tensor"):
+        shape_files.read_header(path)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt", ".pkl"])

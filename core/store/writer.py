@@ -81,7 +81,7 @@ def pack(
     if single and shard_bytes is not None:
         raise ValueError(f"--shard-size makes several files: name a folder, not {os.path.basename(target)!r}")
     if shard_bytes is not None and shard_bytes < ALIGN:
-        raise ValueError(f"a shard of {shard_bytes} bytes is too small; use 1GiB or more")
+        raise ValueError(f"a shard of {shard_bytes} bytes is too small; {ALIGN} is the least, 8GiB is usual")
     check_destination(target)
     index = open_index(source)
     require_readable(index)
