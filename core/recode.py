@@ -40,6 +40,7 @@ class Recodes:
     _arena: HostArena
     _carving: Carving
     _ram: int
+    _recode_at = 0.0  # steps before which a layout of plain bytes would not have paid for itself
 
     def _learn(self) -> Learnt | None:
         raise NotImplementedError
@@ -80,9 +81,10 @@ class Recodes:
         )  # fmt: skip
         unpacked = {name: nbytes for index in packed for name, nbytes in pieces[index].tensors.items()}
         turned = self._turn_plain(learnt.plainly(rate, unpacked, link), seconds, steps)
-        if turned:
+        if turned == 0:
             return True
         later = turned is not None
+        self._recode_at = turned or 0.0
         self._packing = dataclasses.replace(chosen, auto=later)
         units = [unit for index, unit in zip(indices, placement.streamed, strict=True) if index in set(raw)]
         more = sum(unit.nbytes - unit.host.numel() for unit in units)
@@ -94,10 +96,11 @@ class Recodes:
             return None if later else True
         return None if later else False
 
-    def _turn_plain(self, learnt: Learnt, seconds: float, steps: float) -> bool | None:
+    def _turn_plain(self, learnt: Learnt, seconds: float, steps: float) -> float | None:
         """Lay all out plain, where the room that packed bytes are unpacked in is worth more as residents.
 
-        ``seconds``: of a step, as it is to be otherwise. True: done. False: it will pay, but not yet. None: it does not.
+        ``seconds``: of a step, as it is to be otherwise. Returns 0 where it was done, the steps in which it will have paid
+        for itself where those are more than ``steps``, None where it does not pay.
         """
         chosen = dataclasses.replace(self._settings(), packs=False)
         try:
@@ -111,8 +114,9 @@ class Recodes:
         gain = seconds - (plan.predicted_seconds or seconds)
         if gain < PLAIN_GAIN * seconds or streamed > self._ram:
             return None
-        if steps * gain * learnt.link.bytes_per_second < 2 * sum(unit.nbytes for unit in carving.units):
-            return False
+        pays = 2 * sum(unit.nbytes for unit in carving.units) / (gain * learnt.link.bytes_per_second)
+        if steps < pays:
+            return pays
         logger.info(
             "carom: all units cross as they are from now on: a step is predicted to be %.3g s faster", gain
         )
@@ -121,7 +125,7 @@ class Recodes:
         self._packing = dataclasses.replace(self._packing, auto=False, plain=True)
         placement.unpack(self._streamer, [unit for unit in placement.streamed if unit.decoder is not None])
         self._take(learnt)
-        return True
+        return 0.0
 
     def _unpacking_rate(self) -> float | None:
         """Bytes of output that the device decodes per second, None where that was not measured."""

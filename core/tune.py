@@ -57,7 +57,7 @@ class Tunes(Recodes):
             self._tune_at = math.inf
             before = self._placement
             if self._recode(self._meter.steps) is None:
-                self._tune_at = self._meter.settled + _TUNE_AGAIN
+                self._tune_at = self._meter.settled + max(_TUNE_AGAIN, self._recode_at - self._meter.steps)
                 return
             if self._placement is not before:  # laid out plain
                 return
