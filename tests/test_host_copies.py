@@ -11,6 +11,9 @@ import torch
 from carom.core import attach, replan
 from carom.core.host_copies import fingerprint
 from carom.core.store import arena
+from carom.core.store.arena import HostArena
+from carom.core.transfer import make_engine
+from carom.core.units import carve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -299,3 +302,17 @@ def test_no_change_of_bytes_has_the_same_fingerprint(data):
         changed[b] += 1 if way == "add" else -1
     same = torch.equal(changed, before)
     assert torch.equal(fingerprint([changed, tensors[1]]), found) == same
+
+
+def test_what_lies_together_with_others_goes_home_at_once():
+    """The memory of small residents is one buffer: it is free only when all of them have gone."""
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).requires_grad_(False)
+    units = carve(net, granularity="layer", stream_trainable=True).units
+    engine = make_engine(carom.SimulatedDevice())
+    before = attach.Placement(engine, HostArena(None, None))
+    before.keep(units, [])
+    before.leave()
+    after = attach.Placement(engine, HostArena(None, None))
+    after.receive(before.given())
+    after.keep_received([], [], [], units[:1])
+    assert not after._leaving and not after._moved

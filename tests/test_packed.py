@@ -437,7 +437,7 @@ def test_an_automatic_session_unpacks_what_need_not_be_packed(flops, stays, monk
 
 @pytest.mark.parametrize(("room", "ahead"), [(4, True), (2.7, False), (2, False)])
 def test_a_short_budget_is_packed_tensor_by_tensor_and_in_large_steps(room, ahead):
-    """A region of two blocks leaves nothing beside three: steps of 4 MiB took a minute for a model of 7 GB."""
+    """A region of two blocks leaves nothing beside three: tens of thousands of steps of 4 MiB for a model of 7 GB."""
     block = 400 << 20
     engine = make_engine(carom.SimulatedDevice())
     engine.unpacks = True
