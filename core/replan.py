@@ -61,13 +61,14 @@ def decide_with(
     fastest, was_plain = float("inf"), False
     for limit in limits:
         carving = decide.cut(module, settings, limit)
-        given = decide.problem(carving, grain)
+        given = decide.problem(carving, settings, grain)
         work = learnt.workload(pieces(carving), together)
 
-        def plan(vram: int, given: decide.Problem = given, work: Workload = work) -> Plan:
+        def plan(vram: int, packed: bool, given: decide.Problem = given, work: Workload = work) -> Plan:
             plan, found = choose(
-                given.units, vram, given.fixed, work, learnt.link, wish=given.wish, grain=grain
-            )
+                given.units, vram, given.fixed, work, learnt.link, wish=given.wish, grain=grain,
+                unpacking=settings.unpacking if packed else None,
+            )  # fmt: skip
             seconds = max(found.seconds, learnt.issuing(_uses(work, plan)))
             return replace(plan, predicted_seconds=seconds)
 
@@ -87,7 +88,7 @@ def decide_with(
 
 
 def _uses(work: Workload, plan: Plan) -> int:
-    """How often a step uses what streams."""
+    """How often a step uses what passes through slots."""
     return sum(use.unit not in plan.resident for use in work.uses())
 
 
@@ -117,7 +118,7 @@ def raw_share(
         left = {unit: one for unit, one in packed.items() if unit not in gone}
         return predict(sizes, plan.resident, plan.region_bytes, less, link, packed=left).seconds
 
-    units = [unit for unit in streamed if unit in packed]
+    units = [unit for unit in streamed if unit in packed and unit not in plan.packed]
     found = [(without(()), list[int]())]
     for quarters in (1, 2, 3, 4):
         some = [
@@ -148,9 +149,15 @@ def advise(
     """
     sizes = [unit.nbytes for unit in carving.units]
     work = learnt.workload(pieces(carving), blocks(module))
-    now = predict(sizes, plan.resident, plan.region_bytes, work, learnt.link).seconds
+    rate = settings.unpacking or math.inf
+    there = {unit: Packed(0, sizes[unit] / rate) for unit in plan.packed}
+    now = predict(sizes, plan.resident, plan.region_bytes, work, learnt.link, packed=there).seconds
     now = max(now, learnt.issuing(_uses(work, plan)))
-    floor = floor_seconds(sizes, settings.vram - plan.staging_bytes - plan.fixed_bytes, work, learnt.link)
+    available = settings.vram - plan.staging_bytes - plan.fixed_bytes
+    if rate < math.inf:  # what stays may do so packed
+        packs = [u for u in decide.problem(carving, settings, grain).units if u.packed]
+        available = int(available / min((unit.packed / unit.nbytes for unit in packs), default=1.0))
+    floor = floor_seconds(sizes, available, work, learnt.link)
     # What streams is copied in host memory, and pinned, whatever else a new layout asks for.
     move = 2 * sum(sizes) / learnt.link.bytes_per_second
     if abs(now - learnt.seconds) > TRUSTED * learnt.seconds:
@@ -185,7 +192,7 @@ def _crossing(carving: Carving, plan: Plan, new_carving: Carving, new: Plan) -> 
         }
 
     before, after = residents(carving, plan), residents(new_carving, new)
-    return sum((before | after)[unit] for unit in before.keys() ^ after.keys())
+    return sum((before | after)[unit] for unit in before.keys() ^ after.keys()) + new.packed_bytes
 
 
 def blocks(module: nn.Module) -> Sequence[frozenset[str]]:
