@@ -7,7 +7,7 @@ events are the same. Its host block stays where it is, so that it can give way a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,14 +47,15 @@ class PackedHere:
         """Of what they unpack to."""
         return sum(unit.nbytes for unit in self._units.values())
 
-    def keep(self, units: Iterable[Streamed]) -> None:
-        """Copy the units' wires to the device, where they may be read once the device was waited for. Raises
-        torch.OutOfMemoryError."""
-        for unit in units:
+    def keep(self, units: Sequence[Streamed]) -> None:
+        """Copy the units' wires to the device. Raises torch.OutOfMemoryError."""
+        buffers = [self._engine.allocate(unit.host.numel()) for unit in units]
+        self._engine.synchronize()  # this memory may have been others' until now
+        for unit, buffer in zip(units, buffers, strict=True):
             assert unit.decoder is not None
-            buffer = self._engine.allocate(unit.host.numel())
             self._engine.copy_in(buffer, unit.host, (), False)
             self._buffers[unit.index], self._units[unit.index], unit.wire = buffer, unit, buffer
+        self._engine.synchronize()
 
     def follow(self, unit: Streamed) -> None:
         """The unit's host block was made anew, and nothing is under way on the device."""

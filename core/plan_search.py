@@ -3,8 +3,8 @@
 The region takes what the residents leave, so a plan is a set of residents. Candidates come from the simple
 rule of `plan.py`, from even spreads by bytes and by bytes against computing time at every useful size of
 the region, and from the ends of the order (both turns); the best are then improved by exchanging units.
-Small cases are searched whole. Where units can stay packed, all that stays is tried raw, and all of it packed. The
-work is bounded by a count of replayed uses, not by time, and nothing is random: the same input gives the same plan.
+Small cases are searched whole. Where units can stay packed, all that stays is tried raw, all of it packed, and half of
+it. The work is bounded by a count of replayed uses, not by time, and nothing is random: the same input gives the same plan.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Search:
     workload: Workload
     link: Link
     work: int
-    unpacking: float = 0.0  # bytes/s; with it, what stays and packs stays packed
+    unpacking: Sequence[float] = ()  # seconds of it by unit
     loose: frozenset[int] = frozenset()  # stay raw whatever
     sizes: list[int] = field(init=False)
     floor: float = field(init=False)
@@ -52,7 +52,7 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.sizes = [unit.nbytes for unit in self.units]
-        dense = min((unit.packed / unit.nbytes for unit in self.units if self._packs(unit)), default=1.0)
+        dense = min((unit.packed / unit.nbytes for unit in self.units if unit.packed), default=1.0)
         self.floor = floor_seconds(self.sizes, int(self.available / dense), self.workload, self.link)
         self.cycles = CYCLES[self.workload.train]
         self.passes = 4 if self.workload.train and self.workload.groups else 2 if self.workload.train else 1
@@ -75,24 +75,24 @@ class _Search:
             region = min(region, round_up(region // streamed[0] * streamed[0], self.grain))
         return region if region >= max(streamed) else None
 
-    def _packs(self, unit: UnitSize) -> bool:
-        return self.unpacking > 0 and unit.packed > 0
-
     def divide(self, chosen: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
         """Of the units that stay, those that stay raw, and packed."""
-        packed = frozenset(u for u in chosen if u not in self.loose and self._packs(self.units[u]))
+        packed = frozenset(u for u in chosen if u not in self.loose and self.units[u].packed)
         return frozenset(chosen) - packed, packed
 
     def cost(self, unit: int) -> int:
         """Device bytes of ``unit``, when it stays."""
-        packs = unit not in self.loose and self._packs(self.units[unit])
+        packs = unit not in self.loose and self.units[unit].packed > 0
         return round_up(self.units[unit].packed if packs else self.sizes[unit], self.grain)
 
     def replay(self, chosen: Iterable[int], region: int, steps: int) -> Prediction:
         """The step with these units staying."""
         raw, packed = self.divide(chosen)
-        there = {unit: Packed(0, self.sizes[unit] / self.unpacking) for unit in packed}
-        return predict(self.sizes, raw, region, self.workload, self.link, steps=steps, packed=there)
+        there = {unit: Packed(0, self.unpacking[unit]) for unit in packed}
+        work = self.workload
+        if any(self.unpacking):
+            work = work.beside([0.0 if unit in raw else s for unit, s in enumerate(self.unpacking)])
+        return predict(self.sizes, raw, region, work, self.link, steps=steps, packed=there)
 
     def price(self, resident: frozenset[int], region: int) -> int:
         """Work of one replay: finding a place takes longer the more slots there are."""
@@ -238,22 +238,31 @@ def choose(
 ) -> tuple[Plan, Prediction]:
     """The plan for ``budget`` device bytes whose predicted step is shortest, and that prediction.
 
-    ``unpacking``: bytes/s at which the device unpacks what stays packed on it; None: nothing does. Raises BudgetError as
-    `plan_residency` does, whose plan is the first candidate: the choice is never worse.
+    ``unpacking``: bytes/s at which the device unpacks what crosses or stays packed, of which ``workload`` knows nothing;
+    None: nothing is. Raises BudgetError as `plan_residency` does, whose plan is the first candidate: the choice is never
+    worse.
     """
-    best = _choose(units, budget, fixed_bytes, workload, link, wish or Wish(), grain, work, 0.0)
-    if unpacking and not best[0].all_resident and any(unit.packed for unit in units):
-        packed = _choose(units, budget, fixed_bytes, workload, link, wish or Wish(), grain, work, unpacking)
-        best = min(best, packed, key=lambda one: one[1].seconds)  # of equals the one that unpacks nothing
-    return best
+    seconds = [unit.nbytes / unpacking if unpacking and unit.packed else 0.0 for unit in units]
+    packs = [index for index, unit in enumerate(units) if unpacking and unit.packed]
+    ways = [frozenset[int](), frozenset(packs), frozenset(packs[::2])] if packs else [frozenset[int]()]
+    found = []
+    for way in ways:  # of equals the one that unpacks less
+        some = [replace(unit, packed=unit.packed if i in way else 0) for i, unit in enumerate(units)]
+        spend = work if not way else work // 2
+        found.append(
+            _choose(some, budget, fixed_bytes, workload, link, wish or Wish(), grain, spend, seconds)
+        )
+        if found[0][0].all_resident:
+            break
+    return min(found, key=lambda one: one[1].seconds)
 
 
 def _choose(
     units: Sequence[UnitSize], budget: int, fixed_bytes: int, workload: Workload, link: Link, wish: Wish, grain: int,
-    work: int, unpacking: float,
+    work: int, unpacking: Sequence[float],
 ) -> tuple[Plan, Prediction]:  # fmt: skip
-    """With everything that stays raw, or with ``unpacking`` packed where it packs."""
-    rule = plan_residency(units, budget, fixed_bytes, wish, grain, packed=unpacking > 0)
+    """What packs stays packed; ``unpacking``: seconds by unit."""
+    rule = plan_residency(units, budget, fixed_bytes, wish, grain, packed=True)
     sizes = [unit.nbytes for unit in units]
     if rule.all_resident or not units:
         return rule, predict(sizes, rule.resident, 0, workload, link, steps=1)

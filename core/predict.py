@@ -14,7 +14,7 @@ what it takes to issue them: then nothing starts before it was issued.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .slots import Region
@@ -99,6 +99,16 @@ class Workload:
         grouped = [unit for group in self.groups for unit in group]
         if len(set(grouped)) != len(grouped) or not set(grouped) <= set(range(count)):
             raise ValueError("a unit of a workload is in one group at most")
+
+    def beside(self, seconds: Sequence[float]) -> Workload:
+        """As it is when the device does ``seconds`` of something else by unit at each of its uses (unpacking it: that takes
+        the memory's time, as computing does)."""
+        forward = tuple(a + b for a, b in zip(self.forward, seconds, strict=True))
+        backward = tuple(
+            a + (0.0 if unit in self.idle else b)
+            for unit, (a, b) in enumerate(zip(self.backward, seconds, strict=bool(self.backward)))
+        )
+        return replace(self, forward=forward, backward=backward)
 
     @property
     def train(self) -> bool:

@@ -49,7 +49,7 @@ class Recodes:
     def _streamed(self) -> list[int]:
         raise NotImplementedError
 
-    def _settings(self) -> decide.Settings:
+    def _settings(self, known: bool = False) -> decide.Settings:
         raise NotImplementedError
 
     def _take(self, learnt: Learnt) -> None:

@@ -144,19 +144,24 @@ def advise(
 ) -> Advice:
     """Whether a layout other than ``plan`` of ``carving`` is worth while. ``copies``: what streams keeps its host block.
 
-    ``steps``: seen so far. While not even the fastest step that any layout allows would have made up for the
-    change in so many, nothing is searched, and ``saves`` is what that step would save.
+    ``learnt``: without unpacking, where ``settings`` tells its rate. ``steps``: seen so far. While not even the fastest
+    step that any layout allows would have made up for the change in so many, nothing is searched, and ``saves`` is what
+    that step would save.
     """
     sizes = [unit.nbytes for unit in carving.units]
     work = learnt.workload(pieces(carving), blocks(module))
-    rate = settings.unpacking or math.inf
-    there = {unit: Packed(0, sizes[unit] / rate) for unit in plan.packed}
-    now = predict(sizes, plan.resident, plan.region_bytes, work, learnt.link, packed=there).seconds
+    units, rate = decide.problem(carving, settings, grain).units, settings.unpacking
+    decoding = [
+        unit.nbytes / rate if rate and unit.packed and index not in plan.resident else 0.0
+        for index, unit in enumerate(units)
+    ]
+    here = {index: Packed(0, decoding[index]) for index in plan.packed}
+    beside = work.beside(decoding) if any(decoding) else work
+    now = predict(sizes, plan.resident, plan.region_bytes, beside, learnt.link, packed=here).seconds
     now = max(now, learnt.issuing(_uses(work, plan)))
-    available = settings.vram - plan.staging_bytes - plan.fixed_bytes
-    if rate < math.inf:  # what stays may do so packed
-        packs = [u for u in decide.problem(carving, settings, grain).units if u.packed]
-        available = int(available / min((unit.packed / unit.nbytes for unit in packs), default=1.0))
+    # What stays may do so packed.
+    dense = min((unit.packed / unit.nbytes for unit in units if rate and unit.packed), default=1.0)
+    available = int((settings.vram - plan.staging_bytes - plan.fixed_bytes) / dense)
     floor = floor_seconds(sizes, available, work, learnt.link)
     # What streams is copied in host memory, and pinned, whatever else a new layout asks for.
     move = 2 * sum(sizes) / learnt.link.bytes_per_second

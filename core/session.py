@@ -272,16 +272,24 @@ class Session(Pools, Adapts, Adopts, Values):
         self._searched[asked] = self._learnt, carving, plan
         return carving, plan
 
-    def _settings(self) -> decide.Settings:
+    def _settings(self, known: bool = False) -> decide.Settings:
+        """What a layout is asked for; ``known``: times are, whether or not they are taken already."""
         from_file = None if self._checkpoint is None else self._checkpoint.of
         chosen = self._packing
         packs = chosen is not None and not chosen.plain
         here = chosen is not None and chosen.here and packs and self._engine.unpacks
+        # Where nothing is known yet: what trains will take many steps, of which the first tell what binds.
+        here = here and (known or self._learnt is not None or not self._any_trainable())
         wires = self._wire_bytes if here else None
         return decide.Settings(
             self._vram, self._granularity, self._training, self._stay, from_file, packs, self._among,
             wires, None if wires is None else self._unpacking_rate(),
         )  # fmt: skip
+
+    def _any_trainable(self) -> bool:
+        """Whether anything of the module is trainable."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(tensor.requires_grad for tensor in self.module.parameters())
 
     def _wire_bytes(self, unit: Unit) -> int:
         """What ``unit`` packs to, 0 where it does not."""

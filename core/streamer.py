@@ -295,9 +295,8 @@ class Streamer:
 
     def stay_packed(self, units: Sequence[Streamed]) -> None:
         """From now on ``units`` are unpacked from the device's own memory. Raises torch.OutOfMemoryError."""
-        self.packed_here.keep(units)
         if units:
-            self.engine.synchronize()
+            self.packed_here.keep(units)
 
     def packed_leave(self, wanted: int) -> int:
         """Units that stay packed give up ``wanted`` bytes, what is needed last first; returns how many it was."""

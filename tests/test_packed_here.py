@@ -17,6 +17,7 @@ from carom.core import packed_here, packed_tensors, packing, rerun, streamer
 from carom.core.plan import Plan, UnitSize, Wish, packed_cost, plan_residency, resident_cost, stay_packed
 from carom.core.plan_search import choose
 from carom.core.predict import Link, Packed, Workload, predict
+from carom.core.session import Session
 from carom.core.simulated import SimulatedRaceError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,6 +131,7 @@ def test_a_model_that_fits_packed_crosses_no_link(device):
 @on_every_device
 @pytest.mark.parametrize("name", ["stack", "heterogeneous", "tied", "attention"])
 def test_inference_and_training_are_exact(name, device, monkeypatch):
+    monkeypatch.setattr(Session, "_any_trainable", lambda self: False)
     monkeypatch.setattr(packing, "LEAST", 256)
     monkeypatch.setattr(packed_tensors, "GAIN", 4.0)
     monkeypatch.setattr(packed_here, "wire_bytes", lambda unit, *rest: unit.nbytes)
@@ -149,7 +151,8 @@ def test_inference_and_training_are_exact(name, device, monkeypatch):
 
 
 @on_every_device
-def test_adapters_train_to_the_same_bits(device):
+def test_adapters_train_to_the_same_bits(device, monkeypatch):
+    monkeypatch.setattr(Session, "_any_trainable", lambda self: False)  # as after the first steps
     model, plain = model_and_copy(adapted=True)
 
     def steps(net: Model) -> list[torch.Tensor]:
@@ -166,6 +169,38 @@ def test_adapters_train_to_the_same_bits(device):
         report = session.report()
     assert report.resident_packed_units and report.vram_peak_bytes <= VRAM
     assert report.transfers_per_weight <= 2
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("flops, packed", [(1e15, True), (1e9, False)])
+def test_what_was_learnt_decides_whether_units_stay_packed(flops, packed, trained):
+    """A link that binds wants as much packed as fits; where computing does, raw residents need no unpacking."""
+    model, plain = model_and_copy(depth=16, adapted=trained)
+    device = carom.SimulatedDevice(
+        flops=flops, link_bytes_per_second=1e9, copy_latency_seconds=0, kernel_seconds=1e-6,
+        decode_bytes_per_second=5e9, unpacks=True,
+    )  # fmt: skip
+
+    def step(net: Model, seed: int) -> torch.Tensor:
+        with torch.set_grad_enabled(trained and packed):  # backwards take this device no time
+            out = net(inputs(seed))
+            if trained and packed:
+                out.float().pow(2).mean().backward()
+        return out.detach()
+
+    with carom.stream(model, device=device, vram=2 * VRAM, codec="lossless", granularity="block") as session:
+        assert bool(session.plan.packed) == (not trained), "what trains begins raw"
+        for seed in range(12):
+            assert torch.equal(step(model, seed), step(plain, seed))
+        session.tune()
+        for seed in range(3):
+            assert torch.equal(step(model, seed), step(plain, seed))
+        if trained:
+            gradients = [[p.grad for p in net.parameters() if p.grad is not None] for net in (plain, model)]
+            assert_same(*gradients)
+        report = session.report()
+    assert (report.resident_packed_units > 0) == packed
+    assert report.vram_peak_bytes <= 2 * VRAM
 
 
 # -- values that change, budgets that change
