@@ -304,12 +304,8 @@ class Streamer:
 
     def _evict(self, slot: Slot) -> None:
         self.region.remove(slot)
-        if slot.reads:
-            self._tails.append((slot.offset, slot.end, list(slot.reads.values())))
-        elif (
-            slot.unit.decoder is not None
-        ):  # copies are in order among themselves; decoding is on another stream
-            self._tails.append((slot.offset, slot.end, [slot.copied]))
+        # What was not read may still be on its way: copies are in order among themselves, but not with what is unpacked.
+        self._tails.append((slot.offset, slot.end, list(slot.reads.values()) or [slot.copied]))
         if slot.unit.slot is slot:
             slot.unit.slot = None
         self._stuck = None

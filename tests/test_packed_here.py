@@ -331,6 +331,21 @@ def test_a_unit_is_unpacked_only_after_its_slot_was_read(device, monkeypatch):
             model(inputs())
 
 
+@pytest.mark.parametrize("timing", ["late", "early", "random"])
+def test_units_that_cross_raw_share_slots_with_what_is_unpacked(timing):
+    """A copy that nobody waited for may still be on its way when its place is given to what is unpacked there: when
+    units come to cross raw, their values are fetched in an order of their own."""
+    model, plain = model_and_copy()
+    device = carom.SimulatedDevice(
+        flops=2.5e9, link_bytes_per_second=1e9, copy_latency_seconds=0, kernel_seconds=1e-6, timing=timing, seed=3,
+        decode_bytes_per_second=1.6e10, unpacks=True,
+    )  # fmt: skip
+    with torch.no_grad(), carom.stream(model, device=device, vram=int(0.96 * VRAM)) as session:
+        for seed in range(24):
+            assert torch.equal(model(inputs(seed)), plain(inputs(seed)))
+        assert any(unit.decoder is None for unit in session._placement.streamed)
+
+
 # -- the plan
 
 MIB = 1 << 20
