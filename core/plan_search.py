@@ -53,7 +53,10 @@ class _Search:
     def __post_init__(self) -> None:
         self.sizes = [unit.nbytes for unit in self.units]
         dense = min((unit.packed / unit.nbytes for unit in self.units if unit.packed), default=1.0)
+        # What does not fit raw is unpacked.
+        decoding = sum(self.unpacking) * max(0.0, 1 - self.available / (sum(self.sizes) or 1))
         self.floor = floor_seconds(self.sizes, int(self.available / dense), self.workload, self.link)
+        self.floor = max(self.floor, sum(self.workload.phases) + decoding)
         self.cycles = CYCLES[self.workload.train]
         self.passes = 4 if self.workload.train and self.workload.groups else 2 if self.workload.train else 1
 
@@ -248,7 +251,7 @@ def choose(
     found = []
     for way in ways:  # of equals the one that unpacks less
         some = [replace(unit, packed=unit.packed if i in way else 0) for i, unit in enumerate(units)]
-        spend = work if not way else work // 2
+        spend = work // len(ways)
         found.append(
             _choose(some, budget, fixed_bytes, workload, link, wish or Wish(), grain, spend, seconds)
         )

@@ -278,18 +278,17 @@ class Session(Pools, Adapts, Adopts, Values):
         chosen = self._packing
         packs = chosen is not None and not chosen.plain
         here = chosen is not None and chosen.here and packs and self._engine.unpacks
-        # Where nothing is known yet: what trains will take many steps, of which the first tell what binds.
-        here = here and (known or self._learnt is not None or not self._any_trainable())
+        # Packing what could stay raw takes its time and host memory: where a step's times say that it pays.
+        here = here and (known or self._stays_packed())
         wires = self._wire_bytes if here else None
         return decide.Settings(
             self._vram, self._granularity, self._training, self._stay, from_file, packs, self._among,
             wires, None if wires is None else self._unpacking_rate(),
         )  # fmt: skip
 
-    def _any_trainable(self) -> bool:
-        """Whether anything of the module is trainable."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return any(tensor.requires_grad for tensor in self.module.parameters())
+    def _stays_packed(self) -> bool:
+        """Whether units may stay on the device packed."""
+        return self._learnt is not None
 
     def _wire_bytes(self, unit: Unit) -> int:
         """What ``unit`` packs to, 0 where it does not."""

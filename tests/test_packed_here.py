@@ -35,6 +35,12 @@ def also_small_units(monkeypatch):
     monkeypatch.setattr(packed_here, "LEAST_UNIT", 1)
 
 
+@pytest.fixture
+def known(monkeypatch):
+    """As after the first steps, where the link binds."""
+    monkeypatch.setattr(Session, "_stays_packed", lambda self: True)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +96,7 @@ def inputs(seed: int = 0) -> torch.Tensor:
 
 
 @on_every_device
-def test_what_stays_packed_does_not_cross_and_more_stays(device):
+def test_what_stays_packed_does_not_cross_and_more_stays(device, known):
     model, plain = model_and_copy()
     with torch.no_grad():
         expected = plain(inputs())
@@ -112,7 +118,7 @@ def test_what_stays_packed_does_not_cross_and_more_stays(device):
 
 
 @on_every_device
-def test_a_model_that_fits_packed_crosses_no_link(device):
+def test_a_model_that_fits_packed_crosses_no_link(device, known):
     model, plain = model_and_copy(depth=20)
     vram = int(20 * BLOCK * 0.74 + 4 * BLOCK)
     assert vram < 20 * BLOCK
@@ -130,8 +136,7 @@ def test_a_model_that_fits_packed_crosses_no_link(device):
 
 @on_every_device
 @pytest.mark.parametrize("name", ["stack", "heterogeneous", "tied", "attention"])
-def test_inference_and_training_are_exact(name, device, monkeypatch):
-    monkeypatch.setattr(Session, "_any_trainable", lambda self: False)
+def test_inference_and_training_are_exact(name, device, monkeypatch, known):
     monkeypatch.setattr(packing, "LEAST", 256)
     monkeypatch.setattr(packed_tensors, "GAIN", 4.0)
     monkeypatch.setattr(packed_here, "wire_bytes", lambda unit, *rest: unit.nbytes)
@@ -151,8 +156,7 @@ def test_inference_and_training_are_exact(name, device, monkeypatch):
 
 
 @on_every_device
-def test_adapters_train_to_the_same_bits(device, monkeypatch):
-    monkeypatch.setattr(Session, "_any_trainable", lambda self: False)  # as after the first steps
+def test_adapters_train_to_the_same_bits(device, monkeypatch, known):
     model, plain = model_and_copy(adapted=True)
 
     def steps(net: Model) -> list[torch.Tensor]:
@@ -189,7 +193,7 @@ def test_what_was_learnt_decides_whether_units_stay_packed(flops, packed, traine
         return out.detach()
 
     with carom.stream(model, device=device, vram=2 * VRAM, codec="lossless", granularity="block") as session:
-        assert bool(session.plan.packed) == (not trained), "what trains begins raw"
+        assert not session.plan.packed, "nothing is known yet"
         for seed in range(12):
             assert torch.equal(step(model, seed), step(plain, seed))
         session.tune()
@@ -208,7 +212,7 @@ def test_what_was_learnt_decides_whether_units_stay_packed(flops, packed, traine
 
 @on_every_device
 @pytest.mark.parametrize("host", ["auto", "raw"])
-def test_values_that_are_written_are_those_of_the_next_pass(device, host):
+def test_values_that_are_written_are_those_of_the_next_pass(device, host, known):
     model, plain = model_and_copy()
     new = torch.randn(4 * WIDE, WIDE).bfloat16()
     hard = torch.randint(-(1 << 14), 1 << 14, (4 * WIDE, WIDE), dtype=torch.int16).view(torch.bfloat16)
@@ -243,7 +247,7 @@ def test_values_that_are_written_are_those_of_the_next_pass(device, host):
 
 
 @on_every_device
-def test_other_budgets_and_parking_keep_every_bit_and_give_the_memory_back(device):
+def test_other_budgets_and_parking_keep_every_bit_and_give_the_memory_back(device, known):
     model, plain = model_and_copy()
     device = dataclasses.replace(device)
     with torch.no_grad():
@@ -262,7 +266,7 @@ def test_other_budgets_and_parking_keep_every_bit_and_give_the_memory_back(devic
     assert_same(list(plain.parameters()), list(model.parameters()))
 
 
-def test_weights_that_pack_less_than_expected_stay_as_they_are():
+def test_weights_that_pack_less_than_expected_stay_as_they_are(known):
     model, plain = model_and_copy()
     with torch.no_grad():
         for net in (model, plain):
@@ -280,7 +284,7 @@ def test_weights_that_pack_less_than_expected_stay_as_they_are():
     assert_same(list(plain.parameters()), list(model.parameters()))
 
 
-def test_what_stays_packed_gives_way_when_memory_runs_short():
+def test_what_stays_packed_gives_way_when_memory_runs_short(known):
     """`Reruns` frees residents that are needed last; packed ones cross from then on."""
     model, plain = model_and_copy()
     with (
@@ -312,7 +316,7 @@ def test_what_stays_packed_gives_way_when_memory_runs_short():
 
 
 @on_every_device
-def test_a_unit_is_unpacked_only_after_its_slot_was_read(device, monkeypatch):
+def test_a_unit_is_unpacked_only_after_its_slot_was_read(device, monkeypatch, known):
     model, _ = model_and_copy()
 
     def forgets(self: Any, decoder: Any, wire: Any, target: Any, after: Any, timed: bool) -> Any:
@@ -332,7 +336,7 @@ def test_a_unit_is_unpacked_only_after_its_slot_was_read(device, monkeypatch):
 
 
 @pytest.mark.parametrize("timing", ["late", "early", "random"])
-def test_units_that_cross_raw_share_slots_with_what_is_unpacked(timing):
+def test_units_that_cross_raw_share_slots_with_what_is_unpacked(timing, known):
     """A copy that nobody waited for may still be on its way when its place is given to what is unpacked there: when
     units come to cross raw, their values are fetched in an order of their own."""
     model, plain = model_and_copy()
