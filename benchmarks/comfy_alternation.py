@@ -62,7 +62,8 @@ def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
         "turn_s": statistics.median(turn["wall_s"] for turn in later),
         "text_s": statistics.median(turn["text_s"] for turn in later),
         "storage_bytes": sum(turn["read_bytes"].get("storage", 0) for turn in later),
-        "same_latents": len({turn["hash"] for turn in turns}) == 1,
+        # A text encoder has run before all of these: after it ComfyUI computes the same prompt to other bits.
+        "same_latents": len({turn["hash"] for turn in later}) == 1,
     }
     reports = [turn["report"] for turn in later if turn["report"] and turn["report"]["streamed_bytes"]]
     if len(reports) == len(later):

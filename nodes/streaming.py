@@ -63,7 +63,8 @@ class Streaming:
             False  # weights are dressed tensors: patches are written on them, and only while they are whole
         )
         self._total = 0
-        self._pinned = 0
+        self._pins = [0]  # bytes that ComfyUI counts as pinned for us
+        self._ends: weakref.finalize | None = None
         self._last: Report | None = None
         self._undo = contextlib.ExitStack()
         self._lengthen: Callable[[], None] = _nothing
@@ -96,6 +97,8 @@ class Streaming:
             self._undo.close()
             raise
         self.session, self.budget, self.packs = session, bound, settings.codec != "raw"
+        self._ends = weakref.finalize(model, _dropped, weakref.ref(session), self._pins)
+        self._ends.atexit = False
         model.__dict__.pop(MAPPED, None)  # every weight has moved
         for name in entrances:
             self._enter_by(model, root, name)
@@ -228,6 +231,8 @@ class Streaming:
         session, self.session, self.budget = self.session, None, None
         if session is None:
             return
+        if self._ends is not None:
+            self._ends.detach()
         with contextlib.suppress(Exception):
             self._last = session.report()
         try:
@@ -236,8 +241,8 @@ class Streaming:
         finally:
             self._undo.close()
             self.dressed = False
-            host.count_pinned(-self._pinned)
-            self._pinned = self.held = self.weights = self.streamed = 0
+            host.count_pinned(-self._pins[0])
+            self._pins[0] = self.held = self.weights = self.streamed = 0
 
     # -- figures
 
@@ -262,8 +267,8 @@ class Streaming:
     def _count_pinned(self) -> None:
         report = self.report()
         assert report is not None
-        host.count_pinned(report.pinned_bytes - self._pinned)
-        self._pinned = report.pinned_bytes
+        host.count_pinned(report.pinned_bytes - self._pins[0])
+        self._pins[0] = report.pinned_bytes
 
     def report(self) -> Report | None:
         """The session's figures, or those of the last one; None where nothing was ever streamed."""
@@ -328,6 +333,20 @@ def _laying_out() -> Iterator[None]:
     """Weights are moved about: outside inference mode, and outside what ComfyUI records of a block's allocations."""
     with torch.inference_mode(False), torch.no_grad(), host.lasting_allocations():
         yield
+
+
+def _dropped(reference: weakref.ref[Session], pins: list[int]) -> None:
+    """ComfyUI let go of a model. What its session holds of the device is free now, not when cycles are collected: the
+    model that is loaded next is offered what is free."""
+    session = reference()
+    host.count_pinned(-pins[0])
+    if session is None:
+        return
+    try:
+        with _laying_out():
+            session.close(discard=True)
+    except Exception as error:  # nobody is there to hear of it
+        logger.warning("Carom: a model that was dropped could not give its memory back: %s", error)
 
 
 def _taken_over(reference: weakref.ref[Streaming], *args: Any, **kwargs: Any) -> Any:

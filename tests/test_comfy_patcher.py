@@ -616,6 +616,28 @@ def test_a_model_that_is_dropped_takes_its_session_with_it(comfy):
     assert [reference() for reference in gone] == [None, None]
 
 
+def test_a_dropped_model_gives_the_device_back_before_anybody_collects_cycles(comfy, monkeypatch):
+    """ComfyUI offers the next model what is free; a model that lingers in a cycle would leave it nothing."""
+    import gc
+
+    counted = []
+    monkeypatch.setattr(nodes_host, "count_pinned", counted.append)
+    patcher = make(comfy, LIMIT)
+    run(patcher)
+    session = streaming_of(patcher.model).session
+    ended, close = [], session.close
+    monkeypatch.setattr(session, "close", lambda **how: (ended.append(how), close(**how)))
+    gc.disable()
+    try:
+        del patcher
+        assert ended == [{"discard": True}]
+    finally:
+        gc.enable()
+    assert session._streamer.memory.numel() == 0
+    assert sum(counted) == 0
+    assert session._closed
+
+
 def test_a_deep_copy_of_a_streaming_model_is_a_plain_model(comfy):
     patcher = make(comfy, LIMIT)
     reference = run(patcher)
