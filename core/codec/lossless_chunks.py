@@ -1,0 +1,220 @@
+"""What the CPU encoder does to one chunk: elements to byte planes, bit planes and escapes, with few passes of NumPy.
+
+What a pass costs is counted in bytes that it touches and in branches that the processor guesses wrong, so: uint64 words
+for all that bits are moved by, dtypes narrowed by the ufunc that computes (in blocks that stay in the first cache), and
+escapes looked for among bytes, then among bits of the bytes that have any: NumPy finds few places in many by branches,
+three times slower than many by arithmetic. Everything here releases the GIL except for what stands between two passes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from .lossless_format import HEADER_BYTES, MOST_SHIFT, WIDE_BIT, Header, Kind
+from .scratch import scratch
+
+_U64 = np.uint64
+_BYTES = 0x0101010101010101
+_EVEN = _U64(0x55 * _BYTES)  # every second bit
+_LOW, _HIGH = _U64(0x33 * _BYTES), _U64(0xCC * _BYTES)  # the lower and the upper two bits of every half byte
+_ONES_OF_BYTE = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
+_GAP = 8  # bytes after each tile's mask: the first says whether its number of escapes is odd
+
+
+def split(kind: Kind, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray | None, np.ndarray]:
+    """Elements as unsigned integers -> (byte planes, rest bits or None, exponents), all uint8."""
+    # NumPy shifts uint8 to the left one by one, 15 times slower than it multiplies: hence the products.
+    high = x if kind.itemsize == 1 else (x >> (8 * kind.itemsize - 8)).astype(np.uint8)
+    if kind.name in ("bf16", "fp32"):
+        low = (x >> 16).astype(np.uint8) if kind.itemsize == 4 else x.astype(np.uint8)
+        exponent = (x >> (8 * kind.itemsize - 9)).astype(np.uint8)
+        high ^= low
+        high &= 0x80
+        low ^= high  # the exponent's lowest bit gives way to the sign
+        if kind.itemsize == 2:
+            return [low], None, exponent
+        return [x.astype(np.uint8), (x >> 8).astype(np.uint8), low], None, exponent
+    if kind.name == "e4m3":
+        return [], (high >> 7) * np.uint8(8) | (high & 7), high >> 3 & 15
+    rest = (high >> 7) * np.uint8(4) | (high & 3)
+    return ([x.astype(np.uint8)] if kind.itemsize == 2 else []), rest, high >> 2 & 31
+
+
+def ones_of(mask: np.ndarray) -> np.ndarray:
+    """Set bits of each uint32."""
+    if hasattr(np, "bitwise_count"):  # NumPy 2
+        return np.bitwise_count(mask)
+    by_byte = _ONES_OF_BYTE.take(mask.view(np.uint8)).view(np.uint32)
+    return by_byte.reshape(mask.shape) * np.uint32(0x01010101) >> 24
+
+
+@functools.lru_cache(maxsize=4)
+def _places(lanes: int, tiles: int) -> np.ndarray:
+    """int64: the first element of each byte of the masks of ``tiles`` tiles; what no element has stands for none."""
+    byte = np.arange(4 * lanes)
+    places = np.full((tiles, 4 * lanes + _GAP), tiles * 32 * lanes)
+    places[:, : 4 * lanes] = np.arange(tiles)[:, None] * (32 * lanes) + (byte >> 2) * 8 + (byte & 3)
+    places.flags.writeable = False
+    return places.reshape(-1)
+
+
+class Chunks:
+    """Encodes runs of at most ``most`` tiles into the fixed sections of ``blob``; escapes are handed back.
+
+    ``flat``: the elements as unsigned integers. Any thread may call it.
+    """
+
+    def __init__(self, header: Header, flat: np.ndarray, blob: np.ndarray, most: int) -> None:
+        self.header, self.flat, self.blob, self.most = header, flat, blob, most
+        self.nibble_of = np.full(256, 255, np.uint8)
+        self.nibble_of[np.frombuffer(header.escape_table, np.uint8)] = np.arange(16, dtype=np.uint8)
+        # NumPy's minimum with a number takes ten times as long as with an array.
+        self.highest = np.full(header.tile, (1 << header.k) - 1, np.uint8)
+        bit = np.arange(8)
+        self.element_of_bit = (bit >> 1) * (8 * header.lanes) + (bit & 1) * 4
+        bits = blob[header.bits_at : header.tiles_at].view(np.uint32)
+        self.bits = bits.reshape(header.tiles, header.planes, header.lanes)
+
+    def __call__(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tiles first .. first + count: (escape bytes, bytes of each tile, flag bits of each tile's table entry)."""
+        header = self.header
+        tiles = min(count, header.tiles - first)
+        start, end = first * header.tile, min((first + tiles) * header.tile, header.words * 4)
+        targets = []
+        for i in range(header.kind.byte_planes):
+            at = HEADER_BYTES + i * header.byte_plane_stride
+            targets.append(self.blob[at + start : at + end])
+            if end == header.words * 4:
+                self.blob[at + end : at + header.byte_plane_stride] = 0
+        exponents = scratch("exponents", self.most * header.tile + 1, np.uint8)
+        exponents[-1] = header.escape_table[0]  # of no element: the half byte 0
+        exponent = exponents[: end - start]
+        rest = self._split(self.flat[start:end], targets, exponent)
+        whole = scratch("combined", tiles * header.tile, np.uint8)
+        combined = whole[: end - start]
+        np.subtract(exponent, np.uint8(header.base), out=combined)
+        by_tile = whole.reshape(tiles, header.tile)
+        np.minimum(by_tile, self.highest, out=by_tile)
+        if rest is not None:
+            np.multiply(rest, np.uint8(1 << header.k), out=rest)
+            np.bitwise_or(combined, rest, out=combined)
+        whole[end - start :] = 0  # code 0 where the last tile has no elements
+        mask = self._bit_planes(whole.view(np.uint64).reshape(tiles, 4, header.lanes), first)
+        return self._escapes(mask, exponents)
+
+    def _split(self, x: np.ndarray, targets: list[np.ndarray], exponent: np.ndarray) -> np.ndarray | None:
+        """`split`, with the byte planes written to ``targets`` and the exponents to ``exponent``: the rest bits."""
+        kind = self.header.kind
+        if kind.name not in ("bf16", "fp32"):
+            planes, rest, found = split(kind, x)
+            for target, plane in zip(targets, planes, strict=True):
+                np.copyto(target, plane)
+            np.copyto(exponent, found)
+            return rest
+        half = x
+        if kind.itemsize == 4:
+            np.copyto(targets[0], x, casting="unsafe")
+            np.right_shift(x, 8, out=targets[1], dtype=np.uint32, casting="unsafe")
+            half = scratch("halves", len(x), np.uint16)
+            np.right_shift(x, 16, out=half, dtype=np.uint32, casting="unsafe")
+        np.right_shift(half, 7, out=exponent, dtype=np.uint16, casting="unsafe")
+        joined = scratch("joined", len(x), np.uint16)
+        np.bitwise_and(half, np.uint16(0x807F), out=joined)
+        np.multiply(joined, np.uint16(0x0101), out=joined)  # sign and mantissa in the upper byte
+        np.right_shift(joined, 8, out=targets[-1], dtype=np.uint16, casting="unsafe")
+        return None
+
+    def _bit_planes(self, words: np.ndarray, first: int) -> np.ndarray:
+        """Writes all bit planes of uint64 ``words`` [tiles, 4, lanes] (8 elements each).
+
+        Returns the escape mask: uint8 [tiles, 4 lanes + gap], undefined in the gap.
+        """
+        header = self.header
+        tiles, _, lanes = words.shape
+        even, odd, pairs, moved = (
+            scratch(name, tiles * lanes, np.uint64).reshape(tiles, lanes)
+            for name in ("even", "odd", "pairs", "moved")
+        )
+        mask = scratch("mask", tiles * (4 * lanes + _GAP), np.uint8).reshape(tiles, 4 * lanes + _GAP)
+        escapes = mask.view(np.uint32)[:, :lanes]
+        for nibble in range(0, header.planes, 4):
+            part = words if header.planes <= 4 else words >> _U64(nibble) & _U64(0x0F * _BYTES)
+            # Two words a byte, rows 0 and 2, and 1 and 3, so that one operation takes a bit of both.
+            for row, both in ((0, even), (1, odd)):
+                np.left_shift(part[:, row + 2], _U64(4), out=both)
+                np.bitwise_or(both, part[:, row], out=both)
+            for j in range(nibble, min(nibble + 4, header.planes), 2):
+                # Two planes of all four rows: bit 2 v + i of a byte is row v's bit j + i.
+                if j == nibble:
+                    np.bitwise_and(even, _LOW, out=pairs)
+                    np.bitwise_and(odd, _LOW, out=moved)
+                    np.left_shift(moved, _U64(2), out=moved)
+                else:
+                    np.right_shift(even, _U64(2), out=pairs)
+                    np.bitwise_and(pairs, _LOW, out=pairs)
+                    np.bitwise_and(odd, _HIGH, out=moved)
+                np.bitwise_or(pairs, moved, out=pairs)
+                for i in range(j, min(j + 2, header.planes)):
+                    bits = pairs
+                    if i > j:
+                        np.right_shift(pairs, _U64(1), out=pairs)
+                    if j + 1 < header.planes:
+                        bits = moved
+                        np.bitwise_and(pairs, _EVEN, out=bits)
+                    self._plane(bits, first, i, escapes)
+        return mask
+
+    def _plane(self, bits: np.ndarray, first: int, j: int, escapes: np.ndarray) -> None:
+        """Writes plane ``j`` of uint64 ``bits`` [tiles, lanes], of which the upper four elements go to the odd bits."""
+        upper = scratch("upper", bits.size, np.uint64).reshape(bits.shape)
+        np.right_shift(bits, _U64(31), out=upper)  # bit 32 + b to bit b + 1
+        np.bitwise_or(upper, bits, out=upper)
+        plane = self.bits[first : first + len(bits), j]
+        np.copyto(plane, upper, casting="unsafe")
+        if j == 0:
+            np.copyto(escapes, plane)
+        elif j < self.header.k:
+            np.bitwise_and(escapes, plane, out=escapes)
+
+    def _escapes(self, mask: np.ndarray, exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        header, lanes = self.header, self.header.lanes
+        by_lane = ones_of(mask.view(np.uint32)[:, :lanes])
+        counts = by_lane.sum(1, dtype=np.int64)
+        flags = by_lane.max(1).astype(np.int64) << MOST_SHIFT
+        mask[:, 4 * lanes :] = 0
+        mask[:, 4 * lanes] = counts & 1  # a tile's odd last half byte is zero: an escape of no element
+        has_any = scratch("bytes with escapes", mask.size, np.bool_)
+        np.not_equal(mask.reshape(-1), 0, out=has_any)
+        where = np.flatnonzero(has_any)
+        bits = np.flatnonzero(np.unpackbits(mask.reshape(-1).take(where), bitorder="little").view(np.bool_))
+        element = _places(lanes, self.most).take(where).take(bits >> 3)
+        element += self.element_of_bit.take(bits & 7)
+        values = exponents.take(element)
+        nibbles = self.nibble_of.take(values)
+        sizes = (counts + 1) >> 1
+        pairs = nibbles.view(np.uint16)
+        stream = (pairs | pairs >> 4).astype(np.uint8)
+        if len(nibbles) and nibbles.max() == 255:
+            tiles = np.unique(element[nibbles == 255] // header.tile)
+            stream = _widen(stream, values, counts, sizes, tiles)
+            flags[tiles] |= 1 << WIDE_BIT
+        return stream, sizes, flags
+
+
+def _widen(
+    stream: np.ndarray, values: np.ndarray, counts: np.ndarray, sizes: np.ndarray, tiles: np.ndarray
+) -> np.ndarray:
+    """``stream`` with the escapes of ``tiles``, which have exponents that are not in the table, one byte each.
+
+    ``values``: two for each byte of the stream; ``sizes`` (bytes of each tile) is brought up to date.
+    """
+    ends = np.cumsum(sizes)
+    begins, parts, at = ends - sizes, [], 0
+    for tile in tiles.tolist():
+        parts.append(stream[at : begins[tile]])
+        parts.append(values[2 * begins[tile] : 2 * begins[tile] + counts[tile]])
+        at = ends[tile]
+    sizes[tiles] = counts[tiles]
+    return np.concatenate([*parts, stream[at:]])
