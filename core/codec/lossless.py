@@ -10,15 +10,16 @@ is used again (`scratch`), about 5 MB a thread whatever the tensor's size.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from .lossless_chunks import Chunks, split
+from .lossless_chunks import Chunks, exponents_of
 from .lossless_format import (
     DEFAULT_LANES,
     HEADER_BYTES,
@@ -78,11 +79,13 @@ def encode(
     threads: int | None = None,
     code: Code | None = None,
     limit: int | None = None,
+    pool: Executor | None = None,
 ) -> torch.Tensor | None:
     """The lossless blob of a CPU tensor (1-D uint8), or None where it would not be smaller than ``limit`` (the raw bytes).
 
     Any shape and strides; dtypes bf16, fp16, fp32, fp8 e4m3fn and e5m2 (others: None). ``lanes`` (32 to 256) sets
     the tile, 32 * lanes elements; ``threads`` defaults to the cores; ``code`` overrides what `choose_code` chooses.
+    ``pool`` has that many threads, for who encodes many tensors: they keep their memory from one to the next.
     """
     kind = KIND_BY_DTYPE.get(tensor.dtype)
     if kind is None or tensor.numel() < 8 or lanes not in (32, 64, 128, 256):
@@ -99,13 +102,18 @@ def encode(
         return None
     blob = np.empty(limit, np.uint8)  # pages beyond what is written are never touched, and given back below
     end, most, offsets, entries = header.escapes_at, 0, 0, []
-    step = max(1, CHUNK // header.tile)
-    encoder = Chunks(header, flat, blob, step)
-    starts = range(0, header.tiles, step)
-    with ThreadPoolExecutor(max(1, min(threads or cores(), len(starts)))) as pool:
-        for stream, sizes, flags in _in_order(pool, encoder, starts, step):
+    largest = max(1, CHUNK // header.tile)
+    encoder = Chunks(header, flat, blob, largest)
+    threads = max(1, min(threads or cores(), -(-header.tiles // largest)))
+    rounds = -(-header.tiles // (largest * threads))
+    chunks = _starts(header.tiles, rounds * threads)
+    with contextlib.ExitStack() as stack:
+        if threads > 1 and pool is None:
+            pool = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="carom-encode"))
+        results = _in_order(pool if threads > 1 else None, encoder, chunks, 4 * threads)
+        stack.enter_context(contextlib.closing(results))
+        for stream, sizes, flags in results:
             if end + len(stream) > limit:
-                pool.shutdown(wait=True, cancel_futures=True)
                 return None
             blob[end : end + len(stream)] = stream
             before = offsets + np.cumsum(sizes) - sizes
@@ -118,7 +126,7 @@ def encode(
         blob[end : header.total] = 0
         blob[header.tiles_at : header.tiles_at + 8 * header.tiles] = np.concatenate(entries).view(np.uint8)
         blob[header.tiles_at + 8 * header.tiles : header.escapes_at] = 0
-        del encoder
+        del encoder, results
         blob.resize(header.total, refcheck=False)
         header = header.with_crc(checksum(header, blob.data[HEADER_BYTES:], pool))
     blob[:HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
@@ -132,17 +140,30 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _in_order(pool: ThreadPoolExecutor, encoder: Chunks, starts: range, step: int) -> Iterator[tuple]:
-    """Results of chunks in order, with a bounded number of them waiting."""
-    if len(starts) == 1:  # here, where this thread's scratch memory is
-        yield encoder(starts[0], step)
+def _starts(tiles: int, chunks: int) -> list[tuple[int, int]]:
+    """(first tile, tiles) of at most ``chunks`` chunks of nearly the same size, so that no thread waits for another."""
+    bounds = [tiles * i // chunks for i in range(chunks + 1)]
+    return [(begin, end - begin) for begin, end in zip(bounds, bounds[1:], strict=False) if end > begin]
+
+
+def _in_order(
+    pool: Executor | None, encoder: Chunks, chunks: list[tuple[int, int]], ahead: int
+) -> Generator[tuple[np.ndarray, np.ndarray, np.ndarray], None, None]:
+    """Results of ``chunks`` in order, at most ``ahead`` of them waiting; when closed, none is being worked on."""
+    if pool is None:  # here, where this thread's scratch memory is
+        for first, count in chunks:
+            yield encoder(first, count)
         return
-    ahead = 4 * pool._max_workers
-    pending = [pool.submit(encoder, first, step) for first in starts[:ahead]]
-    for position in range(len(starts)):
-        yield pending.pop(0).result()
-        if position + ahead < len(starts):
-            pending.append(pool.submit(encoder, starts[position + ahead], step))
+    pending = [pool.submit(encoder, *chunk) for chunk in chunks[:ahead]]
+    try:
+        for position in range(len(chunks)):
+            yield pending.pop(0).result()
+            if position + ahead < len(chunks):
+                pending.append(pool.submit(encoder, *chunks[position + ahead]))
+    finally:
+        for future in pending:
+            future.cancel()
+        wait(pending)
 
 
 def sample_starts(count: int) -> list[tuple[int, int]] | None:
@@ -156,5 +177,9 @@ def count_exponents(kind: Kind, flat: np.ndarray) -> np.ndarray:
     """int64 [256]: how often each exponent field occurs among ``flat`` (elements as unsigned integers)."""
     counts = np.zeros(256, np.int64)
     for start in range(0, len(flat), CHUNK):
-        counts += np.bincount(split(kind, flat[start : start + CHUNK])[2], minlength=256)
+        exponents = exponents_of(kind, flat[start : start + CHUNK])
+        even = len(exponents) // 2 * 2
+        # Two at a time: what bincount costs is a step for each number that it is given.
+        pairs = np.bincount(exponents[:even].view(np.uint16), minlength=1 << 16).reshape(256, 256)
+        counts += pairs.sum(0) + pairs.sum(1) + np.bincount(exponents[even:], minlength=256)
     return counts

@@ -42,6 +42,15 @@ def split(kind: Kind, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray | Non
     return ([x.astype(np.uint8)] if kind.itemsize == 2 else []), rest, high >> 2 & 31
 
 
+def exponents_of(kind: Kind, x: np.ndarray) -> np.ndarray:
+    """uint8: the exponent fields of elements as unsigned integers."""
+    if kind.name not in ("bf16", "fp32"):
+        return split(kind, x)[2]
+    exponents = np.empty(len(x), np.uint8)
+    np.right_shift(x, 8 * kind.itemsize - 9, out=exponents, dtype=x.dtype, casting="unsafe")
+    return exponents
+
+
 def ones_of(mask: np.ndarray) -> np.ndarray:
     """Set bits of each uint32."""
     if hasattr(np, "bitwise_count"):  # NumPy 2
