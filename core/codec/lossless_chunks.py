@@ -142,50 +142,42 @@ class Chunks:
         """
         header = self.header
         tiles, _, lanes = words.shape
-        even, odd, pairs, moved = (
+        rows = scratch("rows", 2 * tiles * lanes, np.uint64).reshape(2, tiles, lanes)
+        even, odd = rows
+        pairs, bits, upper, escapes = (
             scratch(name, tiles * lanes, np.uint64).reshape(tiles, lanes)
-            for name in ("even", "odd", "pairs", "moved")
+            for name in ("pairs", "bits", "upper", "escapes")
         )
-        mask = scratch("mask", tiles * (4 * lanes + _GAP), np.uint8).reshape(tiles, 4 * lanes + _GAP)
-        escapes = mask.view(np.uint32)[:, :lanes]
         for nibble in range(0, header.planes, 4):
             part = words if header.planes <= 4 else words >> _U64(nibble) & _U64(0x0F * _BYTES)
-            # Two words a byte, rows 0 and 2, and 1 and 3, so that one operation takes a bit of both.
-            for row, both in ((0, even), (1, odd)):
-                np.left_shift(part[:, row + 2], _U64(4), out=both)
-                np.bitwise_or(both, part[:, row], out=both)
-            for j in range(nibble, min(nibble + 4, header.planes), 2):
-                # Two planes of all four rows: bit 2 v + i of a byte is row v's bit j + i.
+            # Two rows a byte, 0 and 2, and 1 and 3: four bits of each.
+            np.left_shift(part[:, 2:], _U64(4), out=rows.swapaxes(0, 1))
+            np.bitwise_or(rows, part[:, :2].swapaxes(0, 1), out=rows)
+            for j in range(nibble, min(nibble + 4, header.planes)):
+                # Four rows a byte, two bits of each; then one bit of each, at the even bits.
                 if j == nibble:
                     np.bitwise_and(even, _LOW, out=pairs)
-                    np.bitwise_and(odd, _LOW, out=moved)
-                    np.left_shift(moved, _U64(2), out=moved)
-                else:
+                    np.bitwise_and(odd, _LOW, out=bits)
+                    np.left_shift(bits, _U64(2), out=bits)
+                    np.bitwise_or(pairs, bits, out=pairs)
+                elif j == nibble + 2:
                     np.right_shift(even, _U64(2), out=pairs)
                     np.bitwise_and(pairs, _LOW, out=pairs)
-                    np.bitwise_and(odd, _HIGH, out=moved)
-                np.bitwise_or(pairs, moved, out=pairs)
-                for i in range(j, min(j + 2, header.planes)):
-                    bits = pairs
-                    if i > j:
-                        np.right_shift(pairs, _U64(1), out=pairs)
-                    if j + 1 < header.planes:
-                        bits = moved
-                        np.bitwise_and(pairs, _EVEN, out=bits)
-                    self._plane(bits, first, i, escapes)
+                    np.bitwise_and(odd, _HIGH, out=bits)
+                    np.bitwise_or(pairs, bits, out=pairs)
+                else:
+                    np.right_shift(pairs, _U64(1), out=pairs)
+                np.bitwise_and(pairs, _EVEN, out=bits)
+                # The upper four elements go to the odd bits: bit 32 + b to bit b + 1.
+                np.right_shift(bits, _U64(31), out=upper)
+                target = upper if j else escapes
+                np.bitwise_or(upper, bits, out=target)
+                np.copyto(self.bits[first : first + tiles, j], target, casting="unsafe")
+                if 0 < j < header.k:
+                    np.bitwise_and(escapes, upper, out=escapes)
+        mask = scratch("mask", tiles * (4 * lanes + _GAP), np.uint8).reshape(tiles, 4 * lanes + _GAP)
+        np.copyto(mask.view(np.uint32)[:, :lanes], escapes, casting="unsafe")
         return mask
-
-    def _plane(self, bits: np.ndarray, first: int, j: int, escapes: np.ndarray) -> None:
-        """Writes plane ``j`` of uint64 ``bits`` [tiles, lanes], of which the upper four elements go to the odd bits."""
-        upper = scratch("upper", bits.size, np.uint64).reshape(bits.shape)
-        np.right_shift(bits, _U64(31), out=upper)  # bit 32 + b to bit b + 1
-        np.bitwise_or(upper, bits, out=upper)
-        plane = self.bits[first : first + len(bits), j]
-        np.copyto(plane, upper, casting="unsafe")
-        if j == 0:
-            np.copyto(escapes, plane)
-        elif j < self.header.k:
-            np.bitwise_and(escapes, plane, out=escapes)
 
     def _escapes(self, mask: np.ndarray, exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         header, lanes = self.header, self.header.lanes
