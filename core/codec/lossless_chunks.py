@@ -23,32 +23,11 @@ _ONES_OF_BYTE = np.array([bin(byte).count("1") for byte in range(256)], np.uint8
 _GAP = 8  # bytes after each tile's mask: the first says whether its number of escapes is odd
 
 
-def split(kind: Kind, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray | None, np.ndarray]:
-    """Elements as unsigned integers -> (byte planes, rest bits or None, exponents), all uint8."""
-    # NumPy shifts uint8 to the left one by one, 15 times slower than it multiplies: hence the products.
-    high = x if kind.itemsize == 1 else (x >> (8 * kind.itemsize - 8)).astype(np.uint8)
-    if kind.name in ("bf16", "fp32"):
-        low = (x >> 16).astype(np.uint8) if kind.itemsize == 4 else x.astype(np.uint8)
-        exponent = (x >> (8 * kind.itemsize - 9)).astype(np.uint8)
-        high ^= low
-        high &= 0x80
-        low ^= high  # the exponent's lowest bit gives way to the sign
-        if kind.itemsize == 2:
-            return [low], None, exponent
-        return [x.astype(np.uint8), (x >> 8).astype(np.uint8), low], None, exponent
-    if kind.name == "e4m3":
-        return [], (high >> 7) * np.uint8(8) | (high & 7), high >> 3 & 15
-    rest = (high >> 7) * np.uint8(4) | (high & 3)
-    return ([x.astype(np.uint8)] if kind.itemsize == 2 else []), rest, high >> 2 & 31
-
-
 def exponents_of(kind: Kind, x: np.ndarray) -> np.ndarray:
     """uint8: the exponent fields of elements as unsigned integers."""
-    if kind.name not in ("bf16", "fp32"):
-        return split(kind, x)[2]
     exponents = np.empty(len(x), np.uint8)
-    np.right_shift(x, 8 * kind.itemsize - 9, out=exponents, dtype=x.dtype, casting="unsafe")
-    return exponents
+    np.right_shift(x, kind.mantissa_bits, out=exponents, dtype=x.dtype, casting="unsafe")
+    return np.bitwise_and(exponents, np.uint8((1 << kind.exponent_bits) - 1), out=exponents)
 
 
 def ones_of(mask: np.ndarray) -> np.ndarray:
@@ -114,13 +93,26 @@ class Chunks:
         return self._escapes(mask, exponents)
 
     def _split(self, x: np.ndarray, targets: list[np.ndarray], exponent: np.ndarray) -> np.ndarray | None:
-        """`split`, with the byte planes written to ``targets`` and the exponents to ``exponent``: the rest bits."""
+        """Writes the byte planes of elements ``x`` to ``targets`` and their exponents; returns the rest bits, uint8."""
         kind = self.header.kind
-        if kind.name not in ("bf16", "fp32"):
-            planes, rest, found = split(kind, x)
-            for target, plane in zip(targets, planes, strict=True):
-                np.copyto(target, plane)
-            np.copyto(exponent, found)
+        if kind.rest_bits:
+            high = x
+            if kind.itemsize == 2:
+                np.copyto(targets[0], x, casting="unsafe")
+                high = scratch("high bytes", len(x), np.uint8)
+                np.right_shift(x, 8, out=high, dtype=np.uint16, casting="unsafe")
+            # Eight bytes at a time: the sign goes down to the mantissa's upper end, the exponent to the bottom.
+            words, mantissa = high.view(np.uint64), kind.rest_bits - 1
+            of_sign, of_mantissa = _BYTES << mantissa, ((1 << mantissa) - 1) * _BYTES
+            field = exponent.view(np.uint64)
+            np.right_shift(words, _U64(mantissa), out=field)
+            np.bitwise_and(field, _U64(((1 << kind.exponent_bits) - 1) * _BYTES), out=field)
+            rest = scratch("rest", len(x), np.uint8)
+            both, low = rest.view(np.uint64), scratch("mantissas", len(words), np.uint64)
+            np.right_shift(words, _U64(7 - mantissa), out=both)
+            np.bitwise_and(both, _U64(of_sign), out=both)
+            np.bitwise_and(words, _U64(of_mantissa), out=low)
+            np.bitwise_or(both, low, out=both)
             return rest
         half = x
         if kind.itemsize == 4:
