@@ -1,17 +1,15 @@
 """What the CPU encoder does to one chunk: elements to byte planes, bit planes and escapes, with few passes of NumPy.
 
-What a pass costs is counted in bytes that it touches and in branches that the processor guesses wrong, so: uint64 words
-for all that bits are moved by, dtypes narrowed by the ufunc that computes (in blocks that stay in the first cache), and
-escapes looked for among bytes, then among bits of the bytes that have any: NumPy finds few places in many by branches,
-three times slower than many by arithmetic. Everything here releases the GIL except for what stands between two passes.
+What a pass costs is counted in bytes that it touches: so uint64 words wherever bits are moved, and dtypes narrowed by the
+ufunc that computes, in blocks that stay in the first cache. NumPy releases the GIL in each pass; what threads hand to
+each other between two is what keeps many from being as many times faster, so there are few passes, and long ones.
 """
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
+from .lossless_escapes import count_escapes, elements_of, empty_mask
 from .lossless_format import HEADER_BYTES, MOST_SHIFT, WIDE_BIT, Header, Kind
 from .scratch import scratch
 
@@ -19,8 +17,6 @@ _U64 = np.uint64
 _BYTES = 0x0101010101010101
 _EVEN = _U64(0x55 * _BYTES)  # every second bit
 _LOW, _HIGH = _U64(0x33 * _BYTES), _U64(0xCC * _BYTES)  # the lower and the upper two bits of every half byte
-_ONES_OF_BYTE = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
-_GAP = 8  # bytes after each tile's mask: the first says whether its number of escapes is odd
 
 
 def exponents_of(kind: Kind, x: np.ndarray) -> np.ndarray:
@@ -28,24 +24,6 @@ def exponents_of(kind: Kind, x: np.ndarray) -> np.ndarray:
     exponents = np.empty(len(x), np.uint8)
     np.right_shift(x, kind.mantissa_bits, out=exponents, dtype=x.dtype, casting="unsafe")
     return np.bitwise_and(exponents, np.uint8((1 << kind.exponent_bits) - 1), out=exponents)
-
-
-def ones_of(mask: np.ndarray) -> np.ndarray:
-    """Set bits of each uint32."""
-    if hasattr(np, "bitwise_count"):  # NumPy 2
-        return np.bitwise_count(mask)
-    by_byte = _ONES_OF_BYTE.take(mask.view(np.uint8)).view(np.uint32)
-    return by_byte.reshape(mask.shape) * np.uint32(0x01010101) >> 24
-
-
-@functools.lru_cache(maxsize=4)
-def _places(lanes: int, tiles: int) -> np.ndarray:
-    """int64: the first element of each byte of the masks of ``tiles`` tiles; what no element has stands for none."""
-    byte = np.arange(4 * lanes)
-    places = np.full((tiles, 4 * lanes + _GAP), tiles * 32 * lanes)
-    places[:, : 4 * lanes] = np.arange(tiles)[:, None] * (32 * lanes) + (byte >> 2) * 8 + (byte & 3)
-    places.flags.writeable = False
-    return places.reshape(-1)
 
 
 class Chunks:
@@ -60,8 +38,6 @@ class Chunks:
         self.nibble_of[np.frombuffer(header.escape_table, np.uint8)] = np.arange(16, dtype=np.uint8)
         # NumPy's minimum with a number takes ten times as long as with an array.
         self.highest = np.full(header.tile, (1 << header.k) - 1, np.uint8)
-        bit = np.arange(8)
-        self.element_of_bit = (bit >> 1) * (8 * header.lanes) + (bit & 1) * 4
         bits = blob[header.bits_at : header.tiles_at].view(np.uint32)
         self.bits = bits.reshape(header.tiles, header.planes, header.lanes)
 
@@ -130,7 +106,7 @@ class Chunks:
     def _bit_planes(self, words: np.ndarray, first: int) -> np.ndarray:
         """Writes all bit planes of uint64 ``words`` [tiles, 4, lanes] (8 elements each).
 
-        Returns the escape mask: uint8 [tiles, 4 lanes + gap], undefined in the gap.
+        Returns the escape mask, as `empty_mask` lays it out.
         """
         header = self.header
         tiles, _, lanes = words.shape
@@ -167,30 +143,21 @@ class Chunks:
                 np.copyto(self.bits[first : first + tiles, j], target, casting="unsafe")
                 if 0 < j < header.k:
                     np.bitwise_and(escapes, upper, out=escapes)
-        mask = scratch("mask", tiles * (4 * lanes + _GAP), np.uint8).reshape(tiles, 4 * lanes + _GAP)
+        mask = empty_mask(tiles, lanes)
         np.copyto(mask.view(np.uint32)[:, :lanes], escapes, casting="unsafe")
         return mask
 
     def _escapes(self, mask: np.ndarray, exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        header, lanes = self.header, self.header.lanes
-        by_lane = ones_of(mask.view(np.uint32)[:, :lanes])
-        counts = by_lane.sum(1, dtype=np.int64)
-        flags = by_lane.max(1).astype(np.int64) << MOST_SHIFT
-        mask[:, 4 * lanes :] = 0
-        mask[:, 4 * lanes] = counts & 1  # a tile's odd last half byte is zero: an escape of no element
-        has_any = scratch("bytes with escapes", mask.size, np.bool_)
-        np.not_equal(mask.reshape(-1), 0, out=has_any)
-        where = np.flatnonzero(has_any)
-        bits = np.flatnonzero(np.unpackbits(mask.reshape(-1).take(where), bitorder="little").view(np.bool_))
-        element = _places(lanes, self.most).take(where).take(bits >> 3)
-        element += self.element_of_bit.take(bits & 7)
+        counts, fullest = count_escapes(mask)
+        flags = fullest.astype(np.int64) << MOST_SHIFT
+        element = elements_of(mask, self.most)
         values = exponents.take(element)
         nibbles = self.nibble_of.take(values)
         sizes = (counts + 1) >> 1
         pairs = nibbles.view(np.uint16)
         stream = (pairs | pairs >> 4).astype(np.uint8)
         if len(nibbles) and nibbles.max() == 255:
-            tiles = np.unique(element[nibbles == 255] // header.tile)
+            tiles = np.unique(element[nibbles == 255] // self.header.tile)
             stream = _widen(stream, values, counts, sizes, tiles)
             flags[tiles] |= 1 << WIDE_BIT
         return stream, sizes, flags
