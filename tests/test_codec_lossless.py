@@ -242,6 +242,26 @@ def test_the_bytes_that_version_1_writes_never_change(dtype, size, sha):
     assert (len(blob), hashlib.sha256(blob).hexdigest()[:16]) == (size, sha)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_elements_at_any_address_are_packed_and_unpacked_alike(dtype):
+    for start in (1, 3, 4):
+        part = made_of_integers(dtype, 60_000)[start:]
+        blob = lossless.encode(part)
+        assert torch.equal(blob, lossless.encode(part.clone()))
+        room = np.full(part.nbytes + 9, 0xA5, np.uint8)
+        header = formats.parse_header(blob.numpy().data, "t")
+        host_decoder.decode_bytes(blob.numpy(), header, 0, room[start : start + part.nbytes])
+        assert np.array_equal(room[start : start + part.nbytes], raw(part))
+        assert (room[:start] == 0xA5).all() and (room[start + part.nbytes :] == 0xA5).all()
+
+
+def test_numpy_1_which_counts_no_bits_packs_the_same_bytes(monkeypatch):
+    tensor = made_of_integers(torch.bfloat16, 60_000)
+    want = lossless.encode(tensor)
+    monkeypatch.delattr(np, "bitwise_count", raising=False)
+    assert torch.equal(lossless.encode(tensor), want)
+
+
 def test_an_encoder_uses_the_threads_it_is_given(monkeypatch):
     monkeypatch.setattr(lossless, "CHUNK", 1 << 13)
     tensor = (torch.randn(300, 1000) * 0.02).bfloat16()
