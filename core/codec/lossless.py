@@ -5,7 +5,7 @@ so fixed 3-bit codes for 7 neighbouring exponents and 4-bit escapes for the othe
 weight. Entropy coders come nearer to 10.6, but their decoders walk bit by bit; fixed codes are unpacked four at a time.
 
 The work is NumPy on chunks that fit the cache, one chunk a thread at a time (core/codec/lossless_chunks.py) in memory that
-is used again (`scratch`), about 5 MB a thread whatever the tensor's size.
+is used again (`scratch`), about 4 MB a thread whatever the tensor's size.
 """
 
 from __future__ import annotations
