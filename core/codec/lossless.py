@@ -178,8 +178,10 @@ def count_exponents(kind: Kind, flat: np.ndarray) -> np.ndarray:
     counts = np.zeros(256, np.int64)
     for start in range(0, len(flat), CHUNK):
         exponents = exponents_of(kind, flat[start : start + CHUNK])
-        even = len(exponents) // 2 * 2
-        # Two at a time: what bincount costs is a step for each number that it is given.
-        pairs = np.bincount(exponents[:even].view(np.uint16), minlength=1 << 16).reshape(256, 256)
-        counts += pairs.sum(0) + pairs.sum(1) + np.bincount(exponents[even:], minlength=256)
+        if len(exponents) >= 1 << 17 and len(exponents) % 2 == 0:
+            # Two at a time: what bincount costs is a step for each number that it is given.
+            pairs = np.bincount(exponents.view(np.uint16), minlength=1 << 16).reshape(256, 256)
+            counts += pairs.sum(0) + pairs.sum(1)
+        else:
+            counts += np.bincount(exponents, minlength=256)
     return counts
