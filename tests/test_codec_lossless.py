@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import time
@@ -207,6 +208,74 @@ def test_a_dtype_without_a_lossless_form_travels_raw(dtype):
     tensor = torch.arange(5000).to(dtype)
     packed = codec.encode(tensor)
     assert packed.codec == "raw" and torch.equal(codec.decode(packed), tensor)
+
+
+def made_of_integers(dtype: torch.dtype, count: int = 1_600_013) -> torch.Tensor:
+    """Bell-shaped weights, some zeros and some of any exponent, the same on every machine and in every torch."""
+    number = np.arange(count, dtype=np.uint64)
+    number = (number + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    number = (number ^ number >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    number = (number ^ number >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    number ^= number >> np.uint64(31)
+    quarters = [(number >> np.uint64(i) & np.uint64(0xFFFF)).astype(np.int64) for i in (0, 16, 32, 48)]
+    values = (sum(quarters) - 4 * 32768).astype(np.float32) * np.float32(2.0**-19)
+    values[::1009] = 0
+    tensor = torch.from_numpy(values).to(dtype)
+    strangers = tensor.view(torch.uint8).view(-1, dtype.itemsize)[5::70_001]
+    strangers[:, -1] = torch.arange(len(strangers), dtype=torch.uint8) * 11
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "sha"),
+    [
+        (torch.bfloat16, 2222256, "0ac57caec6f33a61"),
+        (torch.float16, 2822544, "fb80826ab12d4795"),
+        (torch.float32, 5422320, "58b9412783392d0c"),
+        (torch.float8_e4m3fn, 1404624, "2480dbe0e21bc49f"),
+        (torch.float8_e5m2, 1221456, "132cdb1f89263a02"),
+    ],
+    ids=str,
+)
+def test_the_bytes_that_version_1_writes_never_change(dtype, size, sha):
+    blob = lossless.encode(made_of_integers(dtype)).numpy()
+    assert (len(blob), hashlib.sha256(blob).hexdigest()[:16]) == (size, sha)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_elements_at_any_address_are_packed_and_unpacked_alike(dtype):
+    for start in (1, 3, 4):
+        part = made_of_integers(dtype, 60_000)[start:]
+        blob = lossless.encode(part)
+        assert torch.equal(blob, lossless.encode(part.clone()))
+        room = np.full(part.nbytes + 9, 0xA5, np.uint8)
+        header = formats.parse_header(blob.numpy().data, "t")
+        host_decoder.decode_bytes(blob.numpy(), header, 0, room[start : start + part.nbytes])
+        assert np.array_equal(room[start : start + part.nbytes], raw(part))
+        assert (room[:start] == 0xA5).all() and (room[start + part.nbytes :] == 0xA5).all()
+
+
+def test_numpy_1_which_counts_no_bits_packs_the_same_bytes(monkeypatch):
+    tensor = made_of_integers(torch.bfloat16, 60_000)
+    want = lossless.encode(tensor)
+    monkeypatch.delattr(np, "bitwise_count", raising=False)
+    assert torch.equal(lossless.encode(tensor), want)
+
+
+def test_an_encoder_uses_the_threads_it_is_given(monkeypatch):
+    monkeypatch.setattr(lossless, "CHUNK", 1 << 13)
+    tensor = (torch.randn(300, 1000) * 0.02).bfloat16()
+    once = lossless.encode(tensor, threads=1)
+    with ThreadPoolExecutor(2) as pool:
+        seen = []
+        monkeypatch.setattr(lossless, "ThreadPoolExecutor", lambda *_, **__: seen.append(1))
+        assert torch.equal(once, lossless.encode(tensor, threads=2, pool=pool))
+        noise = torch.randint(0, 256, (1 << 19,), dtype=torch.uint8).view(torch.bfloat16)
+        assert (
+            lossless.encode(noise, threads=2, pool=pool, code=lossless.Code(1, 0, bytes(range(16)))) is None
+        )
+        assert torch.equal(once, lossless.encode(tensor, threads=2, pool=pool))  # nothing hangs in it
+    assert not seen
 
 
 def test_threads_chunks_and_strides_do_not_change_the_blob(monkeypatch):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from .lossless_format import HEADER_BYTES, OFFSET_BITS, TAIL_AT, WIDE_BIT, Header
+from .lossless_escapes import count_escapes, elements_of, empty_mask
+from .lossless_format import HEADER_BYTES, OFFSET_BITS, TAIL_AT, WIDE_BIT, Header, Kind
 from .scratch import scratch
 
 CHUNK = 1 << 18  # elements decoded at once
 _U64 = np.uint64
 _EVEN = _U64(0x5555555555555555)  # every second bit
+_BYTES = 0x0101010101010101
 _PAIR = _U64(0x0303030303030303)  # the two lowest bits of each byte
 
 
@@ -51,11 +53,13 @@ def _decode(blob: np.ndarray, header: Header, start: int, count: int, out: np.nd
     first, tiles = start // tile, -(-count // tile)
     shape = (header.tiles, header.planes, header.lanes)
     bits = blob[header.bits_at : header.tiles_at].view(np.uint32).reshape(shape)[first : first + tiles]
-    exponent = scratch("exponent", tiles * tile, np.uint8)
+    most = max(1, CHUNK // tile)
+    padded = scratch("exponent", most * tile + 1, np.uint8)  # the last: where what is no escape goes
+    exponent = padded[: tiles * tile]
     _spread(bits[:, : header.k], exponent)
-    exponent += np.uint8(header.base)
+    np.add(exponent, np.uint8(header.base), out=exponent)
     if header.most_escapes:
-        _patch(blob, header, first, bits[:, : header.k], exponent)
+        _patch(blob, header, first, bits[:, : header.k], padded, most)
     exponent = exponent[:count]
     planes = []
     for plane in range(kind.byte_planes):
@@ -66,7 +70,7 @@ def _decode(blob: np.ndarray, header: Header, start: int, count: int, out: np.nd
         rest = scratch("rest", tiles * tile, np.uint8)
         _spread(bits[:, header.k :], rest)
         rest = rest[:count]
-    _join(kind.name, planes, rest, exponent, out.reshape(count, kind.itemsize))
+    _join(kind, planes, rest, exponent, out)
 
 
 def _spread(planes: np.ndarray, out: np.ndarray) -> None:
@@ -106,65 +110,81 @@ def _widen(plane: np.ndarray, out: np.ndarray) -> None:
     np.bitwise_and(out, _EVEN, out=out)
 
 
-def _patch(blob: np.ndarray, header: Header, first: int, codes: np.ndarray, exponent: np.ndarray) -> None:
+def _patch(
+    blob: np.ndarray, header: Header, first: int, codes: np.ndarray, exponent: np.ndarray, most: int
+) -> None:
     """Gives escapes, whose codes are all ones, their exponents."""
     tiles, k, lanes = codes.shape
-    tile = header.tile
-    mask = scratch("mask", tiles * lanes, np.uint32).reshape(tiles, lanes)
-    np.copyto(mask, codes[:, 0])
+    mask = empty_mask(tiles, lanes)
+    escapes = mask.view(np.uint32)[:, :lanes]
+    np.copyto(escapes, codes[:, 0])
     for j in range(1, k):
-        np.bitwise_and(mask, codes[:, j], out=mask)
-    found = np.flatnonzero(np.unpackbits(mask.reshape(-1).view(np.uint8), bitorder="little").view(np.bool_))
-    if not len(found):
+        np.bitwise_and(escapes, codes[:, j], out=escapes)
+    counts, _ = count_escapes(mask)
+    elements = elements_of(mask, most)
+    if not len(elements):
         return
     table = blob[header.tiles_at + 8 * first : header.tiles_at + 8 * (first + tiles)].view(np.int64)
-    offset, wide = table & ((1 << OFFSET_BITS) - 1), table >> WIDE_BIT & 1
-    counts = np.diff(np.searchsorted(found, np.arange(tiles + 1) * tile))
-    # Place of an escape in the stream in half bytes: its tile's start and its rank there.
-    base = 2 * offset - ((np.cumsum(counts) - counts) << wide)
-    at = np.repeat(base, counts)
-    if wide.any():
-        widths = np.repeat(wide, counts)
-        at += np.arange(len(found)) << widths
-    else:
-        widths = None
-        at += np.arange(len(found))
-    stream = blob[header.escapes_at : header.escapes_at + header.escape_bytes]
-    byte = stream.take(at >> 1)
-    nibble = (byte >> ((at & 1) << 2).astype(np.uint8)) & np.uint8(15)
-    value = np.frombuffer(header.escape_table, np.uint8).take(nibble)
-    if widths is not None:
-        value = np.where(widths == 1, byte, value)
-    bit = np.arange(32)
-    element = 8 * ((bit >> 1 & 3) * lanes + np.arange(lanes)[:, None]) + (bit & 1) * 4 + (bit >> 3)
-    exponent[(found & -tile) + element.reshape(-1).take(found & (tile - 1))] = value
+    offsets, wide = table & ((1 << OFFSET_BITS) - 1), table >> WIDE_BIT & 1
+    begin, end = int(offsets[0]), int(offsets[-1]) + ((int(counts[-1]) << int(wide[-1])) + 1 >> 1)
+    stream = blob[header.escapes_at + begin : header.escapes_at + end]
+    known = np.frombuffer(header.escape_table, np.uint8)
+    parts, at = [], 0
+    for tile in np.flatnonzero(wide).tolist():
+        here, count = int(offsets[tile]) - begin, int(counts[tile])
+        parts.append(known.take(_halves(stream[at:here])))
+        at = here + count
+        parts.append(stream[here:at])
+        parts.append(known[: count & 1])  # elements come in pairs
+    parts.append(known.take(_halves(stream[at:])))
+    exponent[elements] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _halves(stream: np.ndarray) -> np.ndarray:
+    """The half bytes of ``stream`` in their order, uint8."""
+    both = stream.astype("<u2")
+    both |= both << 4
+    both &= 0x0F0F
+    return both.view(np.uint8)
 
 
 def _join(
-    name: str, planes: list[np.ndarray], rest: np.ndarray | None, exponent: np.ndarray, out: np.ndarray
+    kind: Kind, planes: list[np.ndarray], rest: np.ndarray | None, exponent: np.ndarray, out: np.ndarray
 ) -> None:
-    """The bytes of each element, lowest first, to ``out`` [n, itemsize]."""
+    """The bytes of each element, lowest first, to ``out`` (uint8)."""
     n = len(exponent)
-    if rest is None:  # sign, 8 exponent bits, 7 mantissa bits: the upper half of fp32 is a bf16
-        half = scratch("half", n, np.uint16)
-        np.copyto(half, planes[-1])
-        sign = scratch("sign", n, np.uint16)
-        np.bitwise_and(half, np.uint16(0x80), out=sign)
-        np.left_shift(sign, np.uint16(8), out=sign)
-        np.bitwise_and(half, np.uint16(0x7F), out=half)
-        np.bitwise_or(half, sign, out=half)
-        np.copyto(sign, exponent)
-        np.left_shift(sign, np.uint16(7), out=sign)
-        np.bitwise_or(half, sign, out=half)
-        if name == "bf16":
-            out.reshape(-1).view(np.uint8)[:] = half.view(np.uint8)
-        else:
-            out[:, 0], out[:, 1] = planes[0], planes[1]
-            out[:, 2:] = half.view(np.uint8).reshape(n, 2)
+    if rest is not None:
+        high = out if kind.itemsize == 1 else scratch("high bytes", n, np.uint8)
+        _join_high(kind, rest, exponent, high)
+        if kind.itemsize == 2:
+            half = scratch("half", n, np.uint16)
+            np.left_shift(high, np.uint16(8), out=half, dtype=np.uint16)
+            np.bitwise_or(half, planes[0], out=out.view(np.uint16))
         return
-    if name == "e4m3":
-        out[:, 0] = (rest & 8) * np.uint8(16) | exponent * np.uint8(8) | (rest & 7)
+    # Sign, 8 exponent bits, 7 mantissa bits: the upper half of fp32 is a bf16.
+    half, field = scratch("half", n, np.uint16), scratch("field", n, np.uint16)
+    np.multiply(planes[-1], np.uint16(0x0101), out=half, dtype=np.uint16)
+    np.bitwise_and(half, np.uint16(0x807F), out=half)
+    np.left_shift(exponent, np.uint16(7), out=field, dtype=np.uint16)
+    if kind.itemsize == 2:
+        np.bitwise_or(half, field, out=out.view(np.uint16))
         return
-    if planes:
-        out[:, 0] = planes[0]
-    out[:, -1] = (rest & 4) * np.uint8(32) | exponent * np.uint8(4) | (rest & 3)
+    np.bitwise_or(half, field, out=half)
+    np.left_shift(planes[1], np.uint16(8), out=field, dtype=np.uint16)
+    np.bitwise_or(field, planes[0], out=field)
+    whole = scratch("whole", n, np.uint32)
+    np.left_shift(half, np.uint32(16), out=whole, dtype=np.uint32)
+    np.bitwise_or(whole, field, out=out.view(np.uint32))
+
+
+def _join_high(kind: Kind, rest: np.ndarray, exponent: np.ndarray, out: np.ndarray) -> None:
+    """Sign, exponent and as much of the mantissa as there are rest bits for, one byte each, eight at a time."""
+    mantissa, words = kind.rest_bits - 1, len(rest) // 8
+    sign, low = scratch("signs", words, np.uint64), scratch("mantissas", words, np.uint64)
+    np.left_shift(rest.view(np.uint64), _U64(7 - mantissa), out=sign)
+    np.bitwise_and(sign, _U64(0x80 * _BYTES), out=sign)
+    np.bitwise_and(rest.view(np.uint64), _U64(((1 << mantissa) - 1) * _BYTES), out=low)
+    np.bitwise_or(sign, low, out=sign)
+    np.left_shift(exponent.view(np.uint64), _U64(mantissa), out=low)
+    np.bitwise_and(low, _U64((0xFF << mantissa & 0xFF) * _BYTES), out=low)
+    np.bitwise_or(sign, low, out=out.view(np.uint64))

@@ -10,6 +10,7 @@ Decoding many tensors of a unit on the device, from a wire buffer into a slot, i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from typing import Any, Protocol
 
 import torch
@@ -165,10 +166,15 @@ class LosslessCodec(_Base):
     def encode(self, tensor: torch.Tensor, name: str = "tensor") -> Packed:
         return self.smaller(tensor) or _CODECS["raw"].encode(tensor, name)
 
-    def smaller(self, tensor: torch.Tensor, limit: int | None = None) -> Packed | None:
-        """The tensor packed, its blob on the host; None where that takes ``limit`` bytes or more (default: the raw ones)."""
+    def smaller(
+        self, tensor: torch.Tensor, limit: int | None = None, pool: Executor | None = None
+    ) -> Packed | None:
+        """The tensor packed, its blob on the host; None where that takes ``limit`` bytes or more (default: the raw ones).
+
+        ``pool``: as many threads as there are cores, for who packs many tensors on the CPU.
+        """
         if tensor.device.type == "cpu":
-            blob = lossless.encode(tensor, limit=limit)
+            blob = lossless.encode(tensor, limit=limit, pool=pool)
         else:
             blob = encode_on_device(tensor)
         if blob is None or (limit is not None and blob.numel() >= limit):

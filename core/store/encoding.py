@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from ..codec import lossless_format
+from ..codec import lossless, lossless_format
 from ..codec.packed import Packed
 from ..codec.registry import KbitCodec, LosslessCodec, get
 from ..errors import UnsupportedError, WeightsError
@@ -44,6 +45,8 @@ class Encode:
         if quantised is not None and codec != "raw":
             self.name = f"{quantised}+{codec}"
         self._device = _accelerator() if device == "auto" else None
+        # For all tensors, since each thread's first chunk costs the pages of its memory. They end with this object.
+        self._threads = ThreadPoolExecutor(lossless.cores(), thread_name_prefix="carom-encode")
         # The one before is still being written while the next is read.
         self._buffers = [memoryview(bytearray()), memoryview(bytearray())]
 
@@ -90,15 +93,18 @@ class Encode:
         """The tensor packed with codec ``wanted``; None where that saves no page, or cannot express its values."""
         limit = whole_pages(entry.nbytes) - ALIGN + 1  # a blob of more bytes fills as many pages
         codec = get(wanted)
+        pool = self._threads
         if self._device is not None and entry.nbytes >= DEVICE_LEAST:
             with contextlib.suppress(RuntimeError):  # no room there, a kernel it lacks: the cores do it
-                return _smaller(_encode(codec, tensor.to(self._device), entry, limit), limit)
-        return _smaller(_encode(codec, tensor, entry, limit), limit)
+                return _smaller(_encode(codec, tensor.to(self._device), entry, limit, pool), limit)
+        return _smaller(_encode(codec, tensor, entry, limit, pool), limit)
 
 
-def _encode(codec: Any, tensor: torch.Tensor, entry: TensorEntry, limit: int) -> Packed | None:
+def _encode(
+    codec: Any, tensor: torch.Tensor, entry: TensorEntry, limit: int, pool: Executor
+) -> Packed | None:
     if isinstance(codec, LosslessCodec):
-        return codec.smaller(tensor, limit) if limit > 1 else None
+        return codec.smaller(tensor, limit, pool) if limit > 1 else None
     assert isinstance(codec, KbitCodec)
     try:
         packed = codec.encode(tensor, entry.name, measure=True)
