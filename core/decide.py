@@ -21,7 +21,7 @@ from .packing import EXPECTED
 from .plan import SMALL_UNIT, Plan, UnitSize, Wish, plan_residency, resident_cost, round_up
 from .sizes import MIB
 from .slots import ALIGN
-from .units import Carving, carve
+from .units import Carving, Unit, carve
 
 COARSE = 256 * MIB  # bytes; where the host binds: fewer units cost it less
 PART = 128 * MIB  # bytes; copies of a quarter of this are still at 98 % of the link rate (measured)
@@ -31,7 +31,7 @@ PART = 128 * MIB  # bytes; copies of a quarter of this are still at 98 % of the 
 class Settings:
     """``vram``: budget in bytes; ``granularity`` and ``training`` as in `stream`; ``stay``: names -> why resident;
     ``from_file``: whether a tensor's bytes come from a weights file (None: there is none); ``packs``: whether room is
-    wanted in which packed weights are decoded; ``among``: names of units that alone may stay, but for small ones (None:
+    wanted in which packed weights are decoded, ``wire``: bytes of it that a unit needs, where that is known; ``among``: names of units that alone may stay, but for small ones (None:
     any)."""
 
     vram: int
@@ -41,6 +41,7 @@ class Settings:
     from_file: Callable[[torch.Tensor], Any] | None = None
     packs: bool = False  # whether weights cross packed
     among: frozenset[str] | None = None
+    wire: Callable[[Unit], int] | None = None
 
 
 def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, Plan]:
@@ -128,7 +129,12 @@ def with_staging(carving: Carving, settings: Settings, grain: int, plan: Callabl
     whole = plan(settings.vram)
     if not settings.packs or whole.all_resident:
         return whole
-    wire = round_up(int(carving.largest * EXPECTED), ALIGN)
+    if settings.wire is None:
+        wire = round_up(int(carving.largest * EXPECTED), ALIGN)
+    else:
+        wire = round_up(max(map(settings.wire, carving.units), default=0), ALIGN)
+        if not wire:
+            return whole
     for staging in (round_up(2 * wire, grain), round_up(wire, grain)):
         if staging < settings.vram:
             try:

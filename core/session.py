@@ -141,6 +141,9 @@ class Session(Pools, Adapts, Adopts, Values):
         self._adapts(vram == "auto" or self._shared is not None)
         if weights is not None:
             self._checkpoint = Checkpoint(module, weights)
+            unpacks = self._engine.unpacks or isinstance(self._engine, SimulatedEngine)
+            if unpacks and codec == "auto" and self._native is None:
+                self._checkpoint.stay_packed(self._engine)
             self._follow_ram(ram == "auto")
             self._set_look()
         self._laid_open = None if weights is not None else LaidOpen(module)
@@ -191,6 +194,7 @@ class Session(Pools, Adapts, Adopts, Values):
         try:
             self._carving, self.plan = self._decide()
             if disk is not None:
+                disk.staging_bytes = self.plan.staging_bytes
                 self._placement = DiskPlacement(self._engine, self._arena, disk)
             elif self._shelf or self._copies.packs or (self._packing is not None and self.plan.staging_bytes):
                 left = self._placement.given()
@@ -257,10 +261,12 @@ class Session(Pools, Adapts, Adopts, Values):
 
     def _settings(self) -> decide.Settings:
         from_file = None if self._checkpoint is None else self._checkpoint.of
-        packs = self._packing is not None and not self._packing.plain
+        wires = None if self._checkpoint is None else self._checkpoint.wires
+        packs = wires is not None or (self._packing is not None and not self._packing.plain)
         return decide.Settings(
-            self._vram, self._granularity, self._training, self._stay, from_file, packs, self._among
-        )
+            self._vram, self._granularity, self._training, self._stay, from_file, packs, self._among,
+            None if wires is None else wires.nbytes,
+        )  # fmt: skip
 
     def _stand_in_front(self, streamed: list[Streamed]) -> None:
         for unit in streamed:
@@ -445,7 +451,8 @@ class Session(Pools, Adapts, Adopts, Values):
             try:
                 carving, plan = self._decide()
                 if self._checkpoint is not None:
-                    self._checkpoint.require_ram(self._ram, wanted_residents(carving, plan)[1])
+                    streamed = wanted_residents(carving, plan)[1]
+                    self._checkpoint.require_ram(self._ram, streamed, plan.staging_bytes)
             except BaseException:
                 (self._vram, self._ram), self._among = before, among
                 raise
