@@ -40,10 +40,10 @@ CPU = torch.device("cpu")
 
 
 def stack(checkpoint: str = "none", meta: bool = False) -> models.Stack:
-    """Six blocks of a MiB, Gaussian-like."""
+    """Five blocks of a MiB, Gaussian-like."""
     with torch.device("meta" if meta else "cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = models.Stack(6, d=WIDE)
+        model = models.Stack(5, d=WIDE)
         if not meta:
             for parameter in model.parameters():
                 if parameter.dim() == 2:
@@ -71,7 +71,7 @@ def packed_file(model: nn.Module, folder: Path, **options: str) -> Path:
 
 
 ALL = sum(p.nbytes for p in stack(meta=True).parameters())
-VRAM = ALL // 2
+VRAM = ALL * 3 // 5
 RAMS = {"all of it": ALL * 3 // 4, "some": ALL // 3, "two pages": 8192}
 every_ram = pytest.mark.parametrize("ram", RAMS.values(), ids=RAMS)
 
@@ -92,16 +92,16 @@ def streams_packed(session: Any) -> None:
 def test_what_streams_packed_computes_what_the_loaded_module_does_in_fewer_bytes(tmp_path, device, ram):
     model = stack().eval()
     path = packed_file(model, tmp_path)
-    expected = infer(model, Case, CPU, passes=6)
+    expected = infer(model, Case, CPU, passes=5)
     empty = stack(meta=True).eval()
     with carom.stream(empty, device=device, vram=VRAM, weights=path, ram=ram) as session:
-        assert_same(expected, infer(empty, Case, CPU, passes=6))
+        assert_same(expected, infer(empty, Case, CPU, passes=5))
         streams_packed(session)
         report = session.report()
         assert 0 < report.wire_bytes_per_step <= 0.72 * report.raw_bytes_per_step
         assert report.decode_seconds > 0
         crossed = report.raw_bytes_per_step
-        if ram >= ALL // 2:
+        if ram >= ALL * 3 // 4:
             assert report.disk_bytes_per_step == 0, (
                 "packed, all of it stays in RAM that would not hold it raw"
             )
@@ -239,7 +239,7 @@ def test_budgets_change_between_steps_and_bounds_hold(tmp_path):
     empty = stack(meta=True).eval()
     device = SimulatedDevice(timing="random")
     with carom.stream(empty, device=device, vram=VRAM, weights=path, ram=8192) as session:
-        for vram, ram in ((VRAM, 200 << 10), (VRAM * 9 // 10, ALL // 2), (VRAM, 8192)):
+        for vram, ram in ((VRAM, 200 << 10), (VRAM * 97 // 100, ALL // 2), (VRAM, 8192)):
             session.set_budget(vram=vram, ram=ram)
             assert_same(expected, infer(empty, Case, CPU))
             report = session.report()
@@ -264,8 +264,7 @@ def flip(path: Path, at: int) -> None:
 @pytest.mark.parametrize(
     "where", ["magic", "escape table", "header", "bytes", "planes", "tile table", "escapes", "end"]
 )
-@pytest.mark.parametrize("ram", [ALL, 64 << 10], ids=["all of it", "little"])
-def test_one_flipped_bit_is_an_error_that_names_the_tensor_from_the_pass_that_needs_it(tmp_path, where, ram):
+def test_one_flipped_bit_is_an_error_that_names_the_tensor_from_the_pass_that_needs_it(tmp_path, where):
     path = packed_file(stack(), tmp_path)
     name = "blocks.4.down.weight"
     stored = open_index(path)[name].file.stored
@@ -281,7 +280,7 @@ def test_one_flipped_bit_is_an_error_that_names_the_tensor_from_the_pass_that_ne
         block.register_forward_pre_hook(lambda *_, index=index: reached.append(index))
     # The last block streams: what is read ahead of its turn says nothing.
     with carom.stream(
-        empty, device=SimulatedDevice(timing="random"), vram=VRAM, weights=path, ram=ram
+        empty, device=SimulatedDevice(timing="random"), vram=VRAM, weights=path, ram=64 << 10
     ) as session:
         assert any(o.entry.name == name for u in session._placement.streamed for o in u.owners)
         for _ in range(2):
