@@ -1,4 +1,4 @@
-"""Where a session's tensors live when their values come from a file: residents are read straight to the device.
+"""Where a session's tensors live when their values come from a file: residents are read to the device.
 
 Residents wait for their first use (`disk_residents`), streamed units come through a host cache (`disk_streamer`).
 """
@@ -6,7 +6,7 @@ Residents wait for their first use (`disk_residents`), streamed units come throu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -122,11 +122,13 @@ class DiskPlacement(Placement):
         buffer = self._engine.allocate(nbytes)
         self.resident_bytes += round_up(nbytes, self._engine.grain)
         fresh, residents = [], []
+        layout = Unit(name, "", [], nbytes=nbytes)  # of what is read
         for at, entry in zip(places, entries, strict=True):
             stand = self._disk.checkpoint.of(entry.tensor)
             assert stand is not None
             if stand.changed is None:
                 fresh.append(Placed(at, stand.bound.segments))
+                layout.entries.append(replace(entry, offset=at))
             with torch.inference_mode(False), torch.no_grad():
                 view = self._engine.alias(buffer, at, entry.nbytes).view(stand.bound.dtype)
                 tensor: torch.Tensor = view.as_strided(
@@ -144,9 +146,12 @@ class DiskPlacement(Placement):
             for resident in residents:
                 resident.arrive()
 
-        self._disk.residents.add(
-            Load(name, buffer, nbytes, fresh, [r.tensor for r in residents], modules, arrived)
-        )
+        wire = self._disk.checkpoint.wire(layout, self._disk.staging_bytes)
+        if wire.decoder is not None and self._engine.device.type != "cpu":
+            wire.decoder.prepare(self._engine.device)
+        load = Load(name, buffer, nbytes, fresh, [r.tensor for r in residents], modules, arrived)
+        load.wire = None if wire.decoder is None else wire
+        self._disk.residents.add(load)
 
     def replaced(self, old: torch.Tensor, new: torch.Tensor) -> None:
         for resident in self._residents:

@@ -22,6 +22,7 @@ from .errors import BudgetError, UnsupportedError, WeightsError
 from .meter import Meter
 from .simulated import SimulatedEngine
 from .slots import Slot
+from .staging import Staging
 from .store.arena import HostArena, storage_bytes
 from .store.blob_check import BlobChecks, Sums
 from .store.cache import CacheFigures, HostCache
@@ -85,11 +86,13 @@ class DiskStreamer(Streamer):
         if not isinstance(self.engine, SimulatedEngine):
             self.meter.disk_reads = self._reads
         residents.join(self.lock, self.meter)
+        if self.staging is None and self._staging_bytes and residents.packs:
+            self.staging = Staging(self.engine, self._staging_bytes)
         beside = self._beside(budget)
         size, count = beside or residents.size_for(budget, 4, PAGE)
         if residents.wanted and not size:
             raise BudgetError(f"ram={budget} is too small to load weights through: {PAGE} bytes work", PAGE)
-        residents.start(self._disk.reader, size, count, self._residents_are_there)
+        residents.start(self._disk.reader, size, count, self._residents_are_there, self.staging)
         if beside:
             self._open()
 

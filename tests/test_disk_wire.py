@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import time
 import weakref
 import zlib
 from pathlib import Path
@@ -16,6 +17,7 @@ import carom
 import pytest
 import tests_models as models
 import torch
+from carom.core import attach
 from carom.core.codec.crc import join
 from carom.core.codec.lossless import encode
 from carom.core.codec.lossless_format import HEADER_BYTES, parse_header
@@ -27,6 +29,7 @@ from carom.core.store.blob_check import Blob, BlobChecks
 from carom.core.store.index import open_index
 from carom.core.store.pieces import cut
 from carom.core.store.rawio import PosixFile
+from carom.core.store.reader import DiskReader
 from carom.core.store.writer import pack
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,11 +42,11 @@ WIDE = 256
 CPU = torch.device("cpu")
 
 
-def stack(checkpoint: str = "none", meta: bool = False) -> models.Stack:
-    """Five blocks of a MiB, Gaussian-like."""
+def stack(checkpoint: str = "none", meta: bool = False, depth: int = 5) -> models.Stack:
+    """Blocks of a MiB, Gaussian-like."""
     with torch.device("meta" if meta else "cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = models.Stack(5, d=WIDE)
+        model = models.Stack(depth, d=WIDE)
         if not meta:
             for parameter in model.parameters():
                 if parameter.dim() == 2:
@@ -250,7 +253,114 @@ def test_budgets_change_between_steps_and_bounds_hold(tmp_path):
         assert_same(expected, infer(empty, Case, CPU))
 
 
+# -- residents
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """Units of this size come to the device one by one, as large ones do."""
+    monkeypatch.setattr(attach, "SMALL_UNIT", 512 << 10)
+
+
+def resident_names(session: Any) -> set[str]:
+    return {resident.entry.name for resident in session._placement._residents}
+
+
+MOST = (
+    sum(p.nbytes for p in stack(meta=True, depth=8).parameters()) * 4 // 5
+)  # some stay, and there is room to unpack
+
+
+@on_simulated_devices
+@pytest.mark.parametrize("ram", [ALL // 3, 64 << 10, 8192], ids=["some", "little", "two pages"])
+def test_residents_come_packed_and_are_unpacked_on_the_device(tmp_path, monkeypatch, apart, device, ram):
+    """Nothing that is packed is decoded on the host, and each byte of the file is read once for what stays."""
+    model = stack(depth=8).eval()
+    path = packed_file(model, tmp_path)
+    expected = infer(model, Case, CPU, passes=1)
+    empty = stack(meta=True, depth=8).eval()
+    monkeypatch.setattr(DiskReader, "_decodes", lambda *_: pytest.fail("decoded on the host"))
+    with carom.stream(empty, device=device, vram=MOST, weights=path, ram=ram) as session:
+        stays = resident_names(session)
+        assert sum(name.endswith("up.weight") for name in stays) >= 2
+        assert session._placement.streamed
+        assert_same(expected, infer(empty, Case, CPU, passes=1))
+        assert not session._streamer.residents.waiting
+        brought = sum(
+            open_index(path)[name].file.stored.nbytes
+            for name in stays
+            if "weight" in name and "norm" not in name
+        )
+        assert brought <= session._streamer.residents.read_bytes <= brought + (200 << 10)
+        assert session.report().vram_peak_bytes <= MOST
+        within_ram(session)
+
+
+@on_simulated_devices
+def test_residents_that_are_needed_out_of_turn_come_packed_too(tmp_path, apart, device):
+    model = stack(depth=8).eval()
+    path = packed_file(model, tmp_path)
+    empty = stack(meta=True, depth=8).eval()
+    with carom.stream(empty, device=device, vram=MOST, weights=path, ram=100 << 10) as session:
+        names = sorted(
+            name for name in resident_names(session) if name.endswith(("up.weight", "down.weight"))
+        )
+        for name in reversed(names):
+            assert torch.equal(session.read(name), model.get_parameter(name))
+            index = int(name.split(".")[1])
+            x = Case.inputs(index, CPU)
+            with torch.no_grad():
+                assert torch.equal(empty.blocks[index](x), model.blocks[index](x))
+        assert_same(infer(model, Case, CPU), infer(empty, Case, CPU))
+
+
+def test_a_damaged_resident_is_named_by_the_pass_that_needs_it_and_the_next_one_too(tmp_path, apart):
+    path = packed_file(stack(depth=8), tmp_path)
+    empty = stack(meta=True, depth=8).eval()
+    with carom.stream(empty, device=SimulatedDevice(), vram=MOST, weights=path, ram=64 << 10) as session:
+        name = sorted(n for n in resident_names(session) if n.endswith("up.weight"))[-1]
+    stored = open_index(path)[name].file.stored
+    flip(path, stored.offset + 90_000)
+    empty = stack(meta=True, depth=8).eval()
+    with carom.stream(empty, device=SimulatedDevice(), vram=MOST, weights=path, ram=64 << 10):
+        for _ in range(2):
+            with torch.no_grad(), pytest.raises(WeightsError, match=name.replace(".", r"\.")):
+                empty(Case.inputs(0, CPU))
+
+
+def test_a_resident_that_was_read_wrong_once_is_right_in_the_next_pass(tmp_path, apart, monkeypatch):
+    model = stack(depth=8).eval()
+    path = packed_file(model, tmp_path)
+    expected = infer(model, Case, CPU)
+    empty = stack(meta=True, depth=8).eval()
+    with carom.stream(empty, device=SimulatedDevice(), vram=MOST, weights=path, ram=64 << 10) as session:
+        name = sorted(n for n in resident_names(session) if n.endswith("up.weight"))[-1]
+    bad, read_into, wrong = open_index(path)[name].file.stored.offset + 90_000, PosixFile.read_into, [0]
+
+    def once(self: Any, buffer: memoryview, offset: int) -> int:
+        got = read_into(self, buffer, offset)
+        if offset <= bad < offset + got and wrong[0] < 1:
+            wrong[0] += 1
+            buffer[bad - offset] ^= 1
+        return got
+
+    monkeypatch.setattr(PosixFile, "read_into", once)
+    empty = stack(meta=True, depth=8).eval()
+    with carom.stream(empty, device=SimulatedDevice(), vram=MOST, weights=path, ram=64 << 10):
+        with torch.no_grad(), pytest.raises(WeightsError, match=name.replace(".", r"\.")):
+            empty(Case.inputs(0, CPU))
+        assert_same(expected, infer(empty, Case, CPU))
+    assert wrong[0] == 1
+
+
 # -- damage
+
+
+def wait_for(what: Any, seconds: float) -> None:
+    """Until ``what`` holds, or ``seconds`` have passed."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not what():
+        time.sleep(0.01)
 
 
 def flip(path: Path, at: int) -> None:
@@ -277,14 +387,16 @@ def test_one_flipped_bit_is_an_error_that_names_the_tensor_from_the_pass_that_ne
     empty = stack(meta=True).eval()
     reached = []
     for index, block in enumerate(empty.blocks):
-        block.register_forward_pre_hook(lambda *_, index=index: reached.append(index))
+        block.register_forward_hook(lambda *_, index=index: reached.append(index))
     # The last block streams: what is read ahead of its turn says nothing.
     with carom.stream(
-        empty, device=SimulatedDevice(timing="random"), vram=VRAM, weights=path, ram=64 << 10
+        empty, device=SimulatedDevice(timing="random"), vram=VRAM, weights=path, ram=ALL
     ) as session:
         assert any(o.entry.name == name for u in session._placement.streamed for o in u.owners)
+        index = next(u.index for u in session._placement.streamed if u.name == "blocks.4")
         for _ in range(2):
             reached.clear()
+            wait_for(lambda: session._streamer.cache is not None and session._streamer.cache.has(index), 2)
             with (
                 torch.no_grad(),
                 pytest.raises(WeightsError, match=r"packed\.safetensors.*blocks\.4\.down\.weight"),
@@ -399,6 +511,27 @@ def test_an_interrupt_and_a_close_in_mid_pass_leave_nothing_behind(tmp_path, mon
     gc.collect()
     assert all(memory() is None for memory in kept)
     assert threading.active_count() == threads
+
+
+def test_closing_waits_for_bytes_that_are_being_looked_at(tmp_path, monkeypatch):
+    path = packed_file(stack(), tmp_path)
+    looking, begun, look = [], threading.Event(), BlobChecks.look
+
+    def slowly(self: BlobChecks, *piece: Any) -> Any:
+        looking.append(1)
+        begun.set()
+        time.sleep(0.3)
+        found = look(self, *piece)
+        looking.pop()
+        return found
+
+    monkeypatch.setattr(BlobChecks, "look", slowly)
+    session = carom.stream(
+        stack(meta=True), device=SimulatedDevice(), vram=VRAM, weights=path, ram=100 << 10
+    )
+    assert begun.wait(20)
+    session.close()
+    assert not looking
 
 
 def test_what_a_failed_taker_was_told_to_wait_for_the_next_one_is_told_as_well():
