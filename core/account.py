@@ -91,7 +91,7 @@ def make_report(
         resident_by_need=need,
         adapter_bytes=placement.adapter_bytes,
         streamed_bytes=placement.streamed_host_bytes - held.packed_raw_bytes,
-        waiting_bytes=sum(unit.host.numel() for unit in placement.streamed if unit.wire is None),
+        waiting_bytes=_waiting(placement) if disk is None else placement.wire_bytes,
         staging_bytes=held.staging_bytes,
         packed_units=sum(unit.decoder is not None and unit.wire is None for unit in placement.streamed),
         decode_seconds=figures.decode_seconds,
@@ -114,6 +114,11 @@ def make_report(
         spans=meter.spans(),
         places=places,
     )
+
+
+def _waiting(placement: Placement) -> int:
+    """Bytes of the host's blocks from which units stream."""
+    return sum(unit.host.numel() for unit in placement.streamed if unit.wire is None)
 
 
 def _effective(figures: Medians) -> float | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .disk_wire import Wire, Wires, find_wires, plain_wire
 from .errors import UnsupportedError, WeightsError
 from .plan import round_up
 from .store.arena import PAGE, Block, HostArena
@@ -28,6 +29,7 @@ from .store.mapping import Bound, match_module
 from .store.pace import Pace
 from .store.pieces import choose_buffers
 from .store.reader import DiskReader, ReaderPolicy
+from .transfer import Engine
 from .units import Site, Unit, collect
 
 _SMALL = 64 << 10  # bytes; below it a value is no mapping of its own
@@ -142,6 +144,7 @@ class Checkpoint:
         self.pace, self.lanes = Pace(), Lanes(self.settings.workers)
         self.module = module
         self.notes: list[str] = []
+        self.wires: Wires | None = None  # where packed tensors may stay packed up to the device
         self._stands: dict[int, Stand] = {}
         self._computed: list[_Computed] = []
         try:
@@ -255,10 +258,21 @@ class Checkpoint:
                 handle.result()
         return value
 
-    def require_ram(self, ram: int, units: list[Unit]) -> None:
+    def stay_packed(self, engine: Engine) -> None:
+        """From now on what the device unpacks crosses packed. Reads a header of each packed tensor."""
+        self.wires, note = find_wires(self._stands.values(), self.of, engine, self.settings.workers)
+        self.notes += [note] if note else []
+
+    def wire(self, unit: Unit, staging_bytes: int) -> Wire:
+        """How the unit waits in RAM and crosses, where what is packed may take ``staging_bytes`` of the device."""
+        wire = plain_wire(unit, self.of) if self.wires is None else self.wires(unit)
+        return wire if wire.decoder is None or wire.nbytes <= staging_bytes else plain_wire(unit, self.of)
+
+    def require_ram(self, ram: int, units: list[Unit], staging_bytes: int = 0) -> None:
         """Raises BudgetError where ``ram`` bytes are too few to stream ``units`` beside the values kept."""
         if units:
-            choose_buffers([unit.nbytes for unit in units], ram - self.changed_bytes)
+            sizes = [self.wire(unit, staging_bytes).nbytes for unit in units]
+            choose_buffers(sizes, ram - self.changed_bytes)
 
     def unbind(self) -> None:
         """Give the module its tensors back, those that were written with their new values. Idempotent."""

@@ -33,7 +33,8 @@ class Settings:
     ``from_file``: whether a tensor's bytes come from a weights file (None: there is none); ``packs``: whether room is
     wanted in which packed weights are decoded; ``among``: names of units that alone may stay, but for small ones (None:
     any); ``wires``: what a unit packs to (0: it does not), where units may stay packed on the device; ``unpacking``: bytes/s
-    of output at which the device unpacks, where that was measured."""
+    of output at which the device unpacks, where that was measured; ``staged``: bytes of that room that a unit takes (0: none),
+    where they are known."""
 
     vram: int
     granularity: str
@@ -44,6 +45,7 @@ class Settings:
     among: frozenset[str] | None = None
     wires: Callable[[Unit], int] | None = None
     unpacking: float | None = None
+    staged: Callable[[Unit], int] | None = None
 
 
 def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, Plan]:
@@ -142,7 +144,12 @@ def with_staging(carving: Carving, settings: Settings, grain: int, plan: Callabl
     whole = plan(settings.vram, False)
     if not settings.packs or whole.all_resident:
         return whole
-    wire = round_up(int(carving.largest * EXPECTED), ALIGN)
+    if settings.staged is None:
+        wire = round_up(int(carving.largest * EXPECTED), ALIGN)
+    else:
+        wire = round_up(max(map(settings.staged, carving.units), default=0), ALIGN)
+        if not wire:
+            return whole
     for staging in (round_up(2 * wire, grain), round_up(wire, grain)):
         if staging < settings.vram:
             try:

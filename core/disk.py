@@ -1,4 +1,4 @@
-"""Where a session's tensors live when their values come from a file: residents are read straight to the device.
+"""Where a session's tensors live when their values come from a file: residents are read to the device.
 
 Residents wait for their first use (`disk_residents`), streamed units come through a host cache (`disk_streamer`).
 """
@@ -6,7 +6,7 @@ Residents wait for their first use (`disk_residents`), streamed units come throu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .attach import Placement
 from .checkpoint import Checkpoint, Stand, put
 from .disk_residents import Load, Residents
 from .disk_tensors import DiskOwner, DiskParameter, DiskTensor
+from .disk_wire import Wire
 from .plan import round_up
 from .sizes import MIB
 from .slots import ALIGN
@@ -33,12 +34,14 @@ _CHUNK = 4 * MIB  # bytes of one read call (docs/disk.md)
 @dataclass
 class Disk:
     """What placement and streamer share. ``ram``: bytes for the host cache and changed values; ``write`` replaces
-    a streamed weight's value."""
+    a streamed weight's value; ``staging_bytes``: of the device, from which packed units are decoded."""
 
     checkpoint: Checkpoint
     ram: int
     write: Callable[[Stand, torch.Tensor], None]
     residents: Residents
+    staging_bytes: int = 0
+    wires: list[Wire] = field(default_factory=list)  # of the streamed units, in their order
 
     @property
     def cache_bytes(self) -> int:
@@ -119,11 +122,13 @@ class DiskPlacement(Placement):
         buffer = self._engine.allocate(nbytes)
         self.resident_bytes += round_up(nbytes, self._engine.grain)
         fresh, residents = [], []
+        layout = Unit(name, "", [], nbytes=nbytes)  # of what is read
         for at, entry in zip(places, entries, strict=True):
             stand = self._disk.checkpoint.of(entry.tensor)
             assert stand is not None
             if stand.changed is None:
                 fresh.append(Placed(at, stand.bound.segments))
+                layout.entries.append(replace(entry, offset=at))
             with torch.inference_mode(False), torch.no_grad():
                 view = self._engine.alias(buffer, at, entry.nbytes).view(stand.bound.dtype)
                 tensor: torch.Tensor = view.as_strided(
@@ -141,9 +146,12 @@ class DiskPlacement(Placement):
             for resident in residents:
                 resident.arrive()
 
-        self._disk.residents.add(
-            Load(name, buffer, nbytes, fresh, [r.tensor for r in residents], modules, arrived)
-        )
+        wire = self._disk.checkpoint.wire(layout, self._disk.staging_bytes)
+        if wire.decoder is not None and self._engine.device.type != "cpu":
+            wire.decoder.prepare(self._engine.device)
+        load = Load(name, buffer, nbytes, fresh, [r.tensor for r in residents], modules, arrived)
+        load.wire = None if wire.decoder is None else wire
+        self._disk.residents.add(load)
 
     def replaced(self, old: torch.Tensor, new: torch.Tensor) -> None:
         for resident in self._residents:
@@ -160,8 +168,13 @@ class DiskPlacement(Placement):
         for unit in units:
             streamed = make(unit, len(self.streamed), Block(torch.empty(0, dtype=torch.uint8), False, 0))
             self.streamed.append(streamed)
+            wire = self._disk.checkpoint.wire(unit, self._disk.staging_bytes)
+            self._disk.wires.append(wire)
+            streamed.decoder = wire.decoder
+            if wire.decoder is not None and self._engine.device.type != "cpu":
+                wire.decoder.prepare(self._engine.device)
             self.streamed_host_bytes += unit.nbytes
-            self.wire_bytes += unit.nbytes
+            self.wire_bytes += wire.nbytes
             for entry in unit.entries:
                 tensor = entry.tensor
                 stand = self._disk.checkpoint.of(tensor)

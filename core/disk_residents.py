@@ -19,14 +19,18 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import ops
+from .codec.unit import UnitDecoder
 from .disk_direct import DirectLoads, try_direct
+from .disk_wire import Wire
 from .errors import CaromError, WeightsError
 from .hooks import Wrapped, resident_forward
 from .meter import Meter
 from .pending import unwear, wear
 from .plan import round_up
 from .sizes import MIB
+from .staging import Staging
 from .store.arena import Block, HostArena
+from .store.blob_check import BlobChecks, Sums
 from .store.handle import SubmittedRead
 from .store.pieces import Piece, Placed, cut
 from .store.rawio import ALIGN as PAGE
@@ -54,6 +58,21 @@ class Load:
     pieces: deque[Piece] = field(default_factory=deque)  # not asked for yet
     left: int = 0  # pieces that are not on the device yet
     here: bool = False
+    wire: Wire | None = None  # how its bytes cross packed, where they can
+    packed: _Packed | None = None  # set where they do
+
+
+@dataclass(eq=False)
+class _Packed:
+    """A load whose pieces land on the device packed, all of them in one `Residents.bring`, and are unpacked from there."""
+
+    decoder: UnitDecoder
+    nbytes: int
+    pieces: list[Piece]
+    checks: BlobChecks
+    found: dict[int, Sums] = field(default_factory=dict)  # of the pieces that have landed, by rank
+    landing: torch.Tensor | None = None
+    after: list[Any] = field(default_factory=list)  # what the next copy there has to wait for
 
 
 @dataclass(eq=False)
@@ -85,12 +104,18 @@ class Residents:
         self.late_seconds = 0.0  # while a host thread waited
         self.spans: deque[tuple[str, float, float, int]] = deque(maxlen=_SPANS)
         self._direct: DirectLoads | None = None
+        self._staging: Staging | None = None
         self.notes: list[str] = []
 
     @property
     def wanted(self) -> bool:
         """Whether anything is to be read."""
         return any(load.fresh for load in self._pending.values())
+
+    @property
+    def packs(self) -> bool:
+        """Whether anything could cross packed."""
+        return any(load.wire is not None for load in self._pending.values())
 
     @property
     def waiting(self) -> bool:
@@ -119,15 +144,27 @@ class Residents:
         self._lock, self._meter = lock, meter
 
     def start(
-        self, reader: Callable[[int], DiskReader], size: int, count: int, over: Callable[[], None]
+        self,
+        reader: Callable[[int], DiskReader],
+        size: int,
+        count: int,
+        over: Callable[[], None],
+        staging: Staging | None = None,
     ) -> None:
-        """Begin to read through ``count`` buffers of ``size`` bytes; ``over`` is called when their memory is free again."""
-        self._over = over
+        """Begin to read through ``count`` buffers of ``size`` bytes; ``over`` is called when their memory is free again.
+        ``staging``: device memory from which packed bytes are decoded."""
+        self._over, self._staging = over, staging
         for load in list(self._queue):
             if load.fresh:
-                load.pieces.extend(
-                    piece for piece in cut([(load.nbytes, load.fresh)], size)[0] if piece.reads
-                )
+                wire = load.wire
+                if wire is not None and (staging is None or wire.nbytes > staging.nbytes):
+                    wire = None  # the host decodes
+                whole = (load.nbytes, load.fresh) if wire is None else (wire.nbytes, wire.placed)
+                pieces = [piece for piece in cut([whole], size)[0] if piece.reads]
+                load.pieces.extend(pieces)
+                if wire is not None and wire.decoder is not None:
+                    checks = BlobChecks([pieces], [wire.blobs])
+                    load.packed = _Packed(wire.decoder, wire.nbytes, pieces, checks)
             load.left = len(load.pieces)
             if not load.left:
                 self._arrive(load)
@@ -139,7 +176,8 @@ class Residents:
             for staged in self._free:
                 self._arena.pin(staged.block)
             blocks = [staged.block.data for staged in self._free]
-            self._direct = try_direct(self._engine, self._reader, self._queue, blocks)
+            if not any(load.packed for load in self._queue):
+                self._direct = try_direct(self._engine, self._reader, self._queue, blocks)
             if self._direct is not None:
                 self.notes.append("resident weights are read past host memory (GPUDirect Storage)")
             self._ask()
@@ -181,11 +219,15 @@ class Residents:
             before, began = (self._engine.mark() if self._meter.timing else None), time.perf_counter()
             self._withdraw_failed()
             self._first(load)
+            self._clear_the_way(load)
             if self._direct is not None:
                 self._bring_directly(load)
-            while load.left:
-                self._ask()
-                self._land()
+            if load.packed is None:
+                while load.left:
+                    self._ask()
+                    self._land()
+            else:
+                self._bring_packed(load, load.packed)
             self.late_seconds += time.perf_counter() - began
             if before is not None:
                 self._meter.waited(before, self._engine.mark(), load.name, ops.in_backward())
@@ -193,6 +235,43 @@ class Residents:
                 self._ask()  # what comes next is read meanwhile
             else:
                 self._end()
+
+    def _bring_packed(self, load: Load, packed: _Packed) -> None:
+        """Nothing else lands packed meanwhile, and where it fails, it begins again: the memory is lent for this call."""
+        assert self._staging is not None
+        packed.landing, packed.after = self._staging.take(packed.nbytes)
+        try:
+            while load.left:
+                self._ask()
+                self._land()
+        except BaseException:
+            for asked in reversed(list(self._asked)):
+                self._withdraw(asked)
+            load.pieces, load.left = deque(packed.pieces), len(packed.pieces)
+            self._first(load)
+            raise
+        finally:
+            packed.landing = None
+
+    def _clear_the_way(self, load: Load) -> None:
+        """Packed pieces of other loads that would land before the last of this one's are asked for again when their turn
+        comes: those of a load land in one go."""
+        asked = list(self._asked)
+        mine = [place for place, staged in enumerate(asked) if staged.load is load]
+        before = asked if load.pieces else asked[: max(mine, default=0)]
+        for other in reversed(before):
+            if other.load is not load and other.load is not None and other.load.packed is not None:
+                self._withdraw(other)
+        self._first(load)
+
+    def _unpack(self, load: Load, packed: _Packed, copied: Any) -> Any:
+        """All of the load's pieces have been copied to the device, the last one by ``copied``: the event that ends it."""
+        assert self._staging is not None and packed.landing is not None
+        self._staging.given(copied)
+        packed.checks.judge(0, [packed.found[piece.rank] for piece in packed.pieces])
+        event, _ = self._engine.decode(packed.decoder, packed.landing, load.buffer, (copied,), False)
+        self._staging.given(event)
+        return event
 
     def _first(self, load: Load) -> None:
         if self._queue and self._queue[0] is load:
@@ -260,8 +339,14 @@ class Residents:
         try:
             for handle in staged.handles:
                 handle.result()
-            here = load.buffer[piece.start : piece.start + piece.nbytes]
-            staged.copied, _ = self._engine.copy_in(here, staged.block.data[: piece.nbytes], (), False)
+            source, to, after = staged.block.data[: piece.nbytes], load.buffer, list[Any]()
+            if load.packed is not None:
+                assert load.packed.landing is not None
+                load.packed.found[piece.rank] = load.packed.checks.look(piece, source)
+                to, after, load.packed.after = load.packed.landing, load.packed.after, []
+            staged.copied, _ = self._engine.copy_in(
+                to[piece.start : piece.start + piece.nbytes], source, after, False
+            )
         except BaseException:
             for asked in reversed(
                 list(self._asked)
@@ -273,8 +358,11 @@ class Residents:
         self.read_bytes += sum(read.disk_bytes for read in piece.reads)
         load.left -= 1
         if not load.left:
+            event = staged.copied
+            if load.packed is not None:
+                event = self._unpack(load, load.packed, event)
             # The host waits for the copy alone, which no kernel holds up: any stream may read from here on.
-            self._engine.synchronize(staged.copied)
+            self._engine.synchronize(event)
             self._arrive(load)
 
     def _bring_directly(self, load: Load) -> None:
@@ -318,6 +406,7 @@ class Residents:
         self.staging_bytes = 0
 
     def _give_back(self) -> None:
+        self._staging = None
         if self._reader is not None:
             self._reader.close()
             self._reader = None

@@ -6,7 +6,7 @@ device only once it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,15 @@ from .checkpoint import Stand
 from .disk import Disk
 from .disk_residents import Residents
 from .disk_tensors import DiskOwner
-from .errors import BudgetError, UnsupportedError
+from .errors import BudgetError, UnsupportedError, WeightsError
 from .meter import Meter
 from .simulated import SimulatedEngine
 from .slots import Slot
+from .staging import Staging
 from .store.arena import HostArena, storage_bytes
+from .store.blob_check import BlobChecks, Sums
 from .store.cache import CacheFigures, HostCache
-from .store.pieces import Buffers, Piece, Placed, choose_buffers, cut
+from .store.pieces import Buffers, Piece, choose_buffers, cut
 from .store.rawio import ALIGN as PAGE
 from .streamed import Streamed
 from .streamer import Streamer
@@ -57,9 +59,12 @@ class DiskStreamer(Streamer):
     cache: HostCache | None = None
     _final = Read()
     _pieces: list[list[Piece]] = []
+    _checks: BlobChecks | None = None  # where units cross packed
 
-    def __init__(self, engine: Engine, region_bytes: int, meter: Meter, disk: Disk) -> None:
-        super().__init__(engine, region_bytes, meter)
+    def __init__(
+        self, engine: Engine, region_bytes: int, meter: Meter, disk: Disk, staging_bytes: int = 0
+    ) -> None:
+        super().__init__(engine, region_bytes, meter, staging_bytes)
         self._disk = disk
         self._buffers: Buffers | None = None
         self._peak = 0  # bytes held while residents passed through as well
@@ -71,22 +76,23 @@ class DiskStreamer(Streamer):
         for stand in {id(o.stand): o.stand for unit in self.units for o in _owners(unit)}.values():
             if stand.block is not None:
                 arena.pin(stand.block)
-        units = [
-            (unit.nbytes, [Placed(o.entry.offset, o.stand.bound.segments) for o in _owners(unit)])
-            for unit in self.units
-        ]
-        if units:
-            self._buffers = choose_buffers([nbytes for nbytes, _ in units], budget)
-            self._pieces = cut(units, self._buffers.nbytes)
+        wires = self._disk.wires
+        if wires:
+            self._buffers = choose_buffers([wire.nbytes for wire in wires], budget)
+            self._pieces = cut([(wire.nbytes, wire.placed) for wire in wires], self._buffers.nbytes)
+        if any(wire.blobs for wire in wires):
+            self._checks = BlobChecks(self._pieces, [wire.blobs for wire in wires])
         self.meter.disk_bytes = self._total_read
         if not isinstance(self.engine, SimulatedEngine):
             self.meter.disk_reads = self._reads
         residents.join(self.lock, self.meter)
+        if self.staging is None and self._staging_bytes and residents.packs:
+            self.staging = Staging(self.engine, self._staging_bytes)
         beside = self._beside(budget)
         size, count = beside or residents.size_for(budget, 4, PAGE)
         if residents.wanted and not size:
             raise BudgetError(f"ram={budget} is too small to load weights through: {PAGE} bytes work", PAGE)
-        residents.start(self._disk.reader, size, count, self._residents_are_there)
+        residents.start(self._disk.reader, size, count, self._residents_are_there, self.staging)
         if beside:
             self._open()
 
@@ -116,6 +122,7 @@ class DiskStreamer(Streamer):
         self.cache = HostCache(
             self._pieces, self._buffers, self._arena, self._disk.reader(self._buffers.nbytes), self.engine.landed,
             self.engine.synchronize, self._disk.checkpoint.settings.eviction,
+            None if self._checks is None else self._checks.look,
         )  # fmt: skip
         if not self._buffers.whole:
             self.cache.hold_back(self._disk.residents.staging_bytes)
@@ -153,7 +160,7 @@ class DiskStreamer(Streamer):
                         f"no room in ram for a new value of {stand.name} during a pass; write it between passes"
                     )
                 grown = self._disk.checkpoint.changed_bytes + stand.kept_bytes
-                choose_buffers([unit.nbytes for unit in self.units], self._disk.ram - grown)
+                choose_buffers([wire.nbytes for wire in self._disk.wires], self._disk.ram - grown)
                 return False
         kept = stand.copy_of(value)  # takes its time: not under the lock
         if kept.block is not None:
@@ -222,10 +229,33 @@ class DiskStreamer(Streamer):
     # -- bytes
 
     def _bring(self, unit: Streamed, target: torch.Tensor, after: list[Any]) -> Any:
-        """The unit's pieces, each as soon as it is there; the event of the last copy."""
+        """The unit's pieces, each as soon as it is there, unpacked where they are packed; the event that ends it."""
+        decoder, engine = unit.decoder, self.engine
+        if decoder is None:
+            event, _ = self._copy_pieces(unit, target, after)
+        else:
+            assert self.staging is not None
+            wire = self._disk.wires[unit.index]
+            staged, free = self.staging.take(wire.nbytes)
+            copied, found = self._copy_pieces(unit, staged, free)
+            self.staging.given(copied)
+            self._judge(unit, found)
+            event, times = engine.decode(decoder, staged, target, (copied, *after), self.meter.timing)
+            self.staging.given(event)
+            self.meter.decoded(times)
+            after = [event]
+        for owner in _owners(unit):
+            if owner.stand.changed is not None:
+                start, end = owner.entry.offset, owner.entry.offset + owner.entry.nbytes
+                event, _ = engine.copy_in(target[start:end], storage_bytes(owner.stand.changed), after, False)
+        return event
+
+    def _copy_pieces(self, unit: Streamed, to: torch.Tensor, after: list[Any]) -> tuple[Any, list[Sums]]:
+        """Copy the unit's bytes as they wait to ``to`` on the device: the last copy's event, and what was found of them."""
         cache, engine, meter, backward = self.cache, self.engine, self.meter, ops.in_backward()
         assert cache is not None
         event: Any = None
+        found: list[Sums] = []
         if self._disk.residents.waiting:
             self._brought.add(unit.index)
         for piece in self._pieces[unit.index]:
@@ -234,9 +264,10 @@ class DiskStreamer(Streamer):
             if before is not None:
                 meter.waited(before, engine.mark(), unit.name, backward)
             try:
+                found.append(cache.found(piece))
                 # No name for the slice: a traceback would keep it, and with it the slot.
                 event, marks = engine.copy_in(
-                    target[piece.start : piece.start + piece.nbytes], source, after, meter.timing
+                    to[piece.start : piece.start + piece.nbytes], source, after, meter.timing
                 )
             except BaseException:
                 cache.forget(piece)
@@ -244,11 +275,29 @@ class DiskStreamer(Streamer):
             cache.used(piece, event)
             self._count(unit, marks, piece.nbytes, backward, piece.number == 0)
             after = []
-        for owner in _owners(unit):
-            if owner.stand.changed is not None:
-                start, end = owner.entry.offset, owner.entry.offset + owner.entry.nbytes
-                event, _ = engine.copy_in(target[start:end], storage_bytes(owner.stand.changed), after, False)
-        return event
+        return event, found
+
+    def _judge(self, unit: Streamed, found: Sequence[Sums]) -> None:
+        """Raises WeightsError where the packed bytes are not what their checksums say; they are read anew then."""
+        assert self._checks is not None and self.cache is not None
+        try:
+            self._checks.judge(unit.index, found)
+        except WeightsError:
+            self.cache.distrust(unit.index)
+            raise
+
+    def _sound(self, unit: Streamed) -> bool:
+        """Whether what is in RAM of the unit, all of it, may be used. What may not says nothing until it is needed."""
+        assert self.cache is not None
+        if unit.decoder is None:
+            return self.cache.has(unit.index)
+        found = self.cache.finds(unit.index)
+        try:
+            if found is not None:
+                self._judge(unit, found)
+        except WeightsError:
+            return False
+        return found is not None
 
     def _count(self, unit: Streamed, marks: Any, nbytes: int, backward: bool, first: bool) -> None:
         if self.engine.blocking and marks is not None:
@@ -265,7 +314,7 @@ class DiskStreamer(Streamer):
         return super()._fetch(unit)
 
     def _late(self, unit: Streamed) -> bool:
-        return self.cache is None or not self.cache.has(unit.index)
+        return self.cache is None or not self._sound(unit)
 
     def _look_ahead(self) -> None:
         """As the base does, for units that are in RAM; the others are read meanwhile."""

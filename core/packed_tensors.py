@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,21 +87,26 @@ class Laid:
 
 
 def lay_out(entries: list[Entry], packed: list[PackedTensor | None]) -> Laid:
-    """Packed tensors at multiples of `WIRE_ALIGN`; neighbours that travel as they are lie as in the slot, to be one copy."""
+    """`lay_headers` of what is packed, at multiples of `WIRE_ALIGN`."""
+    return lay_headers(entries, [None if found is None else found.header for found in packed], WIRE_ALIGN)
+
+
+def lay_headers(entries: list[Entry], headers: Sequence[Header | None], align: int) -> Laid:
+    """Packed tensors at multiples of ``align``; neighbours that travel as they are lie as in the slot, to be one copy."""
     places: list[int] = []
     wire: list[AnyEntry] = []
     end = 0
     run: tuple[int, int] | None = (
         None  # where the present run of plain tensors starts, in the wire and in the slot
     )
-    for entry, found in zip(entries, packed, strict=True):
-        if found is not None and found.header is not None:
-            at = -(-end // WIRE_ALIGN) * WIRE_ALIGN
-            wire.append(WireEntry(found.header, at, entry.offset))
-            end, run = at + found.header.total, None
+    for entry, header in zip(entries, headers, strict=True):
+        if header is not None:
+            at = -(-end // align) * align
+            wire.append(WireEntry(header, at, entry.offset))
+            end, run = at + header.total, None
         else:
             if run is None:
-                run = -(-end // WIRE_ALIGN) * WIRE_ALIGN, entry.offset
+                run = -(-end // align) * align, entry.offset
                 wire.append(RawEntry(0, *run))
             at = run[0] + entry.offset - run[1]
             end = at + entry.nbytes

@@ -112,7 +112,7 @@ class Pools:
             return (
                 Streamer(engine, region, meter, self.plan.staging_bytes)
                 if disk is None
-                else DiskStreamer(engine, region, meter, disk)
+                else DiskStreamer(engine, region, meter, disk, self.plan.staging_bytes)
             )
         number = {id(unit): index for index, unit in enumerate(self._carving.units)}
         resident = [i for i, unit in enumerate(units) if number[id(unit)] in self.plan.resident]

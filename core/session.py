@@ -148,6 +148,9 @@ class Session(Pools, Adapts, Adopts, Values):
         self._adapts(vram == "auto" or self._shared is not None)
         if weights is not None:
             self._checkpoint = Checkpoint(module, weights)
+            unpacks = self._engine.unpacks or isinstance(self._engine, SimulatedEngine)
+            if unpacks and codec == "auto" and self._native is None:
+                self._checkpoint.stay_packed(self._engine)
             self._follow_ram(ram == "auto")
             self._set_look()
         self._laid_open = None if weights is not None else LaidOpen(module)
@@ -206,6 +209,7 @@ class Session(Pools, Adapts, Adopts, Values):
         try:
             self._carving, self.plan = self._decide()
             if disk is not None:
+                disk.staging_bytes = self.plan.staging_bytes
                 self._placement = DiskPlacement(self._engine, self._arena, disk)
             elif self._shelf or self._copies.packs or (self._packing is not None and self.plan.staging_bytes):
                 left = self._placement.given()
@@ -277,13 +281,15 @@ class Session(Pools, Adapts, Adopts, Values):
         from_file = None if self._checkpoint is None else self._checkpoint.of
         chosen = self._packing
         packs = chosen is not None and not chosen.plain
+        filed = None if self._checkpoint is None else self._checkpoint.wires
         here = chosen is not None and chosen.here and packs and self._engine.unpacks
         # Packing what could stay raw takes its time and host memory: where a step's times say that it pays.
         here = here and (known or self._stays_packed())
         wires = self._wire_bytes if here else None
         return decide.Settings(
-            self._vram, self._granularity, self._training, self._stay, from_file, packs, self._among,
-            wires, None if wires is None else self._unpacking_rate(),
+            self._vram, self._granularity, self._training, self._stay, from_file, packs or filed is not None,
+            self._among, wires, None if wires is None else self._unpacking_rate(),
+            None if filed is None else filed.nbytes,
         )  # fmt: skip
 
     def _stays_packed(self) -> bool:
@@ -496,7 +502,8 @@ class Session(Pools, Adapts, Adopts, Values):
             try:
                 carving, plan = self._decide()
                 if self._checkpoint is not None:
-                    self._checkpoint.require_ram(self._ram, wanted_residents(carving, plan)[1])
+                    streamed = wanted_residents(carving, plan)[1]
+                    self._checkpoint.require_ram(self._ram, streamed, plan.staging_bytes)
             except BaseException:
                 (self._vram, self._ram), self._among = before, among
                 raise

@@ -99,3 +99,65 @@ def test_the_kernel_compiles_for_nvidia_and_amd_and_writes_16_bytes_at_a_time(ro
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["4", "4"]
+
+
+HOSTILE = """
+import importlib, importlib.util, sys
+import torch
+spec = importlib.util.spec_from_file_location("script", sys.argv[1])
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+modules = script.load_checkout()
+unit, fmt, lossless = modules["unit"], modules["lossless_format"], modules["lossless"]
+GUARD, wrong = 4096, []
+generator = torch.Generator().manual_seed(1)
+
+def noise(count):
+    return torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
+
+def hostile(blob, header, how):
+    '''The blob with a whole header and a body that no encoder wrote.'''
+    blob = blob.clone()
+    table = blob[header.tiles_at : header.tiles_at + 8 * header.tiles].view(torch.int64)
+    if how == "random":
+        blob[128:] = noise(blob.numel() - 128)
+        table &= (1 << 53) - 1  # 31 turns at most: the interpreter is slow
+    else:  # every code an escape, in every lane, where the table says
+        blob[header.bits_at : header.tiles_at] = 255
+        offset = {"end": header.escape_bytes - 1, "far": (1 << 40) - 1, "wraps": (1 << 32) + 5, "begin": 0}[how]
+        table[:] = offset | 33 << 48 | (how != "begin") << 40
+    return blob
+
+def decoded(blob, header, method, fill):
+    wire = torch.full((GUARD + blob.numel() + GUARD,), fill, dtype=torch.uint8)
+    wire[GUARD : GUARD + blob.numel()] = blob
+    out = torch.full((2 * GUARD + -(-header.raw_nbytes // 16) * 16,), 0xA5, dtype=torch.uint8)
+    unit.UnitDecoder([unit.Entry(header, GUARD, GUARD)], method=method)(wire, out)
+    return out
+
+for dtype in (torch.bfloat16, torch.float8_e5m2):
+    value = torch.randn(1024 + 13, generator=generator) * 0.02
+    value[::97] = 1e-30
+    blob = lossless.encode(value.to(dtype), lanes=32, limit=1 << 20)
+    header = fmt.parse_header(blob.numpy().data[:128], "x", blob.numel())
+    assert header.most_escapes
+    for how in ("random", "end", "far", "wraps", "begin"):
+        bad = hostile(blob, header, how)
+        for method in ("triton", "torch"):
+            one, other = decoded(bad, header, method, 0), decoded(bad, header, method, 0x5B)
+            label = f"{method} {dtype} {how}"
+            if not torch.equal(one, other):
+                wrong.append(label + " read beside the blob")
+            end = GUARD + header.raw_nbytes
+            if not bool((one[:GUARD] == 0xA5).all() and (one[end:] == 0xA5).all()):
+                wrong.append(label + " wrote beside the tensor")
+print("; ".join(wrong) or "nothing")
+"""
+
+
+def test_no_bytes_lead_a_decoder_out_of_the_blob_or_the_tensor(root: Path):
+    """What streams from a file is decoded with a checked header and a checksum that whoever made the file could write: the
+    tile table and the planes may say anything. (Without bounds the interpreter reads at any address, and dies of it.)"""
+    done = interpret("-c", HOSTILE, str(root / "benchmarks" / "codec_gpu.py"))
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+    assert done.stdout.strip() == "nothing"

@@ -1,7 +1,7 @@
 """CRC-32 (zlib's) of a large buffer on several threads: of its parts, joined.
 
 Joining is zlib's crc32_combine, which Python does not offer: appending n zero bytes to a message is a linear map of its
-CRC over GF(2), so crc(a + b) = zeros(len(b))(crc(a)) ^ crc(b). The map is 32 words and found by repeated squaring.
+CRC over GF(2), so crc(a + b) = zeros(len(b))(crc(a)) ^ crc(b). The map of 2 ** p bytes is 32 words, the square of the one before.
 """
 
 from __future__ import annotations
@@ -21,8 +21,16 @@ def crc32(data: memoryview, start: int = 0, pool: Executor | None = None) -> int
     parts = [data[at : at + PART] for at in range(0, len(data), PART)]
     total = start
     for part, crc in zip(parts, pool.map(zlib.crc32, parts), strict=True):
-        total = _apply(_zeros(len(part)), total) ^ crc
+        total = join(total, crc, len(part))
     return total
+
+
+def join(first: int, second: int, count: int) -> int:
+    """The CRC of a message of two parts: of the first, and of the second, which has ``count`` bytes."""
+    for power in range(count.bit_length()):
+        if count >> power & 1:
+            first = _apply(_zeros(power), first)
+    return first ^ second
 
 
 def _apply(matrix: tuple[int, ...], vector: int) -> int:
@@ -33,16 +41,13 @@ def _apply(matrix: tuple[int, ...], vector: int) -> int:
     return total
 
 
-@functools.lru_cache(maxsize=64)
-def _zeros(count: int) -> tuple[int, ...]:
-    """What appending ``count`` zero bytes does to a CRC: column b is the image of bit b."""
+@functools.cache
+def _zeros(power: int) -> tuple[int, ...]:
+    """What appending 2 ** ``power`` zero bytes does to a CRC: column b is the image of bit b."""
+    if power:
+        step = _zeros(power - 1)
+        return tuple(_apply(step, column) for column in step)
     step = (_POLYNOMIAL, *(1 << bit for bit in range(31)))  # one zero bit
     for _ in range(3):
         step = tuple(_apply(step, column) for column in step)  # one zero byte
-    result = tuple(1 << bit for bit in range(32))
-    while count:
-        if count & 1:
-            result = tuple(_apply(step, column) for column in result)
-        step = tuple(_apply(step, column) for column in step)
-        count >>= 1
-    return result
+    return step

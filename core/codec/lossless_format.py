@@ -182,6 +182,7 @@ def parse_header(blob: memoryview, name: str, length: int | None = None) -> Head
         numel < 8
         or base > kind.max_base(k)
         or most > 32
+        or (most > 0) != (escape_bytes > 0)
         or tail_count != header.tail_count
         or total != header.total
         or header.pack() != bytes(blob[:HEADER_BYTES])

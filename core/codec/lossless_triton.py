@@ -135,6 +135,7 @@ def _decode(
     tail = tl.load(row + 9).to(tl.int32)
     stride = tl.load(row + 10) * 16
     tiles = tl.load(row + 11).to(tl.int32)
+    escape_bytes = tl.load(row + 12)
 
     REST: tl.constexpr = 3 if KIND == "fp16" or KIND == "e5m2" else (4 if KIND == "e4m3" else 0)
     SIZE: tl.constexpr = 4 if KIND == "fp32" else (2 if KIND == "bf16" or KIND == "fp16" else 1)
@@ -175,7 +176,10 @@ def _decode(
             most = (entry >> 48).to(tl.int32) & 0xFF
             if most > 0:
                 wide = (entry >> 40).to(tl.int32) & 1
-                stream = escapes + (entry & 0xFFFFFFFFFF)
+                offset = entry & 0xFFFFFFFFFF
+                stream = escapes + offset
+                # Whatever the table and the planes say, nothing beyond the section is read: no file leads a lane out of it.
+                inside = tl.minimum(tl.maximum(escape_bytes - offset, 0), 0x7FFFFFFF).to(tl.int32)
                 count = mask - ((mask >> 1) & 0x55555555)
                 count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
                 count = (count + (count >> 4)) & 0x0F0F0F0F
@@ -186,7 +190,8 @@ def _decode(
                     active = mask != 0
                     mask ^= lowest
                     nibble = (rank + turn) << wide
-                    byte = tl.load(stream + (nibble >> 1), mask=active, other=0).to(tl.int32)
+                    there = active & ((nibble >> 1) < inside)
+                    byte = tl.load(stream + (nibble >> 1), mask=there, other=0).to(tl.int32)
                     value = (byte >> ((nibble & 1) * 4)) & 15
                     value = tl.load(header + 48 + value, mask=active, other=0).to(tl.int32)
                     value = tl.where(wide != 0, byte, value) - (base + ESCAPE)
@@ -219,7 +224,8 @@ def decode_group(
     """Launches one kernel on the current stream for all rows of ``table`` (int64 [tensors, ROW_FIELDS], on the device).
 
     ``wire`` and ``out`` are 1-D uint8 tensors on the device, 16-byte aligned; ``tiles`` is how many tiles a program
-    decodes, with ``programs`` counted accordingly. The rows must come from validated headers: the kernel checks nothing.
+    decodes, with ``programs`` counted accordingly. The rows must come from validated headers; what lies in ``wire`` may be anything:
+    values are then worth nothing, but no byte outside of the rows' tensors is read or written.
     """
     if asm is None:
         asm = wire.is_cuda and torch.version.hip is None

@@ -185,12 +185,23 @@ class LosslessCodec(_Base):
         """The parsed header, checked against the metadata; copies 128 bytes where the blob is on a device."""
         check_version(packed.meta, self.version, name)
         check_blob(packed, name)
-        dtype, _, nbytes = parse_meta(packed.meta, name)
-        if packed.blob.numel() < HEADER_BYTES:
-            head = packed.blob.cpu().numpy()
-            return parse_header(head.data, name)
         head = packed.blob[:HEADER_BYTES].cpu().numpy()
-        header = parse_header(head.data, name, packed.blob.numel())
+        return self._header(packed.meta, head.data, packed.blob.numel(), name)
+
+    def header_of(self, meta: Mapping[str, Any], head: memoryview, length: int, name: str) -> Header:
+        """The checked header of a blob of ``length`` bytes of which ``head`` are the first 128 (or all, if it is shorter).
+
+        Raises WeightsError naming ``name`` for a header or metadata that are damaged or do not fit each other.
+        """
+        check_version(meta, self.version, name)
+        header = self._header(meta, head, length, name)
+        check_seal(meta, head, name)
+        return header
+
+    @staticmethod
+    def _header(meta: Mapping[str, Any], head: memoryview, length: int, name: str) -> Header:
+        dtype, _, nbytes = parse_meta(meta, name)
+        header = parse_header(head, name, length)
         if KIND_BY_DTYPE.get(dtype) is not header.kind or header.raw_nbytes != nbytes:
             raise corrupt(name, "its header does not fit the dtype and shape in the file's metadata")
         return header

@@ -133,7 +133,8 @@ class UnitDecoder:
                 places = (128, header.bits_at, header.tiles_at, header.escapes_at, 0)
                 rows.append(
                     [programs, header.words // 2, *((wire + at) // ALIGN for at in places), entry.out_at // ALIGN,
-                     header.base, header.tail_count, header.byte_plane_stride // ALIGN, header.tiles, 0, 0, 0, 0]
+                     header.base, header.tail_count, header.byte_plane_stride // ALIGN, header.tiles,
+                     header.escape_bytes, 0, 0, 0]
                 )  # fmt: skip
                 programs += -(-header.tiles // self.tuning.tiles)
             groups.append(_Group(members[0].header, torch.tensor(rows, dtype=torch.int64), programs))

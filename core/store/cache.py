@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -33,12 +33,14 @@ NEVER = float("inf")
 _POLL = 0.0005  # seconds between looks at copies that are under way
 _NAP = 0.1
 _SPANS = 4096  # reads remembered for the timeline
+_INSPECTORS = 4  # threads: on one, checksums of 1 to 6 GB/s could hold up a fast drive
 
 
 class HostCache:
     """Holds pieces of ``units`` (as cut by `pieces.cut`) in ``buffers``.
 
-    ``landed`` tells whether a copy's event has been reached, ``settle`` makes the host wait for it.
+    ``landed`` tells whether a copy's event has been reached, ``settle`` makes the host wait for it. ``inspect`` is
+    called with each piece and its bytes once they are read, on a thread of its own; what it finds is kept with them.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class HostCache:
         landed: Callable[[Any], bool],
         settle: Callable[[Any], None],
         eviction: str = "belady",
+        inspect: Callable[[Piece, torch.Tensor], Any] | None = None,
     ) -> None:
         self._units, self.buffers, self._arena, self._reader = units, buffers, arena, reader
         self._landed, self._settle = landed, settle
@@ -63,7 +66,12 @@ class HostCache:
         self._distance: dict[int, int] = {}  # unit -> its first place in the order
         self._served: dict[int, int] = {}  # unit -> its pieces that were used since the order was told
         self._arrivals = 0
+        self._inspect = inspect
+        self._inspectors = (
+            None if inspect is None else ThreadPoolExecutor(_INSPECTORS, thread_name_prefix="carom-check")
+        )
         self._reading = 0
+        self._looking = 0  # buffers that were read and are being inspected
         self._since = 0.0
         self.complete = False  # everything is here and stays: nothing is to be expected or read any more
         self._closed = False
@@ -130,6 +138,27 @@ class HostCache:
                 self._keeper.used(piece.rank, self._next_use)
             self._pump()
 
+    def found(self, piece: Piece) -> Any:
+        """What inspecting the bytes that `need` has handed out gave; call it before `used`."""
+        with self._cond:
+            return self._where[piece.rank].found
+
+    def finds(self, unit: int) -> list[Any] | None:
+        """What inspecting the unit's pieces gave, None where not all of them are here."""
+        with self._cond:
+            buffers = [self._where.get(piece.rank) for piece in self._units[unit]]
+            here = [buffer for buffer in buffers if buffer is not None and buffer.ready]
+            return [buffer.found for buffer in here] if len(here) == len(buffers) else None
+
+    def distrust(self, unit: int) -> None:
+        """What is here of the unit is not what it should be: when it is needed again, it is read again."""
+        with self._cond:
+            for piece in self._units[unit]:
+                buffer = self._where.get(piece.rank)
+                if buffer is not None and buffer.ready and not buffer.busy:
+                    self._give_up(buffer)
+                    self.complete = False
+
     def forget(self, piece: Piece) -> None:
         """The piece was handed out and not used after all."""
         with self._cond:
@@ -172,6 +201,8 @@ class HostCache:
             self._closed = True
             self._cond.notify_all()
         self._reader.close()
+        if self._inspectors is not None:
+            self._inspectors.shutdown(wait=True)
         with self._cond:
             for buffer in self._buffers:
                 buffer.block.unpin()
@@ -193,8 +224,9 @@ class HostCache:
             if found is not None:
                 self._read(piece, found, priority=-1.0)
                 return
-            copying = [b for b in self._buffers if b.ready and not b.busy and b.copied is not None]
-            if copying and not self._reading:
+            kept = [b for b in self._buffers if (b.ready or b.piece is None) and not b.busy]
+            copying = [b for b in kept if b.copied is not None]
+            if copying and not self._reading and not self._looking:
                 oldest = min(copying, key=lambda b: b.arrival)
                 self._settle(oldest.copied)
                 oldest.copied = None
@@ -309,7 +341,7 @@ class HostCache:
 
     def _read(self, piece: Piece, buffer: Buffer, priority: float) -> None:
         self._arrivals += 1
-        buffer.piece, buffer.ready, buffer.fresh, buffer.error = piece, False, True, None
+        buffer.piece, buffer.ready, buffer.fresh, buffer.error, buffer.found = piece, False, True, None, None
         buffer.arrival, buffer.left, buffer.handles = self._arrivals, max(1, len(piece.reads)), []
         buffer.began = time.perf_counter()
         self._where[piece.rank] = buffer
@@ -349,24 +381,51 @@ class HostCache:
             self._reading -= 1
             if self._reading == 0:
                 self._reading_seconds += now - self._since
-            if buffer.error is not None:
-                self._give_up(buffer)
-                if not isinstance(buffer.error, CancelledError):
-                    self._failed[piece.rank] = buffer.error
-            else:
-                buffer.ready = True
+            if buffer.error is None:
                 nbytes = sum(read.disk_bytes for read in piece.reads)
                 self._read_bytes += nbytes
                 if piece.reads:
                     self._spans.append((piece.reads[0].what, buffer.began, now, nbytes))
-            buffer.handles = []
-            if self.buffers.whole and not self._reading and len(self._where) == self._total:
-                self.complete = True
-            try:
-                self._pump()
-            except BaseException as failure:  # noqa: BLE001 - a reader's thread must live on; who needs bytes is told
-                self._broken = failure
-            self._cond.notify_all()
+                if self._inspectors is not None and not self._closed:
+                    try:
+                        self._inspectors.submit(self._look, buffer)
+                    except RuntimeError as failure:  # the interpreter ends
+                        buffer.error = failure
+                    else:
+                        self._looking, buffer.handles = self._looking + 1, []
+                        return
+            self._arrived(buffer)
+
+    def _look(self, buffer: Buffer) -> None:
+        """The buffer's bytes are read (on an inspector's thread)."""
+        assert self._inspect is not None and buffer.piece is not None
+        try:
+            buffer.found = self._inspect(buffer.piece, buffer.block.data[: buffer.piece.nbytes])
+        except BaseException as error:  # noqa: BLE001 - who needs the piece is told
+            buffer.error = error
+        with self._cond:
+            self._looking -= 1
+            self._arrived(buffer)
+
+    def _arrived(self, buffer: Buffer) -> None:
+        """Under the condition: the buffer's piece is there, or could not be had."""
+        piece = buffer.piece
+        assert piece is not None
+        if buffer.error is not None:
+            self._give_up(buffer)
+            if not isinstance(buffer.error, CancelledError):
+                self._failed[piece.rank] = buffer.error
+        else:
+            buffer.ready = True
+        buffer.handles = []
+        busy = self._reading or self._looking
+        if self.buffers.whole and not busy and len(self._where) == self._total:
+            self.complete = True
+        try:
+            self._pump()
+        except BaseException as failure:  # noqa: BLE001 - a reader's thread must live on; who needs bytes is told
+            self._broken = failure
+        self._cond.notify_all()
 
 
 def _error_of(handle: SubmittedRead | None) -> BaseException | None:

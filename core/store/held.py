@@ -26,6 +26,7 @@ class Buffer:
     copied: Any = (
         None  # reached when the last copy to the device that reads it is over; copies are made in order
     )
+    found: Any = None  # what inspecting its piece's bytes gave
     began: float = 0.0
     pinned: bool = False  # or it was refused: tried once
 
