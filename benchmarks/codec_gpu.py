@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import os
 import statistics
 import sys
@@ -275,7 +274,9 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     rows += timings(modules, arguments.mib, start + arguments.seconds)
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        record = importlib.import_module("carom.benchmarks.record")
+        kept = record.new_record("carom codec", sys.argv[1:])
+        record.write_record(kept | {"rows": rows}, arguments.json)
     print(f"done in {time.monotonic() - start:.0f} s")
     return 0
 

@@ -12,6 +12,8 @@ from .sizes import format_size
 from .store.arena import HostArena
 from .units import Carving
 
+PACKED = "packed on the device, unpacked at each use"
+
 
 @dataclass(frozen=True)
 class FromDisk:
@@ -37,6 +39,9 @@ class Held:
     pooled_bytes: int = 0
     pool: str = "torch"
     pool_reason: str = ""
+    packed_bytes: int = 0  # of units that stay packed; what they unpack to, and how many they are
+    packed_raw_bytes: int = 0
+    packed_units: int = 0
 
 
 def make_report(
@@ -53,16 +58,21 @@ def make_report(
     disk_rate = disk.read_bytes / disk.reading_seconds if disk and disk.reading_seconds > 0 else None
     figures = meter.medians(disk_rate)
     stages = _stages(figures, disk_rate)
+    packed = {id(unit.unit) for unit in placement.streamed if unit.wire is not None}
     places = tuple(
-        UnitPlace(unit.name, unit.raw_bytes, index in plan.resident, plan.resident.get(index, ""))
+        UnitPlace(unit.name, unit.raw_bytes, bool(reason), reason)
         for index, unit in enumerate(carving.units)
+        for reason in (plan.resident.get(index, PACKED if id(unit) in packed else ""),)
     )
     need = tuple(UnitPlace(entry.name, entry.nbytes, True, reason) for entry, reason in carving.resident)
-    count = len(carving.units) - len(plan.resident)
+    count = len(carving.units) - len(plan.resident) - held.packed_units
     return Report(
         vram_budget_bytes=held.budget_bytes,
         vram_peak_bytes=held.peak_bytes,
-        resident_bytes=placement.resident_bytes + held.pooled_bytes,
+        resident_bytes=placement.resident_bytes + held.pooled_bytes + held.packed_bytes,
+        resident_packed_bytes=held.packed_bytes,
+        resident_packed_raw_bytes=held.packed_raw_bytes,
+        resident_packed_units=held.packed_units,
         slot_bytes=held.slot_bytes,
         pinned_bytes=arena.pinned_bytes,
         pinned_peak_bytes=arena.pinned_peak_bytes,
@@ -80,10 +90,10 @@ def make_report(
         resident_by_choice=tuple(place for place in places if place.resident),
         resident_by_need=need,
         adapter_bytes=placement.adapter_bytes,
-        streamed_bytes=placement.streamed_host_bytes,
-        waiting_bytes=placement.wire_bytes,
+        streamed_bytes=placement.streamed_host_bytes - held.packed_raw_bytes,
+        waiting_bytes=sum(unit.host.numel() for unit in placement.streamed if unit.wire is None),
         staging_bytes=held.staging_bytes,
-        packed_units=sum(unit.decoder is not None for unit in placement.streamed),
+        packed_units=sum(unit.decoder is not None and unit.wire is None for unit in placement.streamed),
         decode_seconds=figures.decode_seconds,
         effective_link_bytes_per_second=_effective(figures),
         pageable_bytes=arena.pageable_bytes,
@@ -130,7 +140,9 @@ def describe(plan: Plan, units: int, device: str) -> str:
     budget = format_size(plan.vram_budget_bytes)
     if plan.all_resident:
         return f"all {units} units fit into {budget} and stay on {device}"
+    stay = len(plan.resident) + len(plan.packed)
+    packed = f" ({len(plan.packed)} of them packed)" if plan.packed else ""
     return (
-        f"{units - len(plan.resident)} of {units} units stream through {plan.slots} slots "
-        f"({format_size(plan.region_bytes)}) on {device}, {len(plan.resident)} stay; budget {budget}"
+        f"{units - stay} of {units} units stream through {plan.slots} slots "
+        f"({format_size(plan.region_bytes)}) on {device}, {stay} stay{packed}; budget {budget}"
     )

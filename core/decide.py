@@ -21,7 +21,7 @@ from .packing import EXPECTED
 from .plan import SMALL_UNIT, Plan, UnitSize, Wish, plan_residency, resident_cost, round_up
 from .sizes import MIB
 from .slots import ALIGN
-from .units import Carving, carve
+from .units import Carving, Unit, carve
 
 COARSE = 256 * MIB  # bytes; where the host binds: fewer units cost it less
 PART = 128 * MIB  # bytes; copies of a quarter of this are still at 98 % of the link rate (measured)
@@ -32,7 +32,8 @@ class Settings:
     """``vram``: budget in bytes; ``granularity`` and ``training`` as in `stream`; ``stay``: names -> why resident;
     ``from_file``: whether a tensor's bytes come from a weights file (None: there is none); ``packs``: whether room is
     wanted in which packed weights are decoded; ``among``: names of units that alone may stay, but for small ones (None:
-    any)."""
+    any); ``wires``: what a unit packs to (0: it does not), where units may stay packed on the device; ``unpacking``: bytes/s
+    of output at which the device unpacks, where that was measured."""
 
     vram: int
     granularity: str
@@ -41,6 +42,8 @@ class Settings:
     from_file: Callable[[torch.Tensor], Any] | None = None
     packs: bool = False  # whether weights cross packed
     among: frozenset[str] | None = None
+    wires: Callable[[Unit], int] | None = None
+    unpacking: float | None = None
 
 
 def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, Plan]:
@@ -58,7 +61,10 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
         carving = cut(module, settings, limit)
         try:
             plan = with_staging(
-                carving, settings, grain, functools.partial(_plan, carving, grain, settings.among)
+                carving,
+                settings,
+                grain,
+                functools.partial(_plan, problem(carving, settings, grain), carving, settings, grain),
             )
         except BudgetError as reason:
             error = reason
@@ -73,7 +79,8 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
 
 def plan_within(carving: Carving, settings: Settings, grain: int) -> Plan:
     """A plan by the rule for units that are carved already. Raises BudgetError."""
-    return with_staging(carving, settings, grain, functools.partial(_plan, carving, grain, settings.among))
+    given = problem(carving, settings, grain)
+    return with_staging(carving, settings, grain, functools.partial(_plan, given, carving, settings, grain))
 
 
 def compiled(module: nn.Module) -> bool:
@@ -110,29 +117,36 @@ class Problem:
     wish: Wish
 
 
-def problem(carving: Carving, grain: int) -> Problem:
+def problem(carving: Carving, settings: Settings, grain: int) -> Problem:
     """The planner's view of ``carving``."""
+    wires = settings.wires if settings.packs else None
     fixed = resident_cost([-(-entry.nbytes // ALIGN) * ALIGN for entry, _ in carving.resident], grain)
     # Of the parts of a split block the small ones (norms, biases) are better kept than copied.
     least = min(SMALL_UNIT, carving.largest // 8)
     units = [
-        UnitSize(unit.name, unit.nbytes, unit.kind == "loose", unit.kind == "block" or unit.nbytes >= least)
+        UnitSize(
+            unit.name,
+            unit.nbytes,
+            unit.kind == "loose",
+            unit.kind == "block" or unit.nbytes >= least,
+            wires(unit) if wires is not None else 0,
+        )
         for unit in carving.units
     ]
     return Problem(units, fixed, _wish(carving))
 
 
-def with_staging(carving: Carving, settings: Settings, grain: int, plan: Callable[[int], Plan]) -> Plan:
-    """``plan(vram)`` with room for packed weights to be decoded in, where they are to be, some stream, and it is there:
-    two of the largest wires, so that one is copied while the other is decoded, or one."""
-    whole = plan(settings.vram)
+def with_staging(carving: Carving, settings: Settings, grain: int, plan: Callable[[int, bool], Plan]) -> Plan:
+    """``plan(vram, packed)`` with room for packed weights to be decoded in, where they are to be, some stream, and it is
+    there: two of the largest wires, so that one is copied while the other is decoded, or one. With it units may stay ``packed``."""
+    whole = plan(settings.vram, False)
     if not settings.packs or whole.all_resident:
         return whole
     wire = round_up(int(carving.largest * EXPECTED), ALIGN)
     for staging in (round_up(2 * wire, grain), round_up(wire, grain)):
         if staging < settings.vram:
             try:
-                found = plan(settings.vram - staging)
+                found = plan(settings.vram - staging, True)
             except BudgetError:
                 continue
             if found.slots >= min(2, whole.slots):
@@ -140,12 +154,12 @@ def with_staging(carving: Carving, settings: Settings, grain: int, plan: Callabl
     return whole
 
 
-def _plan(carving: Carving, grain: int, among: frozenset[str] | None, vram: int) -> Plan:
-    given = problem(carving, grain)
+def _plan(given: Problem, carving: Carving, settings: Settings, grain: int, vram: int, packed: bool) -> Plan:
+    among = settings.among
     names = {unit.name: index for index, unit in enumerate(carving.units)}
     # Units that are carved otherwise than those that were named are chosen from freely.
     chosen = {names[name] for name in among} if among is not None and among <= names.keys() else None
-    return plan_residency(given.units, vram, given.fixed, given.wish, grain, chosen)
+    return plan_residency(given.units, vram, given.fixed, given.wish, grain, chosen, packed)
 
 
 def _wish(carving: Carving) -> Wish:

@@ -52,12 +52,14 @@ _AT_ONCE = 4  # tensors that are encoded at a time
 @dataclass(frozen=True)
 class Packing:
     """``raw``: names of tensors whose units are not packed; ``keep_raw``: weights keep their plain bytes besides;
-    ``auto``: whether units may come to cross as they are where packing does not pay; ``plain``: all do from now on."""
+    ``auto``: whether units may come to cross as they are where packing does not pay; ``plain``: all do from now on;
+    ``here``: whether units may stay on the device packed."""
 
     raw: frozenset[str] = frozenset()
     keep_raw: bool = False
     auto: bool = False
     plain: bool = False
+    here: bool = True
 
     def leaves(self, name: str) -> bool:
         """Whether the tensor ``name`` crosses as it is."""
@@ -467,6 +469,7 @@ class PackedPlacement(Placement):
         self._build(unit)
         if pinned:
             self._arena.pin(unit.block)
+        unit.streamer.packed_here.follow(unit)
 
     def unpack(self, streamer: Streamer, units: list[Streamed], pin: bool = True) -> None:
         """Between passes: from now on these units wait and cross as they are. One after another, so that no more than one

@@ -3,14 +3,17 @@
 This is the documented simple rule of the first version: what must be resident is; small units are
 resident because small copies lose link rate; the region gets room for three of the largest streamed
 units (two, or one, where the budget is short), or for as many bytes as `Wish` says; what is left keeps
-units resident, spread evenly in the order of use so that each streamed unit is hidden behind the same
+units on the device, spread evenly in the order of use so that each streamed unit is hidden behind the same
 compute; the rest widens the region. The same input gives the same plan.
+
+Units may stay *packed*: the device keeps their packed bytes and unpacks them into a slot at each use, so that more of
+them fit, and nothing of them crosses.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from .errors import BudgetError
@@ -24,13 +27,15 @@ SMALL_UNIT = 8 * MIB  # bytes; copies below it lose link rate (measured)
 class UnitSize:
     """What the planner needs to know of a unit.
 
-    ``loose``: used outside any module's own forward; ``block``: one of the repeats that make the model.
+    ``loose``: used outside any module's own forward; ``block``: one of the repeats that make the model; ``packed``:
+    device bytes it takes when it stays packed, 0 where it does not pack.
     """
 
     name: str
     nbytes: int
     loose: bool = False
     block: bool = True
+    packed: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,8 @@ class Wish:
 
 @dataclass(frozen=True)
 class Plan:
-    """``resident``: unit index -> reason, by choice. Bytes are of the device."""
+    """``resident``: unit index -> reason, by choice; ``packed``: units that stay packed, and pass through the region as
+    streamed ones do, in ``packed_bytes``. Bytes are of the device."""
 
     vram_budget_bytes: int
     fixed_bytes: int  # resident by need, and adapters
@@ -52,6 +58,8 @@ class Plan:
     slots: int  # of the largest streamed unit
     staging_bytes: int = 0  # where packed bytes land before they are decoded
     predicted_seconds: float | None = None  # of a step, where the first steps were measured
+    packed: frozenset[int] = frozenset()
+    packed_bytes: int = 0
 
     @property
     def all_resident(self) -> bool:
@@ -69,6 +77,25 @@ def resident_cost(sizes: Sequence[int], grain: int = GRAIN) -> int:
     return round_up(small, grain) + sum(round_up(size, grain) for size in sizes if size >= SMALL_UNIT)
 
 
+def packed_cost(sizes: Iterable[int], grain: int = GRAIN) -> int:
+    """Device bytes of units that stay packed: each has a buffer of its own, so that each may go alone."""
+    return sum(round_up(size, grain) for size in sizes)
+
+
+def stay_packed(
+    wires: Sequence[int], first: Collection[int], room: int, grain: int = GRAIN
+) -> frozenset[int]:
+    """Which units stay packed in ``room`` bytes, once it is known what they pack to (``wires``: 0 where they did not): of
+    ``first``, then of the others, in order."""
+    chosen: set[int] = set()
+    for index in (*sorted(first), *(i for i in range(len(wires)) if i not in first)):
+        cost = round_up(wires[index], grain)
+        if 0 < cost <= room:
+            chosen.add(index)
+            room -= cost
+    return frozenset(chosen)
+
+
 def least_budget(units: Sequence[UnitSize], fixed_bytes: int, grain: int = GRAIN) -> int:
     """The smallest budget in bytes that works: one slot for the largest unit, everything streamed."""
     return fixed_bytes + round_up(max((unit.nbytes for unit in units), default=0), grain)
@@ -81,11 +108,12 @@ def plan_residency(
     wish: Wish = Wish(),
     grain: int = GRAIN,
     among: Collection[int] | None = None,
+    packed: bool = False,
 ) -> Plan:
     """Residency for ``budget`` device bytes of which ``fixed_bytes`` are spoken for.
 
     ``grain``: bytes the device's allocator rounds up to; ``among``: units that alone may stay, but for small ones (None:
-    any). Raises BudgetError naming the largest unit and the least budget that works.
+    any); ``packed``: those that pack stay packed. Raises BudgetError naming the largest unit and the least budget that works.
     """
     sizes = [unit.nbytes for unit in units]
     everything = resident_cost(sizes, grain)
@@ -108,16 +136,34 @@ def plan_residency(
             least,
         )
     rounded = functools.partial(round_up, grain=grain)
-    cost = functools.partial(resident_cost, grain=grain)
     resident: dict[int, str] = {}
+    staying: set[int] = set()  # packed
+
+    def cost(raw: Iterable[int], packed: Iterable[int]) -> int:
+        return resident_cost([sizes[i] for i in raw], grain) + packed_cost(
+            [units[i].packed for i in packed], grain
+        )
+
+    def price(index: int) -> int:
+        return units[index].packed if packed and units[index].packed else sizes[index]
 
     def region_for(streamed: list[int]) -> int:
         return rounded(max(count * max(streamed, default=0), min(wished, sum(streamed))))
 
-    def fits(extra: int) -> bool:
-        chosen = [sizes[i] for i in resident] + [sizes[extra]]
-        streamed = [sizes[i] for i in range(len(units)) if i not in resident and i != extra]
-        return cost(chosen) + region_for(streamed) <= available
+    def fits(extra: int, raw: bool = True) -> bool:
+        chosen, beside = ({*resident, extra}, staying) if raw else (set(resident), {*staying, extra})
+        streamed = [sizes[i] for i in range(len(units)) if i not in chosen]
+        return cost(chosen, beside) + region_for(streamed) <= available
+
+    def stay(index: int, reason: str) -> bool:
+        raw = not (packed and units[index].packed)
+        if not fits(index, raw):
+            return False
+        if raw:
+            resident[index] = reason
+        else:
+            staying.add(index)
+        return True
 
     # As many slots as there is room for, up to the wish; then the small units that are no blocks.
     count = next((c for c in range(max(1, wish.slots), 1, -1) if rounded(c * sizes[largest]) <= available), 1)
@@ -127,22 +173,24 @@ def plan_residency(
         if fits(index):
             resident[index] = "used outside a module of its own" if units[index].loose else "small"
     rest = [i for i in range(len(units)) if i not in resident and (among is None or i in among)]
-    total = sum(sizes[i] for i in rest)
+    total = sum(price(i) for i in rest)
     streamed = [sizes[i] for i in range(len(units)) if i not in resident]
-    room = available - cost([sizes[i] for i in resident]) - region_for(streamed)
+    room = available - cost(resident, ()) - region_for(streamed)
     share = max(0.0, min(1.0, room / total)) if total else 0.0
     credit = 0.0
     for index in rest:  # evenly: each unit's share accrues until it pays for a whole one
-        credit += share * sizes[index]
-        if credit >= sizes[index] * 0.999 and fits(index):
-            resident[index] = "spread evenly over the order of use"
-            credit -= sizes[index]
-    for index in sorted(rest, key=lambda i: (-sizes[i], i)):  # what rounding left
-        if index not in resident and fits(index):
-            resident[index] = "fits into what is left"
+        credit += share * price(index)
+        if credit >= price(index) * 0.999 and stay(index, "spread evenly over the order of use"):
+            credit -= price(index)
+    for index in sorted(rest, key=lambda i: (-price(i), i)):  # what rounding left
+        if index not in resident and index not in staying:
+            stay(index, "fits into what is left")
     streamed = [sizes[i] for i in range(len(units)) if i not in resident]
-    spent = cost([sizes[i] for i in resident])
+    spent = cost(resident, staying)
     region = min((available - spent) // grain * grain, rounded(sum(streamed)))
     if min(streamed) == max(streamed):  # units of one size use whole slots only
         region = min(region, rounded(region // streamed[0] * streamed[0]))
-    return Plan(budget, fixed_bytes, region, resident, region // max(streamed))
+    return Plan(
+        budget, fixed_bytes, region, resident, region // max(streamed), packed=frozenset(staying),
+        packed_bytes=cost((), staying),
+    )  # fmt: skip

@@ -3,8 +3,8 @@
 The region takes what the residents leave, so a plan is a set of residents. Candidates come from the simple
 rule of `plan.py`, from even spreads by bytes and by bytes against computing time at every useful size of
 the region, and from the ends of the order (both turns); the best are then improved by exchanging units.
-Small cases are searched whole. The work is bounded by a count of replayed uses, not by time, and nothing
-is random: the same input gives the same plan.
+Small cases are searched whole. Where units can stay packed, all that stays is tried raw, all of it packed, and half of
+it. The work is bounded by a count of replayed uses, not by time, and nothing is random: the same input gives the same plan.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
 
-from .plan import Plan, UnitSize, Wish, plan_residency, resident_cost, round_up
-from .predict import Link, Prediction, Workload, floor_seconds, predict
+from .plan import Plan, UnitSize, Wish, packed_cost, plan_residency, resident_cost, round_up
+from .predict import Link, Packed, Prediction, Workload, floor_seconds, predict
 
 WORK = 12_000  # replayed uses; about 0.1 s of a core
 CYCLES = (
@@ -41,6 +41,8 @@ class _Search:
     workload: Workload
     link: Link
     work: int
+    unpacking: Sequence[float] = ()  # seconds of it by unit
+    loose: frozenset[int] = frozenset()  # stay raw whatever
     sizes: list[int] = field(init=False)
     floor: float = field(init=False)
     cycles: int = field(init=False)
@@ -50,7 +52,8 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.sizes = [unit.nbytes for unit in self.units]
-        self.floor = floor_seconds(self.sizes, self.available, self.workload, self.link)
+        dense = min((unit.packed / unit.nbytes for unit in self.units if unit.packed), default=1.0)
+        self.floor = floor_seconds(self.sizes, int(self.available / dense), self.workload, self.link)
         self.cycles = CYCLES[self.workload.train]
         self.passes = 4 if self.workload.train and self.workload.groups else 2 if self.workload.train else 1
 
@@ -61,19 +64,40 @@ class _Search:
 
     def region(self, resident: Iterable[int]) -> int | None:
         """Bytes the region gets beside ``resident``; None where they do not fit together."""
-        chosen = set(resident)
-        streamed = [size for unit, size in enumerate(self.sizes) if unit not in chosen]
+        raw, packed = self.divide(resident)
+        streamed = [size for unit, size in enumerate(self.sizes) if unit not in raw]
         if not streamed:
             return None
-        left = self.available - resident_cost([self.sizes[unit] for unit in chosen], self.grain)
+        left = self.available - resident_cost([self.sizes[unit] for unit in raw], self.grain)
+        left -= packed_cost((self.units[unit].packed for unit in packed), self.grain)
         region = min(left // self.grain * self.grain, round_up(sum(streamed), self.grain))
         if min(streamed) == max(streamed):  # units of one size use whole slots only
             region = min(region, round_up(region // streamed[0] * streamed[0], self.grain))
         return region if region >= max(streamed) else None
 
+    def divide(self, chosen: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """Of the units that stay, those that stay raw, and packed."""
+        packed = frozenset(u for u in chosen if u not in self.loose and self.units[u].packed)
+        return frozenset(chosen) - packed, packed
+
+    def cost(self, unit: int) -> int:
+        """Device bytes of ``unit``, when it stays."""
+        packs = unit not in self.loose and self.units[unit].packed > 0
+        return round_up(self.units[unit].packed if packs else self.sizes[unit], self.grain)
+
+    def replay(self, chosen: Iterable[int], region: int, steps: int) -> Prediction:
+        """The step with these units staying."""
+        raw, packed = self.divide(chosen)
+        there = {unit: Packed(0, self.unpacking[unit]) for unit in packed}
+        work = self.workload
+        if any(self.unpacking):
+            work = work.beside([0.0 if unit in raw else s for unit, s in enumerate(self.unpacking)])
+        return predict(self.sizes, raw, region, work, self.link, steps=steps, packed=there)
+
     def price(self, resident: frozenset[int], region: int) -> int:
         """Work of one replay: finding a place takes longer the more slots there are."""
-        streamed = [size for unit, size in enumerate(self.sizes) if unit not in resident]
+        raw, _ = self.divide(resident)
+        streamed = [size for unit, size in enumerate(self.sizes) if unit not in raw]
         slots = min(len(streamed), region * len(streamed) // sum(streamed))
         uses = self.passes * (len(self.units) + len(streamed) * slots * slots // 16)
         return (1 + self.cycles) * uses
@@ -88,7 +112,7 @@ class _Search:
         if region is None or self.over:
             return None
         self.work -= self.price(chosen, region)
-        seconds = predict(self.sizes, chosen, region, self.workload, self.link, steps=self.cycles).seconds
+        seconds = self.replay(chosen, region, self.cycles).seconds
         self.seen[chosen] = seconds
         # Of equals the one with fewer residents: it moves less when the plan is laid out.
         score = seconds, len(chosen), chosen
@@ -127,23 +151,23 @@ class _Search:
 
     def spread(self, free: list[int], weights: list[float], room: int, *, start: float) -> frozenset[int]:
         """Residents worth ``room`` bytes, evenly over the order by ``weights``."""
-        wanted = sum(self.sizes[unit] for unit in free)
+        costs = [self.cost(unit) for unit in free]
+        wanted = sum(costs)
         share = min(1.0, room / wanted) * wanted / (sum(weights) or 1.0)
-        credit, chosen = start * min(self.sizes[unit] for unit in free), set()
-        for unit, weight in zip(free, weights, strict=True):
+        credit, chosen = start * min(costs), set()
+        for unit, weight, size in zip(free, weights, costs, strict=True):
             credit += share * weight
-            size = round_up(self.sizes[unit], self.grain)
-            if credit >= self.sizes[unit] * 0.999 and size <= room:
+            if credit >= size * 0.999 and size <= room:
                 chosen.add(unit)
                 room -= size
-                credit -= self.sizes[unit]
+                credit -= size
         return self.fill(chosen, free, room)
 
     def first(self, order: list[int], room: int) -> frozenset[int]:
         """The first of ``order`` that fit into ``room``."""
         chosen: set[int] = set()
         for unit in order:
-            size = round_up(self.sizes[unit], self.grain)
+            size = self.cost(unit)
             if size <= room:
                 chosen.add(unit)
                 room -= size
@@ -152,7 +176,7 @@ class _Search:
     def fill(self, chosen: set[int], free: list[int], room: int) -> frozenset[int]:
         """What rounding left."""
         for unit in sorted(free, key=lambda u: (-self.sizes[u], u)):
-            size = round_up(self.sizes[unit], self.grain)
+            size = self.cost(unit)
             if unit not in chosen and size <= room:
                 chosen.add(unit)
                 room -= size
@@ -210,12 +234,35 @@ def choose(
     wish: Wish | None = None,
     grain: int = 512,
     work: int = WORK,
+    unpacking: float | None = None,
 ) -> tuple[Plan, Prediction]:
     """The plan for ``budget`` device bytes whose predicted step is shortest, and that prediction.
 
-    Raises BudgetError as `plan_residency` does, whose plan is the first candidate: the choice is never worse.
+    ``unpacking``: bytes/s at which the device unpacks what crosses or stays packed, of which ``workload`` knows nothing;
+    None: nothing is. Raises BudgetError as `plan_residency` does, whose plan is the first candidate: the choice is never
+    worse.
     """
-    rule = plan_residency(units, budget, fixed_bytes, wish or Wish(), grain)
+    seconds = [unit.nbytes / unpacking if unpacking and unit.packed else 0.0 for unit in units]
+    packs = [index for index, unit in enumerate(units) if unpacking and unit.packed]
+    ways = [frozenset[int](), frozenset(packs), frozenset(packs[::2])] if packs else [frozenset[int]()]
+    found = []
+    for way in ways:  # of equals the one that unpacks less
+        some = [replace(unit, packed=unit.packed if i in way else 0) for i, unit in enumerate(units)]
+        spend = work if not way else work // 2
+        found.append(
+            _choose(some, budget, fixed_bytes, workload, link, wish or Wish(), grain, spend, seconds)
+        )
+        if found[0][0].all_resident:
+            break
+    return min(found, key=lambda one: one[1].seconds)
+
+
+def _choose(
+    units: Sequence[UnitSize], budget: int, fixed_bytes: int, workload: Workload, link: Link, wish: Wish, grain: int,
+    work: int, unpacking: Sequence[float],
+) -> tuple[Plan, Prediction]:  # fmt: skip
+    """What packs stays packed; ``unpacking``: seconds by unit."""
+    rule = plan_residency(units, budget, fixed_bytes, wish, grain, packed=True)
     sizes = [unit.nbytes for unit in units]
     if rule.all_resident or not units:
         return rule, predict(sizes, rule.resident, 0, workload, link, steps=1)
@@ -223,8 +270,8 @@ def choose(
     kept = frozenset(
         index for index, unit in enumerate(units) if index in rule.resident and (unit.loose or not unit.block)
     )
-    search = _Search(units, budget - fixed_bytes, grain, workload, link, work)
-    search.try_(rule.resident)
+    search = _Search(units, budget - fixed_bytes, grain, workload, link, work, unpacking, kept)
+    search.try_({*rule.resident, *rule.packed})
     free = [index for index in range(len(units)) if index not in loose]
     if len(free) <= min(ALWAYS, WHOLE):
         search.work = max(search.work, ALL_OF_FEW)
@@ -243,13 +290,17 @@ def choose(
     for candidate in ranked:
         room = search.region(candidate)
         assert room is not None
-        found = predict(sizes, candidate, room, workload, link)
+        found = search.replay(candidate, room, 4)
         if exact is None or found.seconds < exact.seconds:
             chosen, region, exact = candidate, room, found
     assert exact is not None
-    before = predict(sizes, rule.resident, rule.region_bytes, workload, link)
+    before = search.replay({*rule.resident, *rule.packed}, rule.region_bytes, 4)
     if before.seconds <= exact.seconds * 1.001:
         return rule, before
-    streamed = max(size for unit, size in enumerate(sizes) if unit not in chosen)
-    reasons = {index: rule.resident.get(index, CHOSEN) for index in sorted(chosen)}
-    return replace(rule, resident=reasons, region_bytes=region, slots=region // streamed), exact
+    raw, packed = search.divide(chosen)
+    streamed = max(size for unit, size in enumerate(sizes) if unit not in raw)
+    reasons = {index: rule.resident.get(index, CHOSEN) for index in sorted(raw)}
+    bytes_ = packed_cost((units[unit].packed for unit in packed), grain)
+    return replace(
+        rule, resident=reasons, region_bytes=region, slots=region // streamed, packed=packed, packed_bytes=bytes_
+    ), exact  # fmt: skip

@@ -149,7 +149,8 @@ class Pools:
         if pooled is not None:
             return self._placement.resident_bytes + pooled.held_bytes
         staging = 0 if self._streamer.staging is None else self._streamer.staging.nbytes
-        return self._placement.resident_bytes + self._streamer.region.nbytes + staging
+        packed = self._streamer.packed_here.nbytes
+        return self._placement.resident_bytes + self._streamer.region.nbytes + staging + packed
 
     def _promised_bytes(self) -> int:
         """Device bytes of weights that may be held without asking again."""
@@ -194,7 +195,11 @@ class Pools:
         if pooled is None:
             slots = 0 if parked else self._streamer.region.nbytes
             staging = 0 if self._streamer.staging is None else self._streamer.staging.nbytes
-            return Held(self._vram, self._peak, slots, staging, pool="torch", pool_reason=self._pool_reason)
+            packed = self._streamer.packed_here
+            return Held(
+                self._vram, self._peak, slots, staging, pool="torch", pool_reason=self._pool_reason,
+                packed_bytes=packed.nbytes, packed_raw_bytes=packed.raw_bytes, packed_units=len(packed),
+            )  # fmt: skip
         reason = "; ".join(part for part in (self._pool_reason, pooled.trouble) if part)
         if not parked:
             with pooled.lock:

@@ -14,7 +14,7 @@ what it takes to issue them: then nothing starts before it was issued.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .slots import Region
@@ -42,7 +42,7 @@ class Link:
 
 
 class Packed(NamedTuple):
-    """A unit that crosses packed: bytes on the wire, seconds of unpacking it on the device."""
+    """A unit that crosses packed: bytes on the wire (0: it stays packed on the device), seconds of unpacking it there."""
 
     nbytes: int
     seconds: float
@@ -99,6 +99,16 @@ class Workload:
         grouped = [unit for group in self.groups for unit in group]
         if len(set(grouped)) != len(grouped) or not set(grouped) <= set(range(count)):
             raise ValueError("a unit of a workload is in one group at most")
+
+    def beside(self, seconds: Sequence[float]) -> Workload:
+        """As it is when the device does ``seconds`` of something else by unit at each of its uses (unpacking it: that takes
+        the memory's time, as computing does)."""
+        forward = tuple(a + b for a, b in zip(self.forward, seconds, strict=True))
+        backward = tuple(
+            a + (0.0 if unit in self.idle else b)
+            for unit, (a, b) in enumerate(zip(self.backward, seconds, strict=bool(self.backward)))
+        )
+        return replace(self, forward=forward, backward=backward)
 
     @property
     def train(self) -> bool:
@@ -178,7 +188,8 @@ class _Replay:
     wire_bytes: int = 0
     transfers: int = 0
     packed: Mapping[int, Packed] = field(default_factory=dict)
-    staged: tuple[float, float] = (0.0, 0.0)  # when the last but one and the last packed unit were unpacked
+    staged: tuple[float, float] = (0.0, 0.0)  # when the last but one and the last that crossed were unpacked
+    unpacked: float = 0.0  # when anything last was
     at: int = -1  # the present use, over all steps
     slots: dict[int, _Place] = field(default_factory=dict)
     tails: list[tuple[int, int, float]] = field(default_factory=list)
@@ -247,27 +258,30 @@ class _Replay:
                 self.tails.append((victim.offset, victim.end, victim.read))
         nbytes = self.sizes[unit]
         end = offset + nbytes
-        start, kept = max(self.wire, self.issued), []
+        free, kept = self.issued, []
         for low, high, read in self.tails:
             if low < end and offset < high:
-                start = max(start, read)
+                free = max(free, read)
                 kept += [(a, b, read) for a, b in ((low, offset), (end, high)) if a < b]
             else:
                 kept.append((low, high, read))
         self.tails = kept
+        start = max(self.wire, free)
         packed = self.packed.get(unit)
         crossing, unpacking = packed or (nbytes, 0.0)
-        if self.link.blocking:
+        if packed is not None and not crossing:
+            there = self.unpacked = max(free, self.unpacked) + unpacking
+        elif self.link.blocking:
             self.compute = max(self.compute, start) + self.link.seconds(crossing) + unpacking
             there = self.wire = self.compute
         elif packed is None:
             there = self.wire = start + self.link.seconds(crossing)
         else:  # to the staging buffer, which holds two: the slot is needed for unpacking only
             self.wire = max(self.wire, self.staged[0]) + self.link.seconds(crossing)
-            there = max(self.wire, start, self.staged[1]) + unpacking
+            there = self.unpacked = max(self.wire, start, self.unpacked) + unpacking
             self.staged = self.staged[1], there
         self.wire_bytes += crossing
-        self.transfers += 1
+        self.transfers += crossing > 0
         slot = self.slots[unit] = _Place(unit, offset, nbytes, end, there)
         self.region.add(slot)  # type: ignore[arg-type]
         return slot

@@ -40,6 +40,7 @@ class Recodes:
     _arena: HostArena
     _carving: Carving
     _ram: int
+    _unpacks_at: float | None = None  # bytes/s of output, as measured
     _recode_at = 0.0  # steps before which a layout of plain bytes would not have paid for itself
 
     def _learn(self) -> Learnt | None:
@@ -48,7 +49,7 @@ class Recodes:
     def _streamed(self) -> list[int]:
         raise NotImplementedError
 
-    def _settings(self) -> decide.Settings:
+    def _settings(self, known: bool = False) -> decide.Settings:
         raise NotImplementedError
 
     def _take(self, learnt: Learnt) -> None:
@@ -69,7 +70,7 @@ class Recodes:
             return None
         indices, pieces = self._streamed(), replan.pieces(self._carving)
         packed = {
-            index: Packed(unit.host.numel(), unit.nbytes / rate)
+            index: Packed(0 if unit.wire is not None else unit.host.numel(), unit.nbytes / rate)
             for index, unit in zip(indices, placement.streamed, strict=True)
             if unit.decoder is not None
         }
@@ -131,6 +132,6 @@ class Recodes:
         """Bytes of output that the device decodes per second, None where that was not measured."""
         if isinstance(self._engine, SimulatedEngine):
             return self._engine.config.decode_bytes_per_second
-        return (
-            self._placement.decode_bytes_per_second if isinstance(self._placement, PackedPlacement) else None
-        )
+        if isinstance(self._placement, PackedPlacement) and self._placement.decode_bytes_per_second:
+            self._unpacks_at = self._placement.decode_bytes_per_second
+        return self._unpacks_at  # a layout of blocks that were packed before measures nothing

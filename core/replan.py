@@ -61,13 +61,14 @@ def decide_with(
     fastest, was_plain = float("inf"), False
     for limit in limits:
         carving = decide.cut(module, settings, limit)
-        given = decide.problem(carving, grain)
+        given = decide.problem(carving, settings, grain)
         work = learnt.workload(pieces(carving), together)
 
-        def plan(vram: int, given: decide.Problem = given, work: Workload = work) -> Plan:
+        def plan(vram: int, packed: bool, given: decide.Problem = given, work: Workload = work) -> Plan:
             plan, found = choose(
-                given.units, vram, given.fixed, work, learnt.link, wish=given.wish, grain=grain
-            )
+                given.units, vram, given.fixed, work, learnt.link, wish=given.wish, grain=grain,
+                unpacking=settings.unpacking if packed else None,
+            )  # fmt: skip
             seconds = max(found.seconds, learnt.issuing(_uses(work, plan)))
             return replace(plan, predicted_seconds=seconds)
 
@@ -87,7 +88,7 @@ def decide_with(
 
 
 def _uses(work: Workload, plan: Plan) -> int:
-    """How often a step uses what streams."""
+    """How often a step uses what passes through slots."""
     return sum(use.unit not in plan.resident for use in work.uses())
 
 
@@ -117,7 +118,7 @@ def raw_share(
         left = {unit: one for unit, one in packed.items() if unit not in gone}
         return predict(sizes, plan.resident, plan.region_bytes, less, link, packed=left).seconds
 
-    units = [unit for unit in streamed if unit in packed]
+    units = [unit for unit in streamed if unit in packed and unit not in plan.packed]
     found = [(without(()), list[int]())]
     for quarters in (1, 2, 3, 4):
         some = [
@@ -143,14 +144,25 @@ def advise(
 ) -> Advice:
     """Whether a layout other than ``plan`` of ``carving`` is worth while. ``copies``: what streams keeps its host block.
 
-    ``steps``: seen so far. While not even the fastest step that any layout allows would have made up for the
-    change in so many, nothing is searched, and ``saves`` is what that step would save.
+    ``learnt``: without unpacking, where ``settings`` tells its rate. ``steps``: seen so far. While not even the fastest
+    step that any layout allows would have made up for the change in so many, nothing is searched, and ``saves`` is what
+    that step would save.
     """
     sizes = [unit.nbytes for unit in carving.units]
     work = learnt.workload(pieces(carving), blocks(module))
-    now = predict(sizes, plan.resident, plan.region_bytes, work, learnt.link).seconds
+    units, rate = decide.problem(carving, settings, grain).units, settings.unpacking
+    decoding = [
+        unit.nbytes / rate if rate and unit.packed and index not in plan.resident else 0.0
+        for index, unit in enumerate(units)
+    ]
+    here = {index: Packed(0, decoding[index]) for index in plan.packed}
+    beside = work.beside(decoding) if any(decoding) else work
+    now = predict(sizes, plan.resident, plan.region_bytes, beside, learnt.link, packed=here).seconds
     now = max(now, learnt.issuing(_uses(work, plan)))
-    floor = floor_seconds(sizes, settings.vram - plan.staging_bytes - plan.fixed_bytes, work, learnt.link)
+    # What stays may do so packed.
+    dense = min((unit.packed / unit.nbytes for unit in units if rate and unit.packed), default=1.0)
+    available = int((settings.vram - plan.staging_bytes - plan.fixed_bytes) / dense)
+    floor = floor_seconds(sizes, available, work, learnt.link)
     # What streams is copied in host memory, and pinned, whatever else a new layout asks for.
     move = 2 * sum(sizes) / learnt.link.bytes_per_second
     if abs(now - learnt.seconds) > TRUSTED * learnt.seconds:
@@ -185,7 +197,7 @@ def _crossing(carving: Carving, plan: Plan, new_carving: Carving, new: Plan) -> 
         }
 
     before, after = residents(carving, plan), residents(new_carving, new)
-    return sum((before | after)[unit] for unit in before.keys() ^ after.keys())
+    return sum((before | after)[unit] for unit in before.keys() ^ after.keys()) + new.packed_bytes
 
 
 def blocks(module: nn.Module) -> Sequence[frozenset[str]]:

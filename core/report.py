@@ -82,6 +82,11 @@ class Report:
     waiting_bytes: int = 0  # of streamed weights on the host as they wait to cross, packed or plain
     packed_units: int = 0  # streamed units that cross packed
     staging_bytes: int = 0  # where packed bytes land on the device
+    resident_packed_bytes: int = (
+        0  # of `resident_bytes`: units that stay packed; what they unpack to, how many they are
+    )
+    resident_packed_raw_bytes: int = 0
+    resident_packed_units: int = 0
     decode_seconds: float = 0.0  # of a step, in which the device unpacks
     effective_link_bytes_per_second: float | None = None  # raw bytes brought per second of copying
     ram_budget_bytes: int = 0  # of the host cache; these are zero where weights do not come from disk
@@ -137,8 +142,13 @@ class Report:
             ("budget for weights", format_size(self.vram_budget_bytes), _share(self.vram_budget_bytes, self._weights(), "of the weights")),
             ("peak held by Carom", format_size(self.vram_peak_bytes), self._budget_verdict()),
             ("  resident weights", format_size(self.resident_bytes), "stay on the device"),
-            ("  slots", format_size(self.slot_bytes), "streamed weights pass through these"),
         ]  # fmt: skip
+        if self.resident_packed_units:
+            packed = (
+                f"of them: {format_size(self.resident_packed_raw_bytes)} of weights, unpacked at each use"
+            )
+            rows.append(("    packed", format_size(self.resident_packed_bytes), packed))
+        rows.append(("  slots", format_size(self.slot_bytes), "streamed weights pass through these"))
         if self.staging_bytes:
             rows.append(
                 ("  staging", format_size(self.staging_bytes), "packed weights land here, to be unpacked")
@@ -211,7 +221,12 @@ class Report:
         return rows
 
     def _weights(self) -> int:
-        return self.resident_bytes + self.streamed_bytes
+        return (
+            self.resident_bytes
+            - self.resident_packed_bytes
+            + self.resident_packed_raw_bytes
+            + self.streamed_bytes
+        )
 
     def _budget_verdict(self) -> str:
         if self.vram_peak_bytes <= self.vram_budget_bytes:

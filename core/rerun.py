@@ -327,7 +327,8 @@ class Reruns:
 
     @property
     def _least(self) -> int:
-        return int(SHARE * sum(resident.unit.nbytes for resident in self._residents))
+        held = sum(resident.unit.nbytes for resident in self._residents) + self._streamer.packed_here.nbytes
+        return int(SHARE * held)
 
     def _evict(self, wanted: int) -> int:
         """Let residents give up at least ``wanted`` bytes, what is needed last first; returns how many it was."""
@@ -337,6 +338,8 @@ class Reruns:
             if freed >= wanted:
                 break
             freed += resident.leave()
+        if freed < wanted:
+            freed += self._streamer.packed_leave(wanted - freed)
         if freed:
             self.gave = True
             self._noticed()

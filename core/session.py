@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import weakref
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import decide, hooks, ops, replan, settings
+from . import decide, hooks, ops, packing, replan, settings
 from .account import describe, make_report
 from .adapt import Adapts, OutOfMemory
 from .adopt import Adopts
@@ -26,8 +27,9 @@ from .errors import BudgetError, CaromError, PinError, UnsupportedError
 from .host_copies import HostCopies
 from .learn import Learnt
 from .meter import Meter
+from .packed_here import wire_bytes
 from .packing import PackedPlacement, PackedTensor, Packing, give_back
-from .plan import Plan
+from .plan import Plan, stay_packed
 from .pooling import Pools
 from .report import Report
 from .rerun import Reruns
@@ -44,8 +46,13 @@ from .wrapped import LaidOpen
 logger = logging.getLogger("carom")
 
 _SEARCHED = 8  # plans that are remembered
+_LEAST_PACKED = 0.9  # of what was to stay packed
 # Every module of a streamed tree. Weak on both sides: a dropped module takes its session with it.
 _sessions: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+
+
+class NotPacked(CaromError):
+    """Weights pack to less than a plan counts on."""
 
 
 def stream(
@@ -175,6 +182,14 @@ class Session(Pools, Adapts, Adopts, Values):
         except NativeError as error:
             self._refuse_pool(str(error))
             self._attach_with_pool()
+        except (
+            NotPacked
+        ) as error:  # what was to stay so stays as it is; what was packed need not be packed again
+            assert self._packing is not None
+            logger.info("carom: %s: nothing stays on the device packed", error)
+            self._packing = dataclasses.replace(self._packing, here=False)
+            self._wrapped = hooks.Wrapped()
+            self._attach_with_pool()
 
     def _attach_with_pool(self) -> None:
         self._arena.renew(self._pin_limit())
@@ -200,7 +215,8 @@ class Session(Pools, Adapts, Adopts, Values):
                     self._shelf,
                     self._packing or Packing(),
                     self.plan.staging_bytes,
-                    self.plan.region_bytes + self.plan.staging_bytes,  # until the region is there
+                    # Until the region is there, and what stays packed:
+                    self.plan.region_bytes + self.plan.staging_bytes + self.plan.packed_bytes,
                     self._carving.largest,
                     copies,
                 )
@@ -220,6 +236,7 @@ class Session(Pools, Adapts, Adopts, Values):
             if self._laid_open is not None:
                 self._laid_open.follow()
             self._streamer.start(self._arena)
+            self._streamer.stay_packed(self._stay_packed())
             self._reruns = self._make_reruns(resident)
             self._stand_in_front(self._placement.streamed)
             self._tree = Tree(self.module)
@@ -255,12 +272,47 @@ class Session(Pools, Adapts, Adopts, Values):
         self._searched[asked] = self._learnt, carving, plan
         return carving, plan
 
-    def _settings(self) -> decide.Settings:
+    def _settings(self, known: bool = False) -> decide.Settings:
+        """What a layout is asked for; ``known``: times are, whether or not they are taken already."""
         from_file = None if self._checkpoint is None else self._checkpoint.of
-        packs = self._packing is not None and not self._packing.plain
+        chosen = self._packing
+        packs = chosen is not None and not chosen.plain
+        here = chosen is not None and chosen.here and packs and self._engine.unpacks
+        # Where nothing is known yet: what trains will take many steps, of which the first tell what binds.
+        here = here and (known or self._learnt is not None or not self._any_trainable())
+        wires = self._wire_bytes if here else None
         return decide.Settings(
-            self._vram, self._granularity, self._training, self._stay, from_file, packs, self._among
-        )
+            self._vram, self._granularity, self._training, self._stay, from_file, packs, self._among,
+            wires, None if wires is None else self._unpacking_rate(),
+        )  # fmt: skip
+
+    def _any_trainable(self) -> bool:
+        """Whether anything of the module is trainable."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(tensor.requires_grad for tensor in self.module.parameters())
+
+    def _wire_bytes(self, unit: Unit) -> int:
+        """What ``unit`` packs to, 0 where it does not."""
+        assert self._packing is not None
+        return wire_bytes(unit, self._shelf, self._copies, self._packing, packing.EXPECTED, packing.LEAST)
+
+    def _stay_packed(self) -> list[Streamed]:
+        """The streamed units that stay on the device packed, now that it is known what they pack to. Raises NotPacked."""
+        streamed = self._placement.streamed
+        if not self.plan.packed:
+            return []
+        wires = [0] * len(self._carving.units)
+        for index, unit in zip(self._streamed(), streamed, strict=True):
+            if unit.decoder is not None and self._wire_bytes(unit.unit):
+                wires[index] = unit.host.numel()
+        packed = stay_packed(wires, self.plan.packed, self.plan.packed_bytes, self._engine.grain)
+        sizes = [unit.nbytes for unit in self._carving.units]
+        if sum(sizes[index] for index in packed) < _LEAST_PACKED * sum(
+            sizes[index] for index in self.plan.packed
+        ):
+            raise NotPacked("less than expected packs")
+        self.plan = dataclasses.replace(self.plan, packed=packed)
+        return [unit for index, unit in zip(self._streamed(), streamed, strict=True) if index in packed]
 
     def _stand_in_front(self, streamed: list[Streamed]) -> None:
         for unit in streamed:
@@ -477,7 +529,9 @@ class Session(Pools, Adapts, Adopts, Values):
 
     def _residents(self) -> frozenset[str]:
         return frozenset(
-            unit.name for index, unit in enumerate(self._carving.units) if index in self.plan.resident
+            unit.name
+            for index, unit in enumerate(self._carving.units)
+            if index in self.plan.resident or index in self.plan.packed
         )
 
     @property

@@ -46,7 +46,7 @@ class SimulatedDevice:
     """Pass as ``device=``. Rates are of the imagined hardware: bytes/s, seconds, flops/s.
 
     ``refuse_pinning`` imagines a system without pinned memory, ``memory_bytes`` its memory, ``activation_bytes`` what
-    a step needs of it beside the weights.
+    a step needs of it beside the weights; ``unpacks``: its unpacking is taken to be faster than its link.
     """
 
     seed: int = 0
@@ -59,6 +59,7 @@ class SimulatedDevice:
     decode_bytes_per_second: float = 1.5e12
     refuse_pinning: bool = False
     activation_bytes: int = 0
+    unpacks: bool = False
     ledger: Ledger = field(default_factory=Ledger, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -114,7 +115,7 @@ class SimulatedEngine:
         self._streams = {name: _Stream(name) for name in ("compute", "in", "out", "decode")}
         self._pending: list[_Copy] = []
         self._undecoded: list[_Decoding] = []
-        self.unpacks = False
+        self.unpacks = config.unpacks
         self._landed = 0  # the number of the last copy whose bytes are there
         self._reads: dict[tuple[int, int, str], int] = {}
         self._regions: list[tuple[int, int]] = []

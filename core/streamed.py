@@ -149,6 +149,7 @@ class Streamed:
         default_factory=list
     )  # of a unit that may be packed: PackedTensor or None by owner
     decoder: UnitDecoder | None = None  # of packed bytes, None where the host's bytes are the slot's
+    wire: torch.Tensor | None = None  # its packed bytes on the device, where it stays there packed
     encoded: int | None = None  # the version that was packed, where weights keep their plain bytes besides
     differentiable: bool = False  # what stands carries gradients of trainable weights to the host
 

@@ -22,6 +22,7 @@ from .codec.unit import UnitDecoder
 from .errors import BudgetError, CaromError
 from .landing import Landings
 from .meter import Meter
+from .packed_here import PackedHere
 from .runs import Runs, hand_back
 from .schedule import NEVER, Order
 from .slots import Region, Slot, SlotState
@@ -42,6 +43,7 @@ class Streamer:
         self.engine, self.meter = engine, meter
         self._staging_bytes = staging_bytes
         self.staging: Staging | None = None  # where packed units have any
+        self.packed_here = PackedHere(engine)
         self.units: list[Streamed] = []
         self.lock = threading.RLock()
         self._waiting = Waiting(self.lock)
@@ -269,7 +271,7 @@ class Streamer:
     def _bring_packed(
         self, unit: Streamed, decoder: UnitDecoder, target: torch.Tensor, after: list[Any]
     ) -> Any:
-        """The unit's wire to the staging buffer, where it is decoded to ``target``."""
+        """The unit's wire to the staging buffer, where it is decoded to ``target``; one that is on the device, from there."""
         engine, meter, backward = self.engine, self.meter, ops.in_backward()
         if unit.encoded is not None and unit.version() != unit.encoded:  # a weight was written since
             event = None
@@ -279,6 +281,10 @@ class Streamer:
                     target[start:end], storage_bytes(owner.host), after, meter.timing
                 )
                 meter.copied(unit.name, marks, end - start, end - start, backward, int(start == 0))
+            return event
+        if unit.wire is not None:
+            event, times = engine.decode(decoder, unit.wire, target, after, meter.timing)
+            meter.decoded(times)
             return event
         assert self.staging is not None
         piece, free = self.staging.take(unit.host.numel())
@@ -292,14 +298,19 @@ class Streamer:
         meter.decoded(times)
         return event
 
+    def stay_packed(self, units: Sequence[Streamed]) -> None:
+        """From now on ``units`` are unpacked from the device's own memory. Raises torch.OutOfMemoryError."""
+        if units:
+            self.packed_here.keep(units)
+
+    def packed_leave(self, wanted: int) -> int:
+        """Units that stay packed give up ``wanted`` bytes, what is needed last first; returns how many it was."""
+        return self.packed_here.leave(wanted, lambda unit: self.order.next_place(unit.index))
+
     def _evict(self, slot: Slot) -> None:
         self.region.remove(slot)
-        if slot.reads:
-            self._tails.append((slot.offset, slot.end, list(slot.reads.values())))
-        elif (
-            slot.unit.decoder is not None
-        ):  # copies are in order among themselves; decoding is on another stream
-            self._tails.append((slot.offset, slot.end, [slot.copied]))
+        # What was not read may still be on its way: copies are in order among themselves, but not with what is unpacked.
+        self._tails.append((slot.offset, slot.end, list(slot.reads.values()) or [slot.copied]))
         if slot.unit.slot is slot:
             slot.unit.slot = None
         self._stuck = None
@@ -448,6 +459,7 @@ class Streamer:
             self.runs.close()
             self.backward.close()
             self._landings.close()
+            self.packed_here.close()
             for unit in self.units:
                 unit.slot = unit.decoder = None
                 unit.views.clear()

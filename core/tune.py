@@ -39,7 +39,7 @@ class Tunes(Recodes):
     def _simple(self) -> bool:
         raise NotImplementedError
 
-    def _settings(self) -> decide.Settings:
+    def _settings(self, known: bool = False) -> decide.Settings:
         raise NotImplementedError
 
     def _again(self, *, retry: bool = False) -> None:
@@ -129,8 +129,13 @@ class Tunes(Recodes):
         learnt = self._learn()
         if learnt is None:
             return None
+        chosen = self._settings(known=True)
+        if chosen.unpacking and not learnt.host_bound:  # layouts differ in what is unpacked
+            units = [unit.unit for unit in self._placement.streamed if unit.decoder is not None]
+            names = {entry.name: entry.nbytes for unit in units for entry in unit.entries}
+            learnt = learnt.plainly(chosen.unpacking, names, learnt.link)
         advice = replan.advise(
-            self.module, self._settings(), self._engine.grain, learnt, self._carving, self.plan, steps, self._simple
+            self.module, chosen, self._engine.grain, learnt, self._carving, self.plan, steps, self._simple
         )  # fmt: skip
         self.plan = dataclasses.replace(self.plan, predicted_seconds=advice.now)
         self._candidate = learnt

@@ -1,0 +1,119 @@
+"""Units that stay on the device packed: their wire lies there, and is unpacked into a slot at each use.
+
+About 1.4 times as many weights stay in the same memory, and what stays crosses no link; what it costs is the unpacking, which
+is some thirty times as fast as a link. To the streamer such a unit streams, from device memory: order, slots and
+events are the same. Its host block stays where it is, so that it can give way at any time at no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .host_copies import HostCopies
+from .plan import SMALL_UNIT, round_up
+from .streamed import Streamed
+from .transfer import Engine
+from .units import Unit
+
+if TYPE_CHECKING:
+    from .packed_tensors import PackedTensor
+    from .packing import Packing
+
+
+LEAST_UNIT = SMALL_UNIT  # bytes of what may stay packed: smaller ones share a buffer, raw
+
+
+class PackedHere:
+    """The wires on the device of one streamer's units, each in a buffer of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._buffers: dict[int, torch.Tensor] = {}  # by unit's index
+        self._units: dict[int, Streamed] = {}
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes, as the allocator reserves them."""
+        return sum(round_up(buffer.numel(), self._engine.grain) for buffer in self._buffers.values())
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of what they unpack to."""
+        return sum(unit.nbytes for unit in self._units.values())
+
+    def keep(self, units: Sequence[Streamed]) -> None:
+        """Copy the units' wires to the device. Raises torch.OutOfMemoryError."""
+        buffers = [self._engine.allocate(unit.host.numel()) for unit in units]
+        self._engine.synchronize()  # this memory may have been others' until now
+        for unit, buffer in zip(units, buffers, strict=True):
+            assert unit.decoder is not None
+            self._engine.copy_in(buffer, unit.host, (), False)
+            self._buffers[unit.index], self._units[unit.index], unit.wire = buffer, unit, buffer
+        self._engine.synchronize()
+
+    def follow(self, unit: Streamed) -> None:
+        """The unit's host block was made anew, and nothing is under way on the device."""
+        buffer = self._buffers.get(unit.index)
+        if buffer is None:
+            return
+        if unit.decoder is None or unit.host.numel() > buffer.numel():
+            self._drop(unit)
+            return
+        unit.wire = buffer[: unit.host.numel()]
+        event, _ = self._engine.copy_in(unit.wire, unit.host, (), False)
+        self._engine.synchronize(event)
+
+    def leave(self, wanted: int, later: Callable[[Streamed], int]) -> int:
+        """Let at least ``wanted`` bytes of the device go, of units that are needed ``later`` first; they cross from now on.
+        Nothing may be under way on the device. Returns how many it was."""
+        freed = 0
+        for unit in sorted(self._units.values(), key=later, reverse=True):
+            if freed >= wanted:
+                break
+            freed += round_up(self._buffers[unit.index].numel(), self._engine.grain)
+            self._drop(unit)
+        return freed
+
+    def _drop(self, unit: Streamed) -> None:
+        unit.wire = None
+        del self._buffers[unit.index], self._units[unit.index]
+
+    def close(self) -> None:
+        """Nothing is under way on the device."""
+        for unit in list(self._units.values()):
+            self._drop(unit)
+
+
+def wire_bytes(
+    unit: Unit,
+    shelf: dict[int, PackedTensor],
+    copies: HostCopies,
+    policy: Packing,
+    expected: float,
+    least: int,
+) -> int:
+    """What ``unit`` packs to, 0 where it does not: as it was packed before, else as bf16 weights of at least ``least`` bytes
+    mostly do (``expected`` of their bytes). Of other dtypes nothing is expected: they gain little."""
+    if unit.nbytes < LEAST_UNIT:
+        return 0
+    known = copies.find(unit)
+    if known is not None and known.decoder is not None:
+        return known.nbytes
+    total = saved = 0
+    for entry in unit.entries:
+        size, found = entry.nbytes, shelf.get(id(entry.tensor))
+        if policy.leaves(entry.name):
+            pass
+        elif found is not None:
+            size = entry.nbytes if found.header is None else found.header.total
+        elif entry.tensor.dtype is torch.bfloat16 and not entry.trainable and entry.nbytes >= least:
+            size = int(expected * entry.nbytes)
+        saved += entry.nbytes - size
+        total += -(-size // 512) * 512
+    return total if saved > 0.1 * unit.nbytes else 0

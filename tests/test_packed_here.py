@@ -1,0 +1,414 @@
+"""Units that stay on the device packed: more of them fit, nothing of them crosses, and every bit is as it was."""
+
+# mypy: disable-error-code="union-attr,arg-type,operator,index"
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import carom
+import pytest
+import tests_harness as harness
+import tests_models as models
+import torch
+from carom.core import packed_here, packed_tensors, packing, rerun, streamer
+from carom.core.plan import Plan, UnitSize, Wish, packed_cost, plan_residency, resident_cost, stay_packed
+from carom.core.plan_search import choose
+from carom.core.predict import Link, Packed, Workload, predict
+from carom.core.session import Session
+from carom.core.simulated import SimulatedRaceError
+from hypothesis import given
+from hypothesis import strategies as st
+from tests_harness import SIMULATED, assert_same, infer, train
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDE = 128
+DEVICES = {name: dataclasses.replace(device, unpacks=True) for name, device in SIMULATED.items()}
+on_every_device = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def also_small_units(monkeypatch):
+    monkeypatch.setattr(packed_here, "LEAST_UNIT", 1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDE)
+        self.up = nn.Linear(WIDE, 4 * WIDE)
+        self.down = nn.Linear(4 * WIDE, WIDE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 4, bias=False, dtype=base.weight.dtype)
+        self.up = nn.Linear(4, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 8, adapted: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.bfloat16().requires_grad_(False)
+        if adapted:
+            for block in self.blocks:
+                block.up = Adapted(block.up)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if torch.is_grad_enabled() else block(x)
+        return x
+
+
+BLOCK = 8 * WIDE * WIDE * 2 + 2048
+VRAM = 6 * BLOCK  # two slots, two wires of staging, and what is left
+
+
+def model_and_copy(**kinds: Any) -> tuple[Model, Model]:
+    torch.manual_seed(0)
+    model = Model(**kinds)
+    return model, copy.deepcopy(model)
+
+
+def inputs(seed: int = 0) -> torch.Tensor:
+    return torch.randn(3, WIDE, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+# -- the same bits, fewer bytes
+
+
+@on_every_device
+def test_what_stays_packed_does_not_cross_and_more_stays(device):
+    model, plain = model_and_copy()
+    with torch.no_grad():
+        expected = plain(inputs())
+        with carom.stream(
+            model, device=dataclasses.replace(device), vram=VRAM, codec="lossless", granularity="block"
+        ) as session:
+            for _ in range(4):
+                assert torch.equal(model(inputs()), expected)
+            report = session.report()
+    assert report.resident_packed_units >= 2 and not session.plan.resident
+    assert report.resident_packed_bytes < 0.75 * report.resident_packed_raw_bytes
+    assert report.resident_packed_units + report.packed_units == report.units == 8
+    wire = report.packed_units * report.resident_packed_bytes / report.resident_packed_units
+    assert abs(report.wire_bytes_per_step - wire) < 0.02 * wire, "what stays must not cross"
+    assert report.transfers_per_weight == 1
+    assert report.vram_peak_bytes <= VRAM
+    with carom.stream(plain, device="cpu", vram=VRAM, codec="lossless", granularity="block") as session:
+        assert report.resident_packed_units > len(session.plan.resident)
+
+
+@on_every_device
+def test_a_model_that_fits_packed_crosses_no_link(device):
+    model, plain = model_and_copy(depth=20)
+    vram = int(20 * BLOCK * 0.74 + 4 * BLOCK)
+    assert vram < 20 * BLOCK
+    with torch.no_grad():
+        expected = plain(inputs())
+        with carom.stream(
+            model, device=dataclasses.replace(device), vram=vram, codec="lossless", granularity="block"
+        ) as session:
+            for _ in range(4):
+                assert torch.equal(model(inputs()), expected)
+            report = session.report()
+    assert report.resident_packed_units == 20 and report.wire_bytes_per_step == 0
+    assert report.vram_peak_bytes <= vram
+
+
+@on_every_device
+@pytest.mark.parametrize("name", ["stack", "heterogeneous", "tied", "attention"])
+def test_inference_and_training_are_exact(name, device, monkeypatch):
+    monkeypatch.setattr(Session, "_any_trainable", lambda self: False)
+    monkeypatch.setattr(packing, "LEAST", 256)
+    monkeypatch.setattr(packed_tensors, "GAIN", 4.0)
+    monkeypatch.setattr(packed_here, "wire_bytes", lambda unit, *rest: unit.nbytes)
+    case = models.CASES[name]
+    where = torch.device("cpu")
+    model = models.freeze(case.build("none"))
+    vram = harness.some_vram(model, dataclasses.replace(device), 0.7, case.slots)
+    expected = infer(copy.deepcopy(model), case, where)
+    with carom.stream(model, device=dataclasses.replace(device), vram=vram, codec="lossless"):
+        assert_same(expected, infer(model, case, where))
+    model = models.freeze(case.build("non-reentrant"))
+    expected = train(copy.deepcopy(model), case, where)
+    with carom.stream(
+        model, device=dataclasses.replace(device), vram=vram, codec="lossless", training="resident"
+    ):
+        assert_same(expected, train(model, case, where))
+
+
+@on_every_device
+def test_adapters_train_to_the_same_bits(device, monkeypatch):
+    monkeypatch.setattr(Session, "_any_trainable", lambda self: False)  # as after the first steps
+    model, plain = model_and_copy(adapted=True)
+
+    def steps(net: Model) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+        for seed in range(4):
+            net(inputs(seed)).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in net.parameters() if p.requires_grad]
+
+    expected = steps(plain)
+    with carom.stream(model, device=dataclasses.replace(device), vram=VRAM, codec="lossless") as session:
+        assert_same(expected, steps(model))
+        report = session.report()
+    assert report.resident_packed_units and report.vram_peak_bytes <= VRAM
+    assert report.transfers_per_weight <= 2
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("flops, packed", [(1e15, True), (1e9, False)])
+def test_what_was_learnt_decides_whether_units_stay_packed(flops, packed, trained):
+    """A link that binds wants as much packed as fits; where computing does, raw residents need no unpacking."""
+    model, plain = model_and_copy(depth=16, adapted=trained)
+    device = carom.SimulatedDevice(
+        flops=flops, link_bytes_per_second=1e9, copy_latency_seconds=0, kernel_seconds=1e-6,
+        decode_bytes_per_second=5e9, unpacks=True,
+    )  # fmt: skip
+
+    def step(net: Model, seed: int) -> torch.Tensor:
+        with torch.set_grad_enabled(trained and packed):  # backwards take this device no time
+            out = net(inputs(seed))
+            if trained and packed:
+                out.float().pow(2).mean().backward()
+        return out.detach()
+
+    with carom.stream(model, device=device, vram=2 * VRAM, codec="lossless", granularity="block") as session:
+        assert bool(session.plan.packed) == (not trained), "what trains begins raw"
+        for seed in range(12):
+            assert torch.equal(step(model, seed), step(plain, seed))
+        session.tune()
+        for seed in range(3):
+            assert torch.equal(step(model, seed), step(plain, seed))
+        if trained:
+            gradients = [[p.grad for p in net.parameters() if p.grad is not None] for net in (plain, model)]
+            assert_same(*gradients)
+        report = session.report()
+    assert (report.resident_packed_units > 0) == packed
+    assert report.vram_peak_bytes <= 2 * VRAM
+
+
+# -- values that change, budgets that change
+
+
+@on_every_device
+@pytest.mark.parametrize("host", ["auto", "raw"])
+def test_values_that_are_written_are_those_of_the_next_pass(device, host):
+    model, plain = model_and_copy()
+    new = torch.randn(4 * WIDE, WIDE).bfloat16()
+    hard = torch.randint(-(1 << 14), 1 << 14, (4 * WIDE, WIDE), dtype=torch.int16).view(torch.bfloat16)
+
+    def change(net: Model, value: torch.Tensor) -> None:
+        for block in net.blocks:
+            block.up.weight.copy_(value)
+        net.blocks[2].down.weight.mul_(2)
+        net.blocks[3].norm.weight.add_(0.5)
+
+    with (
+        torch.no_grad(),
+        carom.stream(
+            model,
+            device=dataclasses.replace(device),
+            vram=VRAM,
+            codec="lossless",
+            host=host,
+            granularity="block",
+        ) as session,
+    ):
+        assert torch.equal(model(inputs()), plain(inputs()))
+        assert session.report().resident_packed_units
+        for value in (new, hard, new):  # what packs, what does not and has to leave, and again
+            change(plain, value)
+            change(model, value)
+            session.refresh()
+            for _ in range(3):
+                assert torch.equal(model(inputs()).view(torch.int16), plain(inputs()).view(torch.int16))
+            assert session.report().vram_peak_bytes <= VRAM
+    assert_same(list(plain.parameters()), list(model.parameters()))
+
+
+@on_every_device
+def test_other_budgets_and_parking_keep_every_bit_and_give_the_memory_back(device):
+    model, plain = model_and_copy()
+    device = dataclasses.replace(device)
+    with torch.no_grad():
+        expected = plain(inputs())
+        with carom.stream(model, device=device, vram=VRAM, codec="lossless") as session:
+            for budget in (VRAM, int(0.8 * VRAM), int(1.2 * VRAM), 50 * VRAM, VRAM):
+                session.set_budget(vram=budget)
+                assert torch.equal(model(inputs()), expected)
+                assert session._held_bytes() <= budget
+            assert session.report().resident_packed_units
+            session.park(keep=True)
+            assert session._engine.allocated == 0
+            assert torch.equal(session.read("blocks.3.up.weight"), plain.blocks[3].up.weight)
+            assert torch.equal(model(inputs()), expected)
+    assert session._engine.allocated == 0
+    assert_same(list(plain.parameters()), list(model.parameters()))
+
+
+def test_weights_that_pack_less_than_expected_stay_as_they_are():
+    model, plain = model_and_copy()
+    with torch.no_grad():
+        for net in (model, plain):
+            generator = torch.Generator().manual_seed(1)
+            for p in net.parameters():
+                bits = torch.randint(-(1 << 15), 1 << 15, p.shape, generator=generator, dtype=torch.int16)
+                p.copy_(torch.where(bits.view(torch.bfloat16).isfinite(), bits, 0).view(torch.bfloat16))
+        device = carom.SimulatedDevice(unpacks=True)
+        with carom.stream(model, device=device, vram=VRAM, codec="lossless") as session:
+            found = model(inputs())
+            assert torch.equal(found.view(torch.int16), plain(inputs()).view(torch.int16))
+            report = session.report()
+    assert report.resident_packed_units == 0 and report.resident_by_choice
+    assert report.resident_bytes > 2 * BLOCK, "the room is used"
+    assert_same(list(plain.parameters()), list(model.parameters()))
+
+
+def test_what_stays_packed_gives_way_when_memory_runs_short():
+    """`Reruns` frees residents that are needed last; packed ones cross from then on."""
+    model, plain = model_and_copy()
+    with (
+        torch.no_grad(),
+        carom.stream(
+            model,
+            device=carom.SimulatedDevice(unpacks=True),
+            vram=VRAM,
+            codec="lossless",
+            granularity="block",
+        ) as session,
+    ):
+        expected = plain(inputs())
+        for _ in range(2):
+            model(inputs())
+        before, held = session.report(), session._held_bytes()
+        reruns = rerun.Reruns(session._engine, session._streamer, session._placement, [], [], lambda: None)
+        assert reruns._least > 0
+        freed = reruns._evict(1)
+        assert freed > 0 and session._held_bytes() == held - freed
+        for _ in range(2):
+            assert torch.equal(model(inputs()), expected)
+        after = session.report()
+    assert after.resident_packed_units == before.resident_packed_units - 1
+    assert after.packed_units == before.packed_units + 1
+
+
+# -- no race
+
+
+@on_every_device
+def test_a_unit_is_unpacked_only_after_its_slot_was_read(device, monkeypatch):
+    model, _ = model_and_copy()
+
+    def forgets(self: Any, decoder: Any, wire: Any, target: Any, after: Any, timed: bool) -> Any:
+        return found(self, decoder, wire, target, (), timed)
+
+    engine = type(carom.stream(Model(), device=dataclasses.replace(device), vram=VRAM)._engine)
+    found = engine.decode
+    monkeypatch.setattr(engine, "decode", forgets)
+    monkeypatch.setattr(streamer.Streamer, "_late", lambda self, unit: False)
+    with (
+        torch.no_grad(),
+        pytest.raises(SimulatedRaceError),
+        carom.stream(model, device=dataclasses.replace(device), vram=VRAM, codec="lossless"),
+    ):
+        for _ in range(3):
+            model(inputs())
+
+
+@pytest.mark.parametrize("timing", ["late", "early", "random"])
+def test_units_that_cross_raw_share_slots_with_what_is_unpacked(timing):
+    """A copy that nobody waited for may still be on its way when its place is given to what is unpacked there: when
+    units come to cross raw, their values are fetched in an order of their own."""
+    model, plain = model_and_copy()
+    device = carom.SimulatedDevice(
+        flops=2.5e9, link_bytes_per_second=1e9, copy_latency_seconds=0, kernel_seconds=1e-6, timing=timing, seed=3,
+        decode_bytes_per_second=1.6e10, unpacks=True,
+    )  # fmt: skip
+    with torch.no_grad(), carom.stream(model, device=device, vram=int(0.96 * VRAM)) as session:
+        for seed in range(24):
+            assert torch.equal(model(inputs(seed)), plain(inputs(seed)))
+        assert any(unit.decoder is None for unit in session._placement.streamed)
+
+
+# -- the plan
+
+MIB = 1 << 20
+units_of = st.lists(st.integers(8, 200), min_size=2, max_size=24)
+
+
+@given(units_of, st.floats(0.3, 1.2), st.floats(0.5, 0.9))
+def test_a_plan_with_packed_units_keeps_its_budget_and_keeps_more(sizes, share, ratio):
+    units = [UnitSize(str(i), size * MIB, packed=int(ratio * size * MIB)) for i, size in enumerate(sizes)]
+    budget = int(share * sum(unit.nbytes for unit in units))
+    try:
+        raw = plan_residency(units, budget, wish=Wish(2))
+    except carom.BudgetError:
+        return
+    plan = plan_residency(units, budget, wish=Wish(2), packed=True)
+    assert plan == plan_residency(units, budget, wish=Wish(2), packed=True)
+    assert not plan.packed & plan.resident.keys()
+    assert plan.packed_bytes == packed_cost(units[i].packed for i in plan.packed)
+    spent = resident_cost([units[i].nbytes for i in plan.resident]) + plan.packed_bytes
+    assert spent + plan.region_bytes <= budget
+    if raw.all_resident:
+        assert plan == raw
+        return
+    assert plan.region_bytes >= max(units[i].nbytes for i in range(len(units)) if i not in plan.resident)
+    kept = sum(units[i].nbytes for i in (*plan.resident, *plan.packed))
+    assert kept >= sum(units[i].nbytes for i in raw.resident) - max(unit.nbytes for unit in units)
+
+
+@given(st.lists(st.integers(0, 90), max_size=12), st.sets(st.integers(0, 11)), st.integers(0, 400))
+def test_what_stays_packed_fits_the_room_and_nothing_more_would(wires, first, room):
+    sizes = [wire * MIB for wire in wires]
+    chosen = stay_packed(sizes, {i for i in first if i < len(sizes)}, room * MIB)
+    left = room * MIB - packed_cost(sizes[i] for i in chosen)
+    assert left >= 0 and all(sizes[i] > 0 for i in chosen)
+    assert all(packed_cost([size]) > left for i, size in enumerate(sizes) if size and i not in chosen)
+
+
+def _work(count: int, seconds: float) -> Workload:
+    return Workload(tuple(range(count)), (seconds,) * count)
+
+
+def test_the_search_keeps_units_packed_where_the_link_binds_and_raw_where_computing_does():
+    units = [UnitSize(str(i), 100 * MIB, packed=70 * MIB) for i in range(20)]
+    link, budget = Link(20e9), 1000 * MIB
+
+    def found(seconds: float, unpacking: float | None) -> tuple[Plan, float]:
+        plan, predicted = choose(units, budget, 0, _work(20, seconds), link, unpacking=unpacking)
+        return plan, predicted.seconds
+
+    slow, without = found(1e-3, 1e12), found(1e-3, None)
+    assert len(slow[0].packed) > len(without[0].resident) and slow[1] < 0.9 * without[1]
+    assert not without[0].packed
+    assert not found(20e-3, 1e12)[0].packed, "computing hides all copies"
+    assert not found(1e-3, 5e9)[0].packed, "unpacking is slower than the link"
+
+
+def test_a_unit_that_stays_packed_takes_the_link_no_time():
+    sizes, work, link = [100 * MIB] * 4, _work(4, 1e-3), Link(10e9)
+    here = dict.fromkeys(range(4), Packed(0, 1e-4))
+    step = predict(sizes, (), 2 * sizes[0], work, link, packed=here)
+    assert (step.wire_bytes, step.transfers) == (0, 0)
+    assert step.seconds == pytest.approx(4e-3, rel=0.01)
+    some = predict(sizes, (), 2 * sizes[0], work, link, packed={0: here[0], 2: here[2]})
+    assert some.wire_bytes == 2 * sizes[0] and some.seconds == pytest.approx(
+        2 * link.seconds(sizes[0]), rel=0.1
+    )
