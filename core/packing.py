@@ -514,6 +514,7 @@ class PackedPlacement(Placement):
         unit.block, unit.decoder = block, None
         self._decoders[id(unit)] = None
         self.wire_bytes += block.data.numel() - before
+        unit.streamer.packed_here.follow(unit)
 
     def _exchange(self, old: Block, new: Block, pin: bool) -> None:
         """``new`` is pinned in the stead of ``old``: never both, within a budget."""
