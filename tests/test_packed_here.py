@@ -438,5 +438,25 @@ def test_what_stays_packed_and_comes_to_cross_as_it_is_leaves_the_device(device,
     assert_same(list(model.state_dict().values()), list(plain.state_dict().values()))
 
 
+def test_units_that_come_to_cross_as_they_are_are_never_pinned_both_ways():
+    """Of a budget that the plain bytes just fill, packed blocks would take two thirds beside them: all would be pageable."""
+    model, plain = model_and_copy()
+    device = carom.SimulatedDevice(seed=7)
+    pages = sum(-(-BLOCK // 4096) * 4096 for _ in model.blocks)
+    with torch.no_grad():
+        expected = plain(inputs())
+        with carom.stream(
+            model, device=device, vram=VRAM, ram=pages, codec="lossless", granularity="block"
+        ) as session:
+            placement = session._placement
+            packed = placement.wire_bytes
+            placement.unpack(session._streamer, placement.streamed)
+            report = session.report()
+            assert torch.equal(model(inputs()), expected)
+    assert packed < 0.8 * report.pinned_bytes
+    assert report.pinned_bytes <= report.pinned_peak_bytes <= pages
+    assert report.pageable_bytes == 0 and not any("RAM budget" in note for note in report.notes)
+
+
 def _refuses(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("no device")
