@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import mmap
 from typing import Any
 
 import carom
@@ -72,6 +73,7 @@ class Model(nn.Module):
         return x
 
 
+PAGE = mmap.PAGESIZE
 BLOCK = 8 * WIDE * WIDE * 2 + 2048
 VRAM = 6 * BLOCK  # two slots, two wires of staging, and what is left
 
@@ -442,14 +444,13 @@ def test_units_that_come_to_cross_as_they_are_are_never_pinned_both_ways():
     """Of a budget that the plain bytes just fill, packed blocks would take two thirds beside them: all would be pageable."""
     model, plain = model_and_copy()
     device = carom.SimulatedDevice(seed=7)
-    pages = sum(-(-BLOCK // 4096) * 4096 for _ in model.blocks)
     with torch.no_grad():
         expected = plain(inputs())
-        with carom.stream(
-            model, device=device, vram=VRAM, ram=pages, codec="lossless", granularity="block"
-        ) as session:
+        with carom.stream(model, device=device, vram=VRAM, codec="lossless", granularity="block") as session:
             placement = session._placement
             packed = placement.wire_bytes
+            pages = sum(-(-unit.nbytes // PAGE) * PAGE for unit in placement.streamed)
+            session._arena.bound(pages)
             placement.unpack(session._streamer, placement.streamed)
             report = session.report()
             assert torch.equal(model(inputs()), expected)
