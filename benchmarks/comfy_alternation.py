@@ -72,7 +72,10 @@ def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
             packed = report["wire_bytes_per_step"] / max(1.0, report["raw_bytes_per_step"])
             # Half the memory less the same slots and staging: what does not stay there crosses in every step.
             resident = report["vram_budget_bytes"] / 2 - report["slot_bytes"] - report["staging_bytes"]
-            whole = report["resident_bytes"] + report["streamed_bytes"]
+            held, raw = report.get("resident_packed_bytes", 0), report.get("resident_packed_raw_bytes", 0)
+            whole = report["resident_bytes"] - held + raw + report["streamed_bytes"]
+            if held:  # what stays packed is more
+                resident *= raw / held
             static += turn["steps"] * packed * (whole - max(0.0, resident))
         result |= {"wire_bytes": ours, "static_split_wire_bytes": static, "of_static_split": ours / static}
     return result

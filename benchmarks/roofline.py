@@ -56,7 +56,8 @@ def crossing_bytes(case: Case, report: dict[str, Any] | None = None) -> tuple[in
     streamed, held = case.streamed * case.block_bytes, case.slots * case.block_bytes
     share = 1.0
     if report and report.get("slot_bytes") is not None:
-        streamed = max(0, case.weight_bytes - report["resident_bytes"])
+        packed = report.get("resident_packed_raw_bytes", 0) - report.get("resident_packed_bytes", 0)
+        streamed = max(0, case.weight_bytes - report["resident_bytes"] - packed)
         held = report["slot_bytes"]
         if report.get("packed_units"):
             share = report["waiting_bytes"] / report["streamed_bytes"]

@@ -109,6 +109,12 @@ class Report:
     spans: tuple[Span, ...] = ()
     places: tuple[UnitPlace, ...] = ()  # every unit, in order
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights, as they are unpacked."""
+        packed = self.resident_packed_raw_bytes - self.resident_packed_bytes
+        return self.resident_bytes + packed + self.streamed_bytes
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready figures, the contract's keys first and in its order; spans and places left out."""
         return {
@@ -139,7 +145,7 @@ class Report:
         work = "training" if self.kind == "train" else "inference"
         rows: list[tuple[str, ...]] = [
             (f"Memory on the device ({self.device})" if self.device else "Memory on the device",),
-            ("budget for weights", format_size(self.vram_budget_bytes), _share(self.vram_budget_bytes, self._weights(), "of the weights")),
+            ("budget for weights", format_size(self.vram_budget_bytes), _share(self.vram_budget_bytes, self.weight_bytes, "of the weights")),
             ("peak held by Carom", format_size(self.vram_peak_bytes), self._budget_verdict()),
             ("  resident weights", format_size(self.resident_bytes), "stay on the device"),
         ]  # fmt: skip
@@ -219,14 +225,6 @@ class Report:
             rows.append(("Notes",))
             rows += [("", "", note) for note in self.notes]
         return rows
-
-    def _weights(self) -> int:
-        return (
-            self.resident_bytes
-            - self.resident_packed_bytes
-            + self.resident_packed_raw_bytes
-            + self.streamed_bytes
-        )
 
     def _budget_verdict(self) -> str:
         if self.vram_peak_bytes <= self.vram_budget_bytes:

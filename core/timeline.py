@@ -84,7 +84,7 @@ def write_atomically(target: Path, write: Callable[[Path], Any]) -> None:
 
 
 def _title(report: Report) -> str:
-    weights = report.resident_bytes + report.streamed_bytes
+    weights = report.weight_bytes
     work = "One training step" if report.kind == "train" else "One inference step"
     if not weights:
         return work

@@ -55,7 +55,7 @@ class Streaming:
         self.suspended = False  # ComfyUI unloaded the model; the session waits on the host
         self.budget: int | None = None
         self.held = 0  # bytes on the device: resident, slots, staging
-        self.resident = 0
+        self.weights = 0  # bytes of them, each counted once
         self.streamed = 0
         self.note = ""  # why the model does not stream, when it does not
         self.expected: tuple = ()
@@ -173,7 +173,7 @@ class Streaming:
         with _laying_out():
             self.session.park(keep=True)
         self.suspended, self.active = True, False
-        self.held = self.resident = self.streamed = 0
+        self.held = self.weights = self.streamed = 0
         self._count_pinned()
         _suspended[self] = None
         logger.info("Carom: the device was released in %.2f s", time.monotonic() - began)
@@ -237,7 +237,7 @@ class Streaming:
             self._undo.close()
             self.dressed = False
             host.count_pinned(-self._pinned)
-            self._pinned = self.held = self.resident = self.streamed = 0
+            self._pinned = self.held = self.weights = self.streamed = 0
 
     # -- figures
 
@@ -254,8 +254,8 @@ class Streaming:
         report = self.report()
         assert report is not None
         slots = report.slot_bytes + report.staging_bytes
-        self.resident = report.resident_bytes + report.adapter_bytes
-        self.held = self.resident + slots
+        self.held = report.resident_bytes + report.adapter_bytes + slots
+        self.weights = report.weight_bytes + report.adapter_bytes
         self.streamed = report.streamed_bytes
         self._count_pinned()
 
@@ -272,9 +272,7 @@ class Streaming:
     def line(self, loaded: int, stall: float | None = None) -> str:
         """One line for the node."""
         if self.streams:
-            return describe(
-                "stream", self.held, self.streamed, self.budget, stall, self.resident + self.streamed
-            )
+            return describe("stream", self.held, self.streamed, self.budget, stall, self.weights)
         return describe(self.note or "whole", loaded, 0, None)
 
     def tell(self) -> None:

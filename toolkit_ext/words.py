@@ -30,7 +30,7 @@ def start(name: str, report: Report) -> str:
 def _places(report: Report) -> tuple[int, int]:
     """Bytes that stay, bytes that stream. In a pool all wait on the host too, and what has a home comes when it is used."""
     if report.pool != "aimdo":
-        return report.resident_bytes, report.streamed_bytes
+        return report.weight_bytes - report.streamed_bytes, report.streamed_bytes
     stay = sum(place.nbytes for place in (*report.resident_by_need, *report.resident_by_choice))
     return stay, sum(place.nbytes for place in report.places if not place.resident)
 
