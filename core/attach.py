@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .host_copies import HostCopies, HostCopy, fingerprint
+from .host_copies import HostCopies, HostCopy, clear_of, fingerprint
 from .ops import HostParameter, HostTensor
 from .plan import SMALL_UNIT, Plan, round_up
 from .progress import Progress
@@ -265,10 +265,14 @@ class Placement:
         work.sort(
             key=lambda item: (
                 not self._leaves(item[0]),
-                min((_address(entry.tensor) for entry in item[0].entries), default=0),
+                min((self._address(entry.tensor) for entry in item[0].entries), default=0),
             )
         )
         return work
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        """Where a tensor's bytes lie."""
+        return _address(tensor)
 
     def _leaves(self, unit: Unit) -> bool:
         return any(id(entry.tensor) in self._leaving for entry in unit.entries)
@@ -484,6 +488,8 @@ class Placement:
             copy = self._copy_of(streamed)
             if copy is not None and self._copies is not None:
                 self._copies.keep(streamed.unit, copy)
+            elif streamed.owners:
+                clear_of([owner.tensor for owner in streamed.owners], streamed.block, always=False)
             _let_go(streamed, unpin=copy is None)
         self.streamed = []
         self.resident_bytes = self.adapter_bytes = self.streamed_host_bytes = self.wire_bytes = 0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .plan import SMALL_UNIT
 from .store.arena import Block, storage_bytes
 from .units import Unit
 
@@ -140,15 +141,29 @@ class HostCopies:
         """Tensors that stand in a block keep its memory, unpinned."""
         with self._lock:
             for copy in self._copies.values():
-                _let_go(copy)
+                _let_go(copy, always=False)
             self._copies.clear()
 
 
-def _let_go(copy: HostCopy) -> None:
-    """Whoever still refers to it must not keep the bytes."""
+def _let_go(copy: HostCopy, always: bool = True) -> None:
+    """Whoever still refers to it must not keep the bytes; ``always`` as in `clear_of`."""
+    clear_of(copy.tensors, copy.block, always)
     copy.block.unpin()
     copy.block = Block(torch.empty(0, dtype=torch.uint8), False, 0)
     copy.tensors, copy.views, copy.packed, copy.decoder, copy.seen = [], [], [], None, None
+
+
+def clear_of(tensors: Iterable[torch.Tensor], block: Block, always: bool = True) -> None:
+    """Small tensors that stand in ``block`` get memory of their own: a norm's weight must not keep a unit's whole block
+    when the others have left it. Not ``always``: only where most of the block is left already."""
+    start, end = block.data.data_ptr(), block.data.data_ptr() + block.data.numel()
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        there = [t for t in tensors if t.device.type == "cpu" and start <= t.data_ptr() < end]
+        if not always and 2 * sum(t.numel() * t.element_size() for t in there) >= block.data.numel():
+            return
+        for tensor in there:
+            if tensor.numel() * tensor.element_size() < SMALL_UNIT and not tensor.is_inference():
+                tensor.data = tensor.detach().clone(memory_format=torch.preserve_format)
 
 
 @torch.no_grad()

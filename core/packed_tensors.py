@@ -33,7 +33,6 @@ class PackedTensor:
     home: torch.device
     header: Header | None
     blob: torch.Tensor
-    fetched: torch.Tensor | None = None  # the value, decoded on the device when the session closes
 
     @property
     def nbytes(self) -> int:
@@ -51,6 +50,12 @@ class PackedTensor:
                 decoder = UnitDecoder([WireEntry(self.header, 0, 0)]) if blob.is_cuda else None
                 decode_torch(blob, self.header, raw) if decoder is None else decoder(blob, raw)
             return raw.view(self.layout.dtype).as_strided(self.layout.shape, self.layout.stride())
+
+    def plain(self) -> torch.Tensor:
+        """The value where its plain bytes lie, in a storage of its own: no copy. Of one without header."""
+        with torch.inference_mode(False), torch.no_grad():
+            own = torch.frombuffer(self.blob.numpy(), dtype=torch.uint8).view(self.layout.dtype)
+            return own.as_strided(self.layout.shape, self.layout.stride())
 
     def give_up_memory(self) -> None:
         """From here on the model's object is without bytes: one NaN stands for all of its elements."""

@@ -30,7 +30,7 @@ from .ops import HostParameter, HostTensor
 from .packed_tensors import PackedTensor, lay_out, pack
 from .progress import Progress
 from .sizes import KIB, MIB
-from .store.arena import HostArena, fill, return_freed_memory, storage_bytes, touch, workers
+from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, touch, workers
 from .streamed import Owner, Streamed
 from .transfer import Engine
 from .units import Entry, Unit
@@ -167,6 +167,10 @@ class PackedPlacement(Placement):
         return super()._move(tensor)
 
     # -- streamed units
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        packed = self._shelf.get(id(tensor))
+        return super()._address(tensor if packed is None else packed.blob)
 
     def stream(self, units: list[Unit], make: Callable[[Unit, int, Any], Streamed]) -> list[Streamed]:
         """Encode units, put each in a block of its own, pin it, and let the weights give their memory back."""
@@ -467,36 +471,56 @@ class PackedPlacement(Placement):
             self._arena.pin(unit.block)
         unit.streamer.packed_here.follow(unit)
 
-    def unpack(self, streamer: Streamer, units: list[Streamed]) -> None:
-        """Between passes: from now on these units wait and cross as they are."""
-        self.fetch_values(streamer, units)
-        for unit in units:
-            for packed in unit.packed:
-                if packed is not None and packed.header is not None:
-                    value = packed.value() if packed.fetched is None else packed.fetched
-                    packed.header, packed.blob, packed.fetched = None, storage_bytes(value), None
-            before = unit.block.data.numel()
-            self._rebuild(unit)
-            self.wire_bytes += unit.block.data.numel() - before
+    def unpack(self, streamer: Streamer, units: list[Streamed], pin: bool = True) -> None:
+        """Between passes: from now on these units wait and cross as they are. One after another, so that no more than one
+        unit's bytes lie in host memory both ways. ``pin``: their blocks, where those they leave are pinned."""
+        with ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool:
+            for unit in units:
+                if unit.decoder is not None and not self._policy.keep_raw:
+                    self._unpack(streamer, unit, pin and unit.block.pinned, pool)
+        return_freed_memory()
 
-    def fetch_values(self, streamer: Streamer, units: list[Streamed] | None = None) -> None:
-        """Bring values back from the device, which decodes faster; what fails is decoded on the host when it is wanted."""
-        for unit in self.streamed if units is None else units:
-            if unit.decoder is None or self._policy.keep_raw:
-                continue
+    def _unpack(self, streamer: Streamer, unit: Streamed, pin: bool, pool: ThreadPoolExecutor) -> None:
+        """The device unpacks a unit, faster than the host could, and its bytes return as they are to a block of their own."""
+        block = self._arena.allocate(unit.nbytes)
+        if pin:
+            for job in touch(block.data, pool):
+                job.result()
+        there = False
+        try:
+            slot = streamer.acquire(unit)
             try:
-                slot = streamer.acquire(unit)
-                try:
-                    for owner, view in zip(unit.owners, streamer.views(slot).tensors, strict=True):
-                        if isinstance(owner, PackedOwner):
-                            value = torch.empty_like(owner.host, device="cpu")
-                            self._engine.synchronize(self._engine.copy_out(value, view.detach()))
-                            owner.packed.fetched = value
-                    del view
-                finally:
-                    streamer.release(slot)
-            except Exception as error:
-                logger.info("carom: unit %r is decoded on the host: %s", unit.name, error)
+                self._engine.synchronize()
+                self._exchange(unit.block, block, pin)
+                source = streamer.views(slot).base.detach()
+                self._engine.synchronize(self._engine.copy_out(block.data, source))
+                there = True
+            finally:
+                streamer.release(slot)
+        except Exception as error:
+            logger.info("carom: unit %r is decoded on the host: %s", unit.name, error)
+            self._exchange(unit.block, block, pin)
+        before = unit.block.data.numel()
+        for index, (entry, packed) in enumerate(zip(unit.unit.entries, unit.packed, strict=True)):
+            piece = block.data[entry.offset : entry.offset + entry.nbytes]
+            if packed is None:
+                piece.copy_(self._bytes(entry.tensor))
+                self._move_to(entry.tensor, piece)
+                unit.owners[index].host = ops.plain(torch.Tensor.detach, (entry.tensor,), {})
+            else:
+                if not there:
+                    piece.copy_(storage_bytes(packed.value()))
+                packed.header, packed.blob = None, piece
+        unit.block, unit.decoder = block, None
+        self._decoders[id(unit)] = None
+        self.wire_bytes += block.data.numel() - before
+        unit.streamer.packed_here.follow(unit)
+
+    def _exchange(self, old: Block, new: Block, pin: bool) -> None:
+        """``new`` is pinned in the stead of ``old``: never both, within a budget."""
+        old.unpin()
+        if pin and not new.pinned:
+            self._arena.pin(new)
 
     # -- the way back
 
@@ -521,9 +545,9 @@ class PackedPlacement(Placement):
 def give_back(shelf: dict[int, PackedTensor]) -> None:
     """Every packed weight has its bytes again."""
     for packed in shelf.values():
-        value = packed.value() if packed.fetched is None else packed.fetched
+        value = packed.value() if packed.header is not None else packed.plain()
         packed.tensor.data = value if packed.home.type == "cpu" else value.to(packed.home)
         packed.tensor.__dict__.pop("_carom", None)
         # Whoever still refers to it (what the session was made of dies in cycles) must not keep the bytes twice.
-        packed.blob, packed.fetched = torch.empty(0, dtype=torch.uint8), None
+        packed.blob = torch.empty(0, dtype=torch.uint8)
     shelf.clear()

@@ -208,6 +208,7 @@ class Runs:
                 self.written.append(owner)
         unit.epoch += 1
         unit.views.pop(slot.offset, None)
+        slot.views = None
         streamer.views(slot)
 
     # -- single operators

@@ -70,13 +70,14 @@ class Order:
 
         Holds until `at` has reached it or `epoch` has changed.
         """
-        best = NEVER
+        best, at, known = NEVER, self._at, self._places
         for key in range(_KINDS * unit, _KINDS * unit + _KINDS):
-            places = self._places.get(key)
-            if places:
-                found = bisect_right(places, self._at)
-                if found < len(places) and places[found] < best:
-                    best = places[found]
+            places = known.get(key)
+            # What comes last of it is behind now: most uses are not of all kinds in what is left of the history.
+            if places and places[-1] > at:
+                found = places[bisect_right(places, at)]
+                if found < best:
+                    best = found
         return best
 
     def next_use(self, unit: int) -> int:

@@ -391,7 +391,7 @@ class Session(Pools, Adapts, Adopts, Values):
             self._ungovern()
             packed = self._placement if isinstance(self._placement, PackedPlacement) else None
             if packed is not None and not self._parked and not discard:
-                packed.fetch_values(self._streamer)
+                packed.unpack(self._streamer, packed.streamed, pin=False)
             if discard:
                 self._placement.leave_behind()
             self._detach()

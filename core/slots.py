@@ -41,10 +41,11 @@ class Slot:
     version: int = 0  # of the host bytes that were copied
     next_place: int = -1  # where the order has its unit's next use, as of `epoch`
     epoch: int = -1
+    views: Any = None  # the unit's tensors here, once they were made
+    end: int = field(init=False)
 
-    @property
-    def end(self) -> int:
-        return self.offset + self.nbytes
+    def __post_init__(self) -> None:
+        self.end = self.offset + self.nbytes
 
 
 class Region:
@@ -70,43 +71,68 @@ class Region:
             return None
         slots, last = self.slots, (self.nbytes - nbytes) // ALIGN * ALIGN
         best: tuple[float, int, int] | None = None
-        # A stretch without slots that must stay: where it begins, its first slot, how many.
+        # A stretch without slots that must stay: where it begins, its first slot.
         begin = first = 0
-        for index in range(len(slots) + 1):
-            if index < len(slots):
-                use = uses[index]
-                if use is not None and use > later_than:
-                    continue
-                end = slots[index].offset
-            else:
-                end = self.nbytes
-            if end - begin >= nbytes:
-                run, expected = slots[first:index], uses[first:index]
-                for start in self._starts(begin, end, run, nbytes, last):
-                    score = _score(start, start + nbytes, run, expected)
-                    if best is None or score > best:
-                        best = score
-            if index < len(slots):
-                begin, first = slots[index].end, index + 1
+        for index, (slot, use) in enumerate(zip(slots, uses, strict=True)):
+            if use is None or use <= later_than:
+                if slot.offset - begin >= nbytes:
+                    run = slots[first:index], uses[first:index]
+                    best = self._best(begin, slot.offset, *run, nbytes, last, best)
+                begin, first = slot.end, index + 1
+        if self.nbytes - begin >= nbytes:
+            best = self._best(begin, self.nbytes, slots[first:], uses[first:], nbytes, last, best)
         if best is None:
             return None
         start = -best[2]
-        return start, [slot for slot in slots if slot.offset < start + nbytes and start < slot.end]
+        end = start + nbytes
+        return start, [slot for slot in slots if slot.offset < end and start < slot.end]
 
-    def _starts(self, begin: int, end: int, run: list[Slot], nbytes: int, last: int) -> set[int]:
-        """Where in a stretch a slot could start: at its ends, and against each slot's edges."""
-        starts = {begin, min(end - nbytes, last)}
+    def _best(
+        self,
+        begin: int,
+        end: int,
+        run: list[Slot],
+        uses: Sequence[Any],
+        nbytes: int,
+        last: int,
+        best: tuple[float, int, int] | None,
+    ) -> tuple[float, int, int] | None:
+        """The better of ``best`` and the best place in a stretch that holds ``run``: its soonest-needed victim, the bytes
+        evicted (negative), where it starts (negative); more is better."""
+        high = min(end - nbytes, last)
+        if not run and not self._room:  # nothing to evict, and every place is as good: the lowest
+            found = (_FOREVER, 0, -begin)
+            return found if begin <= high and (best is None or found > best) else best
+        for start in self._starts(begin, high, run, nbytes, last):
+            until = start + nbytes
+            soonest, evicted = _FOREVER, 0
+            floor = -1.0 if best is None else best[0]
+            for slot, use in zip(run, uses, strict=True):
+                if slot.offset < until and start < slot.end:
+                    if use < soonest:
+                        if use < floor:
+                            break
+                        soonest = use
+                    evicted -= slot.nbytes
+            else:
+                if best is None or (soonest, evicted, -start) > best:
+                    best = soonest, evicted, -start
+        return best
+
+    def _starts(self, begin: int, high: int, run: list[Slot], nbytes: int, last: int) -> set[int]:
+        """Where from ``begin`` to ``high`` a slot could start: at the stretch's ends, and against each slot's edges."""
+        starts = {begin, high}
         for slot in run:
-            low, high = slot.offset, slot.end
-            starts.update((low, high, high - nbytes, low - nbytes))
-        if self._room:
-            room, before = self._room, (self.nbytes - self._room) // ALIGN * ALIGN - nbytes
-            starts.update((0, room, before, last))
-            return {
-                start for start in starts
-                if begin <= start <= last and start + nbytes <= end and (start <= before or start >= room or start in (0, last))
-            }  # fmt: skip
-        return {start for start in starts if begin <= start <= last and start + nbytes <= end}
+            low, end = slot.offset, slot.end
+            starts.update((low, end, end - nbytes, low - nbytes))
+        if not self._room:
+            return {start for start in starts if begin <= start <= high}
+        room, before = self._room, (self.nbytes - self._room) // ALIGN * ALIGN - nbytes
+        starts.update((0, room, before, last))
+        return {
+            start for start in starts
+            if begin <= start <= high and (start <= before or start >= room or start == last or not start)
+        }  # fmt: skip
 
     def at(self, offset: int) -> Slot | None:
         """The slot that holds the byte at ``offset``."""
@@ -126,14 +152,3 @@ class Region:
 
     def remove(self, slot: Slot) -> None:
         self.slots.remove(slot)
-
-
-def _score(start: int, end: int, slots: Sequence[Slot], uses: Sequence[Any]) -> tuple[float, int, int]:
-    """How well a stretch serves: its soonest-needed victim, the bytes evicted, its place; more is better."""
-    soonest, evicted = _FOREVER, 0
-    for slot, use in zip(slots, uses, strict=True):
-        if slot.offset < end and start < slot.offset + slot.nbytes:
-            evicted += slot.nbytes
-            if use < soonest:
-                soonest = use
-    return soonest, -evicted, -start

@@ -187,6 +187,10 @@ class Streamer:
 
     def views(self, slot: Slot) -> Views:
         """The unit's tensors in ``slot``."""
+        found: Views | None = slot.views
+        return self._made(slot) if found is None else found
+
+    def _made(self, slot: Slot) -> Views:
         unit = slot.unit
         found = unit.views.get(slot.offset)
         if found is None:
@@ -197,6 +201,7 @@ class Streamer:
                 oldest = next(iter(unit.views))
                 del unit.views[oldest]
             unit.views[slot.offset] = found
+        slot.views = found
         return found
 
     def wait(self, slot: Slot) -> None:
@@ -314,15 +319,15 @@ class Streamer:
     def _uses(self, guarded: Slot | None = None) -> list[float | None]:
         """When the slots' units are expected again, in the region's order; None for those that must stay."""
         at, epoch = self.order.at, self.order.epoch
+        held = SlotState.HELD
         uses: list[float | None] = []
         for slot in self.region.slots:
-            if slot.users or slot is guarded or slot.state is SlotState.HELD:
+            if slot.users or slot is guarded or slot.state is held:
                 uses.append(None)
-                continue
-            place = slot.next_place
-            if slot.epoch != epoch or place <= at or place == NEVER:
-                place = self._place_of(slot)
-            uses.append(place - at)
+            elif slot.epoch == epoch and at < (place := slot.next_place) < NEVER:
+                uses.append(place - at)
+            else:
+                uses.append(self._place_of(slot) - at)
         return uses
 
     def _place_of(self, slot: Slot) -> int:
@@ -355,12 +360,14 @@ class Streamer:
         # In backward a unit's recomputation is followed by its gradients, whether or not that is learnt yet.
         self._stuck = None
         guarded = self._last.slot if self._last is not None and ops.in_backward() else None
-        room, seen = self.region.nbytes, set()
+        region, units = self.region, self.units
+        room, seen = region.nbytes, set()
+        uses: list[float | None] = []
         for distance, index in enumerate(self.order.upcoming(), 1):
             if index in seen:
                 continue
             seen.add(index)
-            unit = self.units[index]
+            unit = units[index]
             room -= unit.nbytes
             if room < 0:
                 self._stuck = self.order.epoch, self.order.at + distance, guarded
@@ -369,11 +376,16 @@ class Streamer:
                 continue
             if self._late(unit):
                 return
-            place = self.region.place(unit.nbytes, self._uses(guarded), later_than=distance)
+            uses = uses or self._uses(guarded)
+            place = region.place(unit.nbytes, uses, later_than=distance)
             if place is None:
                 self._stuck = self.order.epoch, self.order.at + distance, guarded
                 return
-            self._fill(unit, *place)
+            slot = self._fill(unit, *place)
+            slot.next_place, slot.epoch = self.order.at + distance, self.order.epoch
+            # It stands in the region's order where its victims stood.
+            at = region.slots.index(slot)
+            uses[at : at + len(place[1])] = [distance]
 
     def _no_room(self, unit: Streamed) -> str:
         stuck = [slot.unit.name for slot in self.region.slots if slot.users or slot.state is SlotState.HELD]

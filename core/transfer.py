@@ -297,10 +297,12 @@ class _DeviceArray:
         }  # fmt: skip
 
 
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+
 def storage_uses(tensor: torch.Tensor) -> int | None:
     """How many tensors share ``tensor``'s storage, None where torch cannot tell."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return None if count is None else count(tensor.untyped_storage()._cdata)
+    return None if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
 
 
 def _runtime_pinner() -> Pinner:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import mmap
 from typing import Any
 
 import carom
@@ -78,6 +79,7 @@ class Model(nn.Module):
         return x
 
 
+PAGE = mmap.PAGESIZE
 BLOCK = 8 * WIDE * WIDE * 2 + 2048
 VRAM = 6 * BLOCK  # two slots, two wires of staging, and what is left
 
@@ -416,3 +418,50 @@ def test_a_unit_that_stays_packed_takes_the_link_no_time():
     assert some.wire_bytes == 2 * sizes[0] and some.seconds == pytest.approx(
         2 * link.seconds(sizes[0]), rel=0.1
     )
+
+
+@on_every_device
+@pytest.mark.parametrize("fails", [False, True], ids=["device unpacks", "device cannot be asked"])
+def test_what_stays_packed_and_comes_to_cross_as_it_is_leaves_the_device(device, fails, monkeypatch):
+    """Unpacked on the device, or on the host where that fails: the same bits, and no packed copy is left there."""
+    model, plain = model_and_copy()
+    with torch.no_grad():
+        expected = plain(inputs())
+        with carom.stream(
+            model, device=dataclasses.replace(device), vram=VRAM, codec="lossless", granularity="block"
+        ) as session:
+            assert torch.equal(model(inputs()), expected)
+            assert session.report().resident_packed_units >= 2
+            with monkeypatch.context() as patch:
+                if fails:
+                    patch.setattr(streamer.Streamer, "acquire", _refuses)
+                session._placement.unpack(session._streamer, session._placement.streamed)
+            report = session.report()
+            assert (report.resident_packed_units, report.packed_units) == (0, 0)
+            assert report.waiting_bytes == report.streamed_bytes
+            for _ in range(2):
+                assert torch.equal(model(inputs()), expected)
+    assert_same(list(model.state_dict().values()), list(plain.state_dict().values()))
+
+
+def test_units_that_come_to_cross_as_they_are_are_never_pinned_both_ways():
+    """Of a budget that the plain bytes just fill, packed blocks would take two thirds beside them: all would be pageable."""
+    model, plain = model_and_copy()
+    device = carom.SimulatedDevice(seed=7)
+    with torch.no_grad():
+        expected = plain(inputs())
+        with carom.stream(model, device=device, vram=VRAM, codec="lossless", granularity="block") as session:
+            placement = session._placement
+            packed = placement.wire_bytes
+            pages = sum(-(-unit.nbytes // PAGE) * PAGE for unit in placement.streamed)
+            session._arena.bound(pages)
+            placement.unpack(session._streamer, placement.streamed)
+            report = session.report()
+            assert torch.equal(model(inputs()), expected)
+    assert packed < 0.8 * report.pinned_bytes
+    assert report.pinned_bytes <= report.pinned_peak_bytes <= pages
+    assert report.pageable_bytes == 0 and not any("RAM budget" in note for note in report.notes)
+
+
+def _refuses(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("no device")
