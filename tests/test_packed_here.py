@@ -422,7 +422,7 @@ def test_a_unit_that_stays_packed_takes_the_link_no_time():
 
 @on_every_device
 @pytest.mark.parametrize("fails", [False, True], ids=["device unpacks", "device cannot be asked"])
-def test_what_stays_packed_and_comes_to_cross_as_it_is_leaves_the_device(device, fails, monkeypatch):
+def test_what_stays_packed_and_comes_to_cross_as_it_is_leaves_the_device(device, fails, monkeypatch, known):
     """Unpacked on the device, or on the host where that fails: the same bits, and no packed copy is left there."""
     model, plain = model_and_copy()
     with torch.no_grad():
