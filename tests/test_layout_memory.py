@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     reason="only Linux counts a process's peak anew",
 )
 
-# 16 blocks of 16 MiB, each with a norm. What is asked for is done twice: what torch loads and keeps the first time is no layout's.
+# 8 blocks of 16 MiB, each with a norm. A small model comes first: what torch loads and keeps then is no layout's.
 SCRIPT = """
 import gc, json, sys
 import torch
@@ -53,9 +53,9 @@ def relaid(session, granularity):
     session._granularity = granularity
     session._again()
 
-def run(codec, what):
+def run(codec, what, depth):
     torch.manual_seed(1)
-    model = nn.Sequential(*[Block() for _ in range(16)]).bfloat16().requires_grad_(False)
+    model = nn.Sequential(*[Block() for _ in range(depth)]).bfloat16().requires_grad_(False)
     x = torch.randn(1, 8, 1024, dtype=torch.bfloat16)
     with torch.no_grad():
         before = model(x)
@@ -75,8 +75,8 @@ def run(codec, what):
         same.append(torch.equal(model(x), before))
     return found | {"same": all(same)}
 
-run(sys.argv[2], sys.argv[3])
-print(json.dumps(run(sys.argv[2], sys.argv[3])))
+run(sys.argv[2], sys.argv[3], 5)
+print(json.dumps(run(sys.argv[2], sys.argv[3], 8)))
 """
 
 
@@ -90,7 +90,7 @@ def package(tmp_path_factory, root) -> Path:
 
 def run(package: Path, codec: str, what: str) -> dict:
     # What is freed goes back to the system at once, as pieces of large models do.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "524288", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(package), codec, what],
         capture_output=True, text=True, timeout=120, env=env,
@@ -103,7 +103,7 @@ def run(package: Path, codec: str, what: str) -> dict:
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_a_layout_with_other_units_never_holds_both(package, codec):
-    """A norm that leaves its old block last would keep every one of them: 256 MiB more."""
+    """A norm that leaves its old block last would keep every one of them: 128 MiB more."""
     found = run(package, codec, "relay")
     assert found["finer"]["peak"] <= 2 * UNIT + SLACK
     assert found["coarser"]["peak"] <= 4 * UNIT + SLACK  # slots of whole blocks, and a unit on its way
@@ -113,7 +113,7 @@ def test_units_that_come_to_cross_as_they_are_are_unpacked_one_after_another(pac
     """All of them fetched at once lie in memory beside all packed ones, and once more as blocks."""
     found = run(package, "lossless", "unpack")
     more = found["raw"] - found["waiting"]
-    assert more > 4 * UNIT
+    assert more > 2 * UNIT
     assert found["unpacked"]["peak"] <= more + 2 * UNIT + SLACK
     assert found["closed"]["peak"] <= UNIT + SLACK
 
