@@ -266,7 +266,8 @@ class Session(Pools, Adapts, Adopts, Values):
             with contextlib.suppress(BudgetError):
                 return self._carving, decide.plan_within(self._carving, chosen, grain)
         # The search takes tenths of a second; two models that take turns ask for the same budgets again and again.
-        asked = (self._vram, self._packing is not None, frozenset(self._stay))
+        policy = self._packing and dataclasses.replace(self._packing, auto=False)
+        asked = (self._vram, policy, frozenset(self._stay))
         known = self._searched.get(asked)
         if known is not None and known[0] is self._learnt and stands(known[1], self.module):
             return known[1], known[2]

@@ -465,6 +465,7 @@ class Streamer:
                 unit.views.clear()
             self.region.slots.clear()
             self._held.clear()
+            self._stuck = None  # its slot's views would keep the region
             self.staging = None
             self.memory = torch.empty(0, dtype=torch.uint8)
             self.low = self.high = 0

@@ -465,3 +465,48 @@ def test_units_that_come_to_cross_as_they_are_are_never_pinned_both_ways():
 
 def _refuses(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("no device")
+
+
+def test_residents_that_pack_less_than_a_search_expected_stay_as_they_are():
+    """What the first steps taught asks for packed units; the weights that stayed do not pack: a layout without any."""
+    model, _ = model_and_copy(depth=16)
+    generator = torch.Generator().manual_seed(1)
+    device = carom.SimulatedDevice(
+        flops=1e15, link_bytes_per_second=1e9, copy_latency_seconds=0, kernel_seconds=1e-6,
+        decode_bytes_per_second=5e9, unpacks=True,
+    )  # fmt: skip
+    asked: dict[str, Any] = {"vram": 2 * VRAM, "codec": "lossless", "granularity": "block"}
+    with carom.stream(copy.deepcopy(model), device=dataclasses.replace(device), **asked) as session:
+        stays = session._residents()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.rsplit(".", 2)[0] in stays and weight.dim() == 2:
+                bits = torch.randint(
+                    -(1 << 15), 1 << 15, weight.shape, generator=generator, dtype=torch.int16
+                )
+                weight.copy_(torch.where(bits.view(torch.bfloat16).isfinite(), bits, 0).view(torch.bfloat16))
+    plain = copy.deepcopy(model)
+    with torch.no_grad(), carom.stream(model, device=device, **asked) as session:
+        for seed in range(15):
+            if seed == 12:
+                session.tune()
+            bits, expected = (net(inputs(seed)).view(torch.int16) for net in (model, plain))
+            assert torch.equal(bits, expected)
+        assert session.report().resident_packed_units == 0
+        assert not session._packing.here, "it was tried"
+
+
+@pytest.mark.parametrize("codec", ["lossless", "raw"])
+def test_the_region_is_given_back_after_training(codec):
+    """Where looking ahead ended in a backward is remembered with a slot, whose views must not keep the region."""
+    model, _ = model_and_copy(adapted=True)
+    with carom.stream(
+        model, device=carom.SimulatedDevice(unpacks=True), vram=VRAM, codec=codec, granularity="block"
+    ) as session:
+        for seed in range(3):
+            model(inputs(seed)).float().pow(2).mean().backward()
+        assert session._streamer._stuck[2] is not None, "it ended at a slot that was spared"
+        session.park()
+        assert session._engine.allocated == 0
+        model(inputs()).float().pow(2).mean().backward()
+    assert session._engine.allocated == 0
