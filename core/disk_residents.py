@@ -429,3 +429,6 @@ class Residents:
             for load in self._pending.values():
                 for tensor in load.tensors:
                     unwear(tensor)
+            # Whoever still refers to the session must not keep their device memory.
+            self._pending.clear()
+            self._queue.clear()
