@@ -8,7 +8,7 @@ events are the same. Its host block stays where it is, so that it can give way a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,9 @@ class PackedHere:
         self._engine = engine
         self._buffers: dict[int, torch.Tensor] = {}  # by unit's index
         self._units: dict[int, Streamed] = {}
+        self._versions: dict[int, int] = {}  # of the host bytes that a buffer has
+        self._copied: dict[int, Any] = {}  # events of copies that no unpacking has waited for yet
+        self._read: dict[int, Any] = {}  # events after which a buffer was last unpacked
 
     def __len__(self) -> int:
         return len(self._units)
@@ -53,12 +56,13 @@ class PackedHere:
         self._engine.synchronize()  # this memory may have been others' until now
         for unit, buffer in zip(units, buffers, strict=True):
             assert unit.decoder is not None
+            self._versions[unit.index] = unit.version()
             self._engine.copy_in(buffer, unit.host, (), False)
             self._buffers[unit.index], self._units[unit.index], unit.wire = buffer, unit, buffer
         self._engine.synchronize()
 
     def follow(self, unit: Streamed) -> None:
-        """The unit's host block was made anew, and nothing is under way on the device."""
+        """The unit's host block was made anew, and nothing is under way on the device: its next use has the new bytes."""
         buffer = self._buffers.get(unit.index)
         if buffer is None:
             return
@@ -66,8 +70,30 @@ class PackedHere:
             self._drop(unit)
             return
         unit.wire = buffer[: unit.host.numel()]
-        event, _ = self._engine.copy_in(unit.wire, unit.host, (), False)
-        self._engine.synchronize(event)
+        self._versions.pop(unit.index, None)
+
+    def stale(self, unit: Streamed) -> bool:
+        """Whether the host's bytes were written since they were copied (norms, biases, what trains)."""
+        return self._versions.get(unit.index) != unit.version()
+
+    def unpack(
+        self, unit: Streamed, target: torch.Tensor, after: Sequence[Any], timed: bool
+    ) -> tuple[Any, Any, Any]:
+        """Issue the unit's unpacking to ``target`` once ``after`` is reached: its done event and marks, and the marks of the
+        copy before it, which a `stale` unit needs."""
+        assert unit.decoder is not None and unit.wire is not None
+        index, marks = unit.index, None
+        if self.stale(unit):
+            version = unit.version()
+            self._versions.pop(index, None)
+            read = [self._read[index]] if index in self._read else []
+            self._copied[index], marks = self._engine.copy_in(unit.wire, unit.host, read, timed)
+            self._versions[index] = version
+        fresh = [self._copied[index]] if index in self._copied else []
+        event, times = self._engine.decode(unit.decoder, unit.wire, target, (*fresh, *after), timed)
+        self._read[index] = event
+        self._copied.pop(index, None)
+        return event, times, marks
 
     def leave(self, wanted: int, later: Callable[[Streamed], int]) -> int:
         """Let at least ``wanted`` bytes of the device go, of units that are needed ``later`` first; they cross from now on.
@@ -83,6 +109,8 @@ class PackedHere:
     def _drop(self, unit: Streamed) -> None:
         unit.wire = None
         del self._buffers[unit.index], self._units[unit.index]
+        for known in (self._versions, self._copied, self._read):
+            known.pop(unit.index, None)
 
     def close(self) -> None:
         """Nothing is under way on the device."""

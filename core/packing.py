@@ -448,8 +448,8 @@ class PackedPlacement(Placement):
             packed.header, packed.blob = found or (None, storage_bytes(fresh))
             if streamer.closed:
                 return
-            self._rebuild(owner.unit)
             owner.unit.epoch += 1
+            self._rebuild(owner.unit)
 
     def pack_anew(self) -> None:
         """Between passes: units whose plain bytes were written, or may have been, are packed again."""

@@ -510,3 +510,61 @@ def test_the_region_is_given_back_after_training(codec):
         assert session._engine.allocated == 0
         model(inputs()).float().pow(2).mean().backward()
     assert session._engine.allocated == 0
+
+
+@on_every_device
+@pytest.mark.parametrize("way", ["in place", "write", "refresh"])
+def test_plain_tensors_beside_packed_ones_are_used_as_they_were_last_written(device, way, known):
+    """A norm's weight lies in the unit's block as it is: no wire on the device may go on with what it was."""
+    model, plain = model_and_copy()
+    with (
+        torch.no_grad(),
+        carom.stream(
+            model, device=dataclasses.replace(device), vram=VRAM, codec="lossless", granularity="block"
+        ) as session,
+    ):
+        for value in (1.5, 0.5):
+            assert torch.equal(model(inputs()), plain(inputs()))
+            assert session.report().resident_packed_units >= 2
+            for index, (block, other) in enumerate(zip(model.blocks, plain.blocks, strict=True)):
+                other.norm.weight.fill_(value)
+                if way == "in place":
+                    block.norm.weight.fill_(value)
+                elif way == "write":
+                    session.write(f"blocks.{index}.norm.weight", other.norm.weight)
+                else:
+                    block.norm.weight.data.fill_(value)
+            if way == "refresh":
+                session.refresh()
+            for _ in range(3):
+                assert torch.equal(model(inputs()), plain(inputs()))
+    assert_same(list(plain.parameters()), list(model.parameters()))
+
+
+@on_every_device
+def test_streamed_weights_that_train_beside_packed_ones_are_the_optimizer_s(device, known):
+    model, plain = model_and_copy()
+    for block in (*model.blocks, *plain.blocks):
+        block.norm.requires_grad_(True)
+        block.up.bias.requires_grad_(True)
+    with carom.stream(
+        model,
+        device=dataclasses.replace(device),
+        vram=VRAM,
+        codec="lossless",
+        granularity="block",
+        training="stream",
+    ) as session:
+        optimizers = [
+            torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.5)
+            for net in (model, plain)
+        ]
+        for seed in range(4):
+            found = []
+            for net, optimizer in zip((model, plain), optimizers, strict=True):
+                found.append(net(inputs(seed)))
+                found[-1].float().pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert torch.equal(*found)
+        assert session.report().resident_packed_units
