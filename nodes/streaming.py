@@ -97,7 +97,7 @@ class Streaming:
             self._undo.close()
             raise
         self.session, self.budget, self.packs = session, bound, settings.codec != "raw"
-        self._ends = weakref.finalize(model, _dropped, weakref.ref(session), self._pins)
+        self._ends = weakref.finalize(model, _dropped, weakref.ref(self), self._pins)
         self._ends.atexit = False
         model.__dict__.pop(MAPPED, None)  # every weight has moved
         for name in entrances:
@@ -335,13 +335,17 @@ def _laying_out() -> Iterator[None]:
         yield
 
 
-def _dropped(reference: weakref.ref[Session], pins: list[int]) -> None:
+def _dropped(reference: weakref.ref[Streaming], pins: list[int]) -> None:
     """ComfyUI let go of a model. What its session holds of the device is free now, not when cycles are collected: the
     model that is loaded next is offered what is free."""
-    session = reference()
     host.count_pinned(-pins[0])
-    if session is None:
+    pins[0] = 0
+    streaming = reference()
+    if streaming is None or streaming.session is None:
         return
+    session, streaming.session = streaming.session, None
+    streaming.active = streaming.suspended = False
+    _suspended.pop(streaming, None)
     try:
         with _laying_out():
             session.close(discard=True)

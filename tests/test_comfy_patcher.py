@@ -638,6 +638,17 @@ def test_a_dropped_model_gives_the_device_back_before_anybody_collects_cycles(co
     assert session._closed
 
 
+def test_a_model_that_is_dropped_while_it_waits_is_asked_for_nothing_more(comfy):
+    patcher = make(comfy, LIMIT)
+    run(patcher)
+    waits = streaming_of(patcher.model)
+    patcher.unpatch_model(CPU)
+    assert waits.suspended and waits in streaming._suspended
+    del patcher
+    assert waits.session is None and waits not in streaming._suspended
+    run(make(comfy, LIMIT))  # looks for pinned memory that others could give up
+
+
 def test_a_deep_copy_of_a_streaming_model_is_a_plain_model(comfy):
     patcher = make(comfy, LIMIT)
     reference = run(patcher)
