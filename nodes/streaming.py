@@ -338,17 +338,16 @@ def _laying_out() -> Iterator[None]:
 def _dropped(reference: weakref.ref[Streaming], pins: list[int]) -> None:
     """ComfyUI let go of a model. What its session holds of the device is free now, not when cycles are collected: the
     model that is loaded next is offered what is free."""
-    host.count_pinned(-pins[0])
-    pins[0] = 0
     streaming = reference()
-    if streaming is None or streaming.session is None:
-        return
-    session, streaming.session = streaming.session, None
-    streaming.active = streaming.suspended = False
-    _suspended.pop(streaming, None)
+    session = None if streaming is None else streaming.session
     try:
-        with _laying_out():
-            session.close(discard=True)
+        host.count_pinned(-pins[0])
+        pins[0] = 0
+        if streaming is not None and session is not None:
+            streaming.session, streaming.active, streaming.suspended = None, False, False
+            _suspended.pop(streaming, None)
+            with _laying_out():
+                session.close(discard=True)
     except Exception as error:  # nobody is there to hear of it
         logger.warning("Carom: a model that was dropped could not give its memory back: %s", error)
 
