@@ -53,9 +53,10 @@ class _Search:
     def __post_init__(self) -> None:
         self.sizes = [unit.nbytes for unit in self.units]
         dense = min((unit.packed / unit.nbytes for unit in self.units if unit.packed), default=1.0)
-        # What does not fit raw is unpacked.
-        decoding = sum(self.unpacking) * max(0.0, 1 - self.available / (sum(self.sizes) or 1))
         self.floor = floor_seconds(self.sizes, int(self.available / dense), self.workload, self.link)
+        # What does not fit raw is unpacked; raw residents spare at most what the densest of them takes.
+        spared = max((s / size for s, size in zip(self.unpacking, self.sizes, strict=False)), default=0.0)
+        decoding = max(0.0, sum(self.unpacking) - spared * self.available)
         self.floor = max(self.floor, sum(self.workload.phases) + decoding)
         self.cycles = CYCLES[self.workload.train]
         self.passes = 4 if self.workload.train and self.workload.groups else 2 if self.workload.train else 1

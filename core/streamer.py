@@ -283,12 +283,10 @@ class Streamer:
                 meter.copied(unit.name, marks, end - start, end - start, backward, int(start == 0))
             return event
         if unit.wire is not None:
-            crossed = self.packed_here.stale(unit)
-            event, times, marks = self.packed_here.unpack(unit, target, after, meter.timing)
-            if crossed:
-                if engine.blocking and marks is not None:
-                    meter.waited(marks[0], times[1], unit.name, backward)
+            if self.packed_here.stale(unit):
+                marks = self.packed_here.renew(unit, meter.timing)
                 meter.copied(unit.name, marks, unit.host.numel(), unit.unit.raw_bytes, backward)
+            event, times = self.packed_here.unpack(unit, target, after, meter.timing)
             meter.decoded(times)
             return event
         assert self.staging is not None
