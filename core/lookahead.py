@@ -7,7 +7,9 @@ do anew for every unit of every step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import ops
 from .schedule import NEVER
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from .streamer import Streamer
 
 _MOST = 8192  # decisions that are remembered
+_users: Callable[[Slot], int] = attrgetter("users")
+_key: Callable[[Slot], int] = attrgetter("key")
 
 
 class _Fill(NamedTuple):
@@ -33,6 +37,7 @@ class _Fill(NamedTuple):
 class _Decision(NamedTuple):
     fills: tuple[_Fill, ...]
     stuck: int | None  # at which distance there was no room
+    after: tuple[int, ...]  # the slots that are in the region then
 
 
 class LookAhead:
@@ -43,13 +48,14 @@ class LookAhead:
         self._remembers = remembers
         # Where looking ahead ended for want of room: the order's epoch, the place of the unit, the slot spared.
         self._stuck: tuple[int, int, Slot | None] | None = None
-        self._known: dict[tuple[int, ...], _Decision] = {}
+        self._known: dict[Any, _Decision] = {}
+        self._lie: tuple[int, ...] | None = None  # the keys of the region's slots; None: to be asked for
         self._epoch = -1  # of the order, whose period they are of
         self.found = 0  # decisions that were found again
 
     def changed(self) -> None:
-        """Something left the region: there may be room."""
-        self._stuck = None
+        """What lies in the region is another: there may be room."""
+        self._stuck = self._lie = None
 
     def still_stuck(self, released: Slot) -> bool:
         """Whether looking ahead would end where it did last: what gave up no slot then gives up none now."""
@@ -96,14 +102,16 @@ class LookAhead:
         if self._epoch != order.epoch or len(self._known) >= _MOST:
             self._known.clear()
             self._epoch = order.epoch
-        held = SlotState.HELD
-        key = (
-            order.at % period,
-            *[
-                -1 - slot.key if slot.users or slot is guarded or slot.state is held else slot.key
-                for slot in streamer.region.slots
-            ],
-        )
+        slots = streamer.region.slots
+        lie = self._lie
+        if lie is None:
+            lie = self._lie = tuple(map(_key, slots))
+        if guarded is None and not streamer.held and not any(map(_users, slots)):
+            key: Any = order.at % period, lie
+        else:
+            held = SlotState.HELD
+            stay = [slot.users > 0 or slot is guarded or slot.state is held for slot in slots]
+            key = order.at % period, lie, tuple(stay)
         known = self._known.get(key)
         if known is None:
             self._known[key] = self._decide(guarded)
@@ -117,6 +125,7 @@ class LookAhead:
         for unit, offset, victims, distance in known.fills:
             slot = streamer.fill(unit, offset, [slots[place] for place in victims])
             slot.next_place, slot.epoch = at + distance, epoch
+        self._lie = known.after
         if known.stuck is not None:
             self._stuck = epoch, at + known.stuck, guarded
 
@@ -137,7 +146,7 @@ class LookAhead:
             if unit.slot is not None or not streamer.ready(unit):
                 continue
             if streamer.late(unit):
-                return _Decision(tuple(fills), None)
+                return self._decided(fills, None)
             uses = uses or self.uses(guarded)
             place = region.place(unit.nbytes, uses, later_than=distance)
             if place is None:
@@ -150,6 +159,10 @@ class LookAhead:
             at = region.slots.index(slot)
             uses[at : at + len(victims)] = [distance]
         else:
-            return _Decision(tuple(fills), None)
+            return self._decided(fills, None)
         self._stuck = order.epoch, order.at + distance, guarded
-        return _Decision(tuple(fills), distance)
+        return self._decided(fills, distance)
+
+    def _decided(self, fills: list[_Fill], stuck: int | None) -> _Decision:
+        self._lie = tuple(map(_key, self._streamer.region.slots))
+        return _Decision(tuple(fills), stuck, self._lie)

@@ -209,7 +209,7 @@ class Pooled(Streamer):
 
     def _home_of(self, unit: Streamed) -> Slot | None:
         """The unit's slot at home, pinned and filled; None where it has to stream."""
-        if self._held or self.backward.reading:
+        if self.held or self.backward.reading:
             self.settle(unit)
         slot = unit.slot
         if slot is not None and slot.offset < self.region.nbytes:
@@ -282,8 +282,8 @@ class Pooled(Streamer):
             over = slot.users == 0 and slot.unit.slot is slot
             if over and self.views(slot).kept_elsewhere() and self._kept_by_others(slot):
                 slot.state = SlotState.HELD
-                if slot not in self._held:
-                    self._held.append(slot)
+                if slot not in self.held:
+                    self.held.append(slot)
             self._unpin_idle()
 
     def _unpin_idle(self) -> None:

@@ -58,7 +58,7 @@ class Streamer:
         self.low = self.high = 0
         # Stretches whose slot is gone, with the events of its last reads: the next copy there waits for them.
         self._tails: list[tuple[int, int, list[Any]]] = []
-        self._held: list[Slot] = []
+        self.held: list[Slot] = []
         self.last: Streamed | None = None  # that was used
         self.ahead = LookAhead(self, self.remembers)
         self.resting = False  # between a backward that made host gradients and the next forward
@@ -114,7 +114,7 @@ class Streamer:
         with self.lock:
             if self.closed:
                 raise CaromError(f"unit {unit.name!r} is needed, but its session was closed")
-            if self._held or self.backward.reading:
+            if self.held or self.backward.reading:
                 self.settle(unit)
             foreseen = self.order.access(unit.index, backward, ops.in_backward())
             self.last = unit
@@ -163,8 +163,8 @@ class Streamer:
             if slot.users == 0 and slot.unit.slot is slot:
                 if self.views(slot).kept_elsewhere() and self._kept_by_others(slot):
                     slot.state = SlotState.HELD
-                    if slot not in self._held:
-                        self._held.append(slot)
+                    if slot not in self.held:
+                        self.held.append(slot)
                 else:
                     slot.state = SlotState.KEPT
                 if not self._still_stuck(slot):
@@ -238,7 +238,7 @@ class Streamer:
     def _freed_soon(self, give_up: float) -> bool:
         """Wait for another thread's slot; False when none will be freed by waiting."""
         mine = self.runs.mine() + self.backward.uses(threading.get_ident())
-        momentary = bool(self._held) and (self.runs.elsewhere() or self.backward.elsewhere())
+        momentary = bool(self.held) and (self.runs.elsewhere() or self.backward.elsewhere())
         return self._waiting.another(mine, self.region.users, momentary, give_up)
 
     def fill(self, unit: Streamed, offset: int, victims: list[Slot]) -> Slot:
@@ -260,6 +260,7 @@ class Streamer:
             ]
         self.region.add(slot)
         unit.slot = slot
+        self.ahead.changed()
         return slot
 
     def _bring(self, unit: Streamed, target: torch.Tensor, after: list[Any]) -> Any:
@@ -354,9 +355,9 @@ class Streamer:
     def settle(self, unit: Streamed | None = None) -> None:
         """End uses that are over: another unit's turn in this thread's backward, views dropped at last."""
         self.release_all(self.backward.settle(unit))
-        if self._held:
-            for slot in [slot for slot in self._held if not self.views(slot).kept_elsewhere()]:
-                self._held.remove(slot)
+        if self.held:
+            for slot in [slot for slot in self.held if not self.views(slot).kept_elsewhere()]:
+                self.held.remove(slot)
                 if slot.users == 0:
                     slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())
                     slot.state = SlotState.KEPT
@@ -418,7 +419,7 @@ class Streamer:
                 unit.slot = unit.decoder = None
                 unit.views.clear()
             self.region.slots.clear()
-            self._held.clear()
+            self.held.clear()
             self.ahead = LookAhead(self, False)  # what it knows would keep the region
             self.staging = None
             self.memory = torch.empty(0, dtype=torch.uint8)
