@@ -209,6 +209,27 @@ def test_what_was_learnt_decides_whether_units_stay_packed(flops, packed, traine
     assert report.vram_peak_bytes <= 2 * VRAM
 
 
+@pytest.mark.parametrize("budget", [2, 3])
+def test_a_step_with_what_stays_packed_is_predicted_as_it_is_simulated(budget):
+    """What crosses packed waits for its staging buffer and for no slot: a search that thought so gave slots the residents' room."""
+    model, _ = model_and_copy(depth=24)
+    device = carom.SimulatedDevice(
+        flops=1e15, link_bytes_per_second=1e9, copy_latency_seconds=0, kernel_seconds=1e-6,
+        decode_bytes_per_second=20e9, unpacks=True,
+    )  # fmt: skip
+    with torch.no_grad(), carom.stream(
+        model, device=device, vram=budget * VRAM, codec="lossless", granularity="block"
+    ) as session:  # fmt: skip
+        for seed in range(12):
+            model(inputs(seed))
+        session.tune()
+        for seed in range(6):
+            model(inputs(seed))
+        report = session.report()
+    assert 0 < report.resident_packed_units < 24 and report.wire_bytes_per_step > 0
+    assert report.predicted_seconds == pytest.approx(report.step_seconds, rel=0.02)
+
+
 # -- values that change, budgets that change
 
 
