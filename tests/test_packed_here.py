@@ -348,7 +348,7 @@ def test_a_unit_is_unpacked_only_after_its_slot_was_read(device, monkeypatch, kn
     engine = type(carom.stream(Model(), device=dataclasses.replace(device), vram=VRAM)._engine)
     found = engine.decode
     monkeypatch.setattr(engine, "decode", forgets)
-    monkeypatch.setattr(streamer.Streamer, "_late", lambda self, unit: False)
+    monkeypatch.setattr(streamer.Streamer, "late", lambda self, unit: False)
     with (
         torch.no_grad(),
         pytest.raises(SimulatedRaceError),
@@ -530,7 +530,7 @@ def test_the_region_is_given_back_after_training(codec):
     ) as session:
         for seed in range(3):
             model(inputs(seed)).float().pow(2).mean().backward()
-        assert session._streamer._stuck[2] is not None, "it ended at a slot that was spared"
+        assert session._streamer.ahead._stuck[2] is not None, "it ended at a slot that was spared"
         session.park()
         assert session._engine.allocated == 0
         model(inputs()).float().pow(2).mean().backward()
