@@ -117,6 +117,16 @@ class Case:
             self.resident * _round_up(self.block_bytes, page) + region + _round_up(self.outside_bytes, page)
         )
 
+    @property
+    def by_bytes(self) -> bool:
+        """Whether the budget is bytes alone, and not so many blocks and slots."""
+        return self.vram is not None and not self.resident
+
+    @property
+    def place(self) -> str:
+        """What stays, in short: blocks of all, or the budget that decides it."""
+        return f"in {(self.vram or 0) / 1e9:.3g} GB" if self.by_bytes else f"{self.resident}/{self.depth}"
+
     def label(self) -> str:
         """The case in a few words, for progress lines."""
         if self.kind == "host":
@@ -127,7 +137,11 @@ class Case:
         if self.engine == "none":
             where = "no offloading"
         elif self.engine == "carom":
-            where += f", {self.slots} slots, {self.codec}"
+            where = (
+                f"{self.place}, {self.codec}"
+                if self.by_bytes
+                else f"{where}, {self.slots} slots, {self.codec}"
+            )
         return f"{self.engine} {self.mode} d={self.d} {self.tokens} tokens, {where}"
 
     def to_json(self) -> str:

@@ -24,9 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         print("set COMFYUI_PATH to a ComfyUI folder")
         return 2
     lib = load_checkout()
+    table = lib["comfy_table"]
     shape = replace(TINY if arguments.tiny else Shape(), **{
         name: value for name in ("double", "single") if (value := getattr(arguments, name)) is not None
     })  # fmt: skip
@@ -107,13 +106,13 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 run = bench.run(config)
             record["runs"].append({**asdict(config), **run})
-            print(_line(record["runs"][-1]), flush=True)
+            print(table.line(record["runs"][-1]), flush=True)
             if arguments.json:
                 lib["record"].write_record(record, arguments.json)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(table(record))
-    return 0 if all(run["status"] != "failed" for run in record["runs"]) and same_latents(record) else 1
+    print(table.table(record))
+    return 0 if all(run["status"] != "failed" for run in record["runs"]) and table.same_latents(record) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,6 +141,9 @@ def _parser() -> argparse.ArgumentParser:
         "--work", help="where the checkpoint goes; it is removed (default: the system's temporary folder)"
     )
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
+    parser.add_argument(
+        "--trace", type=Path, help="keep a trace of two iterations of each run here (Perfetto opens it)"
+    )
     parser.add_argument("--options", default="", help="further options of every server, separated by spaces")
     parser.add_argument("--tiny", action="store_true", help="a model of 18 MB")
     parser.add_argument("--cpu", action="store_true", help="no GPU")
@@ -159,7 +161,8 @@ def load_checkout() -> dict[str, Any]:
         sys.modules["carom"] = module
         spec.loader.exec_module(module)
     names = (
-        "core.sizes", "benchmarks.record", "benchmarks.comfy_host", "benchmarks.comfy_alternation", "benchmarks.card",
+        "core.sizes", "benchmarks.record", "benchmarks.comfy_host", "benchmarks.comfy_alternation", "benchmarks.comfy_table",
+        "benchmarks.card", "benchmarks.process",
     )  # fmt: skip
     return {name.rpartition(".")[2]: importlib.import_module(f"carom.{name}") for name in names}
 
@@ -234,20 +237,21 @@ class Bench:
         codecs = widgets["codec"][1].get("options") or widgets["codec"][0]
         if config.codec != "stock" and config.codec not in codecs:
             return {"status": "skipped", "reason": f"the node offers no codec {config.codec!r}"}
+        evict = self.lib["process"].evict
         if config.alternating:
-            _evict(self.file)
+            evict(self.file)
             alternation = self.lib["comfy_alternation"]
-            found = alternation.run(server, self, config, self.arguments.turns, self.arguments.steps, _evict)
+            found = alternation.run(server, self, config, self.arguments.turns, self.arguments.steps, evict)
             return result | found | ({} if card is None else {"card": card.figures()})
         prompts = [("first", 1, self.arguments.steps), ("second", 2, self.arguments.steps), ("third", 2, 2)]
         prompts = prompts[: self.arguments.prompts]
-        with watched(server.pid) as memory:
+        with self.lib["process"].watched(server.pid) as memory:
             for name, seed, steps in prompts:
                 if name != "second":
-                    _evict(self.file)
-                before, posted = _io(server.pid), time.time()
+                    evict(self.file)
+                before, posted = self.io(server.pid), time.time()
                 told = server.run(self.prompt(config, seed, steps), timeout=300)["sample"]["told"][0]
-                after = _io(server.pid)
+                after = self.io(server.pid)
                 told["read_bytes"] = {key: after[key] - before[key] for key in after}
                 told["wall_s"] = told["ended"] - posted
                 told["loading_s"] = told["started"] - posted
@@ -261,16 +265,22 @@ class Bench:
                 "free_before_bytes": card.start["free"],
                 "peak_bytes": card.start["free"] - least,
             }
+        if self.arguments.trace:
+            self.arguments.trace.mkdir(parents=True, exist_ok=True)
+            kept = self.arguments.trace / f"{config.limit}-{config.loader.replace('@', '-')}.json.gz"
+            server.run(self.prompt(config, 2, max(8, self.arguments.steps), trace=str(kept)), timeout=300)
         timed = result["second"]["iterations_s"][1:] or result["second"]["iterations_s"]
         result["s_per_iteration"] = statistics.median(timed)
         result["s_per_iteration_min_max"] = [min(timed), max(timed)]
         return result
 
     def io(self, pid: int) -> dict[str, int]:
-        return _io(pid)
+        return self.lib["process"].io_of(pid)
 
-    def prompt(self, config: Config, seed: int, steps: int, name: str = "") -> dict[str, Any]:
-        """One image with the model of that file name."""
+    def prompt(
+        self, config: Config, seed: int, steps: int, name: str = "", trace: str = ""
+    ) -> dict[str, Any]:
+        """One image with the model of that file name; ``trace``: where a trace of two of its iterations goes."""
         node, name = self.lib["comfy_host"].node, name or self.file.name
         if config.codec == "stock":
             loader = node("UNETLoader", unet_name=name, weight_dtype="default")
@@ -289,160 +299,9 @@ class Bench:
         shape = self.shape
         sample = node(
             "CaromBenchSample", model=["load", 0], tokens=shape.tokens, width=shape.width, pooled=shape.pooled,
-            side=shape.side, seed=seed, steps=steps,
+            side=shape.side, seed=seed, steps=steps, trace=trace,
         )  # fmt: skip
         return {"load": loader, "sample": sample}
-
-
-class watched:
-    """Samples a process's memory while it is entered; Linux (elsewhere the resident set alone)."""
-
-    def __init__(self, pid: int, every_s: float = 0.05) -> None:
-        self.pid, self.every_s = pid, every_s
-        self.peaks: dict[str, int] = {}
-        self.before = dict(_memory(pid))
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._used = _used()
-
-    def __enter__(self) -> watched:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(self.every_s):
-            self._sample()
-
-    def _sample(self) -> None:
-        with contextlib.suppress(OSError):
-            for key, value in [*_memory(self.pid), ("machine_used_bytes", _used() - self._used)]:
-                self.peaks[key] = max(self.peaks.get(key, 0), value)
-
-    def summary(self) -> dict[str, Any]:
-        """Peaks so far, and what is held now."""
-        self._sample()
-        return {"before": self.before, "peak": dict(self.peaks), "now": dict(_memory(self.pid))}
-
-
-def _memory(pid: int) -> Iterator[tuple[str, int]]:
-    names = {
-        "RssAnon": "anonymous_bytes",
-        "VmRSS": "resident_bytes",
-        "RssShmem": "shared_bytes",
-        "VmPin": "pinned_bytes",
-    }
-    status = Path(f"/proc/{pid}/status")
-    if not status.exists():
-        import psutil
-
-        yield "resident_bytes", psutil.Process(pid).memory_info().rss
-        return
-    for line in status.read_text(encoding="utf-8").splitlines():
-        key, _, value = line.partition(":")
-        if key in names:
-            yield names[key], int(value.split()[0]) * 1024
-
-
-def _used() -> int:
-    import psutil
-
-    found = psutil.virtual_memory()
-    return found.total - found.available
-
-
-def _io(pid: int) -> dict[str, int]:
-    """Bytes the process had fetched from storage, and bytes it asked for by read calls."""
-    try:
-        lines = Path(f"/proc/{pid}/io").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    found = {key: int(value) for key, value in (line.split(": ") for line in lines)}
-    return {"storage": found["read_bytes"], "calls": found["rchar"]}
-
-
-def _evict(path: Path) -> None:
-    if hasattr(os, "posix_fadvise"):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def same_latents(record: dict[str, Any]) -> bool:
-    """Whether all runs made the same bits, and finite ones."""
-    done = [run for run in record["runs"] if run["status"] == "ok"]
-    runs = [run for run in done if not run.get("alternating")]
-    turns = [run for run in done if run.get("alternating")]
-    hashes = {
-        tuple(run[name]["hash"] for name in ("first", "second", "third") if name in run) for run in runs
-    }
-    hashes_of_turns = {run["turns"][0]["hash"] for run in turns}
-    same = len(hashes) <= 1 and len(hashes_of_turns) <= 1 and all(run["same_latents"] for run in turns)
-    return same and all(run["second"]["finite"] for run in runs)
-
-
-def _limit(run: dict[str, Any]) -> str:
-    return "no limit" if run["limit"] is None else f"{run['limit'] / GIB:g} GiB"
-
-
-def _line(run: dict[str, Any]) -> str:
-    if run["status"] != "ok":
-        return f"{_limit(run)} {run['loader']}: {run['status']}: {run['reason']}"
-    if run.get("alternating"):
-        return f"{_limit(run)} {run['loader']}, two models: a turn {run['turn_s']:.2f} s"
-    return f"{_limit(run)} {run['loader']}: {run['s_per_iteration']:.4f} s/it, first image {run['first']['wall_s']:.1f} s"
-
-
-def table(record: dict[str, Any]) -> str:
-    """The comparison, a line a run."""
-    lines = [
-        f"{'free':<9}{'loader':<16}{'s/it':>8}{'of stock':>9}{'first s':>8}{'2nd s':>7}{'card GiB':>9}{'host GiB':>9}"
-        f"{'x file':>7}{'read 2nd, 3rd MB':>18}{'waited':>8}  latent"
-    ]
-    stock: dict[Any, float] = {}
-    turns = [run for run in record["runs"] if run.get("alternating")]
-    for run in record["runs"]:
-        if run in turns and run["status"] == "ok":
-            continue
-        if run["status"] != "ok":
-            lines.append(
-                f"{_limit(run):<9}{run['loader']:<16}{run['status']}: {run['reason'].splitlines()[-1][:90]}"
-            )
-            continue
-        seconds = run["s_per_iteration"]
-        if run["loader"] == "stock":
-            stock[run["limit"]] = seconds
-        ratio = f"{seconds / stock[run['limit']]:.3f}" if run["limit"] in stock else ""
-        key = "anonymous_bytes" if "anonymous_bytes" in run["host"]["peak"] else "resident_bytes"
-        peak = run["host"]["peak"][key] - run["host"]["before"][key]
-        card = f"{run['card']['peak_bytes'] / GIB:.2f}" if "card" in run else ""
-        reads = ", ".join(
-            f"{run[name]['read_bytes'].get('storage', 0) / 1e6:.0f}"
-            for name in ("second", "third")
-            if name in run
-        )
-        report = run["second"]["report"] or {}
-        waited = (
-            f"{100 * report['stall_seconds'] / report['step_seconds']:.1f} %"
-            if report.get("step_seconds") and report.get("stall_seconds") is not None
-            else ""
-        )
-        lines.append(
-            f"{_limit(run):<9}{run['loader']:<16}{seconds:>8.4f}{ratio:>9}{run['first']['wall_s']:>8.2f}{run['second']['wall_s']:>7.2f}{card:>9}"
-            f"{peak / GIB:>9.2f}{peak / record['file_bytes']:>7.2f}{reads:>18}{waited:>8}  {run['second']['hash'][:10]}"
-        )
-    comfy_alternation = importlib.import_module("carom.benchmarks.comfy_alternation")
-
-    lines += [
-        f"{_limit(run):<9}{run['loader']:<16}two models: {comfy_alternation.line(run)}"
-        for run in turns
-        if run["status"] == "ok"
-    ]
-    lines.append("latents: " + ("equal, bit for bit" if same_latents(record) else "DIFFERENT"))
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

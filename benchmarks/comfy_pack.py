@@ -24,14 +24,15 @@ class Sample:
             "required": {
                 "model": ("MODEL",), "tokens": number, "width": number, "pooled": number, "side": number,
                 "seed": ("INT", {"default": 0}), "steps": number,
-            }
+            },
+            "optional": {"trace": ("STRING", {"default": ""})},
         }  # fmt: skip
 
     @classmethod
     def IS_CHANGED(cls, **_):
         return float("nan")
 
-    def sample(self, model, tokens, width, pooled, side, seed, steps):
+    def sample(self, model, tokens, width, pooled, side, seed, steps, trace=""):
         import comfy.model_management
         import comfy.sample
 
@@ -45,9 +46,13 @@ class Sample:
         latent = torch.zeros(1, 16, side, side)
         noise = comfy.sample.prepare_noise(latent, seed)
         marks, stepped = [], []
+        traced = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if trace else None
 
         def mark(*_):
             stepped.append(time.time())
+            if traced is not None and len(stepped) in (steps - 3, steps - 1):  # two iterations
+                torch.cuda.synchronize(device)
+                (traced.start if len(stepped) == steps - 3 else traced.stop)()
             if on_gpu:
                 event = torch.cuda.Event(enable_timing=True)
                 event.record()
@@ -64,6 +69,8 @@ class Sample:
         ended = time.time()
         if on_gpu:
             torch.cuda.synchronize(device)
+        if traced is not None:
+            traced.export_chrome_trace(trace)
         pairs = list(zip(marks, marks[1:], strict=False))
         told = {
             "hash": hashlib.sha256(result.view(torch.uint8).numpy().tobytes()).hexdigest(),

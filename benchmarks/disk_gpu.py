@@ -10,7 +10,9 @@ A Llama-shaped model of 24 GB (7B's width, 59 blocks) is drawn on the device and
   watched from outside (a forward of one block went before, so that libraries and kernels are loaded);
 - `lora`: its first 32 blocks, which is 7B's shape, under 3 GiB of device and 4 GiB of host memory: PEFT, checkpointing, `OptimizerInBackward`; the
   adapters against those of the resident run with plain AdamW, and the step beside what its bytes take;
-- `rate`: passes over 20 blocks in turns with plain direct reads of as many bytes in the same part of the file.
+- `rate`: passes over 20 blocks in turns with plain direct reads of as many bytes in the same part of the file;
+- `packed`: a model of 16 blocks (7 GB) and its file, packed by `carom pack --codec lossless`: the raw and the packed file streamed one
+  after the other under the same budgets, bits, first output, passes, bytes, and where was decoded. `--parts packed` runs it alone.
 
 Parts are processes of their own, end when the time does, and what is known so far is in FILE at any time. The last line that
 is printed is the record's `result`. `--device cpu` with small sizes proves the path without a GPU.
@@ -36,6 +38,7 @@ import numpy
 HERE = Path(__file__).resolve()
 SWEPT = 3 << 27  # bytes of one measurement of the sweep
 LARGE = 1 << 30  # bytes of memory that a drive's bytes are read into one after the other
+NAMES = ("first_output", "stream", "packed")  # parts to choose from; `stream` is `lora` and `rate`
 RESERVED = 3.0  # seconds kept for the end of the run
 
 
@@ -123,14 +126,9 @@ class Run:
             self.result["make"]["weights_bytes"] // 8,
             *map(sizes.parse_size, (self.args.lora_ram, self.args.rate_ram)),
         )
-        began, memory = time.perf_counter(), module("core.store.memory").fresh(2 * most)
-        parts = numpy.array_split(numpy.frombuffer(memory, numpy.uint8), 16)
-        workers = [threading.Thread(target=part.fill, args=(1,)) for part in parts]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        self.result["grown"] = {"bytes": len(memory), "seconds": time.perf_counter() - began}
+        began = time.perf_counter()
+        module("benchmarks.disk_llama").grow(2 * most)
+        self.result["grown"] = {"bytes": 2 * most, "seconds": time.perf_counter() - began}
 
     def raw(self) -> float:
         """The best way of plain reads over the whole file, with the drive to itself."""
@@ -145,6 +143,17 @@ class Run:
         return self.plain.rate(self.best["threads"], self.best["block"], 4 * self.args.swept, into=memory)
 
     def go(self) -> None:
+        wanted = self.args.parts.split(",")
+        if any(name != "packed" for name in wanted):
+            self.large([name for name in ("first_output", "stream") if name in wanted])
+        if "packed" in wanted:
+            if self.until - time.time() < 5:
+                self.result["packed_failed"] = {"left out": "the time was over"}
+            else:
+                self.part("packed", self.until)
+
+    def large(self, wanted: list[str]) -> None:
+        """What is measured of the large model, beside the drive's own rates."""
         args, result = self.args, self.result
         self.part("make", self.began + 0.6 * args.seconds)
         if "layers" not in result["make"]:
@@ -161,7 +170,7 @@ class Run:
         result["raw"] = {"sweep": sweep, "into_large_memory": self.into_large(), "beside": [self.raw()]}
         result["seconds"]["raw"] = time.time() - began
         self.keep()
-        for name in ("first_output", "stream"):
+        for name in wanted:
             if self.until - time.time() < 5:
                 result[f"{name}_failed"] = {"left out": "the time was over"}
                 continue
@@ -207,10 +216,15 @@ def main() -> None:
         "--record", type=Path, help="the result, with commit, date and machine, as far as it is known"
     )
     sizes = {"width": 4096, "inner": 11008, "heads": 32, "vocab": 32000, "layers": 59, "lora_layers": 32,
-             "rate_layers": 20, "tokens": 2048, "steps": 2, "swept": SWEPT}  # fmt: skip
+             "rate_layers": 20, "packed_layers": 16, "tokens": 2048, "steps": 2, "swept": SWEPT}  # fmt: skip
     for name, value in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument(
+        "--parts", default=",".join(NAMES), help=f"which of {', '.join(NAMES)} (default: all of them)"
+    )
     parser.add_argument("--vram", help="of the first output; default: an eighth of the weights, as its ram")
+    parser.add_argument("--packed-vram", help="of the packed part; default: a quarter of its weights")
+    parser.add_argument("--packed-ram", help="default: an eighth of its weights")
     for name, value in {
         "lora_vram": "3GiB",
         "lora_ram": "4GiB",
@@ -218,7 +232,7 @@ def main() -> None:
         "rate_ram": "1GiB",
     }.items():
         parser.add_argument(f"--{name.replace('_', '-')}", default=value)
-    parser.add_argument("--part", choices=["make", "first_output", "stream"], help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=["make", *NAMES], help=argparse.SUPPRESS)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, default=4, help=argparse.SUPPRESS)
@@ -227,6 +241,9 @@ def main() -> None:
     if args.part:
         module("benchmarks.disk_parts").run_part(args)
         return
+    unknown = [name for name in args.parts.split(",") if name not in NAMES]
+    if unknown:
+        parser.error(f"--parts: {', '.join(map(repr, unknown))} is none of {', '.join(NAMES)}")
     if not Path(args.folder).is_dir():
         parser.error(f"--folder {args.folder}: there is no such folder; make it, or name another")
     if args.record is not None and not args.record.absolute().parent.is_dir():

@@ -17,11 +17,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from ..core.store.arena import HostArena, storage_bytes
 from ..core.store.layout import Written, packed_header, whole_pages
+from ..core.store.memory import fresh
 from ..core.store.rawio import ALIGN, aligned_buffer
 
 CHUNK = 8 << 20  # bytes of one write
@@ -90,6 +92,16 @@ def add_adapters(model: nn.Module) -> tuple[nn.Module, list[nn.Parameter]]:
         ) in trained:  # PEFT begins with half of them zero, which would hide errors of the first step
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
     return adapted, trained
+
+
+def grow(nbytes: int) -> None:
+    """Use once what will be held: a virtual machine gets its memory when it is first used, and slowly."""
+    parts = numpy.array_split(numpy.frombuffer(fresh(nbytes), numpy.uint8), 16)
+    workers = [threading.Thread(target=part.fill, args=(1,)) for part in parts]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
 
 
 # -- the file

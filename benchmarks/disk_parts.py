@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ..core.store.index import open_index
-from . import disk_llama
+from . import disk_llama, disk_packed
 
 carom = sys.modules[__name__.split(".")[0]]
 
@@ -186,7 +186,8 @@ def figures(session) -> dict:
         "ram_budget_bytes", "ram_peak_bytes", "vram_budget_bytes", "vram_peak_bytes", "resident_bytes", "slot_bytes",
         "disk_bytes_per_step", "wire_bytes_per_step", "disk_bytes_per_second", "link_bytes_per_second",
         "transfers_per_weight", "disk_wait_seconds", "step_seconds", "stall_seconds", "roofline_seconds",
-        "compute_seconds", "link_seconds", "disk_seconds", "bound_by", "notes",
+        "compute_seconds", "link_seconds", "disk_seconds", "bound_by", "notes", "raw_bytes_per_step", "packed_units",
+        "staging_bytes", "streamed_bytes", "waiting_bytes", "decode_seconds", "units",
     )  # fmt: skip
     pace = session._checkpoint.pace
     ways = {"aside": pace.aside, "rates": pace.rates}
@@ -270,8 +271,12 @@ def rate(part: Part) -> None:
             })  # fmt: skip
 
 
+def packed(part: Part) -> None:
+    disk_packed.packed(part, say, figures)
+
+
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
-PARTS = {"make": (make,), "first_output": (first_output,), "stream": (lora, rate)}
+PARTS = {"make": (make,), "first_output": (first_output,), "stream": (lora, rate), "packed": (packed,)}
 
 
 def run_part(args: argparse.Namespace) -> None:

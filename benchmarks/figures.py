@@ -120,6 +120,14 @@ def effective_share(results: Results, key: str) -> float:
     return result["report"]["raw_bytes_per_step"] / (1e-3 * result["ms_per_step"]) / results.link()
 
 
+def stayed_packed(results: Results, key: str) -> float:
+    """Units that stay on the device packed in the layout of the last steps."""
+    report = results.get(key).get("report") or {}
+    if report.get("resident_packed_units") is None:
+        raise Missing(f"{key}: the report has no resident_packed_units")
+    return float(report["resident_packed_units"])
+
+
 def of_best(results: Results, key: str, others: list[str]) -> float:
     """Time of ``key`` over the fastest of ``others`` that ran."""
     times = []

@@ -24,6 +24,10 @@ from .runner import run_cases
 from .tables import chart, table
 
 INSTEAD = " (in its place where musubi cannot run)"
+BUDGETS = {"quarter": 4, "half": 2}  # of the weights' bytes
+RELAID = (
+    64  # steps within which a session lays its weights out by what they taught, where that pays for itself
+)
 MUSUBI_HALF = 5.3e9  # bytes musubi's ring reserves with half the blocks resident, as the issue states it
 
 
@@ -52,6 +56,10 @@ def suite_cases(device: str, tiny: bool = False) -> dict[str, Case]:
     def carom(case: Case, tokens: int, **changes: Any) -> Case:
         return case.but(engine="carom", tokens=tokens, **changes)
 
+    def within(share: int, codec: str) -> Case:
+        """A part of the weights' bytes as the budget; steps enough that the layout is what they teach."""
+        return carom(infer, middle, vram=big.weight_bytes // share, codec=codec, warmup=1 if tiny else RELAID)
+
     def hosts(mode: str) -> dict[str, Case]:
         return {
             "resident": host.but(mode=mode, resident=host.depth),
@@ -77,13 +85,22 @@ def suite_cases(device: str, tiny: bool = False) -> dict[str, Case]:
         "carom-train-1024-lossless": carom(train, short, codec="lossless"),
         "carom-train-4096-lossless": carom(train, middle, codec="lossless"),
         "carom-train-4096-half-lossless": carom(
-            train, middle, resident=half, slots=2, vram=int(11.3 * big.block_bytes), codec="lossless"
+            train, middle, resident=half, slots=2, vram=int(11.3 * big.block_bytes), codec="lossless",
+            warmup=1 if tiny else RELAID // 2,
         ),
+        # With more room than slots, units stay on the device packed, once the first steps have shown that it pays.
+        **{
+            f"carom-infer-4096-vram-{words}{ending}": within(share, codec)
+            for words, share in BUDGETS.items()
+            for codec, ending in (("raw", ""), ("lossless", "-lossless"))
+        },
+        "carom-infer-4096-auto": carom(infer, middle, slots=2, codec="auto").but(warmup=12),
+        "carom-train-1024-auto": carom(train, short, codec="auto").but(warmup=12),
+        "carom-train-4096-auto": carom(train, middle, codec="auto").but(warmup=12),
         "none-infer-16384": none(infer, long).but(steps=big.steps // 2),
         "carom-infer-16384": carom(infer, long).but(steps=big.steps // 2),
         "carom-infer-16384-lossless": carom(infer, long, codec="lossless").but(steps=big.steps // 2),
         "carom-infer-16384-auto": carom(infer, long, codec="auto").but(steps=big.steps // 2, warmup=12),
-        "carom-infer-4096-auto": carom(infer, middle, codec="auto").but(warmup=12),
         **{f"host-infer-{kind}": c for kind, c in hosts("infer").items()},
         **{f"host-train-{kind}": c for kind, c in hosts("train").items()},
         "carom-attach-24GB": carom(infer, middle, depth=70 if not tiny else 8, steps=0, verify=False),
@@ -114,7 +131,14 @@ PAIRS = {
     "carom-infer-16384": "none-infer-16384",
     "carom-infer-4096-3": "none-infer-4096",
     "carom-infer-4096-lossless": "none-infer-4096",
+    **{
+        f"carom-infer-4096-vram-{words}{codec}": "none-infer-4096"
+        for words in BUDGETS
+        for codec in ("", "-lossless")
+    },
     "carom-infer-4096-auto": "none-infer-4096",
+    "carom-train-1024-auto": "none-train-1024",
+    "carom-train-4096-auto": "none-train-4096",
     "carom-infer-16384-lossless": "none-infer-16384",
     "carom-infer-16384-auto": "none-infer-16384",
     "carom-train-1024-lossless": "none-train-1024",
@@ -172,10 +196,22 @@ def suite_figures() -> list[Figure]:
         ),
         Figure("lossless, infer 16384 (compute binds): of raw", 1.03,
                partial(f.ratio, key="carom-infer-16384-lossless", to="carom-infer-16384")),
-        Figure("codec auto, infer 16384: of raw", 1.01,
-               partial(f.ratio, key="carom-infer-16384-auto", to="carom-infer-16384")),
-        Figure("codec auto, infer 4096: of raw", 1.01,
-               partial(f.ratio, key="carom-infer-4096-auto", to="carom-infer-4096")),
+        *(
+            Figure(f"codec auto, {mode} {tokens}: of raw", 1.01,
+                   partial(f.ratio, key=f"carom-{mode}-{tokens}-auto", to=f"carom-{mode}-{tokens}"))
+            for mode, tokens in (("infer", 16384), ("infer", 4096), ("train", 1024), ("train", 4096))
+        ),
+        *(
+            figure
+            for words, share in BUDGETS.items()
+            for key in (f"carom-infer-4096-vram-{words}",)
+            for figure in (
+                Figure(f"lossless, infer 4096, in 1/{share} of the bytes: of raw", 1.0,
+                       partial(f.ratio, key=f"{key}-lossless", to=key)),
+                Figure(f"lossless, infer 4096, in 1/{share} of the bytes: units that stay packed", 1.0,
+                       partial(f.stayed_packed, key=f"{key}-lossless"), at_least=True),
+            )
+        ),
         Figure("lossless, train 4096, half resident, within 5.3 GB: of no offloading", 1.03,
                partial(f.within_memory, keys=["carom-train-4096-half-lossless"], base="none-train-4096",
                        limit_bytes=MUSUBI_HALF)),

@@ -54,6 +54,7 @@ def rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "device_bytes": device_bytes(result),
                 "host_bytes": result.get("host_rss_bytes"),
                 "bit_exact": exactness(result, base),
+                "packed": (result.get("report") or {}).get("resident_packed_units"),
             }
         )
     return found
@@ -83,13 +84,15 @@ def table(entries: list[dict[str, Any]], markdown: bool = False) -> str:
     for row in rows(entries):
         case: Case = row["case"]
         engine = case.engine
-        place: tuple[str, ...] = (case.mode, str(case.tokens), f"{case.resident}/{case.depth}")
+        place: tuple[str, ...] = (case.mode, str(case.tokens), case.place)
         if engine == "none":
             place = (*place[:2], "all")
         elif engine == "carom":
-            engine = f"carom, {case.slots} slots" + ("" if case.codec == "raw" else f", {case.codec}")
+            given = "" if case.by_bytes else f", {case.slots} slots"
+            codec = "" if case.codec == "raw" else f", {case.codec}"
+            engine = f"carom{given}{codec}" + (f", {row['packed']} stay packed" if row["packed"] else "")
             if row["roofline"]:
-                bounds[(*place, f"roofline, {case.slots} slots")] = row["roofline"]
+                bounds[(*place, f"roofline{given}{codec}")] = row["roofline"]
         if row["ms"] is None:
             words = row["reason"] or ""
             if row["attach_seconds"] is not None:
@@ -145,11 +148,11 @@ def chart(entries: list[dict[str, Any]], path: Path) -> None:
     for row in all_rows:
         case = row["case"]
         if case.engine != "none":
-            panels.setdefault((case.mode, case.tokens, case.d, case.depth, case.resident), []).append(row)
+            panels.setdefault((*_of(case), case.place), []).append(row)
     for key, members in panels.items():  # the resident run belongs to every panel of its shape
         members[:0] = [r for r in all_rows if r["case"].engine == "none" and _of(r["case"]) == key[:4]]
     if not panels:
-        panels = {(*_of(row["case"]), row["case"].resident): [row] for row in all_rows}
+        panels = {(*_of(row["case"]), row["case"].place): [row] for row in all_rows}
     columns = min(3, max(1, len(panels)))
     lines = -(-max(1, len(panels)) // columns)
     figure = Figure(figsize=(4.6 * columns, 3.4 * lines), layout="constrained")
@@ -167,8 +170,9 @@ def chart(entries: list[dict[str, Any]], path: Path) -> None:
         if bounds:
             axes.axvline(min(bounds), color="black", linewidth=1, linestyle="--", label="roofline")
             axes.legend(fontsize=7, loc="lower right")
-        mode, tokens, d, depth, resident = key
-        axes.set_title(f"{mode}, {tokens} tokens, d={d}, {resident} of {depth} blocks resident", fontsize=8)
+        mode, tokens, d, _, place = key
+        stays = place if "/" not in place else f"{place.replace('/', ' of ')} blocks resident"
+        axes.set_title(f"{mode}, {tokens} tokens, d={d}, {stays}", fontsize=8)
         axes.set_xlabel("ms a step", fontsize=8)
         axes.invert_yaxis()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +188,8 @@ def _of(case: Case) -> tuple[str, int, int, int]:
 def _bar_name(case: Case) -> str:
     if case.engine != "carom":
         return "no offloading" if case.engine == "none" else case.engine
-    return f"carom, {case.slots} slots" + ("" if case.codec == "raw" else f", {case.codec}")
+    given = "" if case.by_bytes else f", {case.slots} slots"
+    return f"carom{given}" + ("" if case.codec == "raw" else f", {case.codec}")
 
 
 def _bar_text(row: dict[str, Any]) -> str:

@@ -1,10 +1,10 @@
 """PURE. The plan that is predicted to be fastest: which units stay, once computing times and the link are known.
 
 The region takes what the residents leave, so a plan is a set of residents. Candidates come from the simple
-rule of `plan.py`, from even spreads by bytes and by bytes against computing time at every useful size of
-the region, and from the ends of the order (both turns); the best are then improved by exchanging units.
-Small cases are searched whole. Where units can stay packed, all that stays is tried raw, all of it packed, and half of
-it. The work is bounded by a count of replayed uses, not by time, and nothing is random: the same input gives the same plan.
+rule of `plan.py`, from spreads over the order at every useful size of the region, evenly by bytes or by what computing leaves
+of them unhidden, and from the ends of the order (both turns). All are estimated; the best are replayed and improved by exchanging
+units. Small cases are searched whole. Where units can stay packed, all that stays is tried raw, all of it packed, and half of
+it. The work is bounded by a count of uses, not by time, and nothing is random: the same input gives the same plan.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import combinations
+from itertools import accumulate, combinations
 
+from .estimate import Crossing, estimate
 from .plan import Plan, UnitSize, Wish, packed_cost, plan_residency, resident_cost, round_up
 from .predict import Link, Packed, Prediction, Workload, floor_seconds, predict
 
 WORK = 12_000  # replayed uses; about 0.1 s of a core
+GUESSES = 12  # estimated uses for each replayed one: they take about as long
 CYCLES = (
     4,
     2,
@@ -27,7 +29,9 @@ WHOLE = 12  # units of which every choice is tried, where the work allows,
 ALWAYS = 8  # and of which it is whatever the work
 FINAL = 6  # candidates whose order the longer replay decides
 ENOUGH = 1.002  # of the floor: what is this close is not searched further
-REGIONS = (2.0, 3.0, 1.0, 1.5, 2.5, 4.0, 6.0)  # of the largest streamed unit, the likeliest first
+REGIONS = (2.0, 3.0, 4.0, 6.0, 1.5, 2.5, 1.0, 5.0, 8.0)  # of the largest streamed unit, the likeliest first
+HIDDEN = (0.0, 1.0, 0.5, 0.75)  # shares of the computing that weights are spread against
+FIRST = 8  # of the estimated candidates are replayed before any is improved
 CHOSEN = "predicted to pay most"
 
 
@@ -47,6 +51,8 @@ class _Search:
     floor: float = field(init=False)
     cycles: int = field(init=False)
     passes: int = field(init=False)
+    uses: list[tuple[int, float]] = field(init=False)  # of a step: unit, seconds
+    guesses: int = 0
     seen: dict[frozenset[int], float] = field(default_factory=dict)
     best: tuple[float, int, frozenset[int]] | None = None
 
@@ -59,6 +65,7 @@ class _Search:
         decoding = max(0.0, sum(self.unpacking) - spared * self.available)
         self.floor = max(self.floor, sum(self.workload.phases) + decoding)
         self.cycles = CYCLES[self.workload.train]
+        self.uses = [(use.unit, use.seconds) for use in self.workload.uses()]
         self.passes = 4 if self.workload.train and self.workload.groups else 2 if self.workload.train else 1
 
     @property
@@ -126,32 +133,83 @@ class _Search:
 
     # -- candidates
 
+    def guess(self, resident: Iterable[int]) -> float | None:
+        """About what `try_` would say, in a thirtieth of its time; None where they do not fit or the guesses are spent."""
+        chosen = frozenset(resident)
+        region = self.region(chosen)
+        if region is None or self.guesses <= 0:
+            return None
+        raw, packed = self.divide(chosen)
+        unpacking = self.unpacking or [0.0] * len(self.units)
+        there = Crossing(0, 0.0)
+        crossings = [
+            there if unit in raw
+            else Crossing(size, 0.0, unpacking[unit]) if unit in packed
+            else Crossing(size, self.link.seconds(size))
+            for unit, size in enumerate(self.sizes)
+        ]  # fmt: skip
+        # What is unpacked takes the device's time as computing does.
+        uses = [(u, s if u in raw else s + unpacking[u]) for u, s in self.uses]
+        self.guesses -= CYCLES[True] * len(uses)
+        blocking = self.link.blocking
+        return estimate(
+            uses, crossings, region, pause=self.workload.pause, blocking=blocking, cycles=CYCLES[True]
+        )
+
+    def ranked(self, kept: frozenset[int]) -> list[frozenset[int]]:
+        """Candidates, the fastest by estimate first."""
+        found: dict[frozenset[int], float] = {}
+        for candidate in self.spreads(kept):
+            if candidate not in found:
+                seconds = self.guess(candidate)
+                if seconds is not None:
+                    found[candidate] = seconds
+                elif self.guesses <= 0:
+                    break
+        return sorted(found, key=lambda chosen: (found[chosen], len(chosen), sorted(chosen)))
+
     def spreads(self, kept: frozenset[int]) -> Iterator[frozenset[int]]:
         """Residents for each size of the region, by each way to spread them."""
         free = [unit for unit in self.workload.order if unit not in kept]
         largest = max(self.sizes[unit] for unit in free)
         spent = resident_cost([self.sizes[unit] for unit in kept], self.grain)
-        total = [
-            a + b
-            for a, b in zip(
-                self.workload.forward, self.workload.backward or [0.0] * len(self.units), strict=True
-            )
-        ]
-        by_bytes = [float(self.sizes[unit]) for unit in free]
-        # A unit whose computing hides its own copy needs to stay less than one that computes nothing.
-        dense = [max(self.sizes[u] / self.link.bytes_per_second - total[u] / 2, 0.0) + 1e-12 for u in free]
         ways: list[Callable[[int], frozenset[int]]] = [
             partial(self.spread, free, weights, start=start)
+            for weights in self.weights(free, largest)
             for start in (0.0, 0.5)
-            for weights in (by_bytes, dense)
         ]
-        thin = sorted(free, key=lambda u: total[u] / self.sizes[u])
-        ways += [partial(self.first, order) for order in (free, free[::-1], thin)]
+        backward = self.workload.backward or [0.0] * len(self.units)
+        thin = sorted(free, key=lambda u: (self.workload.forward[u] + backward[u]) / self.sizes[u])
+        ways[4:4] = [partial(self.first, order) for order in (free, free[::-1], thin)]
         for way in ways:
             for slots in REGIONS:
                 room = self.available - spent - round_up(int(slots * largest), self.grain)
                 if room >= 0:
                     yield kept | way(room)
+
+    def weights(self, free: list[int], largest: int) -> Iterator[list[float]]:
+        """What to spread by: bytes, less those that hide behind a share of the computing; of the unit, or of it and as many
+        around it as a region holds, since a copy hides behind what is computed before it."""
+        backward = self.workload.backward or [0.0] * len(self.units)
+        passes = 2 if self.workload.train else 1
+        rate = self.link.bytes_per_second
+        hides = [rate * (self.workload.forward[u] + backward[u]) / passes for u in free]  # bytes
+        sizes = [float(self.sizes[u]) for u in free]
+        sums = [0.0, *accumulate(sizes)], [0.0, *accumulate(hides)]
+        for hidden in HIDDEN:
+            yield [max(size - hidden * hides[at], 0.0) + 1e-6 * size for at, size in enumerate(sizes)]
+            if not hidden:
+                continue
+            wide, low, high = [], 0, 0
+            for at, size in enumerate(sizes):
+                while low < at and sums[0][at] - sums[0][low] > 3 * largest:
+                    low += 1
+                while high < len(free) and sums[0][high] - sums[0][at] <= 3 * largest:
+                    high += 1
+                around = sums[0][high] - sums[0][low]
+                behind = hidden * (sums[1][high] - sums[1][low])
+                wide.append(size * (max(around - behind, 0.0) / around + 1e-6))
+            yield wide
 
     def spread(self, free: list[int], weights: list[float], room: int, *, start: float) -> frozenset[int]:
         """Residents worth ``room`` bytes, evenly over the order by ``weights``."""
@@ -275,6 +333,7 @@ def _choose(
         index for index, unit in enumerate(units) if index in rule.resident and (unit.loose or not unit.block)
     )
     search = _Search(units, budget - fixed_bytes, grain, workload, link, work, unpacking, kept)
+    search.guesses = work * GUESSES
     search.try_({*rule.resident, *rule.packed})
     free = [index for index in range(len(units)) if index not in loose]
     if len(free) <= min(ALWAYS, WHOLE):
@@ -285,7 +344,7 @@ def _choose(
             for some in combinations(free, count):
                 search.try_(loose | set(some))
     elif len(kept) < len(units):
-        for candidate in search.spreads(kept):
+        for candidate in search.ranked(kept)[:FIRST]:
             search.try_(candidate)
         search.improve(loose if len(units) <= 24 else kept)
     ranked = sorted(search.seen, key=lambda c: (search.seen[c], len(c), sorted(c)))

@@ -173,6 +173,32 @@ class TestFigures:
             assert named in cases or reason.startswith("no")
         assert set(suite.PAIRS) | set(suite.PAIRS.values()) <= set(cases)
 
+    def test_codecs_are_compared_at_the_same_budget_and_shape(self):
+        cases = suite.suite_cases("cuda")
+        pairs = [
+            (f"carom-{kind}-auto", f"carom-{kind}")
+            for kind in ("infer-4096", "infer-16384", "train-1024", "train-4096")
+        ]
+        pairs += [
+            (f"carom-infer-4096-vram-{words}-lossless", f"carom-infer-4096-vram-{words}")
+            for words in suite.BUDGETS
+        ]
+        for key, raw in pairs:
+            packed, plain = cases[key], cases[raw]
+            assert plain.codec == "raw" != packed.codec and packed.budget_bytes == plain.budget_bytes
+            assert packed.but(codec="raw", warmup=plain.warmup) == plain
+        for words, share in suite.BUDGETS.items():
+            case = cases[f"carom-infer-4096-vram-{words}-lossless"]
+            assert case.budget_bytes == case.weight_bytes // share and case.warmup == suite.RELAID
+
+    def test_what_stays_packed_is_a_figure_of_the_last_layout(self):
+        cases, key = suite.suite_cases("cuda"), "carom-infer-4096-vram-half-lossless"
+        for count in (0, 18):
+            results = figures.Results(cases, {key: _result(44.0, report={"resident_packed_units": count})})
+            assert figures.stayed_packed(results, key) == count
+        with pytest.raises(figures.Missing, match="resident_packed_units"):
+            figures.stayed_packed(figures.Results(cases, {key: _result(44.0, report={})}), key)
+
     def test_half_resident_counts_only_within_its_memory(self):
         cases = suite.suite_cases("cuda")
         results = {
@@ -372,6 +398,25 @@ class TestRecord:
         assert "not installed" in text and "roofline, 2 slots" in text
         assert markdown.count("\n") == text.count("\n") + 1 and markdown.startswith("| mode |")
 
+    def test_a_budget_of_bytes_and_what_stays_packed_in_it_are_in_the_table(self):
+        base = Case(d=3072, depth=20, mode="infer", tokens=4096, resident=20)
+        half = base.but(engine="carom", resident=0, vram=base.weight_bytes // 2, codec="lossless")
+        report = {"resident_packed_units": 18, "slot_bytes": 1, "resident_bytes": 2 * base.block_bytes,
+                  "resident_packed_bytes": base.block_bytes, "resident_packed_raw_bytes": 2 * base.block_bytes}  # fmt: skip
+        entries = _entries(
+            ("link", base.but(kind="link"), {"status": "ok", "link_bytes_per_second": 55.5e9}),
+            ("none", base, _result(38.6)),
+            ("raw", half.but(codec="raw"), _result(66.0)),
+            ("packed", half, _result(44.0, report=report)),
+        )
+        text = table(entries)
+        assert "in 3.4 GB" in text and "carom, lossless, 18 stay packed" in text and "0/20" not in text
+        assert "roofline, lossless" in text and "carom  " in text
+        # 20 blocks, less the one that stays raw and the two that stay in the bytes of one.
+        streamed = base.weight_bytes - 3 * base.block_bytes
+        packed = next(row for row in rows(entries) if row["key"] == "packed")
+        assert packed["packed"] == 18 and packed["roofline"].forward_bytes == streamed
+
     def test_chart_is_a_picture(self, tmp_path):
         base = Case(d=3072, depth=20, mode="infer", tokens=4096, resident=20)
         entries = _entries(
@@ -419,6 +464,9 @@ class TestCommand:
             assert report["vram_peak_bytes"] < mine["result"]["weight_bytes"]
             assert mine["key"] in record["rooflines"]
         assert set(base["phases_ms"]) == {"forward", "backward", "optimizer"}
+        for engine in ("none-infer-8", "carom-infer-8-0"):  # also on the layout that the steps led to
+            said = entries[engine]["result"]["fingerprint"]
+            assert said["settled"] == said["output"]
         assert json.loads((tmp_path / "bench.json").read_text()) == record
         assert (tmp_path / "c.png").stat().st_size > 1000
         assert "carom train" in done.stderr

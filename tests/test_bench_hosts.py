@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from carom.benchmarks import comfy_table
 from carom.core import sizes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +49,7 @@ def test_comfy_table_compares_with_stock_of_the_same_limit():
         sampled(0.1), sampled(0.2, limit=4 << 30), sampled(0.15, limit=4 << 30, loader="raw"),
         {"status": "skipped", "reason": "no such codec", "limit": None, "loader": "lossless"},
     ]}  # fmt: skip
-    lines = comfy.table(record).splitlines()
+    lines = comfy_table.table(record).splitlines()
     assert lines[3].split()[:5] == ["4", "GiB", "raw", "0.1500", "0.750"]
     assert "no such codec" in lines[4] and lines[-1] == "latents: equal, bit for bit"
 
@@ -57,7 +58,7 @@ def test_comfy_table_compares_with_stock_of_the_same_limit():
 def test_comfy_latents_that_differ_or_are_not_finite_are_named(change):
     other = sampled(0.1)
     other["second"] = {**other["second"], **change}
-    assert comfy.table({"file_bytes": 1, "runs": [sampled(0.1), other]}).endswith("latents: DIFFERENT")
+    assert comfy_table.table({"file_bytes": 1, "runs": [sampled(0.1), other]}).endswith("latents: DIFFERENT")
 
 
 def test_comfy_loader_words():

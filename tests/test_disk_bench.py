@@ -11,21 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads and writes as Linux does")
 SMALL = {
-    "width": 128, "inner": 256, "heads": 4, "vocab": 512, "layers": 6, "lora-layers": 4, "rate-layers": 3, "tokens": 16,
+    "width": 128, "inner": 256, "heads": 4, "vocab": 512, "layers": 6, "lora-layers": 4, "rate-layers": 3, "packed-layers": 4, "tokens": 16,
     "swept": 1 << 20, "lora-vram": "1MiB", "lora-ram": "512KiB", "rate-vram": "1MiB", "rate-ram": "256KiB",
 }  # fmt: skip
 
 
-def bench(root: Path, folder: Path, seconds: int, timeout: int) -> tuple[subprocess.CompletedProcess, dict]:
+def bench(
+    root: Path, folder: Path, seconds: int, timeout: int, *more: str
+) -> tuple[subprocess.CompletedProcess, dict]:
     record = folder / "record.json"
     sizes = [item for name, value in SMALL.items() for item in (f"--{name}", str(value))]
     done = subprocess.run(
         [sys.executable, str(root / "benchmarks" / "disk_gpu.py"), "--device", "cpu", "--seconds", str(seconds),
-         "--folder", str(folder), "--record", str(record), *sizes],
+         "--folder", str(folder), "--record", str(record), *sizes, *more],
         capture_output=True, text=True, check=False, timeout=timeout, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     return done, json.loads(record.read_text("utf-8"))
@@ -50,8 +52,70 @@ def test_one_run_measures_everything_and_is_exact(root, tmp_path):
         lora["adapters"] == 4 * 7 * 2 and lora["compared"]["losses"] == result["resident"]["plain"]["losses"]
     )
     assert len(lora["timed"]["seconds"]) == 3 and lora["of_binding_stage"] > 0
+    assert result["packed"]["bit_exact"]
     assert lora["disk_bytes_per_step"] > 0 and rate["disk_bytes_per_step"] > 0 and rate["of_raw"] > 0
     assert [p for p in tmp_path.iterdir() if p.name != "record.json"] == []
+
+
+@linux
+@pytest.mark.timeout(200)
+def test_the_packed_file_is_measured_alone_beside_the_raw_one(root, tmp_path):
+    pytest.importorskip("transformers")
+    done, record = bench(root, tmp_path, 150, 180, "--parts", "packed")
+    assert done.returncode == 0, done.stderr + done.stdout
+    result = record["result"]
+    assert set(result) == {"seconds", "packed"} and not record["interrupted"]
+    found = result["packed"]
+    raw, packed = found["raw"], found["packed"]
+    assert found["bit_exact"] and raw["bit_exact"] and packed["bit_exact"]
+    assert raw["vram_budget_bytes"] == packed["vram_budget_bytes"] == found["weights_bytes"] // 4
+    assert raw["ram_budget_bytes"] == packed["ram_budget_bytes"] == found["weights_bytes"] // 8
+    assert found["pack"]["codecs"]["lossless"] > 0 and packed["file_bytes"] < 0.8 * raw["file_bytes"]
+    assert 0 < packed["disk_bytes_per_step"] < 0.8 * raw["disk_bytes_per_step"]
+    for run in (raw, packed):
+        assert run["first_output_seconds"] > run["ready_seconds"] > 0 and len(run["passes_seconds"]) >= 2
+        assert run["pass_seconds"] > 0 and run["wire_bytes_per_step"] > 0 and run["of_plain"] > 0
+    # On the CPU nothing is unpacked on the device: the record says so.
+    assert raw["decoded_bytes"] == {"device": 0, "host": 0}
+    assert (
+        packed["decoded_bytes"]["device"] == 0
+        and packed["decoded_bytes"]["host"] > 0.9 * found["weights_bytes"]
+    )
+    assert (
+        found["of_raw"]["disk_bytes_per_step"] == packed["disk_bytes_per_step"] / raw["disk_bytes_per_step"]
+    )
+    assert [p for p in tmp_path.iterdir() if p.name != "record.json"] == []
+
+
+def test_bytes_that_the_device_unpacks_are_told_from_those_that_the_host_does(tmp_path):
+    carom = importlib.import_module("carom")
+    decoded = importlib.import_module("carom.benchmarks.disk_packed").decoded
+    pack = importlib.import_module("carom.core.store.writer").pack
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(6))).to(torch.bfloat16)
+    save_file(model.state_dict(), tmp_path / "raw.safetensors")
+    pack(tmp_path / "raw.safetensors", tmp_path / "packed.safetensors", codec="lossless", device="cpu")
+    for device, there in ((carom.SimulatedDevice(seed=0), True), ("cpu", False)):
+        with torch.device("meta"):
+            empty = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(6)))
+        empty = empty.to(torch.bfloat16).requires_grad_(False)
+        with carom.stream(
+            empty, device=device, vram="2560KiB", ram="4MiB", weights=tmp_path / "packed.safetensors"
+        ) as session:
+            found, report = decoded(session), session.report().to_dict()
+            assert sum(found.values()) == 6 * 512 * 512 * 2
+            assert (found["device"] >= report["streamed_bytes"] > 0) == there and (
+                found["device"] > 0
+            ) == there
+
+
+@linux
+def test_an_unknown_part_is_bad_use(root, tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / "disk_gpu.py"), "--parts", "packed,all", "--folder", str(tmp_path)],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and "--parts: 'all'" in done.stderr and list(tmp_path.iterdir()) == []
 
 
 @linux
