@@ -66,6 +66,11 @@ class Packing:
         return self.plain or name in self.raw
 
 
+def packs(entry: Entry) -> bool:
+    """Whether the entry's weight is one that may be packed."""
+    return not entry.trainable and entry.nbytes >= LEAST and entry.tensor.dtype in KIND_BY_DTYPE
+
+
 class PackedOwner(AwayOwner):
     """An owner whose bytes are packed in host memory."""
 
@@ -218,7 +223,7 @@ class PackedPlacement(Placement):
         """Whether the entry's weight is to be packed now."""
         if id(entry.tensor) in self._shelf or self.broken or self._policy.leaves(entry.name):
             return False
-        return not entry.trainable and entry.nbytes >= LEAST and entry.tensor.dtype in KIND_BY_DTYPE
+        return packs(entry)
 
     def _there(
         self, streamed: Streamed | None, pool: ThreadPoolExecutor

@@ -242,6 +242,7 @@ class Session(Pools, Adapts, Adopts, Values):
                 self._laid_open.follow()
             self._streamer.start(self._arena)
             self._streamer.stay_packed(self._stay_packed())
+            self._streamer.packed_here.left = self._follow_packed
             self._reruns = self._make_reruns(resident)
             self._stand_in_front(self._placement.streamed)
             self._tree = Tree(self.module)
@@ -320,6 +321,14 @@ class Session(Pools, Adapts, Adopts, Values):
             raise NotPacked("less than expected packs")
         self.plan = dataclasses.replace(self.plan, packed=packed)
         return [unit for index, unit in zip(self._streamed(), streamed, strict=True) if index in packed]
+
+    def _follow_packed(self) -> None:
+        """The plan says what stays packed by now."""
+        streamed = zip(self._streamed(), self._placement.streamed, strict=True)
+        here = frozenset(index for index, unit in streamed if unit.wire is not None)
+        self.plan = dataclasses.replace(
+            self.plan, packed=here, packed_bytes=self._streamer.packed_here.nbytes
+        )
 
     def _stand_at_the_root(self) -> None:
         """See the root's forward, also while units are laid out anew or parked: a thread that calls it then waits."""
@@ -468,12 +477,17 @@ class Session(Pools, Adapts, Adopts, Values):
             self._placement.pack_anew()
 
     def _again(self, between: Callable[[], None] = lambda: None, retry: bool = False) -> None:
-        """Detach and attach under the present settings; ``between`` runs while detached.
+        """Detach and attach under the present settings; ``between`` runs while detached: where it fails, all is laid out
+        all the same.
 
         ``retry``: whoever calls comes again with other settings where the device's memory does not suffice.
         """
         self._detach(leave=retry and self._simple, keep=True)
-        between()
+        failure: BaseException | None = None
+        try:
+            between()
+        except BaseException as error:
+            failure = error
         if self._laid_open is not None:
             self._laid_open.renew()
         self._engine.trim()  # what the allocator keeps is whole now: the new region must not be cut from the old
@@ -490,6 +504,8 @@ class Session(Pools, Adapts, Adopts, Values):
             self._copies.clear()
             self._unbind()
             raise
+        if failure is not None:
+            raise failure
 
     # -- settings and bytes
 
@@ -517,7 +533,7 @@ class Session(Pools, Adapts, Adopts, Values):
                 carving, plan = self._decide()
                 if self._checkpoint is not None:
                     streamed = wanted_residents(carving, plan)[1]
-                    self._checkpoint.require_ram(self._ram, streamed, plan.staging_bytes)
+                    self._checkpoint.require_ram(self._ram, streamed, plan.staging_bytes, ram is None)
             except BaseException:
                 (self._vram, self._ram), self._among = before, among
                 raise

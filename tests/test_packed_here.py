@@ -14,7 +14,7 @@ import pytest
 import tests_harness as harness
 import tests_models as models
 import torch
-from carom.core import packed_here, packed_tensors, packing, rerun, streamer
+from carom.core import packed_here, packed_tensors, packing, replan, rerun, streamer
 from carom.core.plan import Plan, UnitSize, Wish, packed_cost, plan_residency, resident_cost, stay_packed
 from carom.core.plan_search import choose
 from carom.core.predict import Link, Packed, Workload, predict
@@ -51,6 +51,15 @@ def model_and_copy(depth: int = 8, **kinds: Any) -> tuple[WideModel, WideModel]:
     torch.manual_seed(0)
     model = WideModel(depth, **kinds)
     return model, copy.deepcopy(model)
+
+
+def plan_says_what_stays(session: Session) -> bool:
+    units = {id(unit): index for index, unit in enumerate(session._carving.units)}
+    here = {units[id(unit.unit)] for unit in session._placement.streamed if unit.wire is not None}
+    return session.plan.packed == here and (
+        session.plan.packed_bytes >= session._streamer.packed_here.nbytes
+        and bool(here) == bool(session._streamer.packed_here.nbytes)
+    )
 
 
 # -- the same bits, fewer bytes
@@ -166,6 +175,56 @@ def test_what_was_learnt_decides_whether_units_stay_packed(flops, packed, traine
     assert report.vram_peak_bytes <= 2 * VRAM
 
 
+@on_every_device
+@pytest.mark.parametrize("share", [6, 8, 10])
+def test_of_what_trains_and_stays_packed_only_what_trains_crosses_and_once_a_step(device, share, known):
+    """LoRA weights that stream with their blocks: the optimizer changes them on the host, and nothing else of a unit."""
+    model, plain = model_and_copy(depth=12, adapted=True)
+    device = dataclasses.replace(
+        device, flops=1e15, link_bytes_per_second=1e9, copy_latency_seconds=0, kernel_seconds=1e-6,
+        decode_bytes_per_second=5e9,
+    )  # fmt: skip
+
+    def steps(net: WideModel) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+        for seed in range(8):
+            net(inputs(seed)).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in net.parameters() if p.requires_grad]
+
+    expected = steps(plain)
+    with carom.stream(
+        model,
+        device=device,
+        vram=share * BLOCK,
+        codec="lossless",
+        granularity="block",
+        training="stream",
+    ) as session:
+        assert_same(expected, steps(model))
+        report, streamed, learnt = session.report(), session._placement.streamed, session._learn()
+        here = [unit for unit in streamed if unit.wire is not None]
+        assert len(here) >= 3 and all(unit.trainable for unit in here)
+        beside = sum(nbytes for unit in here for nbytes, *_ in unit.decoder.as_it_is)
+        assert 0 < beside < 0.05 * sum(unit.host.numel() for unit in here)
+        assert report.vram_peak_bytes <= share * BLOCK
+        assert learnt is not None and report.transfers_per_weight <= 2
+        pieces = replan.pieces(session._carving)
+        packed = {
+            index: Packed(0 if unit.wire is not None else unit.host.numel(), unit.nbytes / 5e9)
+            for index, unit in zip(session._streamed(), streamed, strict=True)
+        }
+        found = predict(
+            [piece.nbytes for piece in pieces], session.plan.resident, session.plan.region_bytes,
+            learnt.workload(pieces, replan.blocks(model)), Link(1e9, 0.0), packed=packed,
+        )  # fmt: skip
+        assert found.wire_bytes == pytest.approx(report.wire_bytes_per_step, rel=0.01)
+        assert found.transfers == report.transfers_per_weight * (len(streamed) - len(here))
+        if device.timing == "late":
+            assert found.seconds == pytest.approx(report.step_seconds, rel=0.08)
+
+
 # -- values that change, budgets that change
 
 
@@ -202,6 +261,7 @@ def test_values_that_are_written_are_those_of_the_next_pass(device, host, known)
             for _ in range(3):
                 assert torch.equal(model(inputs()).view(torch.int16), plain(inputs()).view(torch.int16))
             assert session.report().vram_peak_bytes <= VRAM
+            assert plan_says_what_stays(session)
     assert_same(list(plain.parameters()), list(model.parameters()))
 
 
@@ -262,8 +322,11 @@ def test_what_stays_packed_gives_way_when_memory_runs_short(known):
         before, held = session.report(), session._held_bytes()
         reruns = rerun.Reruns(session._engine, session._streamer, session._placement, [], [], lambda: None)
         assert reruns._least > 0
+        packed = session.plan.packed
         freed = reruns._evict(1)
         assert freed > 0 and session._held_bytes() == held - freed
+        assert len(packed - session.plan.packed) == 1 and plan_says_what_stays(session)
+        assert session.plan.packed_bytes == session._streamer.packed_here.nbytes
         for _ in range(2):
             assert torch.equal(model(inputs()), expected)
         after = session.report()
@@ -399,6 +462,7 @@ def test_what_stays_packed_and_comes_to_cross_as_it_is_leaves_the_device(device,
                 session._placement.unpack(session._streamer, session._placement.streamed)
             report = session.report()
             assert (report.resident_packed_units, report.packed_units) == (0, 0)
+            assert plan_says_what_stays(session)
             assert report.waiting_bytes == report.streamed_bytes
             for _ in range(2):
                 assert torch.equal(model(inputs()), expected)
