@@ -95,6 +95,20 @@ def packed_unit(modules, tensors, device, lanes, code=None):
     return entries, torch.cat(blobs).to(device), raws, out_at
 
 
+def with_plain(modules, entries, wire, raws, size, device):
+    """As `packed_unit` returns, with tensors between that travel as they are: of no bytes, of few, of many, of odd counts."""
+    raw_entry, align = modules["unit"].RawEntry, modules["lossless_format"].align
+    pieces, at = [wire], wire.numel()
+    entries, raws = list(entries), list(raws)
+    for count in (0, 1, 7, 16, 6144, 70_003):
+        plain = torch.randint(0, 256, (align(count),), dtype=torch.uint8)
+        entries.append(raw_entry(count, at, size))
+        pieces.append(plain.to(device))
+        raws.append(plain[:count])
+        at, size = at + plain.numel(), size + align(count)
+    return entries, torch.cat(pieces), raws, size
+
+
 def decoder(modules, entries, method, tiles=1, warps=None):
     unit = modules["unit"]
     return unit.UnitDecoder(entries, method=method, tuning=unit.Tuning(tiles=tiles, warps=warps))
@@ -105,17 +119,20 @@ def differences(modules, device, small, file=None) -> list[str]:
     wrong = []
     tensors = list(hard_tensors(small)) + ([] if file is None else list(real_tensors(file)))
     for lanes, tiles in ((128, 1), (32, 3)):  # the others are compared where they are timed
-        entries, wire, raws, size = packed_unit(modules, tensors, device, lanes)
+        found = packed_unit(modules, tensors, device, lanes)
+        entries, wire, raws, size = with_plain(modules, *found, device)
         for method in ("triton", "torch"):
             out = torch.full((size,), 0xA5, dtype=torch.uint8, device=device)
             decoder(modules, entries, method, tiles)(wire, out)
             host = out.cpu()
             for entry, raw in zip(entries, raws, strict=True):
+                header = getattr(entry, "header", None)
+                kind = "plain" if header is None else header.kind.name
                 if not torch.equal(host[entry.out_at : entry.out_at + raw.numel()], raw):
-                    wrong.append(f"{method} lanes={lanes} {entry.header.kind.name} n={entry.header.numel}")
+                    wrong.append(f"{method} lanes={lanes} {kind} of {raw.numel()} bytes")
                 after = host[entry.out_at + raw.numel() : entry.out_at + -(-raw.numel() // 16) * 16]
                 if not bool((after == 0xA5).all()):
-                    wrong.append(f"{method} lanes={lanes} {entry.header.kind.name} wrote beyond its tensor")
+                    wrong.append(f"{method} lanes={lanes} {kind} wrote beyond its tensor")
     from_triton = importlib.import_module("carom.core.codec.kbit_triton").dequantize_triton
     kbit, get = modules["kbit"], modules["registry"].get
     for name in kbit.CODEBOOKS:

@@ -232,6 +232,15 @@ def suite_figures() -> list[Figure]:
     ]  # fmt: skip
 
 
+def chosen(cases: dict[str, Case], words: list[str]) -> dict[str, Case]:
+    """The link and the cases whose key holds one of ``words``, or is one that begins with "="; all where there are none."""
+
+    def wanted(key: str) -> bool:
+        return any(word[1:] == key if word.startswith("=") else word in key for word in words)
+
+    return {k: c for k, c in cases.items() if not words or k == "link" or wanted(k)}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the suite; 0 when every figure that could be measured is reached, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="suite", description=__doc__.split("\n")[0])
@@ -243,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
         "--only",
         default="",
         metavar="TEXT,...",
-        help="run the cases whose key holds one of these (and the link)",
+        help="run the cases whose key holds one of these, or is one written as =KEY (and the link)",
     )
     parser.add_argument("--device", help="default: the GPU if there is one")
     parser.add_argument(
@@ -256,10 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    cases = suite_cases(device, args.tiny)
-    wanted = [word for word in args.only.split(",") if word]
-    if wanted:
-        cases = {k: c for k, c in cases.items() if k == "link" or any(word in k for word in wanted)}
+    cases = chosen(suite_cases(device, args.tiny), [word for word in args.only.split(",") if word])
     if device != "cpu" and args.touch_gb > 0:
         touch = Case(kind="touch", device="cpu", touch_bytes=int(args.touch_gb * 1e9), limit_s=90.0)
         cases = {"touch": touch, **cases}

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--codec",
         choices=("raw", "lossless"),
         default="raw",
-        help="lossless: 16-bit weights packed to 70 %% on the way",
+        help="lossless: 16-bit weights packed to 70 %% on the way, and on the card where that is faster",
     )
     parser.add_argument(
         "--compute", choices=("bf16", "nvfp4"), default="bf16", help="what the card computes in"

@@ -87,15 +87,29 @@ def _where(plan: PaperPlan) -> str:
     place = plan.outcome.placement
     fits = f"The weights are {size(plan.shape.bytes_in(plan.job.quant))}; the card has {size(plan.machine.card.vram)}"
     if place.streamed_wire == 0:
-        return f"It fits. {fits}. All {plan.shape.layers} layers stay on the card; nothing needs to stream."
+        how = "It fits packed" if place.packed_units else "It fits"
+        return f"{how}. {fits}. All {plan.shape.layers} layers stay on the card{_packed(plan)}; nothing needs to stream."
     cached, drive = int(plan.outcome.work.cached_bytes), plan.from_drive_bytes
     source = f"wait in RAM ({size(cached)})"
     if drive:
         source = f"wait on the drive ({size(drive)})" + (f" and in RAM ({size(cached)})" if cached else "")
     return (
-        f"It runs, although it does not fit. {fits}. {plan.resident_layers} of {plan.shape.layers} layers stay on the card. "
+        f"It runs, although it does not fit. {fits}. {plan.resident_layers} of {plan.shape.layers} layers stay on the card"
+        f"{_packed(plan)}. "
         f"The other {plan.streamed_layers} {source} and are copied to the card just before they are needed, while it "
         "computes something else."
+    )
+
+
+def _packed(plan: PaperPlan) -> str:
+    """What stays packed, as the rest of a sentence about the layers that stay."""
+    place = plan.outcome.placement
+    if not place.packed_units:
+        return ""
+    count = "all" if plan.packed_layers == plan.resident_layers else str(plan.packed_layers)
+    return (
+        f", {count} of them packed without loss ({size(place.packed_raw)} in {size(place.packed_bytes)}, with a copy in RAM) "
+        "and unpacked at each use"
     )
 
 
@@ -107,6 +121,7 @@ def _sample(plan: PaperPlan, tokens: int) -> str:
 
 
 HOST = "Python, which issues the card's work"
+UNPACKING = "unpacking the weights"
 WAITS = {
     "link": "the copies from RAM to the card ({} GB/s)",
     "disk": "the drive ({} GB/s)",
@@ -119,6 +134,11 @@ def _speed(plan: PaperPlan) -> str:
     name = "sampling step" if plan.shape.kind == "diffusion" else "pass"
     name = "training step" if plan.job.mode == "train" else name
     line = f"One {name} over {_sample(plan, plan.outcome.tokens)} takes about {seconds(step.seconds)}."
+    if plan.outcome.placement.streamed_wire == 0 and step.overhead >= 0.005:
+        held = (
+            f"That is {step.overhead * 100:.0f} % longer than on a card that holds the whole model as it is"
+        )
+        return f"{line} {held} ({seconds(step.resident_seconds)}): it waits for {UNPACKING}."
     if plan.outcome.placement.streamed_wire == 0:
         return line + (
             f" {HOST}, is the limit: more tokens a step use the card better."
@@ -131,7 +151,7 @@ def _speed(plan: PaperPlan) -> str:
             + " That is as fast as a card that holds the whole model: the copies hide behind the computing"
             + ("." if step.bound_by == "compute" else f" and behind {HOST}: that is the limit.")
         )
-    what = WAITS.get(step.bound_by, "unpacking the weights")
+    what = WAITS.get(step.bound_by, UNPACKING)
     what = what.format(f"{(rates.disk or 0) / GB:g}" if step.bound_by == "disk" else f"{rates.link / GB:.3g}")
     slower = (
         f"{step.overhead + 1:.0f} times as long as"
@@ -166,9 +186,9 @@ def _free_from(plan: PaperPlan) -> str:
 
 
 def _vram(plan: PaperPlan) -> str:
-    vram = plan.outcome.vram
+    vram, place = plan.outcome.vram, plan.outcome.placement
     rows = [
-        ("layers that stay", vram.resident), ("slots for layers that stream", vram.slots), ("LoRA adapters", vram.adapters),
+        ("layers that stay", vram.resident - place.packed_bytes), ("layers that stay packed", place.packed_bytes), ("slots for layers that stream", vram.slots), ("LoRA adapters", vram.adapters),
         ("their gradients", vram.gradients), ("optimizer (8-bit Adam)", vram.optimizer),
         ("activations" + (" and KV cache" if plan.shape.kv_width and plan.job.mode == "infer" else ""), vram.activations),
         ("driver and torch (context)", vram.context), ("together", vram.total),

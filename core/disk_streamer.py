@@ -56,6 +56,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 class DiskStreamer(Streamer):
     """Fills slots from a host cache that is filled from disk."""
 
+    remembers = False  # what may be brought ahead depends on what was read meanwhile
     cache: HostCache | None = None
     _final = Read()
     _pieces: list[list[Piece]] = []
@@ -330,7 +331,7 @@ class DiskStreamer(Streamer):
         self._expect(unit)
         return super()._fetch(unit)
 
-    def _late(self, unit: Streamed) -> bool:
+    def late(self, unit: Streamed) -> bool:
         return self.cache is None or not self._sound(unit)
 
     def _look_ahead(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .codec.unit import RawEntry
 from .host_copies import HostCopies
 from .plan import SMALL_UNIT, round_up
 from .streamed import Streamed
@@ -83,8 +84,13 @@ class PackedHere:
         weights in them. What is packed is written by making the block anew: else only what lies beside it crosses."""
         assert unit.wire is not None and unit.decoder is not None
         index, version = unit.index, unit.version()
-        plain = [(at, at + nbytes, nbytes) for nbytes, at, _ in unit.decoder.as_it_is]
-        if index not in self._versions or 2 * sum(nbytes for *_, nbytes in plain) > unit.host.numel():
+        raw_ones = [e for e in unit.decoder.entries if isinstance(e, RawEntry) and e.nbytes]
+        plain = [(e.wire_at, e.wire_at + e.nbytes, e.nbytes) for e in raw_ones]
+        if (
+            not plain
+            or index not in self._versions
+            or 2 * sum(nbytes for *_, nbytes in plain) > unit.host.numel()
+        ):
             plain = [(0, unit.host.numel(), unit.unit.raw_bytes)]
         self._versions.pop(index, None)
         read = [self._read[index]] if index in self._read else []

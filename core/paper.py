@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from . import cost, presets
 from .cost import Rates, Step, VramUse, Work
 from .errors import BudgetError
+from .paper_place import SLOTS, Placement, least_weights, place, places_packed, wire_bytes
 from .presets import Card, Quant
-from .shapes import Group, Shape
+from .shapes import Shape
 from .sizes import GIB, format_size
 
-SLOTS = 2  # device slots a streamed layer lands in: one computes while the other fills
 RAM_KEPT_LEAST, RAM_KEPT_SHARE = 4 * GIB, 0.20  # left to the system and the program itself
 
 
@@ -74,17 +74,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Which units stay. `resident`: count by group, in the shape's order; bytes of one pass."""
-
-    resident: tuple[int, ...]
-    resident_bytes: int
-    slot_bytes: int
-    streamed_wire: int
-    streamed_raw: int
-
-
-@dataclass(frozen=True)
 class Outcome:
     """A plan at one number of tokens."""
 
@@ -98,72 +87,6 @@ class Outcome:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.step.seconds
-
-
-def wire_bytes(group: Group, job: Job) -> int:
-    """Bytes of one layer on the wire: raw, or re-coded without loss where they are 16-bit."""
-    raw = group.bytes_in(job.quant)
-    is_16bit = group.params and abs(raw * 8 / group.params - 16) < 0.1
-    return int(raw * presets.LOSSLESS_RATIO) if job.codec == "lossless" and is_16bit else raw
-
-
-def _slot_bytes(group: Group, job: Job) -> int:
-    """A slot, with the staging buffer that a coded layer lands in first."""
-    raw, wire = group.bytes_in(job.quant), wire_bytes(group, job)
-    return raw if wire == raw else raw + wire
-
-
-def _cuts(shape: Shape, job: Job) -> list[tuple[list[int], list[int], int]]:
-    """(groups that must stay, groups that may stream, slot bytes) for each choice of the largest layer that streams."""
-    order = sorted(range(len(shape.groups)), key=lambda i: (-shape.groups[i].bytes_in(job.quant), i))
-    return [
-        (order[:i], order[i:], SLOTS * _slot_bytes(shape.groups[order[i]], job)) for i in range(len(order))
-    ]
-
-
-def least_weights(shape: Shape, job: Job) -> int:
-    """The smallest weight budget in bytes that works."""
-    size = [group.count * group.bytes_in(job.quant) for group in shape.groups]
-    return min(sum(size), *(sum(size[i] for i in stay) + slots for stay, _, slots in _cuts(shape, job)))
-
-
-def place(shape: Shape, job: Job, budget: int) -> Placement | None:
-    """The placement with most resident bytes within `budget` bytes of weights and slots; None where none fits.
-
-    Layers of one size are interchangeable, so only counts matter: for each choice of the largest streamed layer (which
-    sets the slots' size) the rest is filled largest first. Resident bytes never fall as the budget grows.
-    """
-    groups, size = shape.groups, [group.bytes_in(job.quant) for group in shape.groups]
-    total = shape.bytes_in(job.quant)
-    if total <= budget:
-        return Placement(tuple(group.count for group in groups), total, 0, 0, 0)
-    best: Placement | None = None
-    for stay, may, slots in _cuts(shape, job):
-        counts = [0] * len(groups)
-        left = budget - slots
-        for i in stay:
-            counts[i] = groups[i].count
-            left -= counts[i] * size[i]
-        if left < 0:
-            continue
-        for i in may:
-            counts[i] = min(groups[i].count, left // size[i]) if size[i] else groups[i].count
-            left -= counts[i] * size[i]
-        wire = sum(
-            (group.count - n) * wire_bytes(group, job) for group, n in zip(groups, counts, strict=True)
-        )
-        raw = sum(
-            (g.count - n) * g.bytes_in(job.quant)
-            for g, n in zip(groups, counts, strict=True)
-            if _slot_bytes(g, job) != g.bytes_in(job.quant)
-        )
-        found = Placement(tuple(counts), budget - slots - left, slots, wire, raw)
-        if best is None or (found.resident_bytes, -found.slot_bytes) > (
-            best.resident_bytes,
-            -best.slot_bytes,
-        ):
-            best = found
-    return best
 
 
 def reserve(shape: Shape, job: Job, tokens: int) -> VramUse:
@@ -186,6 +109,9 @@ def reserve(shape: Shape, job: Job, tokens: int) -> VramUse:
 def work_of(shape: Shape, machine: Machine, job: Job, placement: Placement, tokens: int) -> Work:
     """The cost model's view of a placement."""
     smallest = min((wire_bytes(group, job) for group in shape.groups if group.repeated), default=0)
+    streams = sum(group.count - n for n, group in zip(placement.resident, shape.groups, strict=True))
+    # What stays packed passes through the slots as well: of what they hold at a turn, its share did not cross.
+    uses = streams + placement.packed_units
     # Few tokens touch few experts; an embedding is looked up, not read.
     touched = sum(
         group.count * group.bytes_in(job.quant) * min(1.0, group.active_params / group.params * tokens)
@@ -196,12 +122,12 @@ def work_of(shape: Shape, machine: Machine, job: Job, placement: Placement, toke
         active_params=shape.active_params,
         streamed_bytes=placement.streamed_wire,
         cached_bytes=min(placement.streamed_wire, machine.host_bytes),
-        kept_bytes=min(placement.streamed_wire, SLOTS * smallest),
+        kept_bytes=min(placement.streamed_wire, SLOTS * smallest * streams / uses if uses else 0.0),
         attention_per_token=shape.attention_per_token(min(tokens, shape.sample_tokens)),
         device_bytes=touched,
-        decoded_bytes=placement.streamed_raw,
+        decoded_bytes=placement.streamed_raw + placement.packed_raw,
         layers=sum(group.count for group in shape.groups),
-        uses=sum(group.count - n for n, group in zip(placement.resident, shape.groups, strict=True)),
+        uses=uses,
     )
 
 
@@ -250,8 +176,13 @@ def _evaluate(shape: Shape, machine: Machine, job: Job, tokens: int) -> Outcome:
             f"{format_size(machine.host_bytes)} of them; the least that works is --ram {_mib_up(least_ram)}MiB, or name "
             "a drive to stream from (--nvme gen4)", least_ram,
         )  # fmt: skip
-    work = work_of(shape, machine, job, placement, tokens)
-    step = cost.step_time(tokens, work, machine.rates(job), job.mode)
+    # Of equals the one that unpacks less. What stays packed keeps its copy in host memory: none of a drive's weights do.
+    fitting = (found for found in places_packed(shape, job, budget) if found.host_bytes <= machine.host_bytes)
+    tried = []
+    for found in (placement, *fitting):
+        work = work_of(shape, machine, job, found, tokens)
+        tried.append((cost.step_time(tokens, work, machine.rates(job), job.mode), work, found))
+    step, work, placement = min(tried, key=lambda one: one[0].seconds)
     vram = replace(use, resident=placement.resident_bytes, slots=placement.slot_bytes)
     return Outcome(tokens, placement, vram, step, work, job.codec)
 

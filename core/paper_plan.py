@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from . import cost, presets
 from .cost import Step
 from .errors import BudgetError
-from .paper import Job, Machine, Outcome, evaluate, wire_bytes, work_of
+from .paper import Job, Machine, Outcome, evaluate, work_of
+from .paper_place import wire_bytes
 from .presets import GB, Drive
 from .shapes import Shape
 from .sizes import GIB
@@ -39,6 +40,12 @@ class PaperPlan:
             for count, group in zip(self.outcome.placement.resident, self.shape.groups, strict=True)
             if group.repeated
         )
+
+    @property
+    def packed_layers(self) -> int:
+        """Of the resident ones, those that stay packed."""
+        packed = self.outcome.placement.packed or (0,) * len(self.shape.groups)
+        return sum(n for n, group in zip(packed, self.shape.groups, strict=True) if group.repeated)
 
     @property
     def streamed_layers(self) -> int:
@@ -202,6 +209,7 @@ def _brief(shape: Shape, outcome: Outcome | None) -> dict | None:
         "tokens": outcome.tokens,
         "resident_layers": resident,
         "streamed_layers": shape.layers - resident,
+        "resident_packed_units": outcome.placement.packed_units,
         "step_seconds": outcome.step.seconds,
         "tokens_per_second": outcome.tokens_per_second,
         "overhead": outcome.step.overhead,
@@ -212,6 +220,7 @@ def _brief(shape: Shape, outcome: Outcome | None) -> dict | None:
 def to_dict(plan: PaperPlan) -> dict:
     """The plan as plain data. Sizes in bytes, times in seconds, overhead 0.5 = 50 %; null thresholds: never."""
     shape, machine, job, outcome = plan.shape, plan.machine, plan.job, plan.outcome
+    place = outcome.placement
     card, vram, rates = machine.card, outcome.vram, machine.rates(job)
     sample = min(outcome.tokens, shape.sample_tokens)
     return {
@@ -219,6 +228,8 @@ def to_dict(plan: PaperPlan) -> dict:
         "mode": job.mode, "quant": job.quant.name if job.quant else "as stored", "codec": outcome.codec,
         "tokens": outcome.tokens, "layers": shape.layers,
         "resident_layers": plan.resident_layers, "streamed_layers": plan.streamed_layers,
+        "resident_packed_units": place.packed_units, "resident_packed_bytes": place.packed_bytes,
+        "resident_packed_raw_bytes": place.packed_raw,
         "zero_overhead_tokens": _whole(plan.thresholds["published_rule"]),
         "zero_overhead_tokens_by_phase": _whole(plan.thresholds["by_phase"]),
         "thresholds": {name: _whole(value) for name, value in plan.thresholds.items()},
@@ -232,8 +243,10 @@ def to_dict(plan: PaperPlan) -> dict:
         ],
         "groups": [
             {"name": group.name, "count": group.count, "bytes_each": group.bytes_in(job.quant), "resident": count,
-             "is_layer": group.repeated}
-            for group, count in zip(shape.groups, outcome.placement.resident, strict=True)
+             "resident_packed": packed, "is_layer": group.repeated}
+            for group, count, packed in zip(
+                shape.groups, place.resident, place.packed or (0,) * len(shape.groups), strict=True
+            )
         ],
         "model_bytes": shape.bytes_in(job.quant),
         "vram": {
@@ -243,7 +256,7 @@ def to_dict(plan: PaperPlan) -> dict:
             "weights_bytes": vram.weights, "total_bytes": vram.total, "capacity_bytes": card.vram,
         },
         "host": {
-            "streamed_bytes": outcome.placement.streamed_wire, "ram_bytes": int(outcome.work.cached_bytes),
+            "streamed_bytes": place.streamed_wire, "resident_packed_bytes": place.packed_bytes, "ram_bytes": int(outcome.work.cached_bytes),
             "drive_bytes": plan.from_drive_bytes,
         },
         "best": (_brief(shape, plan.best) or {}) | ({"batch": plan.best.tokens // sample} if plan.best else {}),

@@ -47,6 +47,7 @@ class _Search:
     work: int
     unpacking: Sequence[float] = ()  # seconds of it by unit
     loose: frozenset[int] = frozenset()  # stay raw whatever
+    slots: int = 1  # of the largest streamed unit, that the region has at least
     sizes: list[int] = field(init=False)
     floor: float = field(init=False)
     cycles: int = field(init=False)
@@ -84,7 +85,7 @@ class _Search:
         region = min(left // self.grain * self.grain, round_up(sum(streamed), self.grain))
         if min(streamed) == max(streamed):  # units of one size use whole slots only
             region = min(region, round_up(region // streamed[0] * streamed[0], self.grain))
-        return region if region >= max(streamed) else None
+        return region if region >= self.slots * max(streamed) else None
 
     def divide(self, chosen: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
         """Of the units that stay, those that stay raw, and packed."""
@@ -99,7 +100,12 @@ class _Search:
     def replay(self, chosen: Iterable[int], region: int, steps: int) -> Prediction:
         """The step with these units staying."""
         raw, packed = self.divide(chosen)
-        there = {unit: Packed(0, self.unpacking[unit]) for unit in packed}
+        # What crosses packed waits for the staging buffer, not for a slot. (The link's rate is of what it unpacks to.)
+        there = {
+            unit: Packed(0 if unit in packed else self.sizes[unit], seconds)
+            for unit, seconds in enumerate(self.unpacking)
+            if seconds and unit not in raw
+        }
         work = self.workload
         if any(self.unpacking):
             work = work.beside([0.0 if unit in raw else s for unit, s in enumerate(self.unpacking)])
@@ -144,8 +150,7 @@ class _Search:
         there = Crossing(0, 0.0)
         crossings = [
             there if unit in raw
-            else Crossing(size, 0.0, unpacking[unit]) if unit in packed
-            else Crossing(size, self.link.seconds(size))
+            else Crossing(size, 0.0 if unit in packed else self.link.seconds(size), unpacking[unit])
             for unit, size in enumerate(self.sizes)
         ]  # fmt: skip
         # What is unpacked takes the device's time as computing does.
@@ -332,7 +337,9 @@ def _choose(
     kept = frozenset(
         index for index, unit in enumerate(units) if index in rule.resident and (unit.loose or not unit.block)
     )
-    search = _Search(units, budget - fixed_bytes, grain, workload, link, work, unpacking, kept)
+    # What is unpacked into the only slot there is waits for its reader: two, as `decide.with_staging` wants them.
+    slots = min(2, rule.slots) if any(unpacking) else 1
+    search = _Search(units, budget - fixed_bytes, grain, workload, link, work, unpacking, kept, slots)
     search.guesses = work * GUESSES
     search.try_({*rule.resident, *rule.packed})
     free = [index for index in range(len(units)) if index not in loose]

@@ -28,6 +28,7 @@ OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryErro
 class Pooled(Streamer):
     """A streamer whose units may live at home. `move_in` comes before `start`."""
 
+    remembers = False  # homes come and go
     region: PooledRegion
 
     def move_in(self, bar: Bar, homes: Homes, room: int) -> None:
@@ -194,7 +195,7 @@ class Pooled(Streamer):
             slot = None if self.closed else self._home_of(unit)
             if slot is None:
                 return super()._acquire(unit, backward)
-            self._last = unit
+            self.last = unit
             slot.users += 1
             slot.state = SlotState.IN_USE
             try:
@@ -208,7 +209,7 @@ class Pooled(Streamer):
 
     def _home_of(self, unit: Streamed) -> Slot | None:
         """The unit's slot at home, pinned and filled; None where it has to stream."""
-        if self._held or self.backward.reading:
+        if self.held or self.backward.reading:
             self.settle(unit)
         slot = unit.slot
         if slot is not None and slot.offset < self.region.nbytes:
@@ -241,7 +242,7 @@ class Pooled(Streamer):
         try:
             if slot is not None:
                 self._evict(slot)
-            slot = self._fill(unit, start, [])
+            slot = self.fill(unit, start, [])
         except BaseException:
             self._bar.unpin(start, end)
             raise
@@ -281,8 +282,8 @@ class Pooled(Streamer):
             over = slot.users == 0 and slot.unit.slot is slot
             if over and self.views(slot).kept_elsewhere() and self._kept_by_others(slot):
                 slot.state = SlotState.HELD
-                if slot not in self._held:
-                    self._held.append(slot)
+                if slot not in self.held:
+                    self.held.append(slot)
             self._unpin_idle()
 
     def _unpin_idle(self) -> None:
@@ -304,8 +305,8 @@ class Pooled(Streamer):
         self._pin_region()
         return super()._fetch(unit)
 
-    def _ready(self, unit: Streamed) -> bool:
-        return not self._at_home(unit) and super()._ready(unit)
+    def ready(self, unit: Streamed) -> bool:
+        return not self._at_home(unit) and super().ready(unit)
 
     def _look_ahead(self) -> None:
         if self._region_pinned:

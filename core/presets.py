@@ -133,10 +133,11 @@ QUANT_SOURCES = {
     "nvfp4": "4 bits + one fp8 scale for 16", "mxfp8": "8 bits + one e8m0 scale for 32",
 }  # fmt: skip
 
-# bf16 weights re-coded without loss (3-bit exponent codes with escapes), and how fast an H200 decodes them; other cards
-# are scaled by their memory bandwidth, because decoding reads and writes memory and computes little.
+# bf16 weights re-coded without loss (3-bit exponent codes with escapes), and how fast an H200 decodes them
+# (benchmarks/records/2026-11-22-h200-codec-3.json, triton, k 3, the settings that sessions use); other cards are scaled by their
+# memory bandwidth, because decoding reads and writes memory and computes little.
 LOSSLESS_RATIO = 0.699
-LOSSLESS_DECODE_PER_MEMORY = 877 / 4800
+LOSSLESS_DECODE_PER_MEMORY = 2009.2 / 4800
 # What a CUDA context takes on the device, measured beside a running ComfyUI.
 CONTEXT_BYTES = int(0.70 * 2**30)
 RAM_STEPS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # GiB people buy

@@ -163,10 +163,17 @@ def advise(
     work = learnt.workload(pieces(carving), blocks(module))
     units, rate = decide.problem(carving, settings, grain).units, settings.unpacking
     decoding = [
-        unit.nbytes / rate if rate and unit.packed and index not in plan.resident else 0.0
+        unit.nbytes / rate
+        if rate and plan.staging_bytes and unit.packed and index not in plan.resident
+        else 0.0
         for index, unit in enumerate(units)
     ]
-    here = {index: Packed(0, decoding[index]) for index in plan.packed}
+    # The link's rate is of what its bytes unpack to.
+    here = {
+        index: Packed(0 if index in plan.packed else sizes[index], seconds)
+        for index, seconds in enumerate(decoding)
+        if seconds
+    }
     beside = work.beside(decoding) if any(decoding) else work
     now = predict(sizes, plan.resident, plan.region_bytes, beside, learnt.link, packed=here).seconds
     now = max(now, learnt.issuing(_uses(work, plan)))

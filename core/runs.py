@@ -166,18 +166,26 @@ class Runs:
             assert unit.slot is not None
             unit.entered = self._streamer.views(unit.slot).version
         unit.differentiable = gradient and unit.trainable
-        autocast = unit.trainable and torch.is_autocast_enabled(self._streamer.engine.device.type)
+        standing, owners = unit.standing, unit.owners
+        if not unit.trainable:
+            for table, name, which in unit.sites:
+                host = owners[which].tensor
+                if table.get(name) is host:
+                    ours = table[name] = tensors[which]
+                    standing.append((table, name, ours, host))
+            return
+        autocast = torch.is_autocast_enabled(self._streamer.engine.device.type)
         for table, name, which in unit.sites:
-            host = unit.owners[which].tensor
+            host = owners[which].tensor
             if table.get(name) is host:
                 ours = tensors[which]
-                if unit.owners[which].trainable:
+                if owners[which].trainable:
                     if gradient:
-                        ours = self._differentiable(unit.owners[which], ours)
+                        ours = self._differentiable(owners[which], ours)
                     elif not autocast:  # it would keep casts of such leaves, and their slots with them
                         ours.requires_grad_(True)  # modules ask, also under no_grad (torch's attention)
                 table[name] = ours
-                unit.standing.append((table, name, ours, host))
+                standing.append((table, name, ours, host))
 
     def _differentiable(self, owner: Owner, view: torch.Tensor) -> torch.Tensor:
         return ops.Deliver.apply(self._anchor, view, owner)

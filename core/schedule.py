@@ -65,6 +65,12 @@ class Order:
         """The place in the learnt order that corresponds to now."""
         return self._at
 
+    @property
+    def period(self) -> int:
+        """Uses after which the order comes again: as long as `epoch` does not change, ``at`` modulo it tells all that is
+        expected. 0 where nothing is."""
+        return max(0, len(self._history) - 1 - self._at)
+
     def next_place(self, unit: int) -> int:
         """The place in the learnt order where ``unit`` is expected again, NEVER when it is not expected.
 

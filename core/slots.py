@@ -42,6 +42,7 @@ class Slot:
     next_place: int = -1  # where the order has its unit's next use, as of `epoch`
     epoch: int = -1
     views: Any = None  # the unit's tensors here, once they were made
+    key: int = 0  # which unit, and where: of what is remembered
     end: int = field(init=False)
 
     def __post_init__(self) -> None:

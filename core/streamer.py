@@ -21,10 +21,11 @@ from .backward import Backward
 from .codec.unit import UnitDecoder
 from .errors import BudgetError, CaromError
 from .landing import Landings
+from .lookahead import LookAhead
 from .meter import Meter
 from .packed_here import PackedHere
 from .runs import Runs, hand_back
-from .schedule import NEVER, Order
+from .schedule import Order
 from .slots import Region, Slot, SlotState
 from .staging import Staging
 from .store.arena import Block, HostArena, storage_bytes
@@ -33,11 +34,14 @@ from .transfer import Engine
 from .units import Unit
 from .waiting import Waiting
 
+_OFFSET_BITS = 48
 _VIEW_SETS = 64  # slot positions whose views a unit remembers
 
 
 class Streamer:
     """Runs the streamed units of one session through one region of device memory."""
+
+    remembers = True  # whether what is looked for ahead follows from the order of use and the region alone
 
     def __init__(self, engine: Engine, region_bytes: int, meter: Meter, staging_bytes: int = 0) -> None:
         self.engine, self.meter = engine, meter
@@ -54,10 +58,9 @@ class Streamer:
         self.low = self.high = 0
         # Stretches whose slot is gone, with the events of its last reads: the next copy there waits for them.
         self._tails: list[tuple[int, int, list[Any]]] = []
-        self._held: list[Slot] = []
-        self._last: Streamed | None = None
-        # Where looking ahead ended for want of room: the order's epoch, the place of the unit, the slot spared.
-        self._stuck: tuple[int, int, Slot | None] | None = None
+        self.held: list[Slot] = []
+        self.last: Streamed | None = None  # that was used
+        self.ahead = LookAhead(self, self.remembers)
         self.resting = False  # between a backward that made host gradients and the next forward
         self._landings = Landings(engine)
         self.backward = Backward(self, self._landings)
@@ -111,10 +114,10 @@ class Streamer:
         with self.lock:
             if self.closed:
                 raise CaromError(f"unit {unit.name!r} is needed, but its session was closed")
-            if self._held or self.backward.reading:
+            if self.held or self.backward.reading:
                 self.settle(unit)
             foreseen = self.order.access(unit.index, backward, ops.in_backward())
-            self._last = unit
+            self.last = unit
             slot = unit.slot
             if slot is not None and slot.users == 0 and slot.version != unit.version():
                 self._evict(slot)
@@ -160,8 +163,8 @@ class Streamer:
             if slot.users == 0 and slot.unit.slot is slot:
                 if self.views(slot).kept_elsewhere() and self._kept_by_others(slot):
                     slot.state = SlotState.HELD
-                    if slot not in self._held:
-                        self._held.append(slot)
+                    if slot not in self.held:
+                        self.held.append(slot)
                 else:
                     slot.state = SlotState.KEPT
                 if not self._still_stuck(slot):
@@ -221,7 +224,7 @@ class Streamer:
 
     def _fetch(self, unit: Streamed) -> Slot:
         """Bring a unit that is needed now, at the cost of anything that is not in use."""
-        place = self.region.place(unit.nbytes, self._uses())
+        place = self.region.place(unit.nbytes, self.ahead.uses())
         give_up = self._waiting.patience()
         while place is None:
             if not self._freed_soon(give_up):
@@ -229,22 +232,24 @@ class Streamer:
             if unit.slot is not None:  # another thread wanted the same unit
                 return unit.slot
             self.settle(unit)
-            place = self.region.place(unit.nbytes, self._uses())
-        return self._fill(unit, *place)
+            place = self.region.place(unit.nbytes, self.ahead.uses())
+        return self.fill(unit, *place)
 
     def _freed_soon(self, give_up: float) -> bool:
         """Wait for another thread's slot; False when none will be freed by waiting."""
         mine = self.runs.mine() + self.backward.uses(threading.get_ident())
-        momentary = bool(self._held) and (self.runs.elsewhere() or self.backward.elsewhere())
+        momentary = bool(self.held) and (self.runs.elsewhere() or self.backward.elsewhere())
         return self._waiting.another(mine, self.region.users, momentary, give_up)
 
-    def _fill(self, unit: Streamed, offset: int, victims: list[Slot]) -> Slot:
+    def fill(self, unit: Streamed, offset: int, victims: list[Slot]) -> Slot:
         for victim in victims:
             self._evict(victim)
         end = offset + unit.nbytes
         tails = [tail for tail in self._tails if tail[0] < end and offset < tail[1]]
         after = [event for tail in tails for event in tail[2]]
-        slot = Slot(unit, offset, unit.nbytes, version=unit.version())
+        slot = Slot(
+            unit, offset, unit.nbytes, version=unit.version(), key=unit.index << _OFFSET_BITS | offset
+        )
         views = self.views(slot)
         slot.copied = self._bring(unit, views.target, after)
         for tail in tails:
@@ -255,6 +260,7 @@ class Streamer:
             ]
         self.region.add(slot)
         unit.slot = slot
+        self.ahead.changed()
         return slot
 
     def _bring(self, unit: Streamed, target: torch.Tensor, after: list[Any]) -> Any:
@@ -316,79 +322,25 @@ class Streamer:
         self._tails.append((slot.offset, slot.end, list(slot.reads.values()) or [slot.copied]))
         if slot.unit.slot is slot:
             slot.unit.slot = None
-        self._stuck = None
+        self.ahead.changed()
         self.engine.freed(self.memory, slot.offset, slot.end)
 
-    def _uses(self, guarded: Slot | None = None) -> list[float | None]:
-        """When the slots' units are expected again, in the region's order; None for those that must stay."""
-        at, epoch = self.order.at, self.order.epoch
-        held = SlotState.HELD
-        uses: list[float | None] = []
-        for slot in self.region.slots:
-            if slot.users or slot is guarded or slot.state is held:
-                uses.append(None)
-            elif slot.epoch == epoch and at < (place := slot.next_place) < NEVER:
-                uses.append(place - at)
-            else:
-                uses.append(self._place_of(slot) - at)
-        return uses
-
-    def _place_of(self, slot: Slot) -> int:
-        """Where in the order the slot's unit is expected again."""
-        order = self.order
-        if slot.epoch != order.epoch or slot.next_place <= order.at or slot.next_place == NEVER:
-            slot.next_place, slot.epoch = order.next_place(slot.unit.index), order.epoch
-        return slot.next_place
-
     def _still_stuck(self, released: Slot) -> bool:
-        """Whether looking ahead would end where it did last: what gave up no slot then gives up none now."""
-        if self._stuck is None:
-            return False
-        epoch, place, spared = self._stuck
-        if epoch != self.order.epoch or self.order.at >= place:
-            return False
-        return self._place_of(released) <= place and (spared is None or self._place_of(spared) <= place)
+        """Whether looking ahead would end where it did last."""
+        return self.ahead.still_stuck(released)
 
-    def _ready(self, unit: Streamed) -> bool:
+    def ready(self, unit: Streamed) -> bool:
         """Whether the unit may be brought ahead: its bytes will not change before they are used."""
         return not (self.resting and unit.trainable)
 
-    def _late(self, unit: Streamed) -> bool:
+    def late(self, unit: Streamed) -> bool:
         """Whether the unit's bytes are still on their way to the host. Nothing that is needed after it is brought
         before it: that would lie in its place, be given up for it unused, and cross twice."""
         return False
 
     def _look_ahead(self) -> None:
         """Ask for what is expected next, as far as that evicts nothing needed sooner."""
-        # In backward a unit's recomputation is followed by its gradients, whether or not that is learnt yet.
-        self._stuck = None
-        guarded = self._last.slot if self._last is not None and ops.in_backward() else None
-        region, units = self.region, self.units
-        room, seen = region.nbytes, set()
-        uses: list[float | None] = []
-        for distance, index in enumerate(self.order.upcoming(), 1):
-            if index in seen:
-                continue
-            seen.add(index)
-            unit = units[index]
-            room -= unit.nbytes
-            if room < 0:
-                self._stuck = self.order.epoch, self.order.at + distance, guarded
-                return
-            if unit.slot is not None or not self._ready(unit):
-                continue
-            if self._late(unit):
-                return
-            uses = uses or self._uses(guarded)
-            place = region.place(unit.nbytes, uses, later_than=distance)
-            if place is None:
-                self._stuck = self.order.epoch, self.order.at + distance, guarded
-                return
-            slot = self._fill(unit, *place)
-            slot.next_place, slot.epoch = self.order.at + distance, self.order.epoch
-            # It stands in the region's order where its victims stood.
-            at = region.slots.index(slot)
-            uses[at : at + len(place[1])] = [distance]
+        self.ahead.look()
 
     def _no_room(self, unit: Streamed) -> str:
         stuck = [slot.unit.name for slot in self.region.slots if slot.users or slot.state is SlotState.HELD]
@@ -403,9 +355,9 @@ class Streamer:
     def settle(self, unit: Streamed | None = None) -> None:
         """End uses that are over: another unit's turn in this thread's backward, views dropped at last."""
         self.release_all(self.backward.settle(unit))
-        if self._held:
-            for slot in [slot for slot in self._held if not self.views(slot).kept_elsewhere()]:
-                self._held.remove(slot)
+        if self.held:
+            for slot in [slot for slot in self.held if not self.views(slot).kept_elsewhere()]:
+                self.held.remove(slot)
                 if slot.users == 0:
                     slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())
                     slot.state = SlotState.KEPT
@@ -467,8 +419,8 @@ class Streamer:
                 unit.slot = unit.decoder = None
                 unit.views.clear()
             self.region.slots.clear()
-            self._held.clear()
-            self._stuck = None  # its slot's views would keep the region
+            self.held.clear()
+            self.ahead = LookAhead(self, False)  # what it knows would keep the region
             self.staging = None
             self.memory = torch.empty(0, dtype=torch.uint8)
             self.low = self.high = 0

@@ -191,6 +191,14 @@ class TestFigures:
             case = cases[f"carom-infer-4096-vram-{words}-lossless"]
             assert case.budget_bytes == case.weight_bytes // share and case.warmup == suite.RELAID
 
+    def test_cases_are_chosen_by_a_part_of_their_key_or_by_all_of_it(self):
+        cases = suite.suite_cases("cuda")
+        assert suite.chosen(cases, []) == cases
+        assert list(suite.chosen(cases, ["=carom-infer-4096", "none-infer-4"])) == [
+            "link", "none-infer-4096", "carom-infer-4096",
+        ]  # fmt: skip
+        assert len(suite.chosen(cases, ["carom-infer-4096-vram"])) == 5
+
     def test_what_stays_packed_is_a_figure_of_the_last_layout(self):
         cases, key = suite.suite_cases("cuda"), "carom-infer-4096-vram-half-lossless"
         for count in (0, 18):

@@ -43,8 +43,8 @@ spec.loader.exec_module(script)
 modules = script.load_checkout()
 unit = modules["unit"]
 make = unit.UnitDecoder._make_groups
-def shifted(self):  # the exponent base one too high, as seen by the Triton kernel only
-    groups = make(self)
+def shifted(self, along):  # the exponent base one too high, as seen by the Triton kernel only
+    groups = make(self, along)
     for group in groups:
         group.table[:, 8] += 1
     return groups

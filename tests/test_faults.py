@@ -309,7 +309,7 @@ def test_an_inference_that_fails_within_a_backward_loses_no_gradient(device):
 
 ENGINE_FAULTS = [
     ("engine", "copy_in"), ("engine", "copy_out"), ("engine", "alias"), ("engine", "record"), ("engine", "wait"),
-    ("engine", "freed"), ("engine", "stream"), (streamer.Streamer, "_fill"), (streamer.Streamer, "_look_ahead"),
+    ("engine", "freed"), ("engine", "stream"), (streamer.Streamer, "fill"), (streamer.Streamer, "_look_ahead"),
     (runs.Runs, "_swap_in"), (streamer.Streamer, "wait"), (streamer.Streamer, "settle"), (backward.Backward, "settle"),
     (streamer.Region, "place"), (streamer.Order, "access"), (landing, "_accumulate"),
 ]  # fmt: skip

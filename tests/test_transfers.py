@@ -322,9 +322,9 @@ def test_a_view_kept_over_many_runs_is_looked_after_once(device):
     with torch.no_grad(), streamed(model, device, slots_vram(model, 3), granularity="block") as session:
         for _ in range(20):
             model(torch.randn(2, models.D))
-        assert len(session._streamer._held) == 1
+        assert len(session._streamer.held) == 1
         hook.remove()
         kept.clear()
         model(torch.randn(2, models.D))
         session._streamer.settle()
-        assert not session._streamer._held
+        assert not session._streamer.held

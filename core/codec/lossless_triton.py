@@ -136,12 +136,24 @@ def _decode(
     stride = tl.load(row + 10) * 16
     tiles = tl.load(row + 11).to(tl.int32)
     escape_bytes = tl.load(row + 12)
+    plain = tl.load(row + 13)
 
     REST: tl.constexpr = 3 if KIND == "fp16" or KIND == "e5m2" else (4 if KIND == "e4m3" else 0)
     SIZE: tl.constexpr = 4 if KIND == "fp32" else (2 if KIND == "bf16" or KIND == "fp16" else 1)
     BYTES: tl.constexpr = 3 if KIND == "fp32" else (1 if KIND == "bf16" or KIND == "fp16" else 0)
     ESCAPE: tl.constexpr = (1 << K) - 1
     lane = tl.arange(0, LANES)
+
+    if plain > 0:  # a tensor that travels as it is, in pieces of eight words a lane
+        source, place = data.to(tl.pointer_type(tl.int64)), target.to(tl.pointer_type(tl.int64))
+        for step in tl.static_range(8):
+            word = index.to(tl.int64) * (8 * LANES) + step * LANES + lane
+            tl.store(
+                place + word, tl.load(source + word, mask=word < plain // 8, other=0), mask=word < plain // 8
+            )
+        if index == 0:
+            byte = plain // 8 * 8 + tl.arange(0, 8)
+            tl.store(target + byte, tl.load(data + byte, mask=byte < plain, other=0), mask=byte < plain)
 
     for step in range(TILES):
         tile = index * TILES + step

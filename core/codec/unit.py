@@ -19,6 +19,7 @@ from .lossless_format import ALIGN, Header
 from .lossless_torch import decode_torch
 
 ROW_FIELDS = 16
+PIECE = 64  # bytes a lane carries of what travels as it is
 
 
 @dataclass(frozen=True)
@@ -100,18 +101,20 @@ class UnitDecoder:
         self.tuning = tuning or Tuning()
         self.wire_bytes = max((e.wire_at + sizes(e)[0] for e in entries), default=0)
         self.out_bytes = max((e.out_at + sizes(e)[1] for e in entries), default=0)
-        self._raw = [entry for entry in entries if isinstance(entry, RawEntry)]
-        # Bytes, from where in the wire, to where: of what travels as it is.
-        self.as_it_is: Sequence[tuple[int, int, int]] = [
-            (entry.nbytes, entry.wire_at, entry.out_at) for entry in self._raw
-        ]
+        raw = [entry for entry in entries if isinstance(entry, RawEntry) and entry.nbytes]
         self._packed = [entry for entry in entries if isinstance(entry, Entry)]
         self._aligned = all(e.out_at % ALIGN == 0 for e in entries if not isinstance(e, RawEntry))
         if method == "triton" and not self._aligned:
             raise ValueError("the Triton decoder needs every tensor at a multiple of 16 bytes in the slot")
         # Launches are remembered where nothing but copies and launches is needed.
         self._again = not any(isinstance(entry, KbitEntry) for entry in entries)
-        self._groups = self._make_groups()
+        # What travels as it is goes along with the first launch, where it lies as Triton wants it.
+        along = [entry for entry in raw if self._packed and self._aligned and entry.out_at % ALIGN == 0]
+        self._groups = self._make_groups(along)
+        # Bytes, from where in the wire, to where: of what has to be copied beside the launches.
+        self.as_it_is: Sequence[tuple[int, int, int]] = [
+            (entry.nbytes, entry.wire_at, entry.out_at) for entry in raw if entry not in along
+        ]
         self._tables: dict[torch.device, list[torch.Tensor]] = {}
         self._ready: list[Callable[..., Any]] | None = None  # launches that need no more than addresses
 
@@ -120,12 +123,12 @@ class UnitDecoder:
         """Device bytes that the tables take."""
         return sum(group.table.numel() * 8 for group in self._groups)
 
-    def _make_groups(self) -> list[_Group]:
+    def _make_groups(self, along: Sequence[RawEntry]) -> list[_Group]:
         grouped: dict[tuple[str, int, int], list[Entry]] = {}
         for entry in self._packed:
             header = entry.header
             grouped.setdefault((header.kind.name, header.k, header.lanes), []).append(entry)
-        groups = []
+        groups: list[_Group] = []
         for members in grouped.values():
             rows, programs = [], 0
             for entry in members:
@@ -137,14 +140,28 @@ class UnitDecoder:
                      header.escape_bytes, 0, 0, 0]
                 )  # fmt: skip
                 programs += -(-header.tiles // self.tuning.tiles)
+            for plain in along if not groups else ():
+                rows.append(
+                    [
+                        programs,
+                        0,
+                        plain.wire_at // ALIGN,
+                        *([0] * 4),
+                        plain.out_at // ALIGN,
+                        *([0] * 5),
+                        plain.nbytes,
+                        0,
+                        0,
+                    ]
+                )
+                programs += -(-plain.nbytes // (PIECE * members[0].header.lanes))
             groups.append(_Group(members[0].header, torch.tensor(rows, dtype=torch.int64), programs))
         return groups
 
     def _copy(self, wire: torch.Tensor, out: torch.Tensor) -> None:
-        """What travels as it is."""
-        for entry in self._raw:
-            source = wire[entry.wire_at : entry.wire_at + entry.nbytes]
-            out[entry.out_at : entry.out_at + entry.nbytes].copy_(source, non_blocking=True)
+        """What is copied beside the launches."""
+        for nbytes, wire_at, out_at in self.as_it_is:
+            out[out_at : out_at + nbytes].copy_(wire[wire_at : wire_at + nbytes], non_blocking=True)
 
     def again(self, wire: torch.Tensor, out: torch.Tensor) -> list[Callable[..., Any]] | None:
         """Launches of ``(wire address, out address, stream=raw handle)`` that unpack what is packed, as a call on the
@@ -179,6 +196,8 @@ class UnitDecoder:
             self.method == "auto" and self._aligned and wire.is_cuda and triton_works()
             and wire.data_ptr() % ALIGN == 0 and out.data_ptr() % ALIGN == 0
         )  # fmt: skip
+        if use_triton:
+            self._copy(wire, out)
         for entry in self.entries:
             if isinstance(entry, Entry):
                 continue
@@ -186,7 +205,8 @@ class UnitDecoder:
             blob = wire[entry.wire_at : entry.wire_at + wire_bytes]
             target = out[entry.out_at : entry.out_at + out_bytes]
             if isinstance(entry, RawEntry):
-                target.copy_(blob)
+                if not use_triton:
+                    target.copy_(blob)
             elif use_triton:
                 dequantize(blob, entry.layout, target.view(entry.dtype))
             else:

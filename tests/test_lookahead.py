@@ -1,0 +1,70 @@
+"""What was decided before for the same place in the order and the same slots is found again, and is what would be decided anew."""
+
+from __future__ import annotations
+
+import random
+
+import carom
+import pytest
+import torch
+from carom.core.streamer import Streamer
+from tests_harness import on_simulated_devices
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Uneven(nn.Module):
+    """Blocks of three sizes, so that slots may lie differently from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [32 * (1 + n % 3) for n in range(11)]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, wide), nn.GELU(), nn.Linear(wide, 32)) for wide in widths
+        )
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: torch.Tensor, order: list[int], again: bool) -> torch.Tensor:
+        for n in order:
+            x = x + (checkpoint(self.blocks[n], x, use_reentrant=False) if again else self.blocks[n](x))
+        return x * self.scale
+
+
+def fills(device, seed: int, train: bool, monkeypatch, remembers: bool):
+    """Every unit that was brought, and where to, over passes that are alike for a while and then are not; the outputs; how
+    many decisions were found again."""
+    torch.manual_seed(0)
+    model = Uneven().requires_grad_(False)
+    model.scale.requires_grad_(train)
+    rng, seen, outputs = random.Random(seed), [], []
+    fill = Streamer.fill
+
+    def noted(self, unit, offset, victims):
+        seen.append((unit.name, offset, sorted(victim.unit.name for victim in victims)))
+        return fill(self, unit, offset, victims)
+
+    monkeypatch.setattr(Streamer, "remembers", remembers)
+    monkeypatch.setattr(Streamer, "fill", noted)
+    with carom.stream(model, device=device, vram=34_000, granularity="block", codec="raw") as session:
+        for _ in range(4):
+            order = rng.sample(range(11), rng.choice([11, 11, 7]))
+            for _ in range(6):
+                with torch.set_grad_enabled(train):
+                    output = model(torch.linspace(-1, 1, 64).view(2, 32), order, train)
+                if train:
+                    output.sum().backward()
+                outputs.append(output.detach().clone())
+        found = session._streamer.ahead.found
+    monkeypatch.setattr(Streamer, "fill", fill)
+    return seen, outputs, found
+
+
+@on_simulated_devices
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_found_again_is_what_would_be_decided_anew(seed, train, device, monkeypatch):
+    anew, plain, none = fills(device, seed, train, monkeypatch, False)
+    found, outputs, count = fills(device, seed, train, monkeypatch, True)
+    assert found == anew and none == 0
+    assert count > 40
+    assert all(map(torch.equal, outputs, plain))
