@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from .disk_wire import Wire, Wires, find_wires, plain_wire
-from .errors import UnsupportedError, WeightsError
+from .errors import BudgetError, UnsupportedError, WeightsError
 from .plan import round_up
+from .sizes import format_size
 from .store.arena import PAGE, Block, HostArena
 from .store.buffers import compute_buffers
 from .store.eviction import EVICTIONS
@@ -27,7 +28,8 @@ from .store.index import Index, open_index
 from .store.lanes import Lanes
 from .store.mapping import Bound, match_module
 from .store.pace import Pace
-from .store.pieces import choose_buffers
+from .store.pieces import LEAST_BUFFERS, choose_buffers
+from .store.rawio import ALIGN
 from .store.reader import DiskReader, ReaderPolicy
 from .transfer import Engine
 from .units import Site, Unit, collect
@@ -268,11 +270,32 @@ class Checkpoint:
         wire = plain_wire(unit, self.of) if self.wires is None else self.wires(unit)
         return wire if wire.decoder is None or wire.nbytes <= staging_bytes else plain_wire(unit, self.of)
 
-    def require_ram(self, ram: int, units: list[Unit], staging_bytes: int = 0) -> None:
-        """Raises BudgetError where ``ram`` bytes are too few to stream ``units`` beside the values kept."""
+    def require_ram(self, ram: int, units: list[Unit], staging_bytes: int = 0, known: bool = False) -> None:
+        """Raises BudgetError where ``ram`` bytes are too few to stream ``units`` beside the values kept; ``known``: whether
+        that is so already, and no reason to refuse."""
         if units:
             sizes = [self.wire(unit, staging_bytes).nbytes for unit in units]
-            choose_buffers(sizes, ram - self.changed_bytes)
+            choose_buffers(sizes, self.cache_bytes(ram) if known else ram - self.changed_bytes)
+
+    def require_room(self, stand: Stand, ram: int, sizes: Sequence[int]) -> None:
+        """Raises BudgetError naming ``stand`` where its value in host memory leaves too few of ``ram`` bytes to stream units
+        that wait in ``sizes``, or to bring residents."""
+        kept = self.changed_bytes + (0 if stand.changed is not None else stand.kept_bytes)
+        try:
+            choose_buffers(sizes or [ALIGN], ram - kept)
+        except BudgetError as error:
+            least = kept + (error.least_bytes or 0)
+            raise BudgetError(
+                f"ram={format_size(ram)} has no room for a new value of {stand.name} beside what the file is read "
+                f"through: values that were written would take {kept} bytes. Raise ram to {least} bytes "
+                "(session.set_budget(ram=...)), or load the module first and stream it without weights=",
+                least,
+            ) from None
+
+    def cache_bytes(self, ram: int) -> int:
+        """What changed values leave of ``ram`` bytes for reading; the least that works, where they take more: residents
+        that were changed on the device have no other place than host memory when they leave it."""
+        return max(ram - self.changed_bytes, min(ram, LEAST_BUFFERS * ALIGN))
 
     def unbind(self) -> None:
         """Give the module its tensors back, those that were written with their new values. Idempotent."""

@@ -18,7 +18,7 @@ from .disk_residents import Load, Residents
 from .disk_tensors import DiskOwner, DiskParameter, DiskTensor
 from .disk_wire import Wire
 from .plan import round_up
-from .sizes import MIB
+from .sizes import MIB, format_size
 from .slots import ALIGN
 from .store.arena import Block, HostArena, storage_bytes
 from .store.pieces import Placed
@@ -45,7 +45,17 @@ class Disk:
 
     @property
     def cache_bytes(self) -> int:
-        return max(0, self.ram - self.checkpoint.changed_bytes)
+        return self.checkpoint.cache_bytes(self.ram)
+
+    def over(self) -> tuple[str, ...]:
+        """A note where changed values and the least that reads take are more than ``ram``."""
+        changed = self.checkpoint.changed_bytes
+        if changed + self.cache_bytes <= self.ram:
+            return ()
+        return (
+            f"weights that were changed on the device take {format_size(changed)} of host memory, more than "
+            f"ram={format_size(self.ram)} allows: raise ram",
+        )
 
     def reader(self, largest: int) -> DiskReader:
         """A reader whose workers' own buffers stay small beside a small budget."""

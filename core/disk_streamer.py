@@ -68,7 +68,7 @@ class DiskStreamer(Streamer):
         super().__init__(engine, region_bytes, meter, staging_bytes)
         self._disk = disk
         self._buffers: Buffers | None = None
-        self._peak = 0  # bytes held while residents passed through as well
+        self._peak = 0  # bytes of host memory that were held at most, until something of it was given up
         self._brought: set[int] = set()  # units whose pieces have been used, until residents are there
 
     def start(self, arena: HostArena) -> None:
@@ -107,8 +107,7 @@ class DiskStreamer(Streamer):
         return (size, count) if size else None
 
     def _residents_are_there(self) -> None:
-        held = 0 if self.cache is None else self.cache.figures().held_bytes
-        self._peak = self._disk.residents.staging_bytes + held
+        self._peak = max(self._peak, self._host_bytes())
         if self.cache is None:
             self._open()
         else:
@@ -145,8 +144,7 @@ class DiskStreamer(Streamer):
         Raises BudgetError where it cannot, UnsupportedError where a pass is under way.
         """
         with self.lock:
-            held = 0 if self.cache is None else self.cache.limit_bytes
-            spare = self._disk.ram - held - self._disk.checkpoint.changed_bytes
+            spare = self._disk.ram - self._spoken_for() - self._disk.checkpoint.changed_bytes
             if (
                 stand.kept_bytes > spare and stand.changed is not None
             ):  # over the last value: no room for both
@@ -160,8 +158,8 @@ class DiskStreamer(Streamer):
                     raise UnsupportedError(
                         f"no room in ram for a new value of {stand.name} during a pass; write it between passes"
                     )
-                grown = self._disk.checkpoint.changed_bytes + stand.kept_bytes
-                choose_buffers([wire.nbytes for wire in self._disk.wires], self._disk.ram - grown)
+                sizes = [wire.nbytes for wire in self._disk.wires]
+                self._disk.checkpoint.require_room(stand, self._disk.ram, sizes)
                 return False
         kept = stand.copy_of(value)  # takes its time: not under the lock
         if kept.block is not None:
@@ -169,9 +167,28 @@ class DiskStreamer(Streamer):
         with self.lock:
             if stand.changed is not None:
                 self.engine.synchronize()  # a copy to a slot may still read the last value
+                self._peak = max(self._peak, self._host_bytes() + stand.kept_bytes)
             stand.accept(kept)
             self._distrust(stand)
         return True
+
+    def _spoken_for(self) -> int:
+        """Bytes of ``ram`` that reading takes, now or later: the cache's, and what residents pass through."""
+        residents, buffers = self._disk.residents, self._buffers
+        staging = residents.staging_bytes if residents.waiting else 0
+        if buffers is None:
+            return staging
+        cache = buffers.count * buffers.nbytes
+        if buffers.whole:
+            cache = sum(piece.nbytes for pieces in self._pieces for piece in pieces)
+            if self.cache is not None:
+                return cache + staging
+        return max(cache, staging)  # one after the other, or within the same bound
+
+    def _host_bytes(self) -> int:
+        """Bytes of host memory for weights, now."""
+        cache = 0 if self.cache is None else self.cache.figures().held_bytes
+        return self._disk.residents.staging_bytes + cache + self._disk.checkpoint.changed_bytes
 
     def _distrust(self, stand: Stand) -> None:
         """What is in slots is no longer the value."""
@@ -184,11 +201,11 @@ class DiskStreamer(Streamer):
         disk, read = self._disk, self._figures()
         return FromDisk(
             ram_budget_bytes=disk.ram,
-            ram_peak_bytes=read.held_bytes + disk.checkpoint.changed_bytes,
+            ram_peak_bytes=read.held_bytes,
             read_bytes=read.nbytes,
             reading_seconds=read.seconds,
             wait_seconds=read.late_seconds,
-            notes=(*disk.checkpoint.notes, *disk.residents.notes, *self._packing()),
+            notes=(*disk.checkpoint.notes, *disk.residents.notes, *self._packing(), *disk.over()),
         )
 
     def _total_read(self) -> int:
@@ -206,7 +223,7 @@ class DiskStreamer(Streamer):
             sum(nbytes for *_, nbytes in spans),
             covered((start, end) for _, start, end, _ in spans),
             residents.late_seconds + cache.late_seconds,
-            max(self._peak, residents.staging_bytes + cache.held_bytes),
+            max(self._peak, self._host_bytes()),
         )
 
     def _packing(self) -> tuple[str, ...]:

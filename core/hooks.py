@@ -45,10 +45,18 @@ class Wrapped:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def forward(self, module: nn.Module, make: Callable[[Callable], Callable]) -> None:
-        """Let ``make(inner)`` run instead of ``module``'s forward, which is ``inner``."""
+    def __bool__(self) -> bool:
+        return bool(self._undo)
+
+    def forward(self, module: nn.Module, make: Callable[[Callable], Callable], lasts: bool = False) -> None:
+        """Let ``make(inner)`` run instead of ``module``'s forward, which is ``inner``.
+
+        ``lasts``: those that come later stand behind this one, for as long as nobody else steps in front of it."""
         before = module.__dict__.get("forward")
-        front = _Forward(make(module.forward), module.forward, before)
+        if isinstance(before, _Forward) and before.lasts and before.live:
+            self._undo.append(before.behind(make))
+            return
+        front = _Forward(make, module.forward, before, lasts)
         module.forward = front  # type: ignore[method-assign]
 
         def undo() -> None:
@@ -83,17 +91,40 @@ class Wrapped:
             self._undo.pop()()
 
 
-class _Forward:
-    """Runs ``run`` while ``live``, else ``inner``. A deep copy of the module gets its own plain forward."""
+def stands_first(module: nn.Module) -> bool:
+    """Whether a front that ``lasts`` is the first that a call of ``module`` comes to."""
+    front = module.__dict__.get("forward")
+    return isinstance(front, _Forward) and front.lasts and front.live
 
-    def __init__(self, run: Callable, inner: Callable, before: Any) -> None:
+
+class _Forward:
+    """Runs what ``make(inner)`` gave while ``live``, else ``inner``. A deep copy of the module gets its own plain forward."""
+
+    def __init__(
+        self, make: Callable[[Callable], Callable], inner: Callable, before: Any, lasts: bool = False
+    ) -> None:
         functools.update_wrapper(self, inner)
-        self.live = True
+        self.live, self.lasts = True, lasts
         self.before = before  # the instance's own forward in front of which this one was put
-        self._run, self._inner = run, inner
+        self._inner = inner
+        self._run = make(self._behind if lasts else inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs) if self.live else self._inner(*args, **kwargs)
+
+    def _behind(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner(*args, **kwargs)  # whatever that is by now
+
+    def behind(self, make: Callable[[Callable], Callable]) -> Callable[[], None]:
+        """Put another one between this one and what it leads to; returns what takes it away."""
+        front = self._inner = _Forward(make, self._inner, None)
+
+        def undo() -> None:
+            front.live = False
+            while isinstance(self._inner, _Forward) and not self._inner.live:
+                self._inner = self._inner._inner
+
+        return undo
 
     def __deepcopy__(self, memo: dict) -> Any:
         return _without_session(self._inner, memo)
@@ -137,6 +168,7 @@ def _untraced(function: Callable) -> Callable:
 
 
 _untraced(_Forward.__call__)
+_untraced(_Forward._behind)
 
 
 def unit_forward(unit: Streamed) -> Callable[[Callable], Callable]:
@@ -204,6 +236,8 @@ def root_forward(session: Session) -> Callable[[Callable], Callable]:
         @_untraced
         def run(args: Any, kwargs: Any) -> Any:
             streamer, watch = begin(_compiling() is not None)
+            if streamer is None:  # closed by another thread meanwhile
+                return inner(*args, **kwargs)
             failed = True
             try:
                 with watch:

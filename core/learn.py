@@ -66,10 +66,12 @@ class Profile:
 
 
 class Piece(NamedTuple):
-    """A unit for these purposes: its tensors' bytes by name."""
+    """A unit for these purposes: its tensors' bytes by name; ``trains``: where any of them does, the bytes of it that never
+    pack."""
 
     name: str
     tensors: Mapping[str, int]
+    trains: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +142,7 @@ class Learnt:
         idle = frozenset(i for i, unit in enumerate(units) if unit.tensors.keys() <= self.unused)
         return Workload(
             tuple(order), forward, backward, tuple(tuple(group) for group in groups.values()), idle=idle,
-            again=self.share, held=held,
+            again=self.share, held=held, trains={i: unit.trains for i, unit in enumerate(units) if unit.trains},
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .codec.unit import RawEntry
 from .host_copies import HostCopies
 from .plan import SMALL_UNIT, round_up
 from .streamed import Streamed
@@ -31,6 +32,7 @@ class PackedHere:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.left: Callable[[], None] = lambda: None  # is told when units came to cross
         self._buffers: dict[int, torch.Tensor] = {}  # by unit's index
         self._units: dict[int, Streamed] = {}
         self._versions: dict[int, int] = {}  # of the host bytes that a buffer has
@@ -68,6 +70,7 @@ class PackedHere:
             return
         if unit.decoder is None or unit.host.numel() > buffer.numel():
             self._drop(unit)
+            self.left()
             return
         unit.wire = buffer[: unit.host.numel()]
         self._versions.pop(unit.index, None)
@@ -76,15 +79,29 @@ class PackedHere:
         """Whether the host's bytes were written since they were copied (norms, biases, what trains)."""
         return self._versions.get(unit.index) != unit.version()
 
-    def renew(self, unit: Streamed, timed: bool) -> Any:
-        """Issue the copy that a `stale` unit needs before it is unpacked: its marks."""
-        assert unit.wire is not None
+    def renew(self, unit: Streamed, timed: bool) -> list[tuple[Any, int, int]]:
+        """Issue the copies that a `stale` unit needs before it is unpacked: of each its marks, its bytes, and those of the
+        weights in them. What is packed is written by making the block anew: else only what lies beside it crosses."""
+        assert unit.wire is not None and unit.decoder is not None
         index, version = unit.index, unit.version()
+        raw_ones = [e for e in unit.decoder.entries if isinstance(e, RawEntry) and e.nbytes]
+        plain = [(e.wire_at, e.wire_at + e.nbytes, e.nbytes) for e in raw_ones]
+        if (
+            not plain
+            or index not in self._versions
+            or 2 * sum(nbytes for *_, nbytes in plain) > unit.host.numel()
+        ):
+            plain = [(0, unit.host.numel(), unit.unit.raw_bytes)]
         self._versions.pop(index, None)
         read = [self._read[index]] if index in self._read else []
-        self._copied[index], marks = self._engine.copy_in(unit.wire, unit.host, read, timed)
+        copies = []
+        for start, end, raw in plain:
+            self._copied[index], marks = self._engine.copy_in(
+                unit.wire[start:end], unit.host[start:end], read, timed
+            )
+            copies.append((marks, end - start, raw))
         self._versions[index] = version
-        return marks
+        return copies
 
     def unpack(
         self, unit: Streamed, target: torch.Tensor, after: Sequence[Any], timed: bool
@@ -106,6 +123,8 @@ class PackedHere:
                 break
             freed += round_up(self._buffers[unit.index].numel(), self._engine.grain)
             self._drop(unit)
+        if freed:
+            self.left()
         return freed
 
     def _drop(self, unit: Streamed) -> None:

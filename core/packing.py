@@ -66,6 +66,11 @@ class Packing:
         return self.plain or name in self.raw
 
 
+def packs(entry: Entry) -> bool:
+    """Whether the entry's weight is one that may be packed."""
+    return not entry.trainable and entry.nbytes >= LEAST and entry.tensor.dtype in KIND_BY_DTYPE
+
+
 class PackedOwner(AwayOwner):
     """An owner whose bytes are packed in host memory."""
 
@@ -218,7 +223,7 @@ class PackedPlacement(Placement):
         """Whether the entry's weight is to be packed now."""
         if id(entry.tensor) in self._shelf or self.broken or self._policy.leaves(entry.name):
             return False
-        return not entry.trainable and entry.nbytes >= LEAST and entry.tensor.dtype in KIND_BY_DTYPE
+        return packs(entry)
 
     def _there(
         self, streamed: Streamed | None, pool: ThreadPoolExecutor
@@ -445,11 +450,16 @@ class PackedPlacement(Placement):
             )
             fresh.copy_(value)
             found = pack(fresh) if packed.header is not None else None
+            before = packed.header, packed.blob
             packed.header, packed.blob = found or (None, storage_bytes(fresh))
             if streamer.closed:
                 return
             owner.unit.epoch += 1
-            self._rebuild(owner.unit)
+            try:
+                self._rebuild(owner.unit)
+            except BaseException:  # no memory for the block: what crosses is the last value
+                packed.header, packed.blob = before
+                raise
 
     def pack_anew(self) -> None:
         """Between passes: units whose plain bytes were written, or may have been, are packed again."""
@@ -471,18 +481,53 @@ class PackedPlacement(Placement):
             self._arena.pin(unit.block)
         unit.streamer.packed_here.follow(unit)
 
-    def unpack(self, streamer: Streamer, units: list[Streamed], pin: bool = True) -> None:
+    def unpack(self, streamer: Streamer, units: list[Streamed], pin: bool = True) -> list[Streamed]:
         """Between passes: from now on these units wait and cross as they are. One after another, so that no more than one
-        unit's bytes lie in host memory both ways. ``pin``: their blocks, where those they leave are pinned."""
+        unit's bytes lie in host memory both ways. ``pin``: their blocks, where those they leave are pinned.
+
+        Returns those that could not be, for want of memory mostly: they are as they were.
+        """
+        left = []
         with ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool:
             for unit in units:
-                if unit.decoder is not None and not self._policy.keep_raw:
+                if unit.decoder is None or self._policy.keep_raw:
+                    continue
+                try:
                     self._unpack(streamer, unit, pin and unit.block.pinned, pool)
+                except Exception as error:
+                    left.append(unit)
+                    # As text: who keeps the record would keep the error's frames, and with them a slot.
+                    logger.warning("carom: unit %r stays packed: %s", unit.name, str(error))
         return_freed_memory()
+        return left
 
     def _unpack(self, streamer: Streamer, unit: Streamed, pin: bool, pool: ThreadPoolExecutor) -> None:
-        """The device unpacks a unit, faster than the host could, and its bytes return as they are to a block of their own."""
+        """Its bytes return as they are to a block of their own. Where that fails, nothing was changed."""
+        pinned = unit.block.pinned
         block = self._arena.allocate(unit.nbytes)
+        try:
+            self._fill_plain(streamer, unit, block, pin, pool)
+        except BaseException:
+            self._exchange(block, unit.block, pinned)
+            raise
+        before = unit.block.data.numel()
+        for index, (entry, packed) in enumerate(zip(unit.unit.entries, unit.packed, strict=True)):
+            piece = block.data[entry.offset : entry.offset + entry.nbytes]
+            if packed is None:
+                self._move_to(entry.tensor, piece)
+                unit.owners[index].host = ops.plain(torch.Tensor.detach, (entry.tensor,), {})
+            else:
+                packed.header, packed.blob = None, piece
+        unit.block, unit.decoder = block, None
+        self._decoders[id(unit)] = None
+        self.wire_bytes += block.data.numel() - before
+        unit.streamer.packed_here.follow(unit)
+
+    def _fill_plain(
+        self, streamer: Streamer, unit: Streamed, block: Block, pin: bool, pool: ThreadPoolExecutor
+    ) -> None:
+        """The unit's bytes as they are to ``block``, pinned in its own one's stead. The device unpacks them, faster than
+        the host could."""
         if pin:
             for job in touch(block.data, pool):
                 job.result()
@@ -492,29 +537,21 @@ class PackedPlacement(Placement):
             try:
                 self._engine.synchronize()
                 self._exchange(unit.block, block, pin)
-                source = streamer.views(slot).base.detach()
-                self._engine.synchronize(self._engine.copy_out(block.data, source))
+                self._engine.synchronize(
+                    self._engine.copy_out(block.data, streamer.views(slot).base.detach())
+                )
                 there = True
             finally:
                 streamer.release(slot)
         except Exception as error:
-            logger.info("carom: unit %r is decoded on the host: %s", unit.name, error)
+            logger.info("carom: unit %r is decoded on the host: %s", unit.name, str(error))
             self._exchange(unit.block, block, pin)
-        before = unit.block.data.numel()
-        for index, (entry, packed) in enumerate(zip(unit.unit.entries, unit.packed, strict=True)):
+        for entry, packed in zip(unit.unit.entries, unit.packed, strict=True):
             piece = block.data[entry.offset : entry.offset + entry.nbytes]
             if packed is None:
                 piece.copy_(self._bytes(entry.tensor))
-                self._move_to(entry.tensor, piece)
-                unit.owners[index].host = ops.plain(torch.Tensor.detach, (entry.tensor,), {})
-            else:
-                if not there:
-                    piece.copy_(storage_bytes(packed.value()))
-                packed.header, packed.blob = None, piece
-        unit.block, unit.decoder = block, None
-        self._decoders[id(unit)] = None
-        self.wire_bytes += block.data.numel() - before
-        unit.streamer.packed_here.follow(unit)
+            elif not there:
+                piece.copy_(storage_bytes(packed.value()))
 
     def _exchange(self, old: Block, new: Block, pin: bool) -> None:
         """``new`` is pinned in the stead of ``old``: never both, within a budget."""
@@ -543,11 +580,11 @@ class PackedPlacement(Placement):
 
 
 def give_back(shelf: dict[int, PackedTensor]) -> None:
-    """Every packed weight has its bytes again."""
-    for packed in shelf.values():
+    """Every packed weight has its bytes again. Where memory runs short, the rest waits for another call."""
+    for key, packed in list(shelf.items()):
         value = packed.value() if packed.header is not None else packed.plain()
         packed.tensor.data = value if packed.home.type == "cpu" else value.to(packed.home)
         packed.tensor.__dict__.pop("_carom", None)
         # Whoever still refers to it (what the session was made of dies in cycles) must not keep the bytes twice.
         packed.blob = torch.empty(0, dtype=torch.uint8)
-    shelf.clear()
+        del shelf[key]

@@ -76,7 +76,8 @@ class Workload:
 
     ``backward`` () is inference; ``idle`` units are not used in it. ``groups``: units that are recomputed together, in forward order, before
     their backward (a checkpointed block's parts); a unit in none keeps its activations. ``pause``: seconds
-    between two steps in which the device computes something else (an optimizer, a sampler).
+    between two steps in which the device computes something else (an optimizer, a sampler). ``trains``: units that stream
+    with weights that train, and their bytes that never pack: before each step these change on the host.
     """
 
     order: tuple[int, ...]
@@ -87,6 +88,7 @@ class Workload:
     idle: frozenset[int] = frozenset()
     again: float = 1.0
     held: tuple[float, ...] = ()
+    trains: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         count = len(self.forward)
@@ -191,6 +193,10 @@ class _Replay:
     staged: tuple[float, float] = (0.0, 0.0)  # when the last but one and the last that crossed were unpacked
     unpacked: float = 0.0  # when anything last was
     at: int = -1  # the present use, over all steps
+    trains: Mapping[int, int] = field(default_factory=dict)
+    renewed: dict[int, int] = field(
+        default_factory=dict
+    )  # the step in which what trains of a unit last crossed
     slots: dict[int, _Place] = field(default_factory=dict)
     tails: list[tuple[int, int, float]] = field(default_factory=list)
 
@@ -227,6 +233,17 @@ class _Replay:
         self._look_ahead(slot if backward else None)
         self.compute += seconds - held * seconds
 
+    def rest(self) -> None:
+        """A step ends: what trains changes on the host, and slots are not kept of it."""
+        for unit in self.trains.keys() & self.slots.keys():
+            self._give_up(self.slots[unit])
+
+    def _give_up(self, victim: Any) -> None:
+        self.region.remove(victim)
+        del self.slots[victim.unit]
+        if victim.read >= 0:
+            self.tails.append((victim.offset, victim.end, victim.read))
+
     def _next_uses(self, guarded: Any = None) -> list[float | None]:
         next_, at, slots = self.next, self.at, self.region.slots
         return [None if s.users or s is guarded else next_[s.unit] - at for s in slots]
@@ -243,7 +260,7 @@ class _Replay:
             room -= sizes[unit]
             if room < 0:
                 return
-            if unit in slots:
+            if unit in slots or (unit in self.trains and at % period + distance >= period):
                 continue
             found = self.region.place(sizes[unit], self._next_uses(guarded), later_than=distance)
             if found is None:
@@ -252,10 +269,7 @@ class _Replay:
 
     def _fill(self, unit: int, offset: int, victims: list) -> _Place:
         for victim in victims:
-            self.region.remove(victim)
-            del self.slots[victim.unit]
-            if victim.read >= 0:
-                self.tails.append((victim.offset, victim.end, victim.read))
+            self._give_up(victim)
         nbytes = self.sizes[unit]
         end = offset + nbytes
         free, kept = self.issued, []
@@ -270,6 +284,12 @@ class _Replay:
         packed = self.packed.get(unit)
         crossing, unpacking = packed or (nbytes, 0.0)
         if packed is not None and not crossing:
+            fresh, step = self.trains.get(unit, 0), max(self.at, 0) // len(self.sequence)
+            if fresh and self.renewed.get(unit) != step:
+                self.renewed[unit] = step
+                self.wire = max(self.wire, self.issued) + self.link.seconds(fresh)
+                self.wire_bytes += fresh
+                free = max(free, self.wire)
             there = self.unpacked = max(free, self.unpacked) + unpacking
         elif self.link.blocking:
             self.compute = max(self.compute, start) + self.link.seconds(crossing) + unpacking
@@ -318,11 +338,19 @@ def predict(
         raise ValueError(f"a region of {region_bytes} bytes has no slot for a unit of {max(streamed)}")
     sequence = [use.unit for use in uses if use.unit not in resident]
     largest = max(streamed, default=1)
-    replay = _Replay(sizes, Region(max(region_bytes, largest), largest), sequence, link, packed=packed or {})
+    replay = _Replay(
+        sizes,
+        Region(max(region_bytes, largest), largest),
+        sequence,
+        link,
+        packed=packed or {},
+        trains=workload.trains,
+    )
     calls = Host((0.0, 0.0), (0.0, 0.0)) if host is None else host
     before = 0, 0
     spent = [0.0, 0.0]  # forward, backward
     for step in range(steps + 1):
+        replay.rest()
         replay.compute += workload.pause
         begin, turn = replay.compute, None
         if step == 1:

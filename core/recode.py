@@ -20,6 +20,7 @@ from .plan import Plan
 from .predict import Packed
 from .simulated import SimulatedEngine
 from .store.arena import HostArena
+from .streamed import Streamed
 from .streamer import Streamer
 from .transfer import Engine
 from .units import Carving
@@ -86,16 +87,24 @@ class Recodes:
             return True
         later = turned is not None
         self._recode_at = turned or 0.0
-        self._packing = dataclasses.replace(chosen, auto=later)
+        self._packing = dataclasses.replace(self._packing or chosen, auto=later)
         units = [unit for index, unit in zip(indices, placement.streamed, strict=True) if index in set(raw)]
         more = sum(unit.nbytes - unit.host.numel() for unit in units)
         if units and more + self._arena.pinned_bytes <= self._ram:
             logger.info("carom: %d of %d units cross as they are from now on", len(units), len(packed))
-            names = frozenset(entry.name for unit in units for entry in unit.unit.entries)
-            self._packing = dataclasses.replace(self._packing, raw=chosen.raw | names)
-            placement.unpack(self._streamer, units)
-            return None if later else True
+            changed = self._cross_plain(placement, units)
+            return None if later else changed
         return None if later else False
+
+    def _cross_plain(self, placement: PackedPlacement, units: list[Streamed]) -> bool:
+        """Let ``units`` cross as they are, as far as host memory allows; whether any do that did not."""
+        before = [unit for unit in units if unit.decoder is not None]
+        left = placement.unpack(self._streamer, before)
+        done = [unit for unit in before if unit not in left]
+        names = frozenset(entry.name for unit in done for entry in unit.unit.entries)
+        assert self._packing is not None
+        self._packing = dataclasses.replace(self._packing, raw=self._packing.raw | names)
+        return bool(done)
 
     def _turn_plain(self, learnt: Learnt, seconds: float, steps: float) -> float | None:
         """Lay all out plain, where the room that packed bytes are unpacked in is worth more as residents.
@@ -123,8 +132,10 @@ class Recodes:
         )
         placement = self._placement
         assert isinstance(placement, PackedPlacement) and self._packing is not None
+        self._cross_plain(placement, placement.streamed)
+        if any(unit.decoder is not None for unit in placement.streamed):
+            return None  # there is no memory for all of them
         self._packing = dataclasses.replace(self._packing, auto=False, plain=True)
-        placement.unpack(self._streamer, [unit for unit in placement.streamed if unit.decoder is not None])
         self._take(learnt)
         return 0.0
 

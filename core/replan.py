@@ -12,10 +12,11 @@ from torch import nn
 from . import decide
 from .errors import BudgetError
 from .learn import Learnt, Piece
+from .packing import packs
 from .plan import Plan
 from .plan_search import choose
 from .predict import Link, Packed, Workload, floor_seconds, predict
-from .units import Carving, carve
+from .units import Carving, Unit, carve
 
 NOTHING = "no layout is predicted to be 3 % faster"
 HOST = "the host binds: the device waits for Python to issue its work, and no layout is predicted to spare it 3 %"
@@ -50,7 +51,17 @@ class Advice:
 
 def pieces(carving: Carving) -> list[Piece]:
     """Units as `learn` sees them."""
-    return [Piece(unit.name, {entry.name: entry.nbytes for entry in unit.entries}) for unit in carving.units]
+    return [
+        Piece(unit.name, {entry.name: entry.nbytes for entry in unit.entries}, _trains(unit))
+        for unit in carving.units
+    ]
+
+
+def _trains(unit: Unit) -> int:
+    """Where weights of ``unit`` train, its bytes that never pack."""
+    if not any(entry.trainable for entry in unit.entries):
+        return 0
+    return sum(entry.nbytes for entry in unit.entries if not packs(entry))
 
 
 def decide_with(

@@ -123,6 +123,7 @@ class Session(Pools, Adapts, Adopts, Values):
         self._parked = False
         self._aside = False
         self._wrapped = hooks.Wrapped()
+        self._front = hooks.Wrapped()  # at the root, from the first layout to the last
         self._watch: Callable[[], Any] = self._engine.step
         self._peak = 0
         self._reruns: Reruns | None = None
@@ -241,6 +242,7 @@ class Session(Pools, Adapts, Adopts, Values):
                 self._laid_open.follow()
             self._streamer.start(self._arena)
             self._streamer.stay_packed(self._stay_packed())
+            self._streamer.packed_here.left = self._follow_packed
             self._reruns = self._make_reruns(resident)
             self._stand_in_front(self._placement.streamed)
             self._tree = Tree(self.module)
@@ -327,7 +329,24 @@ class Session(Pools, Adapts, Adopts, Values):
         self.plan = dataclasses.replace(self.plan, packed=packed)
         return [unit for index, unit in zip(self._streamed(), streamed, strict=True) if index in packed]
 
+    def _follow_packed(self) -> None:
+        """The plan says what stays packed by now."""
+        streamed = zip(self._streamed(), self._placement.streamed, strict=True)
+        here = frozenset(index for index, unit in streamed if unit.wire is not None)
+        self.plan = dataclasses.replace(
+            self.plan, packed=here, packed_bytes=self._streamer.packed_here.nbytes
+        )
+
+    def _stand_at_the_root(self) -> None:
+        """See the root's forward, also while units are laid out anew or parked: a thread that calls it then waits."""
+        if self._front:
+            return
+        self._front.forward(self.module, hooks.root_forward(self), lasts=True)
+        self._front.attribute(self.module, "_apply", hooks.Apply(self))
+
     def _stand_in_front(self, streamed: list[Streamed]) -> None:
+        if not hooks.stands_first(self.module):  # somebody stepped in front of it: units go there, then it
+            self._front.undo()
         for unit in streamed:
             if isinstance(self._engine, SimulatedEngine):
                 self._engine.guard(unit.block.data, unit.name)
@@ -340,8 +359,7 @@ class Session(Pools, Adapts, Adopts, Values):
             self._reruns.stand_in_front(self.module)
         if isinstance(self._streamer, DiskStreamer) and not decide.compiled(self.module):
             self._streamer.residents.stand_in_front()
-        self._wrapped.forward(self.module, hooks.root_forward(self))
-        self._wrapped.attribute(self.module, "_apply", hooks.Apply(self))
+        self._stand_at_the_root()
         true = hooks.TrueValues(self._streamer, self._names())
         self._state_hooks = [
             self.module.register_state_dict_pre_hook(true.begin),
@@ -394,6 +412,7 @@ class Session(Pools, Adapts, Adopts, Values):
         """
         with self._lock:
             if self._closed:
+                give_back(self._shelf)  # what found no memory last time
                 return
             self._final = self._report()
             self._ungovern()
@@ -413,7 +432,8 @@ class Session(Pools, Adapts, Adopts, Values):
                 del _sessions[part]
 
     def _unbind(self) -> None:
-        """Values that were elsewhere are the module's own again."""
+        """Values that were elsewhere are the module's own again, and calls of it are nobody else's."""
+        self._front.undo()
         give_back(self._shelf)
         if self._checkpoint is not None:
             self._checkpoint.unbind()
@@ -435,9 +455,11 @@ class Session(Pools, Adapts, Adopts, Values):
 
     def _begin(self, compiling: bool = False) -> Any:
         ops.refuse_transforms(type(self.module).__name__)
-        if self._parked:
-            self.unpark()
-        with self._lock:
+        with self._lock:  # whoever lays the weights out anew, or unparks them, is done
+            if self._parked:
+                self.unpark()
+            if self._closed:
+                return None, None
             streamer = self._streamer
             with streamer.lock:
                 if self._packing is not None and self._packing.keep_raw and streamer.idle:
@@ -462,12 +484,17 @@ class Session(Pools, Adapts, Adopts, Values):
             self._placement.pack_anew()
 
     def _again(self, between: Callable[[], None] = lambda: None, retry: bool = False) -> None:
-        """Detach and attach under the present settings; ``between`` runs while detached.
+        """Detach and attach under the present settings; ``between`` runs while detached: where it fails, all is laid out
+        all the same.
 
         ``retry``: whoever calls comes again with other settings where the device's memory does not suffice.
         """
         self._detach(leave=retry and self._simple, keep=True)
-        between()
+        failure: BaseException | None = None
+        try:
+            between()
+        except BaseException as error:
+            failure = error
         if self._laid_open is not None:
             self._laid_open.renew()
         self._engine.trim()  # what the allocator keeps is whole now: the new region must not be cut from the old
@@ -484,6 +511,8 @@ class Session(Pools, Adapts, Adopts, Values):
             self._copies.clear()
             self._unbind()
             raise
+        if failure is not None:
+            raise failure
 
     # -- settings and bytes
 
@@ -511,7 +540,7 @@ class Session(Pools, Adapts, Adopts, Values):
                 carving, plan = self._decide()
                 if self._checkpoint is not None:
                     streamed = wanted_residents(carving, plan)[1]
-                    self._checkpoint.require_ram(self._ram, streamed, plan.staging_bytes)
+                    self._checkpoint.require_ram(self._ram, streamed, plan.staging_bytes, ram is None)
             except BaseException:
                 (self._vram, self._ram), self._among = before, among
                 raise
@@ -584,9 +613,7 @@ class Session(Pools, Adapts, Adopts, Values):
         if isinstance(self._placement, PackedPlacement):
             self._placement.wear()
         self._wrapped = hooks.Wrapped()
-        # Only the root is watched while parked: its next forward brings everything back.
-        self._wrapped.forward(self.module, hooks.root_forward(self))
-        self._wrapped.attribute(self.module, "_apply", hooks.Apply(self))
+        self._stand_at_the_root()  # alone while parked: its next forward brings everything back
         self._closed, self._parked = False, True
         if interrupted is not None:
             raise interrupted

@@ -290,8 +290,8 @@ class Streamer:
             return event
         if unit.wire is not None:
             if self.packed_here.stale(unit):
-                marks = self.packed_here.renew(unit, meter.timing)
-                meter.copied(unit.name, marks, unit.host.numel(), unit.unit.raw_bytes, backward)
+                for marks, nbytes, raw in self.packed_here.renew(unit, meter.timing):
+                    meter.copied(unit.name, marks, nbytes, raw, backward, 0)
             event, times = self.packed_here.unpack(unit, target, after, meter.timing)
             meter.decoded(times)
             return event

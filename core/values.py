@@ -12,13 +12,15 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .attach import Placement
+from .attach import Placement, wanted_residents
 from .checkpoint import Checkpoint, Stand
 from .disk_streamer import DiskStreamer
 from .errors import WeightsError
 from .packing import PackedOwner, PackedTensor
 from .pending import bring_all
+from .plan import Plan
 from .streamer import Streamer
+from .units import Carving
 from .wrapped import LaidOpen
 
 
@@ -32,6 +34,9 @@ class Values:
     _streamer: Streamer
     _lock: threading.RLock
     _parked: bool
+    _carving: Carving
+    plan: Plan
+    _ram: int
     _laid_open: LaidOpen | None
 
     def _need_open(self) -> None:
@@ -100,9 +105,17 @@ class Values:
             self._need_open()
             stand.check(tensor)
             if self._parked:
+                self._checkpoint_has_room(stand)
                 stand.change(tensor)
             elif not (isinstance(self._streamer, DiskStreamer) and self._streamer.take(stand, tensor)):
                 self._again(lambda: stand.change(tensor))  # with a smaller cache
+
+    def _checkpoint_has_room(self, stand: Stand) -> None:
+        """Raises BudgetError where the way back from parking could not be with a value of ``stand`` in host memory."""
+        assert self._checkpoint is not None
+        streamed = wanted_residents(self._carving, self.plan)[1]
+        sizes = [self._checkpoint.wire(unit, self.plan.staging_bytes).nbytes for unit in streamed]
+        self._checkpoint.require_room(stand, self._ram, sizes)
 
     def _tensor(self, name: str) -> torch.Tensor:
         path, _, leaf = name.rpartition(".")

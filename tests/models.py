@@ -346,6 +346,54 @@ class InnerCheckpoint(Net):
         return x
 
 
+WIDE = 128  # features of the models below: weights of 64 KiB and more, which pack
+
+
+class WideBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDE)
+        self.up = nn.Linear(WIDE, 4 * WIDE)
+        self.down = nn.Linear(4 * WIDE, WIDE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class WideAdapted(nn.Module):
+    """A linear with a trainable low-rank part."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 4, bias=False, dtype=base.weight.dtype)
+        self.up = nn.Linear(4, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class WideModel(nn.Module):
+    """Frozen bfloat16 blocks, checkpointed where gradients are; ``adapted``: with trainable low-rank parts."""
+
+    def __init__(self, depth: int = 6, adapted: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WideBlock() for _ in range(depth))
+        self.bfloat16().requires_grad_(False)
+        if adapted:
+            for block in self.blocks:
+                block.up = WideAdapted(block.up)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if torch.is_grad_enabled() else block(x)
+        return x
+
+
+def wide_inputs(seed: int = 0) -> torch.Tensor:
+    return torch.randn(3, WIDE, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
 @dataclass(frozen=True)
 class Case:
     """A model to build and inputs to give it. ``slots``: the least of the largest unit that its use needs."""

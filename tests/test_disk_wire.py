@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import threading
 import time
 import weakref
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,15 @@ def packed_file(model: nn.Module, folder: Path, **options: str) -> Path:
     return folder / "packed.safetensors"
 
 
+def loaded_and_empty(
+    folder: Path, depth: int = 5, passes: int = 3
+) -> tuple[nn.Module, Path, list, nn.Module]:
+    """A model, its packed file, what it computes, and the same on meta to load the file into."""
+    model = stack(depth=depth).eval()
+    path = packed_file(model, folder)
+    return model, path, infer(model, Case, CPU, passes=passes), stack(meta=True, depth=depth).eval()
+
+
 ALL = sum(p.nbytes for p in stack(meta=True).parameters())
 VRAM = ALL * 3 // 5
 RAMS = {"all of it": ALL * 3 // 4, "some": ALL // 3, "two pages": 8192}
@@ -93,10 +104,7 @@ def streams_packed(session: Any) -> None:
 @on_simulated_devices
 @every_ram
 def test_what_streams_packed_computes_what_the_loaded_module_does_in_fewer_bytes(tmp_path, device, ram):
-    model = stack().eval()
-    path = packed_file(model, tmp_path)
-    expected = infer(model, Case, CPU, passes=5)
-    empty = stack(meta=True).eval()
+    model, path, expected, empty = loaded_and_empty(tmp_path, passes=5)
     with carom.stream(empty, device=device, vram=VRAM, weights=path, ram=ram) as session:
         assert_same(expected, infer(empty, Case, CPU, passes=5))
         streams_packed(session)
@@ -209,10 +217,7 @@ def test_lossy_tensors_are_decoded_on_the_host_beside_packed_ones(tmp_path, devi
     "settings", [{"device": "cpu"}, {"device": SimulatedDevice(), "codec": "raw"}], ids=["cpu", "codec=raw"]
 )
 def test_where_the_device_cannot_or_may_not_unpack_the_host_decodes_to_the_same_bits(tmp_path, settings):
-    model = stack().eval()
-    path = packed_file(model, tmp_path)
-    expected = infer(model, Case, CPU)
-    empty = stack(meta=True).eval()
+    _, path, expected, empty = loaded_and_empty(tmp_path)
     with carom.stream(empty, vram=VRAM, weights=path, ram=64 << 10, **settings) as session:
         assert_same(expected, infer(empty, Case, CPU))
         report = session.report()
@@ -221,10 +226,7 @@ def test_where_the_device_cannot_or_may_not_unpack_the_host_decodes_to_the_same_
 
 
 def test_where_vram_has_no_room_to_unpack_the_host_decodes(tmp_path):
-    model = stack().eval()
-    path = packed_file(model, tmp_path)
-    expected = infer(model, Case, CPU)
-    empty = stack(meta=True).eval()
+    _, path, expected, empty = loaded_and_empty(tmp_path)
     device = SimulatedDevice(timing="random")
     with pytest.raises(carom.BudgetError) as refused:
         carom.stream(empty, device=device, vram=0, weights=path, ram=64 << 10)
@@ -236,10 +238,7 @@ def test_where_vram_has_no_room_to_unpack_the_host_decodes(tmp_path):
 
 
 def test_budgets_change_between_steps_and_bounds_hold(tmp_path):
-    model = stack().eval()
-    path = packed_file(model, tmp_path)
-    expected = infer(model, Case, CPU)
-    empty = stack(meta=True).eval()
+    _, path, expected, empty = loaded_and_empty(tmp_path)
     device = SimulatedDevice(timing="random")
     with carom.stream(empty, device=device, vram=VRAM, weights=path, ram=8192) as session:
         for vram, ram in ((VRAM, 200 << 10), (VRAM * 97 // 100, ALL // 2), (VRAM, 8192)):
@@ -262,6 +261,21 @@ def apart(monkeypatch):
     monkeypatch.setattr(attach, "SMALL_UNIT", 512 << 10)
 
 
+def reads_wrong(monkeypatch: Any, at: int, turns: Callable[[int], bool]) -> list[int]:
+    """From now on a bit of the byte ``at`` is read wrong in those of its reads that ``turns`` picks: their numbers."""
+    read_into, reads, wrong = PosixFile.read_into, itertools.count(1), []
+
+    def read(self: Any, buffer: memoryview, offset: int) -> int:
+        got = read_into(self, buffer, offset)
+        if offset <= at < offset + got and turns(turn := next(reads)):
+            wrong.append(turn)
+            buffer[at - offset] ^= 1
+        return got
+
+    monkeypatch.setattr(PosixFile, "read_into", read)
+    return wrong
+
+
 def resident_names(session: Any) -> set[str]:
     return {resident.entry.name for resident in session._placement._residents}
 
@@ -275,10 +289,7 @@ MOST = (
 @pytest.mark.parametrize("ram", [ALL // 3, 64 << 10, 8192], ids=["some", "little", "two pages"])
 def test_residents_come_packed_and_are_unpacked_on_the_device(tmp_path, monkeypatch, apart, device, ram):
     """Nothing that is packed is decoded on the host, and each byte of the file is read once for what stays."""
-    model = stack(depth=8).eval()
-    path = packed_file(model, tmp_path)
-    expected = infer(model, Case, CPU, passes=1)
-    empty = stack(meta=True, depth=8).eval()
+    _, path, expected, empty = loaded_and_empty(tmp_path, depth=8, passes=1)
     monkeypatch.setattr(DiskReader, "_decodes", lambda *_: pytest.fail("decoded on the host"))
     with carom.stream(empty, device=device, vram=MOST, weights=path, ram=ram) as session:
         stays = resident_names(session)
@@ -329,28 +340,18 @@ def test_a_damaged_resident_is_named_by_the_pass_that_needs_it_and_the_next_one_
 
 
 def test_a_resident_that_was_read_wrong_once_is_right_in_the_next_pass(tmp_path, apart, monkeypatch):
-    model = stack(depth=8).eval()
-    path = packed_file(model, tmp_path)
-    expected = infer(model, Case, CPU)
-    empty = stack(meta=True, depth=8).eval()
+    _, path, expected, empty = loaded_and_empty(tmp_path, depth=8)
     with carom.stream(empty, device=SimulatedDevice(), vram=MOST, weights=path, ram=64 << 10) as session:
         name = sorted(n for n in resident_names(session) if n.endswith("up.weight"))[-1]
-    bad, read_into, wrong = open_index(path)[name].file.stored.offset + 90_000, PosixFile.read_into, [0]
-
-    def once(self: Any, buffer: memoryview, offset: int) -> int:
-        got = read_into(self, buffer, offset)
-        if offset <= bad < offset + got and wrong[0] < 1:
-            wrong[0] += 1
-            buffer[bad - offset] ^= 1
-        return got
-
-    monkeypatch.setattr(PosixFile, "read_into", once)
+    wrong = reads_wrong(
+        monkeypatch, open_index(path)[name].file.stored.offset + 90_000, lambda turn: turn == 1
+    )
     empty = stack(meta=True, depth=8).eval()
     with carom.stream(empty, device=SimulatedDevice(), vram=MOST, weights=path, ram=64 << 10):
         with torch.no_grad(), pytest.raises(WeightsError, match=name.replace(".", r"\.")):
             empty(Case.inputs(0, CPU))
         assert_same(expected, infer(empty, Case, CPU))
-    assert wrong[0] == 1
+    assert wrong == [1]
 
 
 # -- damage
@@ -410,25 +411,11 @@ def test_one_flipped_bit_is_an_error_that_names_the_tensor_from_the_pass_that_ne
 @pytest.mark.parametrize("ram", [ALL, 64 << 10], ids=["all of it", "little"])
 def test_what_was_read_wrong_once_is_read_again(tmp_path, monkeypatch, ram):
     """A drive or a cable that gives other bytes, once: an error, and the next pass is right."""
-    model = stack().eval()
-    path = packed_file(model, tmp_path)
-    expected = infer(model, Case, CPU)
+    _, path, expected, empty = loaded_and_empty(tmp_path)
     stored = open_index(path)["blocks.3.up.weight"].file.stored
-    bad = stored.offset + 40_000
-    wrong = [0]
-    read_into = PosixFile.read_into
-
-    def once(self: Any, buffer: memoryview, offset: int) -> int:
-        got = read_into(self, buffer, offset)
-        if offset <= bad < offset + got and wrong[0] < 1:
-            wrong[0] += 1
-            buffer[bad - offset] ^= 1
-        return got
-
-    empty = stack(meta=True).eval()
     with carom.stream(empty, device=SimulatedDevice(), vram=VRAM, weights=path, ram=ram) as session:
         assert any(o.entry.name == stored.name for u in session._placement.streamed for o in u.owners)
-        monkeypatch.setattr(PosixFile, "read_into", once)
+        wrong = reads_wrong(monkeypatch, stored.offset + 40_000, lambda turn: turn == 1)
         failed = 0
         for _ in range(3):
             try:
@@ -437,28 +424,14 @@ def test_what_was_read_wrong_once_is_read_again(tmp_path, monkeypatch, ram):
             except WeightsError as error:
                 assert stored.name in str(error)
                 failed += 1
-        assert wrong[0] == 1 and failed <= 1
+        assert wrong == [1] and failed <= 1
         assert_same(expected, infer(empty, Case, CPU))
 
 
 def test_a_pass_never_computes_with_bytes_that_were_read_wrong(tmp_path, monkeypatch):
-    model = stack().eval()
-    path = packed_file(model, tmp_path)
-    expected = infer(model, Case, CPU, passes=1)[0]
+    _, path, (expected,), empty = loaded_and_empty(tmp_path, passes=1)
     stored = open_index(path)["blocks.3.up.weight"].file.stored
-    bad, read_into = stored.offset + 40_000, PosixFile.read_into
-    turn = [0]
-
-    def sometimes(self: Any, buffer: memoryview, offset: int) -> int:
-        got = read_into(self, buffer, offset)
-        if offset <= bad < offset + got:
-            turn[0] += 1
-            if turn[0] % 3 == 0:
-                buffer[bad - offset] ^= 1
-        return got
-
-    empty = stack(meta=True).eval()
-    monkeypatch.setattr(PosixFile, "read_into", sometimes)
+    reads_wrong(monkeypatch, stored.offset + 40_000, lambda turn: turn % 3 == 0)
     failed = right = 0
     with carom.stream(empty, device=SimulatedDevice(), vram=VRAM, weights=path, ram=64 << 10):
         for _ in range(9):

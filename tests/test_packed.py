@@ -23,10 +23,9 @@ from carom.core.staging import Staging
 from carom.core.store.arena import HostArena
 from carom.core.transfer import make_engine
 from tests_harness import SIMULATED, assert_same, infer, on_every_device, on_some_devices, place, train
+from tests_models import WIDE, WideBlock, WideModel
+from tests_models import wide_inputs as inputs
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-WIDE = 128  # features: weights of 64 KiB and more, which pack
 
 
 @pytest.fixture
@@ -36,53 +35,10 @@ def small(monkeypatch):
     monkeypatch.setattr(packed_tensors, "GAIN", 4.0)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDE)
-        self.up = nn.Linear(WIDE, 4 * WIDE)
-        self.down = nn.Linear(4 * WIDE, WIDE)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Adapted(nn.Module):
-    """A linear with a trainable low-rank part."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 4, bias=False, dtype=base.weight.dtype)
-        self.up = nn.Linear(4, base.out_features, bias=False, dtype=base.weight.dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-class Model(nn.Module):
-    def __init__(self, depth: int = 6, adapted: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.bfloat16().requires_grad_(False)
-        if adapted:
-            for block in self.blocks:
-                block.up = Adapted(block.up)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if torch.is_grad_enabled() else block(x)
-        return x
-
-
-def model_and_copy(**kinds: Any) -> tuple[Model, Model]:
+def model_and_copy(**kinds: Any) -> tuple[WideModel, WideModel]:
     torch.manual_seed(0)
-    model = Model(**kinds)
+    model = WideModel(**kinds)
     return model, copy.deepcopy(model)
-
-
-def inputs(seed: int = 0) -> torch.Tensor:
-    return torch.randn(3, WIDE, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 VRAM = 3 * (8 * WIDE * WIDE * 2 + 8192)
@@ -122,7 +78,7 @@ def test_adapters_train_to_the_same_bits_and_fewer_cross(device, host):
     model, plain = model_and_copy(adapted=True)
     plain.to(where)
 
-    def steps(net: Model) -> list[torch.Tensor]:
+    def steps(net: WideModel) -> list[torch.Tensor]:
         optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
         for seed in range(4):
             net(inputs(seed).to(where)).float().pow(2).mean().backward()
@@ -181,7 +137,7 @@ def test_values_that_are_written_are_those_of_the_next_pass(device, host):
     model, plain = model_and_copy()
     new = torch.randn(4 * WIDE, WIDE).bfloat16()
 
-    def change(net: Model) -> None:
+    def change(net: WideModel) -> None:
         net.blocks[1].up.weight.copy_(new)
         net.blocks[2].up.weight.mul_(2)
         net.blocks[3].up.weight.data += 1
@@ -205,7 +161,7 @@ def test_values_that_are_written_are_those_of_the_next_pass(device, host):
 
 @on_every_device
 def test_a_model_that_writes_to_its_weights_keeps_what_it_wrote(device):
-    class Writes(Block):
+    class Writes(WideBlock):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.up.weight.mul_(0.5)
             return super().forward(x)
@@ -455,7 +411,7 @@ def test_a_short_budget_is_packed_tensor_by_tensor_and_in_large_steps(room, ahea
 
 def test_lossless_with_a_file_says_how_to_pack_it(tmp_path):
     with pytest.raises(UnsupportedError, match="carom pack"):
-        carom.stream(Model(), device="cpu", weights=tmp_path / "x.safetensors", codec="lossless")
+        carom.stream(WideModel(), device="cpu", weights=tmp_path / "x.safetensors", codec="lossless")
 
 
 def test_a_layout_of_plain_bytes_has_the_room_for_unpacking_too(monkeypatch):

@@ -14,7 +14,8 @@ import pytest
 import tests_harness as harness
 import tests_models as models
 import torch
-from carom.core import packed_here, packed_tensors, packing, rerun, streamer
+from carom.core import packed_here, packed_tensors, packing, replan, rerun, streamer
+from carom.core.codec.unit import RawEntry
 from carom.core.plan import Plan, UnitSize, Wish, packed_cost, plan_residency, resident_cost, stay_packed
 from carom.core.plan_search import choose
 from carom.core.predict import Link, Packed, Workload, predict
@@ -23,10 +24,10 @@ from carom.core.simulated import SimulatedRaceError
 from hypothesis import given
 from hypothesis import strategies as st
 from tests_harness import SIMULATED, assert_same, infer, train
+from tests_models import WIDE, WideModel
+from tests_models import wide_inputs as inputs
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-WIDE = 128
 DEVICES = {name: dataclasses.replace(device, unpacks=True) for name, device in SIMULATED.items()}
 on_every_device = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 
@@ -42,88 +43,32 @@ def known(monkeypatch):
     monkeypatch.setattr(Session, "_stays_packed", lambda self: True)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDE)
-        self.up = nn.Linear(WIDE, 4 * WIDE)
-        self.down = nn.Linear(4 * WIDE, WIDE)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Adapted(nn.Module):
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 4, bias=False, dtype=base.weight.dtype)
-        self.up = nn.Linear(4, base.out_features, bias=False, dtype=base.weight.dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-class Model(nn.Module):
-    def __init__(self, depth: int = 8, adapted: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.bfloat16().requires_grad_(False)
-        if adapted:
-            for block in self.blocks:
-                block.up = Adapted(block.up)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if torch.is_grad_enabled() else block(x)
-        return x
-
-
 PAGE = mmap.PAGESIZE
 BLOCK = 8 * WIDE * WIDE * 2 + 2048
 VRAM = 6 * BLOCK  # two slots, two wires of staging, and what is left
 
 
-def model_and_copy(**kinds: Any) -> tuple[Model, Model]:
+def model_and_copy(depth: int = 8, **kinds: Any) -> tuple[WideModel, WideModel]:
     torch.manual_seed(0)
-    model = Model(**kinds)
+    model = WideModel(depth, **kinds)
     return model, copy.deepcopy(model)
 
 
-def inputs(seed: int = 0) -> torch.Tensor:
-    return torch.randn(3, WIDE, generator=torch.Generator().manual_seed(seed)).bfloat16()
+def plan_says_what_stays(session: Session) -> bool:
+    units = {id(unit): index for index, unit in enumerate(session._carving.units)}
+    here = {units[id(unit.unit)] for unit in session._placement.streamed if unit.wire is not None}
+    return session.plan.packed == here and (
+        session.plan.packed_bytes >= session._streamer.packed_here.nbytes
+        and bool(here) == bool(session._streamer.packed_here.nbytes)
+    )
 
 
 # -- the same bits, fewer bytes
 
 
-@on_every_device
-def test_what_stays_packed_does_not_cross_and_more_stays(device, known):
-    model, plain = model_and_copy()
-    with torch.no_grad():
-        expected = plain(inputs())
-        with carom.stream(
-            model, device=dataclasses.replace(device), vram=VRAM, codec="lossless", granularity="block"
-        ) as session:
-            for _ in range(4):
-                assert torch.equal(model(inputs()), expected)
-            report = session.report()
-    assert report.resident_packed_units >= 2 and not session.plan.resident
-    assert report.resident_packed_bytes < 0.75 * report.resident_packed_raw_bytes
-    assert report.resident_packed_units + report.packed_units == report.units == 8
-    wire = report.packed_units * report.resident_packed_bytes / report.resident_packed_units
-    assert abs(report.wire_bytes_per_step - wire) < 0.02 * wire, "what stays must not cross"
-    assert report.transfers_per_weight == 1
-    assert report.vram_peak_bytes <= VRAM
-    with carom.stream(plain, device="cpu", vram=VRAM, codec="lossless", granularity="block") as session:
-        assert report.resident_packed_units > len(session.plan.resident)
-
-
-@on_every_device
-def test_a_model_that_fits_packed_crosses_no_link(device, known):
-    model, plain = model_and_copy(depth=20)
-    vram = int(20 * BLOCK * 0.74 + 4 * BLOCK)
-    assert vram < 20 * BLOCK
+def exact_passes(device: Any, depth: int, vram: int) -> tuple[Any, nn.Module]:
+    """Four passes under ``vram`` give the plain model's bits: the report, and the plain model."""
+    model, plain = model_and_copy(depth=depth)
     with torch.no_grad():
         expected = plain(inputs())
         with carom.stream(
@@ -132,8 +77,30 @@ def test_a_model_that_fits_packed_crosses_no_link(device, known):
             for _ in range(4):
                 assert torch.equal(model(inputs()), expected)
             report = session.report()
-    assert report.resident_packed_units == 20 and report.wire_bytes_per_step == 0
+            assert not session.plan.resident
     assert report.vram_peak_bytes <= vram
+    return report, plain
+
+
+@on_every_device
+def test_what_stays_packed_does_not_cross_and_more_stays(device, known):
+    report, plain = exact_passes(device, 8, VRAM)
+    assert report.resident_packed_units >= 2
+    assert report.resident_packed_bytes < 0.75 * report.resident_packed_raw_bytes
+    assert report.resident_packed_units + report.packed_units == report.units == 8
+    wire = report.packed_units * report.resident_packed_bytes / report.resident_packed_units
+    assert abs(report.wire_bytes_per_step - wire) < 0.02 * wire, "what stays must not cross"
+    assert report.transfers_per_weight == 1
+    with carom.stream(plain, device="cpu", vram=VRAM, codec="lossless", granularity="block") as session:
+        assert report.resident_packed_units > len(session.plan.resident)
+
+
+@on_every_device
+def test_a_model_that_fits_packed_crosses_no_link(device, known):
+    vram = int(20 * BLOCK * 0.74 + 4 * BLOCK)
+    assert vram < 20 * BLOCK
+    report, _ = exact_passes(device, 20, vram)
+    assert report.resident_packed_units == 20 and report.wire_bytes_per_step == 0
 
 
 @on_every_device
@@ -161,7 +128,7 @@ def test_inference_and_training_are_exact(name, device, monkeypatch, known):
 def test_adapters_train_to_the_same_bits(device, monkeypatch, known):
     model, plain = model_and_copy(adapted=True)
 
-    def steps(net: Model) -> list[torch.Tensor]:
+    def steps(net: WideModel) -> list[torch.Tensor]:
         optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
         for seed in range(4):
             net(inputs(seed)).float().pow(2).mean().backward()
@@ -187,7 +154,7 @@ def test_what_was_learnt_decides_whether_units_stay_packed(flops, packed, traine
         decode_bytes_per_second=5e9, unpacks=True,
     )  # fmt: skip
 
-    def step(net: Model, seed: int) -> torch.Tensor:
+    def step(net: WideModel, seed: int) -> torch.Tensor:
         with torch.set_grad_enabled(trained and packed):  # backwards take this device no time
             out = net(inputs(seed))
             if trained and packed:
@@ -207,6 +174,56 @@ def test_what_was_learnt_decides_whether_units_stay_packed(flops, packed, traine
         report = session.report()
     assert (report.resident_packed_units > 0) == packed
     assert report.vram_peak_bytes <= 2 * VRAM
+
+
+@on_every_device
+@pytest.mark.parametrize("share", [6, 8, 10])
+def test_of_what_trains_and_stays_packed_only_what_trains_crosses_and_once_a_step(device, share, known):
+    """LoRA weights that stream with their blocks: the optimizer changes them on the host, and nothing else of a unit."""
+    model, plain = model_and_copy(depth=12, adapted=True)
+    device = dataclasses.replace(
+        device, flops=1e15, link_bytes_per_second=1e9, copy_latency_seconds=0, kernel_seconds=1e-6,
+        decode_bytes_per_second=5e9,
+    )  # fmt: skip
+
+    def steps(net: WideModel) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+        for seed in range(8):
+            net(inputs(seed)).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in net.parameters() if p.requires_grad]
+
+    expected = steps(plain)
+    with carom.stream(
+        model,
+        device=device,
+        vram=share * BLOCK,
+        codec="lossless",
+        granularity="block",
+        training="stream",
+    ) as session:
+        assert_same(expected, steps(model))
+        report, streamed, learnt = session.report(), session._placement.streamed, session._learn()
+        here = [unit for unit in streamed if unit.wire is not None]
+        assert len(here) >= 3 and all(unit.trainable for unit in here)
+        beside = sum(e.nbytes for unit in here for e in unit.decoder.entries if isinstance(e, RawEntry))
+        assert 0 < beside < 0.05 * sum(unit.host.numel() for unit in here)
+        assert report.vram_peak_bytes <= share * BLOCK
+        assert learnt is not None and report.transfers_per_weight <= 2
+        pieces = replan.pieces(session._carving)
+        packed = {
+            index: Packed(0 if unit.wire is not None else unit.host.numel(), unit.nbytes / 5e9)
+            for index, unit in zip(session._streamed(), streamed, strict=True)
+        }
+        found = predict(
+            [piece.nbytes for piece in pieces], session.plan.resident, session.plan.region_bytes,
+            learnt.workload(pieces, replan.blocks(model)), Link(1e9, 0.0), packed=packed,
+        )  # fmt: skip
+        assert found.wire_bytes == pytest.approx(report.wire_bytes_per_step, rel=0.01)
+        assert found.transfers == report.transfers_per_weight * (len(streamed) - len(here))
+        if device.timing == "late":
+            assert found.seconds == pytest.approx(report.step_seconds, rel=0.08)
 
 
 @pytest.mark.parametrize("budget", [2, 3])
@@ -240,7 +257,7 @@ def test_values_that_are_written_are_those_of_the_next_pass(device, host, known)
     new = torch.randn(4 * WIDE, WIDE).bfloat16()
     hard = torch.randint(-(1 << 14), 1 << 14, (4 * WIDE, WIDE), dtype=torch.int16).view(torch.bfloat16)
 
-    def change(net: Model, value: torch.Tensor) -> None:
+    def change(net: WideModel, value: torch.Tensor) -> None:
         for block in net.blocks:
             block.up.weight.copy_(value)
         net.blocks[2].down.weight.mul_(2)
@@ -266,6 +283,7 @@ def test_values_that_are_written_are_those_of_the_next_pass(device, host, known)
             for _ in range(3):
                 assert torch.equal(model(inputs()).view(torch.int16), plain(inputs()).view(torch.int16))
             assert session.report().vram_peak_bytes <= VRAM
+            assert plan_says_what_stays(session)
     assert_same(list(plain.parameters()), list(model.parameters()))
 
 
@@ -326,8 +344,11 @@ def test_what_stays_packed_gives_way_when_memory_runs_short(known):
         before, held = session.report(), session._held_bytes()
         reruns = rerun.Reruns(session._engine, session._streamer, session._placement, [], [], lambda: None)
         assert reruns._least > 0
+        packed = session.plan.packed
         freed = reruns._evict(1)
         assert freed > 0 and session._held_bytes() == held - freed
+        assert len(packed - session.plan.packed) == 1 and plan_says_what_stays(session)
+        assert session.plan.packed_bytes == session._streamer.packed_here.nbytes
         for _ in range(2):
             assert torch.equal(model(inputs()), expected)
         after = session.report()
@@ -345,7 +366,7 @@ def test_a_unit_is_unpacked_only_after_its_slot_was_read(device, monkeypatch, kn
     def forgets(self: Any, decoder: Any, wire: Any, target: Any, after: Any, timed: bool) -> Any:
         return found(self, decoder, wire, target, (), timed)
 
-    engine = type(carom.stream(Model(), device=dataclasses.replace(device), vram=VRAM)._engine)
+    engine = type(carom.stream(WideModel(), device=dataclasses.replace(device), vram=VRAM)._engine)
     found = engine.decode
     monkeypatch.setattr(engine, "decode", forgets)
     monkeypatch.setattr(streamer.Streamer, "late", lambda self, unit: False)
@@ -463,6 +484,7 @@ def test_what_stays_packed_and_comes_to_cross_as_it_is_leaves_the_device(device,
                 session._placement.unpack(session._streamer, session._placement.streamed)
             report = session.report()
             assert (report.resident_packed_units, report.packed_units) == (0, 0)
+            assert plan_says_what_stays(session)
             assert report.waiting_bytes == report.streamed_bytes
             for _ in range(2):
                 assert torch.equal(model(inputs()), expected)

@@ -9,6 +9,9 @@ import time
 import carom
 import pytest
 import torch
+from carom.core.runs import Runs
+from carom.core.session import Session
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -383,3 +386,90 @@ def test_sessions_of_two_models_in_two_threads(device):
         return run
 
     together(worker(first), worker(second))
+
+
+# -- a model that is parked, or laid out anew
+
+
+@pytest.mark.parametrize("fetched", ["before", "meanwhile"])
+@pytest.mark.parametrize("how", ["unpark", "layout"])
+@pytest.mark.parametrize("stored", [False, True], ids=["module", "file"])
+def test_a_call_waits_while_another_thread_brings_the_weights(
+    tmp_path, monkeypatch, device, how, stored, fetched
+):
+    model, plain = pair()
+    options = {"device": device, "vram": part(model, 0.5)}
+    if stored:
+        save_file(plain.state_dict(), tmp_path / "m.safetensors")
+        model = Model().to("meta").requires_grad_(False)
+        options |= {"weights": tmp_path / "m.safetensors", "ram": part(plain, 0.7)}
+    expected, found, here, begun = plain(X), [], threading.Event(), []
+    with torch.no_grad(), carom.stream(model, **options) as session:
+        assert torch.equal(model(X), expected)
+        if how == "unpark":
+            session.park()
+        attach, root_begins = Session._attach, Runs.root_begins
+        stale = model.forward
+
+        def slowly(self):
+            here.set()
+            time.sleep(0.3)
+            attach(self)
+
+        def counted(self):
+            begun.append(threading.get_ident())
+            root_begins(self)
+
+        def call(forward):
+            with torch.no_grad():
+                found.append(forward(X))
+
+        monkeypatch.setattr(Session, "_attach", slowly)
+        monkeypatch.setattr(Runs, "root_begins", counted)
+        target = (
+            (lambda: call(model)) if how == "unpark" else (lambda: session.set_budget(vram=part(plain, 0.6)))
+        )
+        one = threading.Thread(target=target)
+        one.start()
+        assert here.wait(20)
+        other = threading.Thread(target=call, args=(stale if fetched == "before" else model,))
+        other.start()
+        one.join(30), other.join(30)
+        calls = 2 if how == "unpark" else 1
+        assert len(found) == len(begun) == calls
+        assert all(torch.equal(one, expected) for one in found)
+    assert "forward" not in vars(model)
+
+
+def test_a_call_that_waited_for_a_close_is_the_modules_own(monkeypatch):
+    model, plain = pair()
+    session, found, here = carom.stream(model, device="cpu", vram=part(model, 0.5)), [], threading.Event()
+    detach = Session._detach
+
+    def slowly(self, *args, **kwargs):
+        here.set()
+        time.sleep(0.2)
+        detach(self, *args, **kwargs)
+
+    monkeypatch.setattr(Session, "_detach", slowly)
+    closing = threading.Thread(target=session.close)
+    closing.start()
+    assert here.wait(20)
+    calling = threading.Thread(target=lambda: found.append(model(X)))
+    calling.start()
+    closing.join(30), calling.join(30)
+    assert torch.equal(found[0], plain(X))
+
+
+def test_a_front_that_somebody_stepped_before_is_not_called_twice(device):
+    model, plain = pair()
+    with torch.no_grad(), carom.stream(model, device=device, vram=part(model, 0.5)) as session:
+        inner, calls = model.forward, []
+        model.forward = lambda x: calls.append(1) or inner(x)
+        for fraction in (0.4, 0.6, 0.5):
+            session.set_budget(vram=part(plain, fraction))
+            assert torch.equal(model(X), plain(X))
+        assert len(calls) == 3
+        session.park()
+        assert torch.equal(model(X), plain(X)) and len(calls) == 4
+    assert torch.equal(model(X), plain(X)) and len(calls) == 5

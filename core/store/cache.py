@@ -206,6 +206,8 @@ class HostCache:
         with self._cond:
             for buffer in self._buffers:
                 buffer.block.unpin()
+                # What was cancelled knows its buffer: its memory must not wait for the garbage collector.
+                buffer.error, buffer.handles = None, []
             self._buffers.clear()
             self._where.clear()
             self._held = 0
@@ -432,4 +434,4 @@ def _error_of(handle: SubmittedRead | None) -> BaseException | None:
     try:
         return None if handle is None else handle.exception(0)
     except (CancelledError, TimeoutError) as error:
-        return error
+        return error.with_traceback(None)  # its frames would keep the buffer
