@@ -66,7 +66,7 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
                 carving,
                 settings,
                 grain,
-                functools.partial(_plan, problem(carving, settings, grain), carving, settings, grain),
+                functools.partial(by_rule, problem(carving, settings, grain), carving, settings, grain),
             )
         except BudgetError as reason:
             error = reason
@@ -82,7 +82,7 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
 def plan_within(carving: Carving, settings: Settings, grain: int) -> Plan:
     """A plan by the rule for units that are carved already. Raises BudgetError."""
     given = problem(carving, settings, grain)
-    return with_staging(carving, settings, grain, functools.partial(_plan, given, carving, settings, grain))
+    return with_staging(carving, settings, grain, functools.partial(by_rule, given, carving, settings, grain))
 
 
 def compiled(module: nn.Module) -> bool:
@@ -135,33 +135,45 @@ def problem(carving: Carving, settings: Settings, grain: int) -> Problem:
         )
         for unit in carving.units
     ]
-    return Problem(units, fixed, _wish(carving))
+    return Problem(units, fixed, _wish(carving, settings.packs))
 
 
-def with_staging(carving: Carving, settings: Settings, grain: int, plan: Callable[[int, bool], Plan]) -> Plan:
+def with_staging(
+    carving: Carving,
+    settings: Settings,
+    grain: int,
+    plan: Callable[[int, bool], Plan],
+    rule: Callable[[int, bool], Plan] | None = None,
+) -> Plan:
     """``plan(vram, packed)`` with room for packed weights to be decoded in, where they are to be, some stream, and it is
-    there: two of the largest wires, so that one is copied while the other is decoded, or one. With it units may stay ``packed``."""
-    whole = plan(settings.vram, False)
-    if not settings.packs or whole.all_resident:
-        return whole
-    if settings.staged is None:
-        wire = round_up(int(carving.largest * EXPECTED), ALIGN)
-    else:
-        wire = round_up(max(map(settings.staged, carving.units), default=0), ALIGN)
-        if not wire:
-            return whole
-    for staging in (round_up(2 * wire, grain), round_up(wire, grain)):
-        if staging < settings.vram:
+    there: two of the largest wires, so that one is copied while the other is decoded, or one. With it units may stay ``packed``.
+    ``rule``: the same in no time, where ``plan`` is a search; it tells whether there is something to search for."""
+    whole = (rule or plan)(settings.vram, False)
+    if settings.packs and not whole.all_resident:
+        for staging in _staging(carving, settings, grain):
             try:
                 found = plan(settings.vram - staging, True)
             except BudgetError:
                 continue
             if found.slots >= min(2, whole.slots):
                 return replace(found, vram_budget_bytes=settings.vram, staging_bytes=staging)
-    return whole
+    return whole if rule is None else plan(settings.vram, False)
 
 
-def _plan(given: Problem, carving: Carving, settings: Settings, grain: int, vram: int, packed: bool) -> Plan:
+def _staging(carving: Carving, settings: Settings, grain: int) -> list[int]:
+    """Bytes that packed weights could be decoded in within the budget, the best first."""
+    if settings.staged is None:
+        wire = round_up(int(carving.largest * EXPECTED), ALIGN)
+    else:
+        wire = round_up(max(map(settings.staged, carving.units), default=0), ALIGN)
+    sizes = (round_up(2 * wire, grain), round_up(wire, grain)) if wire else ()
+    return [size for size in sizes if size < settings.vram]
+
+
+def by_rule(
+    given: Problem, carving: Carving, settings: Settings, grain: int, vram: int, packed: bool
+) -> Plan:
+    """Raises BudgetError."""
     among = settings.among
     names = {unit.name: index for index, unit in enumerate(carving.units)}
     # Units that are carved otherwise than those that were named are chosen from freely.
@@ -169,10 +181,11 @@ def _plan(given: Problem, carving: Carving, settings: Settings, grain: int, vram
     return plan_residency(given.units, vram, given.fixed, given.wish, grain, chosen, packed)
 
 
-def _wish(carving: Carving) -> Wish:
-    """Bytes kept at a turn are as good as resident, so training takes three blocks; forwards alone take one."""
+def _wish(carving: Carving, packs: bool) -> Wish:
+    """Bytes kept at a turn are as good as resident, so training takes three blocks; forwards alone take one, and half of
+    one where weights cross packed: they wait for the staging buffer, not for a slot."""
     if not carving.split_bytes:
         return Wish(3 if carving.adapters else 2)
     block = carving.split_bytes
     training = bool(carving.adapters) or any(e.trainable for unit in carving.units for e in unit.entries)
-    return Wish(2, 3 * block if training else block)
+    return Wish(2, 3 * block if training else block // 2 if packs else block)

@@ -268,16 +268,23 @@ class Session(Pools, Adapts, Adopts, Values):
             with contextlib.suppress(BudgetError):
                 return self._carving, decide.plan_within(self._carving, chosen, grain)
         # The search takes tenths of a second; two models that take turns ask for the same budgets again and again.
-        policy = self._packing and dataclasses.replace(self._packing, auto=False)
-        asked = (self._vram, policy, frozenset(self._stay))
-        known = self._searched.get(asked)
+        known = self._searched.get(self._search_key())
         if known is not None and known[0] is self._learnt and stands(known[1], self.module):
             return known[1], known[2]
         carving, plan = replan.decide_with(self.module, chosen, grain, self._learnt)
+        self._remember(self._learnt, carving, plan)
+        return carving, plan
+
+    def _search_key(self) -> tuple[Any, ...]:
+        """What a search depends on, beside what was learnt and the module."""
+        policy = self._packing and dataclasses.replace(self._packing, auto=False)
+        return self._vram, policy, frozenset(self._stay)
+
+    def _remember(self, learnt: Learnt, carving: Carving, plan: Plan) -> None:
+        """What was searched for the present settings by what was ``learnt``."""
         if len(self._searched) >= _SEARCHED:
             self._searched.clear()
-        self._searched[asked] = self._learnt, carving, plan
-        return carving, plan
+        self._searched[self._search_key()] = learnt, carving, plan
 
     def _settings(self, known: bool = False) -> decide.Settings:
         """What a layout is asked for; ``known``: times are, whether or not they are taken already."""

@@ -17,7 +17,9 @@ from . import decide, replan
 from .checkpoint import Checkpoint
 from .learn import Learnt, learn
 from .meter import Meter
+from .plan import Plan
 from .recode import Recodes
+from .units import Carving
 
 logger = logging.getLogger("carom")
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
@@ -46,6 +48,9 @@ class Tunes(Recodes):
         raise NotImplementedError
 
     def _need_open(self) -> None:
+        raise NotImplementedError
+
+    def _remember(self, learnt: Learnt, carving: Carving, plan: Plan) -> None:
         raise NotImplementedError
 
     def _detach_for_parking(self) -> None:
@@ -143,6 +148,7 @@ class Tunes(Recodes):
 
     def _relay(self, advice: replan.Advice) -> None:
         logger.info("carom: a step is predicted to be %.3g s faster with another layout", advice.saves)
+        self._remember(self._candidate, advice.carving, advice.plan)  # or it is searched for once more
         self._take(self._candidate)
 
     def _take(self, learnt: Learnt) -> None:

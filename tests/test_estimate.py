@@ -53,8 +53,8 @@ def test_an_estimate_is_near_what_the_replay_says(problem):
         for unit, size in enumerate(sizes)
     ]  # fmt: skip
     found = estimate([(use.unit, use.seconds) for use in work.uses()], crossings, region, cycles=4)
-    # A ring has no gaps between slots, which cost a region of few and differing slots something.
-    assert 0.7 * exact <= found <= 1.05 * exact
+    # A ring has no gaps between slots, and keeps nothing that was used: of few units either may weigh something.
+    assert 0.7 * exact <= found <= 1.25 * exact
 
 
 def test_estimates_of_many_problems_are_right_on_average():

@@ -117,6 +117,39 @@ def test_a_session_takes_a_faster_layout_by_itself_once_it_pays(monkeypatch):
         assert session.plan != held and after.predicted_seconds == pytest.approx(after.step_seconds, rel=0.03)
 
 
+def test_what_was_found_is_not_searched_for_again_when_it_is_taken(monkeypatch):
+    net, simulated, vram = uneven()
+    searches = []
+    search = replan.decide_with
+    monkeypatch.setattr(replan, "decide_with", lambda *given: (searches.append(1), search(*given))[1])
+    with carom.stream(net, device=simulated, vram=vram, granularity="block") as session:
+        for _ in range(8):
+            step(net, False)
+        searches.clear()
+        assert session.tune() and searches == [1]
+
+
+def test_a_change_counts_what_it_brings_to_the_host():
+    """Residents that leave, and what is cut otherwise: in memory that was never used and is pinned for the first time."""
+    net, simulated, vram = uneven()
+    with carom.stream(net, device=simulated, vram=vram, granularity="block") as session:
+        for _ in range(8):
+            step(net, False)
+        advice = session._advice()
+        before, after = session.plan, advice.plan
+        leaving = [unit for unit in before.resident if unit not in after.resident]
+        nbytes = sum(entry.nbytes for unit in leaving for entry in session._carving.units[unit].entries)
+        assert leaving and replan._leaving(session._carving, before, advice.carving, after) == nbytes
+        assert advice.move > nbytes / replan.HOSTING
+        # The same weights cut into parts: all that streams gets another place.
+        settings = dataclasses.replace(session._settings(known=True), granularity="phase")
+        parts = decide.cut(net, settings, None)
+        streamed = [unit for index, unit in enumerate(session._carving.units) if index not in before.resident]
+        none = dataclasses.replace(before, resident={})
+        moved = replan._leaving(session._carving, before, parts, none)
+        assert moved >= 0.9 * sum(unit.nbytes for unit in (*streamed, *parts.units[:0]))
+
+
 def test_a_change_waits_until_it_has_paid_for_itself(monkeypatch):
     net, simulated, vram = uneven()
     moved = []
