@@ -148,14 +148,17 @@ def with_staging(
     """``plan(vram, packed)`` with room for packed weights to be decoded in, where they are to be, some stream, and it is
     there: two of the largest wires, so that one is copied while the other is decoded, or one. With it units may stay ``packed``.
     ``rule``: the same in no time, where ``plan`` is a search; it tells whether there is something to search for."""
-    whole = (rule or plan)(settings.vram, False)
+    quick = rule or plan
+    whole = quick(settings.vram, False)
     if settings.packs and not whole.all_resident:
         for staging in _staging(carving, settings, grain):
             try:
-                found = plan(settings.vram - staging, True)
+                found = quick(settings.vram - staging, True)
             except BudgetError:
                 continue
             if found.slots >= min(2, whole.slots):
+                if rule is not None:
+                    found = plan(settings.vram - staging, True)
                 return replace(found, vram_budget_bytes=settings.vram, staging_bytes=staging)
     return whole if rule is None else plan(settings.vram, False)
 

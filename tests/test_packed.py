@@ -385,9 +385,9 @@ def test_an_automatic_session_unpacks_what_need_not_be_packed(flops, stays, monk
             assert torch.equal(model(inputs()), expected)
         session.tune()
         assert torch.equal(model(inputs()), expected)
-        after = session.report().packed_units
-    assert before > 0
-    assert after == before if stays else after == 0
+        after, streamed = session.report().packed_units, len(session._placement.streamed)
+    assert before > 0 and streamed >= before - 1  # it may have found room for another resident
+    assert after == streamed if stays else after == 0
     assert_same(list(plain.parameters()), list(model.parameters()))
 
 
