@@ -112,8 +112,7 @@ class Streamer:
 
     def _acquire(self, unit: Streamed, backward: bool) -> Slot:
         with self.lock:
-            if self.closed:
-                raise CaromError(f"unit {unit.name!r} is needed, but its session was closed")
+            self._need_open(unit)
             if self.held or self.backward.reading:
                 self.settle(unit)
             foreseen = self.order.access(unit.index, backward, ops.in_backward())
@@ -222,12 +221,18 @@ class Streamer:
 
     # -- fetching
 
+    def _need_open(self, unit: Streamed) -> None:
+        if self.closed:
+            raise CaromError(f"unit {unit.name!r} is needed, but its session was closed")
+
     def _fetch(self, unit: Streamed) -> Slot:
         """Bring a unit that is needed now, at the cost of anything that is not in use."""
         place = self.region.place(unit.nbytes, self.ahead.uses())
         give_up = self._waiting.patience()
         while place is None:
-            if not self._freed_soon(give_up):
+            freed = self._freed_soon(give_up)
+            self._need_open(unit)  # the region went while this thread slept
+            if not freed:
                 raise BudgetError(self._no_room(unit))
             if unit.slot is not None:  # another thread wanted the same unit
                 return unit.slot
@@ -411,6 +416,7 @@ class Streamer:
         with self.lock:
             self.engine.synchronize()
             self.closed = True
+            self._waiting.slot_freed()  # whoever waits for one is told that there will be none
             self.runs.close()
             self.backward.close()
             self._landings.close()

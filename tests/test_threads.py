@@ -14,6 +14,7 @@ from carom.core.session import Session
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.timeout(60)
@@ -292,6 +293,64 @@ def test_two_threads_that_train_on_inputs_of_their_own(device, kind):
 
         together(*(worker(x, want) for x, want in zip(inputs, wanted, strict=True)))
         assert_idle(live)
+
+
+@pytest.mark.parametrize("other", ["drops", "takes"])
+def test_a_view_that_another_thread_drops_or_takes_while_one_is_made_is_counted_right(device, other):
+    model, _ = pair()
+    with carom.stream(model, device=device, vram=part(model, 0.7)) as live:
+        infer(model)
+        inner = live._streamer
+        slot = inner.region.slots[0]
+        views = inner.views(slot)
+        elsewhere = [views.base.detach()] if other == "drops" else []
+
+        class AnotherThread(TorchDispatchMode):
+            """At work between the two halves of making a view, as autograd's kernels are: they hold no lock of Python's."""
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                made = func(*args, **(kwargs or {}))
+                if func is torch.ops.aten.as_strided.default:
+                    if other == "drops":
+                        elsewhere.clear()
+                    else:
+                        elsewhere.append(views.base.detach())
+                return made
+
+        with AnotherThread():
+            views.view((torch.float32, (4, 4), (4, 1), 0))
+        assert views.kept_elsewhere() == bool(elsewhere) == (other == "takes")
+        elsewhere.clear()
+        assert not views.kept_elsewhere()
+
+
+def test_a_session_that_closes_while_a_thread_waits_for_a_slot_tells_it(device):
+    model, twin = pair()
+    want, errors = infer(twin), []
+
+    def sample():
+        with pytest.raises(carom.CaromError, match="closed") as caught:
+            infer(model)
+        errors.append(caught.value)
+
+    with carom.stream(model, device=device, vram=part(model, 0.7)) as live:
+        infer(model)
+        inner = live._streamer
+        slots = []
+        while unused := [slot for slot in inner.region.slots if not slot.users]:
+            slots.append(inner.acquire(unused[0].unit))
+        thread = threading.Thread(target=sample, daemon=True)
+        thread.start()
+        limit = time.monotonic() + 20
+        while not inner._waiting._sleeping and time.monotonic() < limit:
+            time.sleep(0.001)
+        assert inner._waiting._sleeping
+        live.close()
+        for slot in slots:  # what that thread waited for
+            inner.release(slot)
+        thread.join(10)
+        assert not thread.is_alive() and len(errors) == 1
+    assert torch.equal(infer(model), want)
 
 
 def test_a_state_dict_taken_while_another_thread_infers_has_true_values(device):
