@@ -42,6 +42,7 @@ class Advice:
     move: float
     reason: str  # why not to take it, "" when it is worth while
     understood: bool  # whether the present step takes about what is predicted for it
+    searched: bool = False  # whether ``plan`` was found, and is not the present one
 
     @property
     def steps(self) -> float:
@@ -207,7 +208,7 @@ def advise(
     move += _crossing(carving, plan, new_carving, new) / learnt.link.bytes_per_second
     move += _leaving(carving, plan, new_carving, new) / HOSTING
     reason = nothing if saves < WORTH * now else ""
-    return Advice(new_carving, new, now, saves, move, reason, understood=True)
+    return Advice(new_carving, new, now, saves, move, reason, understood=True, searched=True)
 
 
 def _residents(carving: Carving, plan: Plan) -> dict[frozenset[str], int]:

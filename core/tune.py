@@ -36,9 +36,14 @@ class Tunes(Recodes):
     _parked: bool
     _learnt: Learnt | None
     _tune_at: float  # measured steps after which the layout is thought over
+    _found: tuple[Any, replan.Advice] | None = None  # of a placement: a layout that has not paid for itself yet
 
     @property
     def _simple(self) -> bool:
+        raise NotImplementedError
+
+    @property
+    def _trains(self) -> bool:
         raise NotImplementedError
 
     def _settings(self, known: bool = False) -> decide.Settings:
@@ -66,8 +71,13 @@ class Tunes(Recodes):
                 return
             if self._placement is not before:  # laid out plain
                 return
+            found, self._found = self._found, None
             try:
-                advice = self._advice(self._meter.steps)
+                # What was found, and had not paid for itself yet, is not searched for again.
+                if found is not None and found[0] is before and self._candidate.train == self._trains:
+                    advice: replan.Advice | None = found[1]
+                else:
+                    advice = self._advice(self._meter.steps)
             except Exception as error:  # advice is a service: without it the step goes on as it is
                 logger.warning("carom: the steps so far cannot be planned with: %s", error)
                 return
@@ -80,6 +90,7 @@ class Tunes(Recodes):
                 elif self._meter.settled < _TUNE_LAST:  # the first steps are the least steady ones
                     self._tune_at = 4 * self._meter.settled
                 return
+            self._found = (before, advice) if advice.searched else None
             if self._meter.steps < advice.steps:
                 self._tune_at = self._meter.settled + advice.steps - self._meter.steps
             elif self._streamer.unreferenced:
