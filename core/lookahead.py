@@ -51,13 +51,12 @@ class LookAhead:
         self._known: dict[Any, _Decision] = {}
         self._lie: tuple[int, ...] | None = None  # the keys of the region's slots; None: to be asked for
         self._epoch = -1  # of the order, whose period they are of
-        self._changes = 0  # of what lies in the region
         self.found = 0  # decisions that were found again
+        self.busy = False  # slots are being filled: a use that ends just then (the collector's doing) asks for nothing
 
     def changed(self) -> None:
         """What lies in the region is another: there may be room."""
         self._stuck = self._lie = None
-        self._changes += 1
 
     def still_stuck(self, released: Slot) -> bool:
         """Whether looking ahead would end where it did last: what gave up no slot then gives up none now."""
@@ -93,6 +92,15 @@ class LookAhead:
 
     def look(self) -> None:
         """Ask for what is expected next."""
+        if self.busy:
+            return
+        self.busy = True
+        try:
+            self._look()
+        finally:
+            self.busy = False
+
+    def _look(self) -> None:
         streamer = self._streamer
         self._stuck = None
         # In backward a unit's recomputation is followed by its gradients, whether or not that is learnt yet.
@@ -124,14 +132,9 @@ class LookAhead:
     def _again(self, known: _Decision, guarded: Slot | None) -> None:
         streamer = self._streamer
         at, epoch, slots = streamer.order.at, streamer.order.epoch, streamer.region.slots
-        changes = self._changes
         for unit, offset, victims, distance in known.fills:
-            if self._changes != changes:  # a use ended meanwhile: the collector found the last that kept it
-                self._decide(guarded)
-                return
             slot = streamer.fill(unit, offset, [slots[place] for place in victims])
             slot.next_place, slot.epoch = at + distance, epoch
-            changes = self._changes
         self._lie = known.after
         if known.stuck is not None:
             self._stuck = epoch, at + known.stuck, guarded

@@ -302,12 +302,13 @@ def choose(
     grain: int = 512,
     work: int = WORK,
     unpacking: float | None = None,
+    two_slots: bool = False,
 ) -> tuple[Plan, Prediction]:
     """The plan for ``budget`` device bytes whose predicted step is shortest, and that prediction.
 
     ``unpacking``: bytes/s at which the device unpacks what crosses or stays packed, of which ``workload`` knows nothing;
-    None: nothing is. Raises BudgetError as `plan_residency` does, whose plan is the first candidate: the choice is never
-    worse.
+    None: nothing is. ``two_slots``: at least, where the rule finds room for them. Raises BudgetError as `plan_residency`
+    does, whose plan is the first candidate: the choice is never worse.
     """
     seconds = [unit.nbytes / unpacking if unpacking and unit.packed else 0.0 for unit in units]
     packs = [index for index, unit in enumerate(units) if unpacking and unit.packed]
@@ -317,7 +318,9 @@ def choose(
         some = [replace(unit, packed=unit.packed if i in way else 0) for i, unit in enumerate(units)]
         spend = work // len(ways)
         found.append(
-            _choose(some, budget, fixed_bytes, workload, link, wish or Wish(), grain, spend, seconds)
+            _choose(
+                some, budget, fixed_bytes, workload, link, wish or Wish(), grain, spend, seconds, two_slots
+            )
         )
         if found[0][0].all_resident:
             break
@@ -326,7 +329,7 @@ def choose(
 
 def _choose(
     units: Sequence[UnitSize], budget: int, fixed_bytes: int, workload: Workload, link: Link, wish: Wish, grain: int,
-    work: int, unpacking: Sequence[float],
+    work: int, unpacking: Sequence[float], two_slots: bool,
 ) -> tuple[Plan, Prediction]:  # fmt: skip
     """What packs stays packed; ``unpacking``: seconds by unit."""
     rule = plan_residency(units, budget, fixed_bytes, wish, grain, packed=True)
@@ -338,7 +341,7 @@ def _choose(
         index for index, unit in enumerate(units) if index in rule.resident and (unit.loose or not unit.block)
     )
     # What is unpacked into the only slot there is waits for its reader: two, as `decide.with_staging` wants them.
-    slots = min(2, rule.slots) if any(unpacking) else 1
+    slots = min(2, rule.slots) if two_slots or any(unpacking) else 1
     search = _Search(units, budget - fixed_bytes, grain, workload, link, work, unpacking, kept, slots)
     search.guesses = work * GUESSES
     search.try_({*rule.resident, *rule.packed})

@@ -83,7 +83,7 @@ def decide_with(
         def plan(vram: int, packed: bool, given: decide.Problem = given, work: Workload = work) -> Plan:
             plan, found = choose(
                 given.units, vram, given.fixed, work, learnt.link, wish=given.wish, grain=grain,
-                unpacking=settings.unpacking if packed else None,
+                unpacking=settings.unpacking if packed else None, two_slots=packed,
             )  # fmt: skip
             seconds = max(found.seconds, learnt.issuing(_uses(work, plan)))
             return replace(plan, predicted_seconds=seconds)

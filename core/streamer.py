@@ -238,7 +238,11 @@ class Streamer:
                 return unit.slot
             self.settle(unit)
             place = self.region.place(unit.nbytes, self.ahead.uses())
-        return self.fill(unit, *place)
+        self.ahead.busy = True
+        try:
+            return self.fill(unit, *place)
+        finally:
+            self.ahead.busy = False
 
     def _freed_soon(self, give_up: float) -> bool:
         """Wait for another thread's slot; False when none will be freed by waiting."""
@@ -263,9 +267,9 @@ class Streamer:
             self._tails += [
                 (low, high, tail[2]) for low, high in ((tail[0], offset), (end, tail[1])) if low < high
             ]
+        self.ahead.changed()
         self.region.add(slot)
         unit.slot = slot
-        self.ahead.changed()
         return slot
 
     def _bring(self, unit: Streamed, target: torch.Tensor, after: list[Any]) -> Any:
@@ -322,12 +326,12 @@ class Streamer:
         return self.packed_here.leave(wanted, lambda unit: self.order.next_place(unit.index))
 
     def _evict(self, slot: Slot) -> None:
+        self.ahead.changed()
         self.region.remove(slot)
         # What was not read may still be on its way: copies are in order among themselves, but not with what is unpacked.
         self._tails.append((slot.offset, slot.end, list(slot.reads.values()) or [slot.copied]))
         if slot.unit.slot is slot:
             slot.unit.slot = None
-        self.ahead.changed()
         self.engine.freed(self.memory, slot.offset, slot.end)
 
     def _still_stuck(self, released: Slot) -> bool:
@@ -377,6 +381,8 @@ class Streamer:
 
     def free_all(self) -> None:
         """End every use: what was under way has been given up."""
+        self.ahead.changed()
+        self.ahead.busy = False
         for slot in self.region.slots:
             if slot.users:
                 slot.users = 0

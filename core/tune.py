@@ -36,7 +36,8 @@ class Tunes(Recodes):
     _parked: bool
     _learnt: Learnt | None
     _tune_at: float  # measured steps after which the layout is thought over
-    _found: tuple[Any, replan.Advice] | None = None  # of a placement: a layout that has not paid for itself yet
+    # Of a placement: a layout that has not paid for itself yet.
+    _found: tuple[Any, replan.Advice] | None = None
 
     @property
     def _simple(self) -> bool:
