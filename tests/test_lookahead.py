@@ -68,3 +68,21 @@ def test_what_is_found_again_is_what_would_be_decided_anew(seed, train, device, 
     assert found == anew and none == 0
     assert count > 40
     assert all(map(torch.equal, outputs, plain))
+
+
+@on_simulated_devices
+@pytest.mark.parametrize("at", [1, 7, 23])
+def test_a_use_that_ends_while_a_slot_is_filled_asks_for_nothing(at, device, monkeypatch):
+    """The collector may drop a failed backward anywhere: its slots are freed, and looked ahead from, inside a copy's issue."""
+    _, plain, _ = fills(device, 0, False, monkeypatch, True)
+    bring, count = Streamer._bring, [0]
+
+    def interrupted(self, unit, target, after):
+        count[0] += 1
+        if count[0] == at:
+            self.ahead.look()
+        return bring(self, unit, target, after)
+
+    monkeypatch.setattr(Streamer, "_bring", interrupted)
+    _, outputs, _ = fills(device, 0, False, monkeypatch, True)
+    assert count[0] > at and all(map(torch.equal, outputs, plain))
