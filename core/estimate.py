@@ -1,4 +1,4 @@
-"""PURE. About what a step will take under a plan, some thirty times as fast as `predict` says it: for a search among many.
+"""PURE. About what a step will take under a plan, many times as fast as `predict` says it: for a search among many.
 
 `predict` replays where slots lie and which unit gives way. Here the region is a ring of bytes: what was used longest ago gives
 way first, wherever it lies, and a copy starts when the link is free and the ring has room. Units used again while

@@ -140,7 +140,7 @@ class _Search:
     # -- candidates
 
     def guess(self, resident: Iterable[int]) -> float | None:
-        """About what `try_` would say, in a thirtieth of its time; None where they do not fit or the guesses are spent."""
+        """About what `try_` would say, in a fraction of its time; None where they do not fit or the guesses are spent."""
         chosen = frozenset(resident)
         region = self.region(chosen)
         if region is None or self.guesses <= 0:

@@ -23,8 +23,8 @@ HOST = "the host binds: the device waits for Python to issue its work, and no la
 WORTH = 0.03  # of a step that a new layout must save
 FINER = 0.99  # of the time with whole blocks that parts must stay below: they cost more of the host
 SETTLING = 0.1  # seconds for hooks, slots and plans of a layout whose weights are in host memory already; an estimate
-# Bytes/s at which what leaves the device, or was never packed, comes to lie in the host's pinned memory: ComfyUI's 1.3 GB
-# took 2.5 s on an H200's host (record comfyui-4, 4 GiB), mostly for memory used for the first time.
+# Bytes/s at which what leaves the device, or was never packed, comes to lie in the host's pinned memory. An estimate: in
+# record comfyui-4 a layout for which 1.3 GB left the device took 4.7 s at 4 GiB, two searches for it included.
 HOSTING = 0.6e9
 RAW_GAIN = 0.005  # of a step that plain bytes must save over packed ones: they take more host memory
 TRUSTED = 0.25  # of the measured step that the prediction of the present layout may be off
