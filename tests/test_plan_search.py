@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 from carom.core.errors import BudgetError
-from carom.core.plan import UnitSize, Wish, least_budget, plan_residency, resident_cost, round_up
+from carom.core.plan import UnitSize, Wish, least_budget, packed_cost, plan_residency, resident_cost, round_up
 from carom.core.plan_search import choose
 from carom.core.predict import Link, Workload, predict
 from carom.core.sizes import MIB
@@ -123,6 +124,24 @@ def test_a_searched_plan_keeps_its_budget_and_is_never_slower_than_the_rule(prob
     by_rule = predict(sizes, rule.resident, rule.region_bytes, workload, LINK).seconds
     assert predicted.seconds <= by_rule * 1.0011
     assert (plan, predicted) == choose(units, budget, fixed, workload, LINK, grain=grain, work=3000)
+
+
+@settings(deadline=None, max_examples=80)
+@given(problems(most=30), st.sampled_from([512, 2 * MIB]), st.booleans())
+def test_a_searched_plan_whose_units_stay_packed_keeps_its_budget(problem, grain, two_slots):
+    units, budget, workload = problem
+    units = [replace(unit, packed=int(0.7 * unit.nbytes)) for unit in units]
+    budget += 4 * MIB
+    sizes = [unit.nbytes for unit in units]
+    plan, _ = choose(
+        units, budget, 0, workload, LINK, grain=grain, work=3000, unpacking=1e12, two_slots=two_slots
+    )
+    held = resident_cost([sizes[unit] for unit in plan.resident], grain) + plan.packed_bytes
+    assert plan.packed_bytes == packed_cost((units[unit].packed for unit in plan.packed), grain)
+    assert held + plan.region_bytes <= budget
+    assert not plan.packed & plan.resident.keys()
+    streamed = [size for unit, size in enumerate(sizes) if unit not in plan.resident]
+    assert plan.region_bytes >= max(streamed, default=0)
 
 
 def model(blocks, parts, factor, mode):
