@@ -65,6 +65,17 @@ class PackedTensor:
             self.tensor.data = one.as_strided(self.layout.shape, (0,) * self.layout.dim())
 
 
+def give_back(shelf: dict[int, PackedTensor]) -> None:
+    """Every packed weight has its bytes again. Where memory runs short, the rest waits for another call."""
+    for key, packed in list(shelf.items()):
+        value = packed.value() if packed.header is not None else packed.plain()
+        packed.tensor.data = value if packed.home.type == "cpu" else value.to(packed.home)
+        packed.tensor.__dict__.pop("_carom", None)
+        # Whoever still refers to it (what the session was made of dies in cycles) must not keep the bytes twice.
+        packed.blob = torch.empty(0, dtype=torch.uint8)
+        del shelf[key]
+
+
 def pack(
     value: torch.Tensor, threads: int | None = None, scratch: int = 1 << 29
 ) -> tuple[Header, torch.Tensor] | None:

@@ -21,14 +21,14 @@ from torch import nn
 
 from . import ops
 from .attach import Placement
-from .away import AwayOwner, AwayParameter, AwayTensor, LazyTensor
+from .away import AwayParameter, AwayTensor
 from .codec.lossless_format import KIND_BY_DTYPE
 from .codec.unit import Entry as WireEntry
 from .codec.unit import UnitDecoder
-from .errors import UnsupportedError
 from .host_copies import HostCopies, HostCopy
 from .ops import HostParameter, HostTensor
-from .packed_tensors import PackedTensor, lay_out, pack
+from .packed_owner import PackedOwner
+from .packed_tensors import PackedTensor, give_back, lay_out, pack
 from .progress import Progress
 from .sizes import KIB, MIB
 from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, touch, workers
@@ -70,54 +70,6 @@ class Packing:
 def packs(entry: Entry) -> bool:
     """Whether the entry's weight is one that may be packed."""
     return not entry.trainable and entry.nbytes >= LEAST and entry.tensor.dtype in KIND_BY_DTYPE
-
-
-class PackedOwner(AwayOwner):
-    """An owner whose bytes are packed in host memory."""
-
-    __slots__ = ("packed", "placement")
-
-    def __init__(
-        self,
-        streamer: Streamer,
-        unit: Streamed,
-        entry: Entry,
-        packed: PackedTensor,
-        placement: PackedPlacement,
-    ) -> None:
-        super().__init__(streamer, unit, entry, packed.layout)
-        self.packed, self.placement = packed, placement
-
-    def read(self) -> torch.Tensor:
-        return self.packed.value()
-
-    def replace(self, value: torch.Tensor) -> None:
-        if value.shape != self.host.shape or value.dtype != self.host.dtype:
-            raise UnsupportedError(
-                f"{self.entry.name} is streamed as {self.host.dtype} {tuple(self.host.shape)}; it cannot become "
-                f"{value.dtype} {tuple(value.shape)} while attached: close the session first"
-            )
-        self.placement.replace(self, value)
-
-    def keep(self, value: torch.Tensor) -> None:
-        self.replace(value)
-
-    def change(self, func: Callable, args: tuple, kwargs: dict) -> None:
-        leaves = [leaf for leaf in (*args[1:], *kwargs.values()) if isinstance(leaf, torch.Tensor)]
-        devices = [leaf.device for leaf in leaves if leaf.dim() > 0 and not isinstance(leaf, LazyTensor)]
-        value = self.read().to(next((device for device in devices if device.type != "cpu"), "cpu"))
-        args, kwargs = ops.substitute(
-            args[1:], kwargs, {id(v): v._carom.read() for v in leaves if isinstance(v, LazyTensor)}
-        )
-        func(value, *args, **kwargs)
-        self.replace(value)
-
-    def set_trainable(self, trainable: bool) -> None:
-        if trainable:
-            raise UnsupportedError(
-                f"{self.entry.name} waits packed and cannot be trained; set requires_grad before streaming, or stream "
-                "with codec='raw'"
-            )
 
 
 class PackedPlacement(Placement):
@@ -591,14 +543,3 @@ class PackedPlacement(Placement):
         self._dressed.clear()
         super()._undo()
         self._decoders.clear()  # their tables lie on the device
-
-
-def give_back(shelf: dict[int, PackedTensor]) -> None:
-    """Every packed weight has its bytes again. Where memory runs short, the rest waits for another call."""
-    for key, packed in list(shelf.items()):
-        value = packed.value() if packed.header is not None else packed.plain()
-        packed.tensor.data = value if packed.home.type == "cpu" else value.to(packed.home)
-        packed.tensor.__dict__.pop("_carom", None)
-        # Whoever still refers to it (what the session was made of dies in cycles) must not keep the bytes twice.
-        packed.blob = torch.empty(0, dtype=torch.uint8)
-        del shelf[key]
