@@ -14,6 +14,7 @@ from .codec.lossless_format import Header, parse_header
 from .codec.lossless_torch import decode_torch
 from .codec.unit import AnyEntry, RawEntry, UnitDecoder
 from .codec.unit import Entry as WireEntry
+from .store.arena import storage_bytes
 from .units import Entry
 
 GAIN = 0.95  # of its bytes that a tensor must pack to
@@ -56,6 +57,11 @@ class PackedTensor:
         with torch.inference_mode(False), torch.no_grad():
             own = torch.frombuffer(self.blob.numpy(), dtype=torch.uint8).view(self.layout.dtype)
             return own.as_strided(self.layout.shape, self.layout.stride())
+
+    def unpack(self) -> None:
+        """From here on it waits as it is."""
+        if self.header is not None:
+            self.blob, self.header = storage_bytes(self.value()), None
 
     def give_up_memory(self) -> None:
         """From here on the model's object is without bytes: one NaN stands for all of its elements."""

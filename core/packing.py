@@ -267,8 +267,7 @@ class PackedPlacement(Placement):
         """The weight with its bytes as they are; None where the model's object still has them."""
         if packed is None or id(packed.tensor) not in self._shelf:
             return None
-        if packed.header is not None:
-            packed.blob, packed.header = storage_bytes(packed.value()), None
+        packed.unpack()
         return packed
 
     def _stand_packed(self, streamed: Streamed) -> None:
@@ -308,8 +307,8 @@ class PackedPlacement(Placement):
         laid = lay_out(unit.entries, streamed.packed)
         if laid.packs and laid.nbytes > self._staging_bytes:
             for packed in streamed.packed:
-                if packed is not None and packed.header is not None:
-                    packed.blob, packed.header = storage_bytes(packed.value()), None
+                if packed is not None:
+                    packed.unpack()
             laid = lay_out(unit.entries, streamed.packed)
         block = self._arena.allocate(laid.nbytes if laid.packs else unit.nbytes)
         pieces = []
