@@ -8,9 +8,7 @@ bytes, whose value is decoded when somebody reads it (`away`).
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,15 +21,24 @@ from . import ops
 from .attach import Placement
 from .away import AwayParameter, AwayTensor
 from .codec.lossless_format import KIND_BY_DTYPE
-from .codec.unit import Entry as WireEntry
 from .codec.unit import UnitDecoder
+from .decoder_proof import Proof
 from .host_copies import HostCopies, HostCopy
 from .ops import HostParameter, HostTensor
 from .packed_owner import PackedOwner
 from .packed_tensors import PackedTensor, give_back, lay_out, pack
 from .progress import Progress
 from .sizes import KIB, MIB
-from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, touch, workers
+from .store.arena import (
+    Block,
+    HostArena,
+    fill,
+    host_bytes,
+    return_freed_memory,
+    storage_bytes,
+    touch,
+    workers,
+)
 from .streamed import Owner, Streamed
 from .transfer import Engine
 from .units import Entry, Unit
@@ -99,10 +106,7 @@ class PackedPlacement(Placement):
         self._dressed: list[tuple[torch.Tensor, type]] = []
         self._homes: dict[int, torch.device] = {}  # of tensors that keep their bytes, until they stand
         self._decoders: dict[int, UnitDecoder | None] = {}  # by streamed unit; streamers let go of theirs
-        self._proven: set[tuple[str, int, int]] = set()
-        self.broken = ""  # why nothing more is packed
-        self.decode_bytes_per_second: float | None = None  # measured, of output
-        self._timed_bytes = 0  # of the unit that it was measured on
+        self.proof = Proof(engine)
 
     @property
     def came_on_device(self) -> bool:
@@ -161,7 +165,7 @@ class PackedPlacement(Placement):
                     streamed.packed = list(packers.map(self._pack, unit.entries, values))
                 del values
                 self._build(streamed, pool)
-                if streamed.decoder is not None and not self._prove(streamed):
+                if not self._decodes(streamed):
                     streamed.packed = [self._unpacked(packed) for packed in streamed.packed]
                     self._build(streamed, pool)
                 self._stand_packed(streamed)
@@ -175,7 +179,7 @@ class PackedPlacement(Placement):
 
     def _packs(self, entry: Entry) -> bool:
         """Whether the entry's weight is to be packed now."""
-        if id(entry.tensor) in self._shelf or self.broken or self._policy.leaves(entry.name):
+        if id(entry.tensor) in self._shelf or self.proof.broken or self._policy.leaves(entry.name):
             return False
         return packs(entry)
 
@@ -201,7 +205,7 @@ class PackedPlacement(Placement):
             packed is not None and packed.header is not None and self._policy.leaves(entry.name)
             for entry, packed in zip(streamed.unit.entries, copy.packed, strict=True)
         )
-        return not raw and not self.broken and copy.nbytes <= self._staging_bytes
+        return not raw and not self.proof.broken and copy.nbytes <= self._staging_bytes
 
     def _adopt(self, copy: HostCopy, streamed: Streamed) -> None:
         streamed.block, streamed.packed, streamed.decoder = copy.block, copy.packed, copy.decoder
@@ -252,8 +256,8 @@ class PackedPlacement(Placement):
         tensor = entry.tensor
         known = self._shelf.get(id(tensor))
         if known is not None:
-            return self._unpacked(known) if self.broken or self._policy.leaves(entry.name) else known
-        if value is None or self.broken:
+            return self._unpacked(known) if self.proof.broken or self._policy.leaves(entry.name) else known
+        if value is None or self.proof.broken:
             return None
         with torch.inference_mode(False), torch.no_grad():
             layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -313,7 +317,7 @@ class PackedPlacement(Placement):
         block = self._arena.allocate(laid.nbytes if laid.packs else unit.nbytes)
         pieces = []
         for entry, packed, at in zip(unit.entries, streamed.packed, laid.places, strict=True):
-            source = self._bytes(entry.tensor) if packed is None else packed.blob
+            source = host_bytes(entry.tensor) if packed is None else packed.blob
             pieces.append((block.data[at : at + source.numel()], source))
         on_device = any(source.device.type != "cpu" for _, source in pieces)
         if pool is None:
@@ -344,11 +348,17 @@ class PackedPlacement(Placement):
         if streamed.decoder is not None and self._engine.device.type != "cpu":
             streamed.decoder.prepare(self._engine.device)
 
-    @staticmethod
-    def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            value = tensor.detach()
-            return storage_bytes(value if value.device.type == "cpu" else value.cpu())
+    def _decodes(self, streamed: Streamed) -> bool:
+        """Whether the unit may cross as it is packed."""
+        fresh = [
+            entry
+            for entry, packed in zip(streamed.unit.entries, streamed.packed, strict=True)
+            if packed is not None and id(packed.tensor) not in self._shelf
+        ]
+        if streamed.decoder is None or self.proof.holds(streamed, fresh):
+            return True
+        self.notes.append(self.proof.broken)
+        return False
 
     def _move_to(self, tensor: torch.Tensor, piece: torch.Tensor) -> None:
         """Let a tensor that keeps its bytes have them in its unit's block."""
@@ -356,53 +366,6 @@ class PackedPlacement(Placement):
             self._homes.setdefault(id(tensor), self._home_of(tensor))
             own = torch.frombuffer(piece.numpy(), dtype=torch.uint8).view(tensor.dtype)
             tensor.data = own.as_strided(tensor.shape, tensor.stride())
-
-    def _prove(self, streamed: Streamed) -> bool:
-        """Decode a unit of a new kind once, and compare: a decoder that does not work here is found out now."""
-        assert streamed.decoder is not None
-        kinds = {
-            (e.header.kind.name, e.header.k, e.header.lanes)
-            for e in streamed.decoder.entries
-            if isinstance(e, WireEntry)
-        }
-        if self._engine.device.type == "cpu":
-            return True
-        if kinds <= self._proven:
-            # A small unit's time is the launch's: the rate is that of the largest, to within a half.
-            if streamed.nbytes > 2 * self._timed_bytes:
-                with contextlib.suppress(Exception):  # its kind works; without a time the last one stands
-                    self._decode_timed(streamed)
-            return True
-        try:
-            out = self._decode_timed(streamed)
-            for entry, packed in zip(streamed.unit.entries, streamed.packed, strict=True):
-                if packed is not None and id(packed.tensor) not in self._shelf:
-                    there = out[entry.offset : entry.offset + entry.nbytes]
-                    if not torch.equal(there.cpu(), self._bytes(entry.tensor)):
-                        raise RuntimeError("what was decoded is not what was encoded")
-        except Exception as error:
-            self.broken = f"packed weights cannot be decoded here ({error}): they cross as they are"
-            self.notes.append(self.broken)
-            logger.warning("carom: %s", self.broken)
-            return False
-        self._proven |= kinds
-        return True
-
-    def _decode_timed(self, streamed: Streamed) -> torch.Tensor:
-        """The unit's bytes, decoded on the device three times; the best tells the rate."""
-        assert streamed.decoder is not None
-        wire = streamed.block.data.to(self._engine.device)
-        out = torch.empty(streamed.nbytes, dtype=torch.uint8, device=self._engine.device)
-        best = math.inf
-        for _ in range(3):
-            before = self._engine.mark()
-            streamed.decoder(wire, out)
-            after = self._engine.mark()
-            self._engine.synchronize()
-            best = min(best, self._engine.elapsed(before, after))
-        if best > 0 and streamed.nbytes > self._timed_bytes:
-            self._timed_bytes, self.decode_bytes_per_second = streamed.nbytes, streamed.nbytes / best
-        return out
 
     # -- values
 
@@ -514,7 +477,7 @@ class PackedPlacement(Placement):
         for entry, packed in zip(unit.unit.entries, unit.packed, strict=True):
             piece = block.data[entry.offset : entry.offset + entry.nbytes]
             if packed is None:
-                piece.copy_(self._bytes(entry.tensor))
+                piece.copy_(host_bytes(entry.tensor))
             elif not there:
                 piece.copy_(storage_bytes(packed.value()))
 
