@@ -15,7 +15,7 @@ from .streamed import Streamed
 from .units import Entry
 
 if TYPE_CHECKING:
-    from .packing import PackedPlacement
+    from .packed_placement import PackedPlacement
     from .streamer import Streamer
 
 

@@ -15,7 +15,8 @@ from . import decide, replan
 from .attach import Placement
 from .errors import BudgetError
 from .learn import Learnt
-from .packing import PackedPlacement, Packing
+from .packed_placement import PackedPlacement
+from .packing import Packing
 from .plan import Plan
 from .predict import Packed
 from .simulated import SimulatedEngine

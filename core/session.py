@@ -28,8 +28,9 @@ from .host_copies import HostCopies
 from .learn import Learnt
 from .meter import Meter
 from .packed_here import wire_bytes
+from .packed_placement import PackedPlacement
 from .packed_tensors import PackedTensor, give_back
-from .packing import PackedPlacement, Packing
+from .packing import Packing
 from .plan import Plan, stay_packed
 from .pooling import Pools
 from .report import Report
