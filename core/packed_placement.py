@@ -28,7 +28,6 @@ from .packed_tensors import PackedTensor, give_back, lay_out, pack
 from .packing import Packer, Packing
 from .progress import Progress
 from .store.arena import (
-    Block,
     HostArena,
     fill,
     host_bytes,
@@ -40,6 +39,7 @@ from .store.arena import (
 from .streamed import Owner, Streamed
 from .transfer import Engine
 from .units import Unit
+from .unpacking import Unpacker
 
 if TYPE_CHECKING:
     from .streamer import Streamer
@@ -74,6 +74,7 @@ class PackedPlacement(Placement):
         self._decoders: dict[int, UnitDecoder | None] = {}  # by streamed unit; streamers let go of theirs
         self.proof = Proof(engine)
         self._packer = Packer(engine, shelf, policy, self.proof, room, largest)
+        self._unpacker = Unpacker(engine, arena)
 
     @property
     def came_on_device(self) -> bool:
@@ -359,13 +360,7 @@ class PackedPlacement(Placement):
 
     def _unpack(self, streamer: Streamer, unit: Streamed, pin: bool, pool: ThreadPoolExecutor) -> None:
         """Its bytes return as they are to a block of their own. Where that fails, nothing was changed."""
-        pinned = unit.block.pinned
-        block = self._arena.allocate(unit.nbytes)
-        try:
-            self._fill_plain(streamer, unit, block, pin, pool)
-        except BaseException:
-            self._exchange(block, unit.block, pinned)
-            raise
+        block = self._unpacker.block(streamer, unit, pin, pool)
         before = unit.block.data.numel()
         for index, (entry, packed) in enumerate(zip(unit.unit.entries, unit.packed, strict=True)):
             piece = block.data[entry.offset : entry.offset + entry.nbytes]
@@ -378,42 +373,6 @@ class PackedPlacement(Placement):
         self._decoders[id(unit)] = None
         self.wire_bytes += block.data.numel() - before
         unit.streamer.packed_here.follow(unit)
-
-    def _fill_plain(
-        self, streamer: Streamer, unit: Streamed, block: Block, pin: bool, pool: ThreadPoolExecutor
-    ) -> None:
-        """The unit's bytes as they are to ``block``, pinned in its own one's stead. The device unpacks them, faster than
-        the host could."""
-        if pin:
-            for job in touch(block.data, pool):
-                job.result()
-        there = False
-        try:
-            slot = streamer.acquire(unit)
-            try:
-                self._engine.synchronize()
-                self._exchange(unit.block, block, pin)
-                self._engine.synchronize(
-                    self._engine.copy_out(block.data, streamer.views(slot).base.detach())
-                )
-                there = True
-            finally:
-                streamer.release(slot)
-        except Exception as error:
-            logger.info("carom: unit %r is decoded on the host: %s", unit.name, str(error))
-            self._exchange(unit.block, block, pin)
-        for entry, packed in zip(unit.unit.entries, unit.packed, strict=True):
-            piece = block.data[entry.offset : entry.offset + entry.nbytes]
-            if packed is None:
-                piece.copy_(host_bytes(entry.tensor))
-            elif not there:
-                piece.copy_(storage_bytes(packed.value()))
-
-    def _exchange(self, old: Block, new: Block, pin: bool) -> None:
-        """``new`` is pinned in the stead of ``old``: never both, within a budget."""
-        old.unpin()
-        if pin and not new.pinned:
-            self._arena.pin(new)
 
     # -- the way back
 
