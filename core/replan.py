@@ -78,12 +78,16 @@ def decide_with(
     for limit in limits:
         carving = decide.cut(module, settings, limit)
         given = decide.problem(carving, settings, grain)
-        work = learnt.workload(pieces(carving), together)
+        parts = pieces(carving)
+        work, waits = learnt.workload(parts, together), learnt.waits(parts)
 
-        def plan(vram: int, packed: bool, given: decide.Problem = given, work: Workload = work) -> Plan:
+        def plan(
+            vram: int, packed: bool, given: decide.Problem = given, work: Workload = work,
+            waits: Sequence[float] = waits,
+        ) -> Plan:  # fmt: skip
             plan, found = choose(
                 given.units, vram, given.fixed, work, learnt.link, wish=given.wish, grain=grain,
-                unpacking=settings.unpacking if packed else None, two_slots=packed,
+                unpacking=settings.unpacking if packed else None, two_slots=packed, waits=waits,
             )  # fmt: skip
             seconds = max(found.seconds, learnt.issuing(_uses(work, plan)))
             return replace(plan, predicted_seconds=seconds)
@@ -166,7 +170,8 @@ def advise(
     that step would save.
     """
     sizes = [unit.nbytes for unit in carving.units]
-    work = learnt.workload(pieces(carving), blocks(module))
+    parts = pieces(carving)
+    work, waits = learnt.workload(parts, blocks(module)), learnt.waits(parts)
     units, rate = decide.problem(carving, settings, grain).units, settings.unpacking
     decoding = [
         unit.nbytes / rate
@@ -180,7 +185,10 @@ def advise(
         for index, seconds in enumerate(decoding)
         if seconds
     }
-    beside = work.beside(decoding) if any(decoding) else work
+    taken = [
+        0.0 if i in plan.resident else a + b for i, (a, b) in enumerate(zip(decoding, waits, strict=True))
+    ]
+    beside = work.beside(taken) if any(taken) else work
     now = predict(sizes, plan.resident, plan.region_bytes, beside, learnt.link, packed=here).seconds
     now = max(now, learnt.issuing(_uses(work, plan)))
     # What stays may do so packed.
