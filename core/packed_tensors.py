@@ -14,6 +14,7 @@ from .codec.lossless_format import Header, parse_header
 from .codec.lossless_torch import decode_torch
 from .codec.unit import AnyEntry, RawEntry, UnitDecoder
 from .codec.unit import Entry as WireEntry
+from .store.arena import storage_bytes
 from .units import Entry
 
 GAIN = 0.95  # of its bytes that a tensor must pack to
@@ -57,12 +58,28 @@ class PackedTensor:
             own = torch.frombuffer(self.blob.numpy(), dtype=torch.uint8).view(self.layout.dtype)
             return own.as_strided(self.layout.shape, self.layout.stride())
 
+    def unpack(self) -> None:
+        """From here on it waits as it is."""
+        if self.header is not None:
+            self.blob, self.header = storage_bytes(self.value()), None
+
     def give_up_memory(self) -> None:
         """From here on the model's object is without bytes: one NaN stands for all of its elements."""
         with torch.inference_mode(False), torch.no_grad():
             fill = math.nan if self.layout.is_floating_point() else 0
             one = torch.zeros(1).fill_(fill).to(self.layout.dtype)
             self.tensor.data = one.as_strided(self.layout.shape, (0,) * self.layout.dim())
+
+
+def give_back(shelf: dict[int, PackedTensor]) -> None:
+    """Every packed weight has its bytes again. Where memory runs short, the rest waits for another call."""
+    for key, packed in list(shelf.items()):
+        value = packed.value() if packed.header is not None else packed.plain()
+        packed.tensor.data = value if packed.home.type == "cpu" else value.to(packed.home)
+        packed.tensor.__dict__.pop("_carom", None)
+        # Whoever still refers to it (what the session was made of dies in cycles) must not keep the bytes twice.
+        packed.blob = torch.empty(0, dtype=torch.uint8)
+        del shelf[key]
 
 
 def pack(

@@ -1,45 +1,20 @@
-"""Units that wait packed: their large frozen weights are encoded when the session attaches, and decoded into slots.
-
-A packed unit's bytes lie in one pinned host block, its wire: packed tensors one after another, what does not pack
-(norms, other dtypes) as it is between them. One copy brings the block to a staging buffer on the device, one launch
-decodes it into the slot. The weight itself gives its memory back: meanwhile it is the model's own object without
-bytes, whose value is decoded when somebody reads it (`away`).
-"""
+"""Which weights wait packed, and packing them: on the device where it has room, else on the host."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import math
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
-from . import ops
-from .attach import Placement
-from .away import AwayOwner, AwayParameter, AwayTensor, LazyTensor
 from .codec.lossless_format import KIND_BY_DTYPE
-from .codec.unit import Entry as WireEntry
-from .codec.unit import UnitDecoder
-from .errors import UnsupportedError
-from .host_copies import HostCopies, HostCopy
-from .ops import HostParameter, HostTensor
-from .packed_tensors import PackedTensor, lay_out, pack
-from .progress import Progress
+from .decoder_proof import Proof
+from .packed_tensors import PackedTensor, pack
 from .sizes import KIB, MIB
-from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, touch, workers
-from .streamed import Owner, Streamed
+from .store.arena import workers
 from .transfer import Engine
-from .units import Entry, Unit
+from .units import Entry
 
-if TYPE_CHECKING:
-    from .streamer import Streamer
-
-logger = logging.getLogger("carom")
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 LEAST = 64 * KIB  # bytes; smaller tensors travel as they are
 EXPECTED = (
@@ -47,7 +22,6 @@ EXPECTED = (
 )
 LEAST_SCRATCH = 4 * MIB
 ENOUGH_SCRATCH = 128 * MIB  # with less, tensors come to the device one at a time: steps would be too many
-_AT_ONCE = 4  # tensors that are encoded at a time
 
 
 @dataclass(frozen=True)
@@ -72,219 +46,32 @@ def packs(entry: Entry) -> bool:
     return not entry.trainable and entry.nbytes >= LEAST and entry.tensor.dtype in KIND_BY_DTYPE
 
 
-class PackedOwner(AwayOwner):
-    """An owner whose bytes are packed in host memory."""
-
-    __slots__ = ("packed", "placement")
-
-    def __init__(
-        self,
-        streamer: Streamer,
-        unit: Streamed,
-        entry: Entry,
-        packed: PackedTensor,
-        placement: PackedPlacement,
-    ) -> None:
-        super().__init__(streamer, unit, entry, packed.layout)
-        self.packed, self.placement = packed, placement
-
-    def read(self) -> torch.Tensor:
-        return self.packed.value()
-
-    def replace(self, value: torch.Tensor) -> None:
-        if value.shape != self.host.shape or value.dtype != self.host.dtype:
-            raise UnsupportedError(
-                f"{self.entry.name} is streamed as {self.host.dtype} {tuple(self.host.shape)}; it cannot become "
-                f"{value.dtype} {tuple(value.shape)} while attached: close the session first"
-            )
-        self.placement.replace(self, value)
-
-    def keep(self, value: torch.Tensor) -> None:
-        self.replace(value)
-
-    def change(self, func: Callable, args: tuple, kwargs: dict) -> None:
-        leaves = [leaf for leaf in (*args[1:], *kwargs.values()) if isinstance(leaf, torch.Tensor)]
-        devices = [leaf.device for leaf in leaves if leaf.dim() > 0 and not isinstance(leaf, LazyTensor)]
-        value = self.read().to(next((device for device in devices if device.type != "cpu"), "cpu"))
-        args, kwargs = ops.substitute(
-            args[1:], kwargs, {id(v): v._carom.read() for v in leaves if isinstance(v, LazyTensor)}
-        )
-        func(value, *args, **kwargs)
-        self.replace(value)
-
-    def set_trainable(self, trainable: bool) -> None:
-        if trainable:
-            raise UnsupportedError(
-                f"{self.entry.name} waits packed and cannot be trained; set requires_grad before streaming, or stream "
-                "with codec='raw'"
-            )
-
-
-class PackedPlacement(Placement):
-    """Places a carving whose streamed weights are packed. ``shelf``: packed tensors by their object's id; it outlives
-    placements, so that a change of layout neither decodes nor encodes what streams before and after.
-
-    ``policy.raw`` names tensors whose units are not packed; ``staging_bytes``: the largest wire that can be decoded;
-    ``room``: bytes of the device that may be used while attaching, ``largest``: of a unit.
-    """
+class Packer:
+    """Packs one session's weights while it attaches. ``shelf``: what is packed already, by its object's id; ``room``:
+    bytes of the device that may be used meanwhile, ``largest``: of a unit."""
 
     def __init__(
         self,
         engine: Engine,
-        arena: HostArena,
         shelf: dict[int, PackedTensor],
         policy: Packing,
-        staging_bytes: int,
-        room: int = 1 << 30,
-        largest: int = 0,
-        copies: HostCopies | None = None,
+        proof: Proof,
+        room: int,
+        largest: int,
     ) -> None:
-        super().__init__(engine, arena, copies)
-        self._shelf, self._policy, self._staging_bytes = shelf, policy, staging_bytes
+        self._engine, self._shelf, self._policy, self._proof = engine, shelf, policy, proof
         # Ahead: two units are on their way, and one is there packed. Else: a tensor, and its unit's packed ones.
-        self._ahead = not engine.unpacks or room - 3 * largest >= ENOUGH_SCRATCH
-        self._scratch_bytes = max(LEAST_SCRATCH, room - (3 if self._ahead else 2) * largest)  # of the device
-        self._dressed: list[tuple[torch.Tensor, type]] = []
-        self._homes: dict[int, torch.device] = {}  # of tensors that keep their bytes, until they stand
-        self._decoders: dict[int, UnitDecoder | None] = {}  # by streamed unit; streamers let go of theirs
-        self._proven: set[tuple[str, int, int]] = set()
-        self.broken = ""  # why nothing more is packed
-        self.decode_bytes_per_second: float | None = None  # measured, of output
-        self._timed_bytes = 0  # of the unit that it was measured on
-
-    @property
-    def came_on_device(self) -> bool:
-        return super().came_on_device or any(packed.home.type != "cpu" for packed in self._shelf.values())
-
-    # -- residents
-
-    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
-        packed = self._shelf.get(id(tensor))
-        return super()._value(tensor) if packed is None else packed.value(self._engine.device)
-
-    def _home(self, tensor: torch.Tensor) -> torch.device:
-        packed = self._shelf.pop(id(tensor), None)
-        tensor.__dict__.pop("_carom", None)
-        return super()._home(tensor) if packed is None else packed.home
-
-    def _move(self, tensor: torch.Tensor) -> int:
-        if id(tensor) in self._shelf:
-            tensor.data = self._value(tensor).cpu()
-            self._home(tensor)
-        return super()._move(tensor)
-
-    # -- streamed units
-
-    def _address(self, tensor: torch.Tensor) -> int:
-        packed = self._shelf.get(id(tensor))
-        return super()._address(tensor if packed is None else packed.blob)
-
-    def stream(self, units: list[Unit], make: Callable[[Unit, int, Any], Streamed]) -> list[Streamed]:
-        """Encode units, put each in a block of its own, pin it, and let the weights give their memory back."""
-        with (
-            ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="carom-pack") as packers,
-            ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool,
-            ThreadPoolExecutor(1, thread_name_prefix="carom-pin") as pinner,
-        ):
-            pins: list[Future[Any]] = []
-            progress = Progress(sum(unit.nbytes for unit in units))
-            work = self._in_turn(units, make)
-            turns = [streamed for _, streamed in work]
-            ready = self._there(turns[0], packers) if turns and self._ahead else []
-            for (unit, streamed), following in zip(work, (*turns[1:], None)[: len(work)], strict=True):
-                values: Iterable[torch.Tensor | None] = [value.result() for value in ready]
-                if self._ahead:
-                    ready = self._there(following, packers)
-                if streamed is None:
-                    self._keep_in_turn(unit)
-                    continue
-                progress.add(unit.nbytes)
-                if self._stands_already(streamed):
-                    continue
-                if not self._ahead:
-                    values = map(self._bring, unit.entries)
-                if self._engine.unpacks:  # the device packs, one after another
-                    streamed.packed = list(map(self._pack, unit.entries, values))
-                else:
-                    streamed.packed = list(packers.map(self._pack, unit.entries, values))
-                del values
-                self._build(streamed, pool)
-                if streamed.decoder is not None and not self._prove(streamed):
-                    streamed.packed = [self._unpacked(packed) for packed in streamed.packed]
-                    self._build(streamed, pool)
-                self._stand_packed(streamed)
-                pins.append(pinner.submit(self._arena.pin, streamed.block))
-            for pin in pins:
-                pin.result()
-        self._keep_small()
-        return_freed_memory()
-        self._engine.trim()  # what packing took of the device is the session's again
-        return self.streamed
+        self.ahead = not engine.unpacks or room - 3 * largest >= ENOUGH_SCRATCH
+        self.scratch_bytes = max(LEAST_SCRATCH, room - (3 if self.ahead else 2) * largest)  # of the device
 
     def _packs(self, entry: Entry) -> bool:
         """Whether the entry's weight is to be packed now."""
-        if id(entry.tensor) in self._shelf or self.broken or self._policy.leaves(entry.name):
+        if id(entry.tensor) in self._shelf or self._proof.broken or self._policy.leaves(entry.name):
             return False
         return packs(entry)
 
-    def _there(
-        self, streamed: Streamed | None, pool: ThreadPoolExecutor
-    ) -> list[Future[torch.Tensor | None]]:
-        """The values of what is to be packed of the unit, on their way to where they are packed."""
-        return [] if streamed is None else [pool.submit(self._bring, e) for e in streamed.unit.entries]
-
-    # -- copies from the layout before
-
-    def _holds(self, copy: HostCopy) -> bool:
-        mine = all(
-            packed is None or (self._shelf.get(id(tensor)) is packed and copy.has(packed.blob))
-            for tensor, packed in zip(copy.tensors, copy.packed, strict=True)
-        )
-        return copy.seen is None and mine and copy.stands()
-
-    def _serves(self, copy: HostCopy, streamed: Streamed) -> bool:
-        if copy.decoder is None:
-            return True
-        raw = any(
-            packed is not None and packed.header is not None and self._policy.leaves(entry.name)
-            for entry, packed in zip(streamed.unit.entries, copy.packed, strict=True)
-        )
-        return not raw and not self.broken and copy.nbytes <= self._staging_bytes
-
-    def _adopt(self, copy: HostCopy, streamed: Streamed) -> None:
-        streamed.block, streamed.packed, streamed.decoder = copy.block, copy.packed, copy.decoder
-        self._decoders[id(streamed)] = copy.decoder
-        self._stand_packed(streamed)
-
-    def _copy_of(self, streamed: Streamed) -> HostCopy | None:
-        if (
-            self._copies is None
-            or self._policy.keep_raw
-            or len(streamed.owners) != len(streamed.unit.entries)
-        ):
-            return None
-        copy = HostCopy(
-            [entry.tensor for entry in streamed.unit.entries],
-            [
-                None if isinstance(owner, PackedOwner) else owner.host
-                for owner in streamed.owners
-            ],
-            streamed.block,
-            list(streamed.packed),
-            self._decoders.get(id(streamed)),
-        )  # fmt: skip
-        return copy if self._holds(copy) else None
-
-    def _return_to(self, copy: HostCopy) -> None:
-        for tensor, view, packed in zip(copy.tensors, copy.views, copy.packed, strict=True):
-            if packed is None:
-                assert view is not None
-                tensor.data = view
-            else:
-                self._shelf[id(tensor)] = packed
-                packed.give_up_memory()
-
-    def _bring(self, entry: Entry) -> torch.Tensor | None:
+    def bring(self, entry: Entry) -> torch.Tensor | None:
+        """The value of a weight that is to be packed, where it is packed; None of one that is not."""
         if not self._packs(entry):
             return None
         value = entry.tensor.detach()
@@ -295,310 +82,26 @@ class PackedPlacement(Placement):
         except OutOfMemory:
             return value.cpu()
 
-    def _pack(self, entry: Entry, value: torch.Tensor | None) -> PackedTensor | None:
-        """The entry's weight packed, its blob where ``value`` is; None for one that stays as it is."""
+    def pack(self, entry: Entry, value: torch.Tensor | None, home: torch.device) -> PackedTensor | None:
+        """The entry's weight packed, its blob where ``value`` is; None for one that stays as it is. ``home``: its
+        device."""
         tensor = entry.tensor
         known = self._shelf.get(id(tensor))
         if known is not None:
-            return self._unpacked(known) if self.broken or self._policy.leaves(entry.name) else known
-        if value is None or self.broken:
+            return self.unpacked(known) if self._proof.broken or self._policy.leaves(entry.name) else known
+        if value is None or self._proof.broken:
             return None
         with torch.inference_mode(False), torch.no_grad():
             layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             try:
-                found = pack(value, max(1, workers() // 2), self._scratch_bytes)
+                found = pack(value, max(1, workers() // 2), self.scratch_bytes)
             except OutOfMemory:
                 found = pack(value.cpu())
-        return None if found is None else PackedTensor(tensor, layout, self._home_of(tensor), *found)
+        return None if found is None else PackedTensor(tensor, layout, home, *found)
 
-    def _unpacked(self, packed: PackedTensor | None) -> PackedTensor | None:
+    def unpacked(self, packed: PackedTensor | None) -> PackedTensor | None:
         """The weight with its bytes as they are; None where the model's object still has them."""
         if packed is None or id(packed.tensor) not in self._shelf:
             return None
-        if packed.header is not None:
-            packed.blob, packed.header = storage_bytes(packed.value()), None
+        packed.unpack()
         return packed
-
-    def _stand_packed(self, streamed: Streamed) -> None:
-        """From here on the unit's tensors lead to the streamer."""
-        for entry, packed in zip(streamed.unit.entries, streamed.packed, strict=True):
-            tensor = entry.tensor
-            is_parameter = isinstance(tensor, nn.Parameter)
-            wear: Any
-            if packed is None or self._policy.keep_raw:
-                self._worn.append((tensor, type(tensor), self._homes.pop(id(tensor), self._home_of(tensor))))
-                self._leaving.pop(id(tensor), None)
-                if tensor.device.type != "cpu":
-                    tensor.data = tensor.detach().cpu()
-                owner = Owner(streamed.streamer, streamed, entry, tensor.detach())
-                wear = HostParameter if is_parameter else HostTensor
-            else:
-                self._dressed.append((tensor, type(tensor)))
-                self._leaving.pop(id(tensor), None)
-                self._shelf[id(tensor)] = packed
-                before = ops.plain(torch.Tensor.detach, (tensor,), {})
-                packed.give_up_memory()
-                self._drop(before)
-                del before
-                owner = PackedOwner(streamed.streamer, streamed, entry, packed, self)
-                wear = AwayParameter if is_parameter else AwayTensor
-            streamed.owners.append(owner)
-            tensor._carom = owner  # type: ignore[attr-defined]
-            tensor.__class__ = wear
-        streamed.trainable = any(owner.trainable for owner in streamed.owners)
-        streamed.encoded = streamed.version() if self._policy.keep_raw else None
-        self.streamed_host_bytes += streamed.nbytes
-        self.wire_bytes += streamed.block.data.numel()
-
-    def _build(self, streamed: Streamed, pool: ThreadPoolExecutor | None = None) -> None:
-        """A new block, unpinned, with the unit's bytes; packed tensors and those that keep their bytes lead there."""
-        unit = streamed.unit
-        laid = lay_out(unit.entries, streamed.packed)
-        if laid.packs and laid.nbytes > self._staging_bytes:
-            for packed in streamed.packed:
-                if packed is not None and packed.header is not None:
-                    packed.blob, packed.header = storage_bytes(packed.value()), None
-            laid = lay_out(unit.entries, streamed.packed)
-        block = self._arena.allocate(laid.nbytes if laid.packs else unit.nbytes)
-        pieces = []
-        for entry, packed, at in zip(unit.entries, streamed.packed, laid.places, strict=True):
-            source = self._bytes(entry.tensor) if packed is None else packed.blob
-            pieces.append((block.data[at : at + source.numel()], source))
-        on_device = any(source.device.type != "cpu" for _, source in pieces)
-        if pool is None:
-            for target, source in pieces:
-                target.copy_(source)
-        else:
-            if (
-                on_device
-            ):  # copied at the link's rate where the memory is pinned, which is fast once it was touched
-                for job in touch(block.data, pool):
-                    job.result()
-                self._arena.pin(block)
-            for job in fill([piece for piece in pieces if piece[1].device.type == "cpu"], pool, self._mapped):
-                job.result()
-            for target, source in pieces:
-                if source.device.type != "cpu":
-                    target.copy_(source)
-        for index, (entry, packed) in enumerate(zip(unit.entries, streamed.packed, strict=True)):
-            if packed is not None:
-                packed.blob = pieces[index][0]
-            else:
-                self._move_to(entry.tensor, pieces[index][0])
-                if index < len(streamed.owners):
-                    streamed.owners[index].host = ops.plain(torch.Tensor.detach, (entry.tensor,), {})
-        streamed.block = block
-        streamed.decoder = UnitDecoder(laid.entries) if laid.packs else None
-        self._decoders[id(streamed)] = streamed.decoder
-        if streamed.decoder is not None and self._engine.device.type != "cpu":
-            streamed.decoder.prepare(self._engine.device)
-
-    @staticmethod
-    def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            value = tensor.detach()
-            return storage_bytes(value if value.device.type == "cpu" else value.cpu())
-
-    def _move_to(self, tensor: torch.Tensor, piece: torch.Tensor) -> None:
-        """Let a tensor that keeps its bytes have them in its unit's block."""
-        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._homes.setdefault(id(tensor), self._home_of(tensor))
-            own = torch.frombuffer(piece.numpy(), dtype=torch.uint8).view(tensor.dtype)
-            tensor.data = own.as_strided(tensor.shape, tensor.stride())
-
-    def _prove(self, streamed: Streamed) -> bool:
-        """Decode a unit of a new kind once, and compare: a decoder that does not work here is found out now."""
-        assert streamed.decoder is not None
-        kinds = {
-            (e.header.kind.name, e.header.k, e.header.lanes)
-            for e in streamed.decoder.entries
-            if isinstance(e, WireEntry)
-        }
-        if self._engine.device.type == "cpu":
-            return True
-        if kinds <= self._proven:
-            # A small unit's time is the launch's: the rate is that of the largest, to within a half.
-            if streamed.nbytes > 2 * self._timed_bytes:
-                with contextlib.suppress(Exception):  # its kind works; without a time the last one stands
-                    self._decode_timed(streamed)
-            return True
-        try:
-            out = self._decode_timed(streamed)
-            for entry, packed in zip(streamed.unit.entries, streamed.packed, strict=True):
-                if packed is not None and id(packed.tensor) not in self._shelf:
-                    there = out[entry.offset : entry.offset + entry.nbytes]
-                    if not torch.equal(there.cpu(), self._bytes(entry.tensor)):
-                        raise RuntimeError("what was decoded is not what was encoded")
-        except Exception as error:
-            self.broken = f"packed weights cannot be decoded here ({error}): they cross as they are"
-            self.notes.append(self.broken)
-            logger.warning("carom: %s", self.broken)
-            return False
-        self._proven |= kinds
-        return True
-
-    def _decode_timed(self, streamed: Streamed) -> torch.Tensor:
-        """The unit's bytes, decoded on the device three times; the best tells the rate."""
-        assert streamed.decoder is not None
-        wire = streamed.block.data.to(self._engine.device)
-        out = torch.empty(streamed.nbytes, dtype=torch.uint8, device=self._engine.device)
-        best = math.inf
-        for _ in range(3):
-            before = self._engine.mark()
-            streamed.decoder(wire, out)
-            after = self._engine.mark()
-            self._engine.synchronize()
-            best = min(best, self._engine.elapsed(before, after))
-        if best > 0 and streamed.nbytes > self._timed_bytes:
-            self._timed_bytes, self.decode_bytes_per_second = streamed.nbytes, streamed.nbytes / best
-        return out
-
-    # -- values
-
-    def replace(self, owner: PackedOwner, value: torch.Tensor) -> None:
-        """A packed weight gets another value: its unit's block is made anew."""
-        packed, streamer = owner.packed, owner.streamer
-        with streamer.lock, torch.inference_mode(False), torch.no_grad():
-            fresh = torch.empty_strided(
-                packed.layout.shape, packed.layout.stride(), dtype=packed.layout.dtype
-            )
-            fresh.copy_(value)
-            found = pack(fresh) if packed.header is not None else None
-            before = packed.header, packed.blob
-            packed.header, packed.blob = found or (None, storage_bytes(fresh))
-            if streamer.closed:
-                return
-            owner.unit.epoch += 1
-            try:
-                self._rebuild(owner.unit)
-            except BaseException:  # no memory for the block: what crosses is the last value
-                packed.header, packed.blob = before
-                raise
-
-    def pack_anew(self) -> None:
-        """Between passes: units whose plain bytes were written, or may have been, are packed again."""
-        for unit in self.streamed:
-            if unit.encoded is None or unit.version() == unit.encoded:
-                continue
-            for owner, packed in zip(unit.owners, unit.packed, strict=True):
-                if packed is not None:
-                    found = pack(owner.host)
-                    packed.header, packed.blob = found or (None, storage_bytes(owner.host).clone())
-            self._rebuild(unit)
-            unit.encoded = unit.version()
-
-    def _rebuild(self, unit: Streamed) -> None:
-        self._engine.synchronize()  # copies of the old block may be under way
-        pinned = unit.block.pinned
-        self._build(unit)
-        if pinned:
-            self._arena.pin(unit.block)
-        unit.streamer.packed_here.follow(unit)
-
-    def unpack(self, streamer: Streamer, units: list[Streamed], pin: bool = True) -> list[Streamed]:
-        """Between passes: from now on these units wait and cross as they are. One after another, so that no more than one
-        unit's bytes lie in host memory both ways. ``pin``: their blocks, where those they leave are pinned.
-
-        Returns those that could not be, for want of memory mostly: they are as they were.
-        """
-        left = []
-        with ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool:
-            for unit in units:
-                if unit.decoder is None or self._policy.keep_raw:
-                    continue
-                try:
-                    self._unpack(streamer, unit, pin and unit.block.pinned, pool)
-                except Exception as error:
-                    left.append(unit)
-                    # As text: who keeps the record would keep the error's frames, and with them a slot.
-                    logger.warning("carom: unit %r stays packed: %s", unit.name, str(error))
-        return_freed_memory()
-        return left
-
-    def _unpack(self, streamer: Streamer, unit: Streamed, pin: bool, pool: ThreadPoolExecutor) -> None:
-        """Its bytes return as they are to a block of their own. Where that fails, nothing was changed."""
-        pinned = unit.block.pinned
-        block = self._arena.allocate(unit.nbytes)
-        try:
-            self._fill_plain(streamer, unit, block, pin, pool)
-        except BaseException:
-            self._exchange(block, unit.block, pinned)
-            raise
-        before = unit.block.data.numel()
-        for index, (entry, packed) in enumerate(zip(unit.unit.entries, unit.packed, strict=True)):
-            piece = block.data[entry.offset : entry.offset + entry.nbytes]
-            if packed is None:
-                self._move_to(entry.tensor, piece)
-                unit.owners[index].host = ops.plain(torch.Tensor.detach, (entry.tensor,), {})
-            else:
-                packed.header, packed.blob = None, piece
-        unit.block, unit.decoder = block, None
-        self._decoders[id(unit)] = None
-        self.wire_bytes += block.data.numel() - before
-        unit.streamer.packed_here.follow(unit)
-
-    def _fill_plain(
-        self, streamer: Streamer, unit: Streamed, block: Block, pin: bool, pool: ThreadPoolExecutor
-    ) -> None:
-        """The unit's bytes as they are to ``block``, pinned in its own one's stead. The device unpacks them, faster than
-        the host could."""
-        if pin:
-            for job in touch(block.data, pool):
-                job.result()
-        there = False
-        try:
-            slot = streamer.acquire(unit)
-            try:
-                self._engine.synchronize()
-                self._exchange(unit.block, block, pin)
-                self._engine.synchronize(
-                    self._engine.copy_out(block.data, streamer.views(slot).base.detach())
-                )
-                there = True
-            finally:
-                streamer.release(slot)
-        except Exception as error:
-            logger.info("carom: unit %r is decoded on the host: %s", unit.name, str(error))
-            self._exchange(unit.block, block, pin)
-        for entry, packed in zip(unit.unit.entries, unit.packed, strict=True):
-            piece = block.data[entry.offset : entry.offset + entry.nbytes]
-            if packed is None:
-                piece.copy_(self._bytes(entry.tensor))
-            elif not there:
-                piece.copy_(storage_bytes(packed.value()))
-
-    def _exchange(self, old: Block, new: Block, pin: bool) -> None:
-        """``new`` is pinned in the stead of ``old``: never both, within a budget."""
-        old.unpin()
-        if pin and not new.pinned:
-            self._arena.pin(new)
-
-    # -- the way back
-
-    def wear(self) -> None:
-        """While parked, packed weights still give their values to who asks."""
-        # What was on its way from the device when something failed has no owner yet: it has its bytes back.
-        for key in [key for key, packed in self._shelf.items() if "_carom" not in packed.tensor.__dict__]:
-            give_back({key: self._shelf.pop(key)})
-        for packed in self._shelf.values():
-            self._dressed.append((packed.tensor, type(packed.tensor)))
-            is_parameter = isinstance(packed.tensor, nn.Parameter)
-            packed.tensor.__class__ = AwayParameter if is_parameter else AwayTensor
-
-    def _undo(self) -> None:
-        for tensor, worn in reversed(self._dressed):
-            tensor.__class__ = worn
-        self._dressed.clear()
-        super()._undo()
-        self._decoders.clear()  # their tables lie on the device
-
-
-def give_back(shelf: dict[int, PackedTensor]) -> None:
-    """Every packed weight has its bytes again. Where memory runs short, the rest waits for another call."""
-    for key, packed in list(shelf.items()):
-        value = packed.value() if packed.header is not None else packed.plain()
-        packed.tensor.data = value if packed.home.type == "cpu" else value.to(packed.home)
-        packed.tensor.__dict__.pop("_carom", None)
-        # Whoever still refers to it (what the session was made of dies in cycles) must not keep the bytes twice.
-        packed.blob = torch.empty(0, dtype=torch.uint8)
-        del shelf[key]

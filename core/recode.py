@@ -15,7 +15,8 @@ from . import decide, replan
 from .attach import Placement
 from .errors import BudgetError
 from .learn import Learnt
-from .packing import PackedPlacement, Packing
+from .packed_placement import PackedPlacement
+from .packing import Packing
 from .plan import Plan
 from .predict import Packed
 from .simulated import SimulatedEngine
@@ -143,6 +144,6 @@ class Recodes:
         """Bytes of output that the device decodes per second, None where that was not measured."""
         if isinstance(self._engine, SimulatedEngine):
             return self._engine.config.decode_bytes_per_second
-        if isinstance(self._placement, PackedPlacement) and self._placement.decode_bytes_per_second:
-            self._unpacks_at = self._placement.decode_bytes_per_second
+        if isinstance(self._placement, PackedPlacement) and self._placement.proof.decode_bytes_per_second:
+            self._unpacks_at = self._placement.proof.decode_bytes_per_second
         return self._unpacks_at  # a layout of blocks that were packed before measures nothing

@@ -28,7 +28,9 @@ from .host_copies import HostCopies
 from .learn import Learnt
 from .meter import Meter
 from .packed_here import wire_bytes
-from .packing import PackedPlacement, PackedTensor, Packing, give_back
+from .packed_placement import PackedPlacement
+from .packed_tensors import PackedTensor, give_back
+from .packing import Packing
 from .plan import Plan, stay_packed
 from .pooling import Pools
 from .report import Report

@@ -16,7 +16,8 @@ from .attach import Placement, wanted_residents
 from .checkpoint import Checkpoint, Stand
 from .disk_streamer import DiskStreamer
 from .errors import WeightsError
-from .packing import PackedOwner, PackedTensor
+from .packed_owner import PackedOwner
+from .packed_tensors import PackedTensor
 from .pending import bring_all
 from .plan import Plan
 from .streamer import Streamer

@@ -9,7 +9,7 @@ import carom
 import pytest
 import tests_aitoolkit as standin
 import torch
-from carom.core.packing import PackedOwner
+from carom.core.packed_owner import PackedOwner
 from carom.toolkit_ext import seams
 from carom.toolkit_ext.job import JobOffload
 from carom.toolkit_ext.options import Policy

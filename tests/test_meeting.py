@@ -7,7 +7,7 @@ import pytest
 import torch
 from carom.core import attach
 from carom.core.host_copies import fingerprint
-from carom.core.packing import PackedPlacement
+from carom.core.packed_placement import PackedPlacement
 from carom.core.sizes import MIB
 from carom.core.store.arena import HostArena
 from torch import nn

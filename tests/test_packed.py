@@ -13,14 +13,14 @@ import pytest
 import tests_harness as harness
 import tests_models as models
 import torch
-from carom.core import packed_tensors, packing, replan, settings
+from carom.core import packed_placement, packed_tensors, packing, replan, settings
 from carom.core.codec.unit import UnitDecoder
+from carom.core.decoder_proof import Proof
 from carom.core.errors import UnsupportedError
 from carom.core.plan import Plan
 from carom.core.predict import Link, Packed, Workload
 from carom.core.simulated import SimulatedRaceError
 from carom.core.staging import Staging
-from carom.core.store.arena import HostArena
 from carom.core.transfer import make_engine
 from tests_harness import SIMULATED, assert_same, infer, on_every_device, on_some_devices, place, train
 from tests_models import WIDE, WideBlock, WideModel
@@ -222,7 +222,7 @@ def test_a_budget_without_room_to_unpack_streams_plain_bytes():
 
 def test_a_session_that_fails_to_attach_leaves_the_values(monkeypatch):
     model, plain = model_and_copy()
-    found = packing.PackedPlacement._build
+    found = packed_placement.PackedPlacement._build
     calls = []
 
     def fails(self: Any, *args: Any) -> None:
@@ -231,7 +231,7 @@ def test_a_session_that_fails_to_attach_leaves_the_values(monkeypatch):
             raise KeyboardInterrupt
         found(self, *args)
 
-    monkeypatch.setattr(packing.PackedPlacement, "_build", fails)
+    monkeypatch.setattr(packed_placement.PackedPlacement, "_build", fails)
     with pytest.raises(KeyboardInterrupt):
         carom.stream(model, device="cpu", vram=VRAM, codec="lossless")
     assert all(type(p) is nn.Parameter for p in model.parameters())
@@ -397,16 +397,13 @@ def test_a_short_budget_is_packed_tensor_by_tensor_and_in_large_steps(room, ahea
     block = 400 << 20
     engine = make_engine(carom.SimulatedDevice())
     engine.unpacks = True
-    placement = packing.PackedPlacement(
-        engine, HostArena(None, None), {}, packing.Packing(), 0, int(room * block), block
-    )
-    assert placement._ahead == ahead
+    policy, proof = packing.Packing(), Proof(engine)
+    packer = packing.Packer(engine, {}, policy, proof, int(room * block), block)
+    assert packer.ahead == ahead
     if room > 2:
-        assert placement._scratch_bytes >= packing.ENOUGH_SCRATCH
+        assert packer.scratch_bytes >= packing.ENOUGH_SCRATCH
     engine.unpacks = False
-    assert packing.PackedPlacement(
-        engine, HostArena(None, None), {}, packing.Packing(), 0, int(room * block), block
-    )._ahead
+    assert packing.Packer(engine, {}, policy, proof, int(room * block), block).ahead
 
 
 def test_lossless_with_a_file_says_how_to_pack_it(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import carom
 import torch
-from carom.core.packing import PackedPlacement
+from carom.core.decoder_proof import Proof
 from tests_models import WideModel
 
 
@@ -22,20 +22,20 @@ def test_the_rate_is_that_of_the_largest_unit_within_a_half(monkeypatch):
     class Elsewhere:
         type = "cuda"
 
-    monkeypatch.setattr(PackedPlacement, "_decode_timed", timed)
-    proven = PackedPlacement._prove
+    monkeypatch.setattr(Proof, "_decode_timed", timed)
+    proven = Proof.holds
 
-    def prove(self, streamed):
+    def prove(self, streamed, entries):
         device, self._engine.device = self._engine.device, Elsewhere()
         try:
-            return proven(self, streamed)
+            return proven(self, streamed, entries)
         finally:
             self._engine.device = device
 
-    monkeypatch.setattr(PackedPlacement, "_prove", prove)
+    monkeypatch.setattr(Proof, "holds", prove)
     torch.manual_seed(0)
     model = WideModel()
     with carom.stream(model, device=carom.SimulatedDevice(), vram=500_000, codec="lossless") as session:
         largest = max(unit.nbytes for unit in session._placement.streamed if unit.decoder is not None)
-        assert sizes and session._placement.decode_bytes_per_second >= largest / 2
+        assert sizes and session._placement.proof.decode_bytes_per_second >= largest / 2
         assert len(sizes) < len(session._placement.streamed), "each of a size once"

@@ -137,6 +137,13 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+def host_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor in host memory, whatever it wears: a copy only where it is elsewhere."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        value = tensor.detach()
+        return storage_bytes(value if value.device.type == "cpu" else value.cpu())
+
+
 def workers() -> int:
     """Threads that fill memory: the processors this process may use, at most 16."""
     try:
