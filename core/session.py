@@ -240,6 +240,8 @@ class Session(Pools, Adapts, Adopts, Values):
             self._streamer = self._make_streamer(disk, streamed)
             self._placement.stream(streamed, self._streamer.add)
             self._placement.settled()
+            if self._packing is not None and not self._packing.plain:
+                self._placement.notes += packing.without_codec(streamed)
             if self._laid_open is not None:
                 self._laid_open.follow()
             self._streamer.start(self._arena)
