@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,26 +15,17 @@ import torch
 from torch import nn
 
 from . import on_device
+from .filling import Filling
 from .host_copies import HostCopies, HostCopy, clear_of, fingerprint
 from .on_device import Lot, Moved, OnDevice, is_plain, lots_of
 from .ops import HostParameter, HostTensor
 from .plan import Plan, round_up
 from .progress import Progress
-from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, touch, workers
+from .store.arena import Block, HostArena, return_freed_memory, workers
 from .store.mapped import Mapped
 from .streamed import Owner, Streamed
 from .transfer import Engine
 from .units import Carving, Entry, Unit
-
-
-@dataclass(eq=False)
-class _Filling:
-    """A unit on its way into its block: ``views`` match its entries."""
-
-    streamed: Streamed
-    block: Block
-    views: list[torch.Tensor]
-    jobs: list[Future[Any]]
 
 
 class Placement:
@@ -191,7 +181,7 @@ class Placement:
             ThreadPoolExecutor(1, thread_name_prefix="carom-pin") as pinner,
         ):
             pins: list[Future[Any]] = []
-            under_way: _Filling | None = None
+            under_way: Filling | None = None
             progress = Progress(sum(unit.nbytes for unit in units))
             for unit, streamed in (*self._in_turn(units, make), (None, None)):
                 filling = None
@@ -199,7 +189,7 @@ class Placement:
                     if self._stands_already(streamed):
                         progress.add(streamed.nbytes)
                     else:
-                        filling = self._begin_filling(streamed, pool)
+                        filling = Filling.begin(streamed, self._arena, pool, self._mapped)
                 if under_way is not None:
                     self._stand_there(under_way)
                     pins.append(pinner.submit(self._arena.pin, under_way.block))
@@ -264,35 +254,9 @@ class Placement:
         streamed.block = copy.block
         self._stand(streamed, [view for view in copy.views if view is not None])
 
-    def _begin_filling(self, streamed: Streamed, pool: ThreadPoolExecutor) -> _Filling:
-        unit = streamed.unit
-        block = self._arena.allocate(unit.nbytes)
-        if any(entry.tensor.device.type != "cpu" for entry in unit.entries):
-            # Copied at the link's rate where the memory is pinned, which is fast once it was touched.
-            for job in touch(block.data, pool):
-                job.result()
-            self._arena.pin(block)
-        pieces = []
-        views = []
-        for entry in unit.entries:
-            tensor = entry.tensor
-            piece = block.data[entry.offset : entry.offset + entry.nbytes]
-            with torch.inference_mode(False), torch.no_grad():
-                # A storage of its own, so that saving one tensor saves no other.
-                own = torch.frombuffer(piece.numpy(), dtype=torch.uint8).view(tensor.dtype)
-                view = own.as_strided(tensor.shape, tensor.stride())
-                if tensor.device.type == "cpu":
-                    pieces.append((piece, storage_bytes(tensor)))
-                else:
-                    view.copy_(tensor.detach())
-            views.append(view)
-        return _Filling(streamed, block, views, fill(pieces, pool, self._mapped))
-
-    def _stand_there(self, filling: _Filling) -> None:
+    def _stand_there(self, filling: Filling) -> None:
         """The unit's bytes are in its block: its tensors stand there from here on."""
-        for job in filling.jobs:
-            job.result()
-        filling.jobs.clear()
+        filling.finish()
         filling.streamed.block = filling.block
         self._stand(filling.streamed, filling.views)
 

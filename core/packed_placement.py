@@ -31,6 +31,7 @@ from .store.arena import (
     HostArena,
     fill,
     host_bytes,
+    own_view,
     return_freed_memory,
     storage_bytes,
     touch,
@@ -295,8 +296,7 @@ class PackedPlacement(Placement):
         """Let a tensor that keeps its bytes have them in its unit's block."""
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._homes.setdefault(id(tensor), self.here.home_of(tensor))
-            own = torch.frombuffer(piece.numpy(), dtype=torch.uint8).view(tensor.dtype)
-            tensor.data = own.as_strided(tensor.shape, tensor.stride())
+            tensor.data = own_view(piece, tensor)
 
     # -- values
 

@@ -19,6 +19,7 @@ from carom.core import (
     attach,
     backward,
     decide,
+    filling,
     hooks,
     landing,
     on_device,
@@ -350,10 +351,10 @@ def test_an_engine_fault_during_a_step_leaks_nothing(owner, name, call, kind, fu
 
 
 ATTACH = [
-    (decide, "carve"), (decide, "plan_residency"), (arena.HostArena, "allocate"), (attach, "fill"),
+    (decide, "carve"), (decide, "plan_residency"), (arena.HostArena, "allocate"), (filling, "fill"),
     (arena.HostArena, "pin"), ("engine", "allocate"), ("engine", "alias"), ("engine", "synchronize"),
     (attach.Placement, "keep"), (attach.Placement, "adapt"), (on_device, "relocate"), (on_device, "replace"),
-    (attach.Placement, "_begin_filling"), (attach.Placement, "_stand_there"), (streamer.Streamer, "start"), (hooks.Wrapped, "forward"),
+    (filling.Filling, "begin"), (attach.Placement, "_stand_there"), (streamer.Streamer, "start"), (hooks.Wrapped, "forward"),
     (hooks.Wrapped, "attribute"), (session, "Tree"), (session.Session, "_account"), (session, "describe"),
 ]  # fmt: skip
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import carom
 import pytest
 import torch
-from carom.core import attach, on_device, replan
+from carom.core import attach, filling, on_device, replan
 from carom.core.host_copies import fingerprint
 from carom.core.store import arena
 from carom.core.store.arena import HostArena
@@ -240,7 +240,7 @@ def test_weights_are_gone_through_in_the_order_in_which_they_lie(monkeypatch):
         tensor.data = place.copy_(tensor)
         places[tensor.data_ptr()], at = name, at + tensor.numel()
     seen: list[int] = []
-    together, fill = attach.Placement._together, attach.fill
+    together, fill = attach.Placement._together, filling.fill
 
     def watch_together(self, entries):
         seen.extend(sorted(entry.tensor.data_ptr() for entry in entries))
@@ -252,7 +252,7 @@ def test_weights_are_gone_through_in_the_order_in_which_they_lie(monkeypatch):
         return fill(pieces, pool, mapped)
 
     monkeypatch.setattr(attach.Placement, "_together", watch_together)
-    monkeypatch.setattr(attach, "fill", watch_fill)
+    monkeypatch.setattr(filling, "fill", watch_fill)
     expected = run(net)
     with streamed(net, "raw", 0.6) as session:
         assert len(residents(session)) >= 2 and len(seen) == len(places)

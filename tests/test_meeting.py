@@ -213,7 +213,9 @@ def test_a_resident_that_became_trainable_does_not_return_to_its_host_copy(codec
         run(net)
         session.set_budget(vram=int(0.8 * size(net)))
         run(net)
-        lots = [m.tensor for m in session._placement.here.moved if m.lot is not None and m.lot.copy is not None]
+        lots = [
+            m.tensor for m in session._placement.here.moved if m.lot is not None and m.lot.copy is not None
+        ]
         assert lots
         for t in lots:
             t.requires_grad_(True)
