@@ -7,7 +7,8 @@ of random bf16 weights is written first (--double and --single: its depth; 19 an
 loader a headless server starts as on a user's machine (stock: DynamicVRAM where ComfyUI chooses it) and gets three prompts:
 the first loads the file; the second, of another seed, is the one whose iterations are timed (device events between sampler
 steps, median without the first); before the first and the third, of two steps, the file is thrown out of the page cache, so
-that everybody begins from the disk, and whatever is read again is counted. `--alternate` adds two models taking turns. Device memory is what the whole card lost; host memory is the server's
+that everybody begins from the disk, and whatever is read again is counted. `--settle` adds prompts of 20 steps until Carom has laid out by what
+they taught, and times one more. `--alternate` adds two models taking turns. Device memory is what the whole card lost; host memory is the server's
 anonymous memory (RssAnon) beyond what it had before the first prompt, sampled. Without a GPU: `--tiny --cpu`, which proves the path and measures nothing.
 """
 
@@ -124,6 +125,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mode", default="auto", help="of Carom's loader")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=3, choices=(2, 3), help="2: without the third")
+    parser.add_argument(
+        "--settle", type=int, default=0,
+        help="steps of Carom's prompts between the second and a last timed one, in which a layout found by their times is taken",
+    )  # fmt: skip
     parser.add_argument(
         "--alternate",
         default="",
@@ -245,9 +250,12 @@ class Bench:
             return result | found | ({} if card is None else {"card": card.figures()})
         prompts = [("first", 1, self.arguments.steps), ("second", 2, self.arguments.steps), ("third", 2, 2)]
         prompts = prompts[: self.arguments.prompts]
+        if self.arguments.settle and config.codec != "stock":
+            many = [("settling", 2, 20)] * -(-self.arguments.settle // 20)
+            prompts += [*many, ("settled", 2, self.arguments.steps)]
         with self.lib["process"].watched(server.pid) as memory:
             for name, seed, steps in prompts:
-                if name != "second":
+                if name in ("first", "third"):
                     evict(self.file)
                 before, posted = self.io(server.pid), time.time()
                 told = server.run(self.prompt(config, seed, steps), timeout=300)["sample"]["told"][0]
@@ -269,9 +277,11 @@ class Bench:
             self.arguments.trace.mkdir(parents=True, exist_ok=True)
             kept = self.arguments.trace / f"{config.limit}-{config.loader.replace('@', '-')}.json.gz"
             server.run(self.prompt(config, 2, max(8, self.arguments.steps), trace=str(kept)), timeout=300)
-        timed = result["second"]["iterations_s"][1:] or result["second"]["iterations_s"]
-        result["s_per_iteration"] = statistics.median(timed)
-        result["s_per_iteration_min_max"] = [min(timed), max(timed)]
+        for name, ending in (("second", ""), ("settled", "_settled")):
+            if name in result:
+                timed = result[name]["iterations_s"][1:] or result[name]["iterations_s"]
+                result[f"s_per_iteration{ending}"] = statistics.median(timed)
+                result[f"s_per_iteration{ending}_min_max"] = [min(timed), max(timed)]
         return result
 
     def io(self, pid: int) -> dict[str, int]:

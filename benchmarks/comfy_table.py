@@ -17,6 +17,9 @@ def same_latents(record: dict[str, Any]) -> bool:
     hashes = {
         tuple(run[name]["hash"] for name in ("first", "second", "third") if name in run) for run in runs
     }
+    # What was settled made the second prompt's image again.
+    if any(run["settled"]["hash"] != run["second"]["hash"] for run in runs if "settled" in run):
+        return False
     hashes_of_turns = {run["turns"][0]["hash"] for run in turns}
     same = len(hashes) <= 1 and len(hashes_of_turns) <= 1 and all(run["same_latents"] for run in turns)
     return same and all(run["second"]["finite"] for run in runs)
@@ -68,9 +71,11 @@ def table(record: dict[str, Any]) -> str:
             if report.get("step_seconds") and report.get("stall_seconds") is not None
             else ""
         )
+        settled = run.get("s_per_iteration_settled")
         lines.append(
             f"{limit_of(run):<9}{run['loader']:<16}{seconds:>8.4f}{ratio:>9}{run['first']['wall_s']:>8.2f}{run['second']['wall_s']:>7.2f}{card:>9}"
             f"{peak / GIB:>9.2f}{peak / record['file_bytes']:>7.2f}{reads:>18}{waited:>8}  {run['second']['hash'][:10]}"
+            + (f"  settled {settled:.4f}" if settled else "")
         )
     lines += [
         f"{limit_of(run):<9}{run['loader']:<16}two models: {comfy_alternation.line(run)}"

@@ -53,11 +53,7 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
 
     Raises BudgetError with the least budget that works, UnsupportedError for tensors that cannot be managed.
     """
-    limits: list[int | None] = [None]
-    if settings.granularity == "auto":
-        finest = [settings.vram // 3, settings.vram // 6, 1]
-        # What is compiled as one runs best as one.
-        limits = [None, *finest] if compiled(module) else [PART, *(n for n in finest if n < PART)]
+    limits = _limits(module, settings)
     error: BudgetError | None = None
     for limit in limits:
         carving = cut(module, settings, limit)
@@ -71,12 +67,26 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
         except BudgetError as reason:
             error = reason
             continue
-        # One slot overlaps nothing: prefer finer units while there are any.
-        if plan.slots >= 2 or plan.all_resident or limit == limits[-1]:
+        # One slot overlaps nothing: prefer finer units while there are any, also to those that find no room to cross packed.
+        crosses = plan.staging_bytes > 0 or limit is not None or PART not in limits
+        if (plan.slots >= 2 and crosses) or plan.all_resident or limit == limits[-1]:
             return carving, plan
     if error is None:
         return carving, plan
     raise error
+
+
+def _limits(module: nn.Module, settings: Settings) -> list[int | None]:
+    """Bytes of the largest units, as they are to be tried."""
+    if settings.granularity != "auto":
+        return [None]
+    finest: list[int | None] = [settings.vram // 3, settings.vram // 6, 1]
+    if compiled(module):  # what is compiled as one runs best as one
+        return [None, *finest]
+    parts: list[int | None] = [PART, *(n for n in finest if n is not None and n < PART)]
+    # Packed bytes wait for a staging buffer, not for a slot: whole blocks leave no bubbles, and a step of training uses each
+    # unit three times, which costs the host.
+    return [None, *parts] if settings.packs and _trains(cut(module, settings, None)) else parts
 
 
 def plan_within(carving: Carving, settings: Settings, grain: int) -> Plan:
@@ -190,5 +200,8 @@ def _wish(carving: Carving, packs: bool) -> Wish:
     if not carving.split_bytes:
         return Wish(3 if carving.adapters else 2)
     block = carving.split_bytes
-    training = bool(carving.adapters) or any(e.trainable for unit in carving.units for e in unit.entries)
-    return Wish(2, 3 * block if training else block // 2 if packs else block)
+    return Wish(2, 3 * block if _trains(carving) else block // 2 if packs else block)
+
+
+def _trains(carving: Carving) -> bool:
+    return bool(carving.adapters) or any(e.trainable for unit in carving.units for e in unit.entries)

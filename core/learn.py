@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
@@ -23,12 +23,13 @@ STALLED = 0.15  # of a step: what waits longer for weights does not wait for the
 
 class Turn(NamedTuple):
     """A unit's turn in a forward, in seconds from the step's begin: when the computing stream came to it, went on
-    (it was there), and had done its kernels."""
+    (it was there), and had done its kernels; ``close``: the device had begun them when the host had just issued the last."""
 
     unit: str
     came: float
     went_on: float
     left: float
+    close: bool = False
 
 
 class Forward(NamedTuple):
@@ -103,6 +104,14 @@ class Learnt:
     share: float  # what recomputing takes, of the forward
     seconds: float  # of a step, measured
     calls: Calls | None = None  # where the seconds are of Python's calls, which nothing hides
+    close: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by tensor: of its uses, those that wait for Python
+    use: float = 0.0  # seconds of Python for a use of a streamed unit
+    late: Mapping[str, float] = field(
+        default_factory=dict
+    )  # what of ``forward`` is that, where nothing hides it
+    apart: bool = False  # whether ``forward`` is without it
 
     @property
     def host_bound(self) -> bool:
@@ -111,6 +120,22 @@ class Learnt:
     def issuing(self, uses: int) -> float:
         """Seconds that the host takes for a step with ``uses`` of streamed units; 0 where it does not bind."""
         return 0.0 if self.calls is None else self.calls.model + uses * self.calls.use
+
+    def unhurried(self) -> Learnt:
+        """With the seconds in which the device waited for Carom's part of a use apart: a layout may have other uses."""
+        forward = {name: max(0.0, spent - self.late.get(name, 0.0)) for name, spent in self.forward.items()}
+        return replace(self, forward=forward, apart=True)
+
+    def waits(self, units: Sequence[Piece]) -> list[float]:
+        """Seconds for which the device waits for Python at each use of a unit that does not stay as it is."""
+        if not self.apart:
+            return [0.0] * len(units)
+        return [
+            self.use
+            * sum(self.close.get(name, 0.0) * n for name, n in unit.tensors.items())
+            / (unit.nbytes or 1)
+            for unit in units
+        ]
 
     def plainly(self, rate: float, names: Mapping[str, int], link: Link) -> Learnt:
         """As if the tensors ``names`` (bytes by name) had not been unpacked at ``rate`` (bytes/s) while they were used."""
@@ -194,6 +219,10 @@ def learn(
         use = min(profile.use_seconds, OURS * busy / len(uses))
         model = busy - len(uses) * use
         calls, scale = Calls(model, use), model / busy if busy > 0 else 1.0
+    close, late = _close(units, profile), [0.0] * len(units)
+    if calls is None and not profile.train:
+        for unit in set(streamed):
+            late[unit] = min(forward[unit], profile.use_seconds * close[unit])
     backward = [0.0 if unit in unused else left * forward[unit] / whole for unit in range(len(units))]
     return Learnt(
         train=profile.train,
@@ -207,6 +236,9 @@ def learn(
         share=share,
         seconds=profile.seconds,
         calls=calls,
+        close={name: share for piece, share in zip(units, close, strict=True) for name in piece.tensors},
+        use=profile.use_seconds if any(late) else 0.0,
+        late=_by_tensor(units, late),
     )
 
 
@@ -254,7 +286,7 @@ def _forward_seconds(
     gaps: dict[tuple[int, ...], list[float]] = defaultdict(list)  # residents -> seconds
     for forward in profile.forwards:
         before, end = -1, 0.0
-        for name, came, went_on, left in (*forward.turns, Turn("", forward.seconds, 0.0, 0.0)):
+        for name, came, went_on, left, _ in (*forward.turns, Turn("", forward.seconds, 0.0, 0.0)):
             place = at.get(name, -1) if name else len(order)
             if place <= before:  # what is used again later in the forward has had its turn
                 continue
@@ -289,6 +321,21 @@ def _forward_seconds(
         nbytes = sum(piece.nbytes for piece in units) or 1
         return [profile.compute[0] * piece.nbytes / nbytes for piece in units], held
     return [profile.compute[0] * each / whole for each in seconds], held
+
+
+def _close(units: Sequence[Piece], profile: Profile) -> list[float]:
+    """The share of a unit's uses at which the device was right behind the host; residents are as the streamed of their kind
+    are, or as all."""
+    seen: dict[str, list[bool]] = defaultdict(list)
+    for forward in profile.forwards:
+        for turn in forward.turns:
+            seen[turn.unit].append(turn.close)
+    kinds: dict[str, list[bool]] = defaultdict(list)
+    for piece in units:
+        kinds[_kind(piece)] += seen.get(piece.name, [])
+    all_ = [close for closes in seen.values() for close in closes]
+    found = [seen.get(piece.name) or kinds[_kind(piece)] or all_ or [False] for piece in units]
+    return [sum(closes) / len(closes) for closes in found]
 
 
 def _kind(piece: Piece) -> str:

@@ -187,7 +187,7 @@ class Meter:
     def came(self, name: str, came: Any, went_on: Any) -> None:
         """The stream came to a unit in a forward, and went on when it was there."""
         if self._open is not None:
-            self._open.turns.append([name, came, went_on, None])
+            self._open.turns.append([name, came, went_on, None, False])
 
     def left(self, name: str, left: Any) -> None:
         """The unit's kernels were issued."""
@@ -197,7 +197,8 @@ class Meter:
                     turn[3] = left
                     if self.watches_host:
                         # The kernels were issued just now, and the device has begun them: it waits for more.
-                        self._open.close.append(self._engine.done(turn[2]))
+                        turn[4] = self._engine.done(turn[2])
+                        self._open.close.append(turn[4])
                     return
 
     def spent(self, seconds: float) -> None:
@@ -234,7 +235,7 @@ class Meter:
             and all(done(after) for _, after in step.decodes)
             # Marks on a side stream, or of a unit used after the root's forward, may be reached later than its end.
             and all(done(after) for _, after, _, _ in step.waits)
-            and all(done(mark) for turn in step.turns for mark in turn[1:] if mark is not None)
+            and all(done(mark) for turn in step.turns for mark in turn[1:4] if mark is not None)
         )
 
     def _read(self, step: _Step) -> StepFigures:
@@ -250,7 +251,11 @@ class Meter:
             self._pictured = step, seconds
         if step.turns:
             at = lambda event: between(step.begin, event)  # noqa: E731
-            turns = tuple(Turn(name, *map(at, marks)) for name, *marks in step.turns if marks[2] is not None)
+            turns = tuple(
+                Turn(name, at(came), at(went_on), at(left), close)
+                for name, came, went_on, left, close in step.turns
+                if left is not None
+            )
             late = step.close[
                 len(step.close) // 2 :
             ]  # a step that begins on an idle device has to get ahead first

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, combinations
+from statistics import median
 
 from .estimate import Crossing, estimate
 from .plan import Plan, UnitSize, Wish, packed_cost, plan_residency, resident_cost, round_up
@@ -48,7 +49,9 @@ class _Search:
     unpacking: Sequence[float] = ()  # seconds of it by unit
     loose: frozenset[int] = frozenset()  # stay raw whatever
     slots: int = 1  # of the largest streamed unit, that the region has at least
+    waits: Sequence[float] = ()  # seconds for the host at each use of what is not there as it is
     sizes: list[int] = field(init=False)
+    beside: list[float] = field(init=False)  # seconds that a use takes of the device beside its computing
     floor: float = field(init=False)
     cycles: int = field(init=False)
     passes: int = field(init=False)
@@ -59,6 +62,8 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.sizes = [unit.nbytes for unit in self.units]
+        nothing = [0.0] * len(self.units)
+        self.beside = [a + b for a, b in zip(self.unpacking or nothing, self.waits or nothing, strict=True)]
         dense = min((unit.packed / unit.nbytes for unit in self.units if unit.packed), default=1.0)
         self.floor = floor_seconds(self.sizes, int(self.available / dense), self.workload, self.link)
         # What does not fit raw is unpacked; raw residents spare at most what the densest of them takes.
@@ -107,8 +112,8 @@ class _Search:
             if seconds and unit not in raw
         }
         work = self.workload
-        if any(self.unpacking):
-            work = work.beside([0.0 if unit in raw else s for unit, s in enumerate(self.unpacking)])
+        if any(self.beside):
+            work = work.beside([0.0 if unit in raw else s for unit, s in enumerate(self.beside)])
         return predict(self.sizes, raw, region, work, self.link, steps=steps, packed=there)
 
     def price(self, resident: frozenset[int], region: int) -> int:
@@ -154,7 +159,7 @@ class _Search:
             for unit, size in enumerate(self.sizes)
         ]  # fmt: skip
         # What is unpacked takes the device's time as computing does.
-        uses = [(u, s if u in raw else s + unpacking[u]) for u, s in self.uses]
+        uses = [(u, s if u in raw else s + self.beside[u]) for u, s in self.uses]
         self.guesses -= CYCLES[True] * len(uses)
         blocking = self.link.blocking
         return estimate(
@@ -186,6 +191,8 @@ class _Search:
         backward = self.workload.backward or [0.0] * len(self.units)
         thin = sorted(free, key=lambda u: (self.workload.forward[u] + backward[u]) / self.sizes[u])
         ways[4:4] = [partial(self.first, order) for order in (free, free[::-1], thin)]
+        if any(self.waits):
+            ways.insert(4, partial(self.first, sorted(free, key=lambda u: -self.waits[u] / self.sizes[u])))
         for way in ways:
             for slots in REGIONS:
                 room = self.available - spent - round_up(int(slots * largest), self.grain)
@@ -303,23 +310,38 @@ def choose(
     work: int = WORK,
     unpacking: float | None = None,
     two_slots: bool = False,
+    waits: Sequence[float] = (),
 ) -> tuple[Plan, Prediction]:
     """The plan for ``budget`` device bytes whose predicted step is shortest, and that prediction.
 
     ``unpacking``: bytes/s at which the device unpacks what crosses or stays packed, of which ``workload`` knows nothing;
-    None: nothing is. ``two_slots``: at least, where the rule finds room for them. Raises BudgetError as `plan_residency`
+    None: nothing is. ``two_slots``: at least, where the rule finds room for them. ``waits``: seconds by unit that the device waits
+    for the host at each use, unless the unit stays as it is. Raises BudgetError as `plan_residency`
     does, whose plan is the first candidate: the choice is never worse.
     """
     seconds = [unit.nbytes / unpacking if unpacking and unit.packed else 0.0 for unit in units]
     packs = [index for index, unit in enumerate(units) if unpacking and unit.packed]
     ways = [frozenset[int](), frozenset(packs), frozenset(packs[::2])] if packs else [frozenset[int]()]
+    if packs and any(waits):  # what waits for the host stays as it is
+        middle = median(waits[index] for index in packs)
+        ways += [way] if (way := frozenset(i for i in packs if waits[i] < middle)) else []
     found = []
     for way in ways:  # of equals the one that unpacks less
         some = [replace(unit, packed=unit.packed if i in way else 0) for i, unit in enumerate(units)]
         spend = work // len(ways)
         found.append(
             _choose(
-                some, budget, fixed_bytes, workload, link, wish or Wish(), grain, spend, seconds, two_slots
+                some,
+                budget,
+                fixed_bytes,
+                workload,
+                link,
+                wish or Wish(),
+                grain,
+                spend,
+                seconds,
+                two_slots,
+                waits,
             )
         )
         if found[0][0].all_resident:
@@ -329,7 +351,7 @@ def choose(
 
 def _choose(
     units: Sequence[UnitSize], budget: int, fixed_bytes: int, workload: Workload, link: Link, wish: Wish, grain: int,
-    work: int, unpacking: Sequence[float], two_slots: bool,
+    work: int, unpacking: Sequence[float], two_slots: bool, waits: Sequence[float],
 ) -> tuple[Plan, Prediction]:  # fmt: skip
     """What packs stays packed; ``unpacking``: seconds by unit."""
     rule = plan_residency(units, budget, fixed_bytes, wish, grain, packed=True)
@@ -342,7 +364,7 @@ def _choose(
     )
     # What is unpacked into the only slot there is waits for its reader: two, as `decide.with_staging` wants them.
     slots = min(2, rule.slots) if two_slots or any(unpacking) else 1
-    search = _Search(units, budget - fixed_bytes, grain, workload, link, work, unpacking, kept, slots)
+    search = _Search(units, budget - fixed_bytes, grain, workload, link, work, unpacking, kept, slots, waits)
     search.guesses = work * GUESSES
     search.try_({*rule.resident, *rule.packed})
     free = [index for index in range(len(units)) if index not in loose]

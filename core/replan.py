@@ -23,9 +23,9 @@ HOST = "the host binds: the device waits for Python to issue its work, and no la
 WORTH = 0.03  # of a step that a new layout must save
 FINER = 0.99  # of the time with whole blocks that parts must stay below: they cost more of the host
 SETTLING = 0.1  # seconds for hooks, slots and plans of a layout whose weights are in host memory already; an estimate
-# Bytes/s at which what leaves the device, or was never packed, comes to lie in the host's pinned memory. An estimate: in
-# record comfyui-4 a layout for which 1.3 GB left the device took 4.7 s at 4 GiB, two searches for it included.
-HOSTING = 0.6e9
+# Bytes/s at which what leaves the device, or was never packed, comes to lie in the host's pinned memory. An estimate: on an H200's
+# host a stack of linears was laid out anew at 2.1 and 2.5 GB/s where memory had been in use before, more slowly where it had not.
+HOSTING = 1.5e9
 RAW_GAIN = 0.005  # of a step that plain bytes must save over packed ones: they take more host memory
 TRUSTED = 0.25  # of the measured step that the prediction of the present layout may be off
 
@@ -78,12 +78,16 @@ def decide_with(
     for limit in limits:
         carving = decide.cut(module, settings, limit)
         given = decide.problem(carving, settings, grain)
-        work = learnt.workload(pieces(carving), together)
+        parts = pieces(carving)
+        work, waits = learnt.workload(parts, together), learnt.waits(parts)
 
-        def plan(vram: int, packed: bool, given: decide.Problem = given, work: Workload = work) -> Plan:
+        def plan(
+            vram: int, packed: bool, given: decide.Problem = given, work: Workload = work,
+            waits: Sequence[float] = waits,
+        ) -> Plan:  # fmt: skip
             plan, found = choose(
                 given.units, vram, given.fixed, work, learnt.link, wish=given.wish, grain=grain,
-                unpacking=settings.unpacking if packed else None, two_slots=packed,
+                unpacking=settings.unpacking if packed else None, two_slots=packed, waits=waits,
             )  # fmt: skip
             seconds = max(found.seconds, learnt.issuing(_uses(work, plan)))
             return replace(plan, predicted_seconds=seconds)
@@ -166,7 +170,8 @@ def advise(
     that step would save.
     """
     sizes = [unit.nbytes for unit in carving.units]
-    work = learnt.workload(pieces(carving), blocks(module))
+    parts = pieces(carving)
+    work, waits = learnt.workload(parts, blocks(module)), learnt.waits(parts)
     units, rate = decide.problem(carving, settings, grain).units, settings.unpacking
     decoding = [
         unit.nbytes / rate
@@ -180,7 +185,10 @@ def advise(
         for index, seconds in enumerate(decoding)
         if seconds
     }
-    beside = work.beside(decoding) if any(decoding) else work
+    taken = [
+        0.0 if i in plan.resident else a + b for i, (a, b) in enumerate(zip(decoding, waits, strict=True))
+    ]
+    beside = work.beside(taken) if any(taken) else work
     now = predict(sizes, plan.resident, plan.region_bytes, beside, learnt.link, packed=here).seconds
     now = max(now, learnt.issuing(_uses(work, plan)))
     # What stays may do so packed.

@@ -151,6 +151,7 @@ class Tunes(Recodes):
             units = [unit.unit for unit in self._placement.streamed if unit.decoder is not None]
             names = {entry.name: entry.nbytes for unit in units for entry in unit.entries}
             learnt = learnt.plainly(chosen.unpacking, names, learnt.link)
+        learnt = learnt.unhurried()
         advice = replan.advise(
             self.module, chosen, self._engine.grain, learnt, self._carving, self.plan, steps, self._simple
         )  # fmt: skip

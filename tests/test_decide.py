@@ -43,6 +43,28 @@ def test_large_blocks_are_split_where_the_parts_are_still_large_copies(large):
     assert carving.split_bytes >= 160 * MIB
 
 
+@pytest.mark.parametrize(
+    "budget, trains, packs, whole",
+    [
+        (2.9, True, True, True),  # two blocks and the wire of one
+        (2.6, True, True, False),
+        (2.9, True, False, False),
+        (2.9, False, True, False),
+    ],
+)
+def test_training_begins_with_whole_blocks_where_two_find_room_beside_a_packed_one(
+    large, budget, trains, packs, whole
+):
+    large[0].norm.requires_grad_(trains)
+    try:
+        settings = decide.Settings(int(budget * 160 * MIB), "auto", None, {}, packs=packs)
+        carving, plan = decide.decide(large, settings, 512)
+    finally:
+        large[0].norm.requires_grad_(False)
+    assert carving.largest == (160 if whole else 80) * MIB + (large[0].norm.weight.nbytes * 2 if whole else 0)
+    assert plan.slots >= 2 and (plan.staging_bytes > 0) is packs
+
+
 def test_small_blocks_stay_whole():
     model = models.CASES["stack"].build().requires_grad_(False)
     carving, _ = chosen(model, harness.some_vram(model, "cpu", 0.5))

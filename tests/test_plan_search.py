@@ -213,3 +213,18 @@ def test_an_impossible_budget_names_the_least_that_works():
         choose(units, 63 * MIB, 0, Workload((0, 1), (1.0, 1.0)), LINK, grain=GRAIN)
     plan, _ = choose(units, refused.value.least_bytes, 0, Workload((0, 1), (1.0, 1.0)), LINK, grain=GRAIN)
     assert plan.region_bytes == 64 * MIB
+
+
+def test_what_the_device_waits_for_the_host_at_stays_as_it_is():
+    """Of units that are alike, those stay raw whose uses wait for the host; without that it makes no difference."""
+    units = [UnitSize(f"u{i}", 64 << 20, packed=44 << 20) for i in range(24)]
+    work = Workload(tuple(range(24)), (1e-3,) * 24)
+    waits = [4e-4 if i % 2 else 0.0 for i in range(24)]
+    link, budget = Link(160e9), 12 * (64 << 20)
+    plan, found = choose(units, budget, 0, work, link, unpacking=1.9e12, waits=waits)
+    late = {i for i in range(24) if i % 2}
+    assert len(late & set(plan.resident)) > 0.8 * len(plan.resident)
+    unpacking = (64 << 20) / 1.9e12 * (24 - len(plan.resident))
+    assert found.seconds < 1.01 * (24e-3 + unpacking + 2 * 4e-4)  # ten find room
+    blind, _ = choose(units, budget, 0, work, link, unpacking=1.9e12)
+    assert len(late & set(blind.resident)) < 0.8 * len(blind.resident)

@@ -304,6 +304,31 @@ def test_what_a_backward_never_uses_is_not_fetched_for_it():
     assert learnt.workload(units).phases == pytest.approx((3.0, 4.0))
 
 
+def waiting(closes: tuple[bool, bool], use: float = 2.0):
+    """A forward of 12 s in which two units' turns end while the device is right behind the host, or not."""
+    whole = [Piece("b.0", {"p": 10}), Piece("c.0", {"q": 30}), Piece("c.1", {"r": 30})]
+    turns = (Turn("b.0", 0, 0, 4, closes[0]), Turn("c.0", 4, 4, 8, closes[1]))
+    shown = Profile(False, 12.0, (12.0, 0.0), 100.0, (Forward(turns, 12.0, 0.0, use),))
+    learnt = learn(whole, [0, 1], [(0, False), (1, False)], shown)
+    assert learnt is not None and not learnt.host_bound
+    return whole, learnt
+
+
+def test_seconds_in_which_a_use_waits_for_the_host_are_apart_from_computing():
+    units, learnt = waiting((True, False))
+    assert learnt.workload(units).forward == pytest.approx((4, 4, 4)) and learnt.waits(units) == [0, 0, 0]
+    apart = learnt.unhurried()
+    assert apart.workload(units).forward == pytest.approx((2, 4, 4))
+    assert apart.waits(units) == pytest.approx([2, 0, 0])
+    # A part of such a unit costs the host as much as the whole.
+    assert apart.waits([Piece("b.0.p", {"p": 5})]) == pytest.approx([2])
+
+
+def test_residents_wait_for_the_host_as_the_streamed_of_their_kind_do():
+    units, learnt = waiting((False, True))
+    assert learnt.unhurried().waits(units) == pytest.approx([0, 2, 2])
+
+
 def test_another_carving_takes_the_same_time():
     whole = [Piece("b.0", {"p": 10, "q": 30}), Piece("b.1", {"r": 10, "s": 30})]
     turns = [Turn("b.0", 0, 0, 6), Turn("b.1", 6, 6, 12)]
