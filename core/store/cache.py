@@ -10,7 +10,6 @@ the next. Everything is under one condition of its own, and no reader's thread e
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -24,12 +23,12 @@ import torch
 from ..errors import CaromError
 from .arena import HostArena
 from .eviction import Keeper
+from .expected import NEVER, Expected
 from .handle import SubmittedRead
 from .held import Buffer, CacheFigures
 from .pieces import Buffers, Piece
 from .reader import DiskReader, as_bytes
 
-NEVER = float("inf")
 _POLL = 0.0005  # seconds between looks at copies that are under way
 _NAP = 0.1
 _SPANS = 4096  # reads remembered for the timeline
@@ -62,9 +61,7 @@ class HostCache:
         self._buffers: list[Buffer] = []
         self._where: dict[int, Buffer] = {}  # rank -> where its piece is, or is being read to
         self._failed: dict[int, BaseException] = {}
-        self._order: list[int] = []  # units expected, soonest first
-        self._distance: dict[int, int] = {}  # unit -> its first place in the order
-        self._served: dict[int, int] = {}  # unit -> its pieces that were used since the order was told
+        self._expected = Expected(units)
         self._arrivals = 0
         self._inspect = inspect
         self._inspectors = (
@@ -86,11 +83,7 @@ class HostCache:
     def expect(self, units: Iterable[int]) -> None:
         """``units`` are used next, in this order: read what of them is not here, as far as buffers allow."""
         with self._cond:
-            self._order = list(units)
-            self._distance = {}
-            for place, unit in enumerate(self._order):
-                self._distance.setdefault(unit, place)
-            self._served = {}
+            self._expected.tell(units)
             self._pump()
 
     def has(self, unit: int) -> bool:
@@ -110,7 +103,7 @@ class HostCache:
         """
         with self._cond:
             self._failed.pop(piece.rank, None)  # of a read ahead: what is needed now is tried once more
-            self._served[piece.unit] = piece.number
+            self._expected.serving(piece)
             waiting: float | None = None
             try:
                 while True:
@@ -133,7 +126,7 @@ class HostCache:
             buffer.copied = copied
             if self.complete:
                 return
-            self._served[piece.unit] = piece.number + 1
+            self._expected.served(piece)
             if not self.buffers.whole:
                 self._keeper.used(piece.rank, self._next_use)
             self._pump()
@@ -252,36 +245,20 @@ class HostCache:
     # -- choosing
 
     def _next_use(self, rank: int) -> float:
-        """Pieces' order of use from now on: accesses until the unit's turn, NEVER if it is not expected."""
+        """As `Expected.when`, of the piece ``rank`` where it is here."""
         buffer = self._where.get(rank)
         piece = buffer.piece if buffer is not None else None
-        return NEVER if piece is None else self._expected(piece)
-
-    def _expected(self, piece: Piece) -> float:
-        place = self._distance.get(piece.unit)
-        if place is None:
-            return NEVER
-        if piece.number < self._served.get(piece.unit, 0):
-            # That use is behind it: its next one is the next place of its unit, or one round later.
-            with contextlib.suppress(ValueError):
-                return float(self._order.index(piece.unit, place + 1))
-            return float(len(self._order) + place)
-        return place + piece.number / (len(self._units[piece.unit]) + 1)
+        return NEVER if piece is None else self._expected.when(piece)
 
     def _pump(self) -> None:
         """Start reads, soonest needed first, while there is room that is needed later."""
         if self._closed or len(self._where) >= self._total:
             return
-        for place, unit in enumerate(self._order):
-            first = self._served.get(unit, 0) if place == self._distance[unit] else 0
-            for piece in self._units[unit][first:]:
-                if piece.rank in self._where or piece.rank in self._failed:
-                    continue
-                when = place + piece.number / (len(self._units[unit]) + 1)
-                buffer = self._room_for(piece, when)
-                if buffer is None:
-                    return
-                self._read(piece, buffer, when)
+        for when, piece in self._expected.coming(self._where, self._failed):
+            buffer = self._room_for(piece, when)
+            if buffer is None:
+                return
+            self._read(piece, buffer, when)
 
     def _room_for(self, piece: Piece, when: float, demanded: bool = False) -> Buffer | None:
         """A buffer that may be overwritten for ``piece``, needed at ``when``; None when there is none yet."""
