@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
@@ -25,13 +24,12 @@ from .arena import HostArena
 from .eviction import Keeper
 from .expected import NEVER, Expected
 from .handle import SubmittedRead
-from .held import Buffer, CacheFigures
+from .held import Buffer, CacheFigures, Totals
 from .pieces import Buffers, Piece
 from .reader import DiskReader, as_bytes
 
 _POLL = 0.0005  # seconds between looks at copies that are under way
 _NAP = 0.1
-_SPANS = 4096  # reads remembered for the timeline
 _INSPECTORS = 4  # threads: on one, checksums of 1 to 6 GB/s could hold up a fast drive
 
 
@@ -67,16 +65,13 @@ class HostCache:
         self._inspectors = (
             None if inspect is None else ThreadPoolExecutor(_INSPECTORS, thread_name_prefix="carom-check")
         )
-        self._reading = 0
         self._looking = 0  # buffers that were read and are being inspected
-        self._since = 0.0
         self.complete = False  # everything is here and stays: nothing is to be expected or read any more
         self._closed = False
         self._limit = buffers.count
         self._back = 0  # of these, not to be made yet
         self._broken: BaseException | None = None
-        self._read_bytes, self._reading_seconds, self._late_seconds, self._held = 0, 0.0, 0.0, 0
-        self._spans: deque[tuple[str, float, float, int]] = deque(maxlen=_SPANS)
+        self._totals = Totals()
 
     # -- what the streamer calls
 
@@ -115,7 +110,7 @@ class HostCache:
                     self._step(piece, buffer)
             finally:
                 if waiting is not None:
-                    self._late_seconds += time.perf_counter() - waiting
+                    self._totals.late_seconds += time.perf_counter() - waiting
 
     def used(self, piece: Piece, copied: Any) -> None:
         """Everything that reads the piece has been issued; ``copied`` is reached when it is over."""
@@ -167,19 +162,16 @@ class HostCache:
 
     def figures(self) -> CacheFigures:
         with self._cond:
-            seconds = self._reading_seconds
-            if self._reading:
-                seconds += time.perf_counter() - self._since
-            return CacheFigures(self._read_bytes, seconds, self._late_seconds, self._held)
+            return self._totals.figures()
 
     def reads(self) -> list[tuple[str, float, float, int]]:
         """The latest reads: what, start and end on the host's clock (perf_counter), bytes."""
         with self._cond:
-            return list(self._spans)
+            return list(self._totals.spans)
 
     def total_read(self) -> int:
         """Bytes read so far."""
-        return self._read_bytes
+        return self._totals.read_bytes
 
     @property
     def limit_bytes(self) -> int:
@@ -203,7 +195,7 @@ class HostCache:
                 buffer.error, buffer.handles = None, []
             self._buffers.clear()
             self._where.clear()
-            self._held = 0
+            self._totals.held_bytes = 0
 
     # -- one step of a wait, under the condition
 
@@ -221,7 +213,7 @@ class HostCache:
                 return
             kept = [b for b in self._buffers if (b.ready or b.piece is None) and not b.busy]
             copying = [b for b in kept if b.copied is not None]
-            if copying and not self._reading and not self._looking:
+            if copying and not self._totals.reading and not self._looking:
                 oldest = min(copying, key=lambda b: b.arrival)
                 self._settle(oldest.copied)
                 oldest.copied = None
@@ -313,7 +305,7 @@ class HostCache:
         nbytes = piece.nbytes if self.buffers.whole else self.buffers.nbytes
         buffer = Buffer(self._arena.allocate(nbytes), self._arrivals)
         self._buffers.append(buffer)
-        self._held += nbytes
+        self._totals.held_bytes += nbytes
         return buffer
 
     # -- reading
@@ -324,9 +316,7 @@ class HostCache:
         buffer.arrival, buffer.left, buffer.handles = self._arrivals, max(1, len(piece.reads)), []
         buffer.began = time.perf_counter()
         self._where[piece.rank] = buffer
-        if self._reading == 0:
-            self._since = buffer.began
-        self._reading += 1
+        self._totals.begins(buffer.began)
         if not piece.reads:  # padding only
             self._read_done(buffer, None)
             return
@@ -357,14 +347,9 @@ class HostCache:
         with self._cond:
             piece, now = buffer.piece, time.perf_counter()
             assert piece is not None
-            self._reading -= 1
-            if self._reading == 0:
-                self._reading_seconds += now - self._since
+            self._totals.ends(now)
             if buffer.error is None:
-                nbytes = sum(read.disk_bytes for read in piece.reads)
-                self._read_bytes += nbytes
-                if piece.reads:
-                    self._spans.append((piece.reads[0].what, buffer.began, now, nbytes))
+                self._totals.came(piece, buffer.began, now)
                 if self._inspectors is not None and not self._closed:
                     try:
                         self._inspectors.submit(self._look, buffer)
@@ -397,7 +382,7 @@ class HostCache:
         else:
             buffer.ready = True
         buffer.handles = []
-        busy = self._reading or self._looking
+        busy = self._totals.reading or self._looking
         if self.buffers.whole and not busy and len(self._where) == self._total:
             self.complete = True
         try:
