@@ -26,7 +26,7 @@ from .tables import chart, table
 INSTEAD = " (in its place where musubi cannot run)"
 BUDGETS = {"quarter": 4, "half": 2}  # of the weights' bytes
 RELAID = (
-    64  # steps within which a session lays its weights out by what they taught, where that pays for itself
+    160  # steps within which a session lays its weights out by what they taught, where that pays for itself
 )
 MUSUBI_HALF = 5.3e9  # bytes musubi's ring reserves with half the blocks resident, as the issue states it
 
@@ -94,13 +94,13 @@ def suite_cases(device: str, tiny: bool = False) -> dict[str, Case]:
             for words, share in BUDGETS.items()
             for codec, ending in (("raw", ""), ("lossless", "-lossless"))
         },
-        "carom-infer-4096-auto": carom(infer, middle, slots=2, codec="auto").but(warmup=12),
-        "carom-train-1024-auto": carom(train, short, codec="auto").but(warmup=12),
-        "carom-train-4096-auto": carom(train, middle, codec="auto").but(warmup=12),
+        "carom-infer-4096-auto": carom(infer, middle, slots=2, codec="auto").but(warmup=1 if tiny else 40),
+        "carom-train-1024-auto": carom(train, short, codec="auto").but(warmup=1 if tiny else 40),
+        "carom-train-4096-auto": carom(train, middle, codec="auto").but(warmup=1 if tiny else 40),
         "none-infer-16384": none(infer, long).but(steps=big.steps // 2),
         "carom-infer-16384": carom(infer, long).but(steps=big.steps // 2),
         "carom-infer-16384-lossless": carom(infer, long, codec="lossless").but(steps=big.steps // 2),
-        "carom-infer-16384-auto": carom(infer, long, codec="auto").but(steps=big.steps // 2, warmup=12),
+        "carom-infer-16384-auto": carom(infer, long, codec="auto").but(steps=big.steps // 2, warmup=1 if tiny else 12),
         **{f"host-infer-{kind}": c for kind, c in hosts("infer").items()},
         **{f"host-train-{kind}": c for kind, c in hosts("train").items()},
         "carom-attach-24GB": carom(infer, middle, depth=70 if not tiny else 8, steps=0, verify=False),

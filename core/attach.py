@@ -8,55 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import on_device
+from .filling import Filling
 from .host_copies import HostCopies, HostCopy, clear_of, fingerprint
+from .on_device import Lot, Moved, OnDevice, is_plain, lots_of
 from .ops import HostParameter, HostTensor
-from .plan import SMALL_UNIT, Plan, round_up
+from .plan import Plan, round_up
 from .progress import Progress
-from .store.arena import Block, HostArena, fill, return_freed_memory, storage_bytes, touch, workers
+from .store.arena import Block, HostArena, return_freed_memory, workers
 from .store.mapped import Mapped
 from .streamed import Owner, Streamed
 from .transfer import Engine
 from .units import Carving, Entry, Unit
-
-
-@dataclass(eq=False)
-class Lot:
-    """Device memory, from address ``start``, in which tensors went to the device together; ``copy``: their bytes on the
-    host, where these were kept."""
-
-    start: int
-    nbytes: int
-    copy: HostCopy | None = None
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is still there, and was not given other memory by the model."""
-        return self.start <= tensor.data_ptr() < self.start + max(1, self.nbytes)
-
-
-@dataclass(eq=False)
-class Moved:
-    """A tensor that went to the device, and where it has to return to; ``lot``: None where it went alone."""
-
-    tensor: torch.Tensor
-    home: torch.device
-    lot: Lot | None = None
-
-
-@dataclass(eq=False)
-class _Filling:
-    """A unit on its way into its block: ``views`` match its entries."""
-
-    streamed: Streamed
-    block: Block
-    views: list[torch.Tensor]
-    jobs: list[Future[Any]]
 
 
 class Placement:
@@ -68,14 +37,9 @@ class Placement:
 
     def __init__(self, engine: Engine, arena: HostArena, copies: HostCopies | None = None) -> None:
         self._engine, self._arena, self._copies = engine, arena, copies
-        self._moved: list[Moved] = []
-        self._leaving: dict[int, Moved] = {}  # received, and to stream from where they are
-        self._has_left = False
+        self.here = OnDevice(engine)
         self._put_off: list[Unit] = []  # residents that come in turn with what streams
         self._small: list[Entry] = []  # of these, and of what stays by need, what shares a buffer
-        self._received: set[int] = (
-            set()
-        )  # tensors that the placement before left on the device, while attaching
         self._worn: list[tuple[torch.Tensor, type, torch.device]] = []
         self.streamed: list[Streamed] = []
         self.notes: list[str] = []
@@ -98,7 +62,7 @@ class Placement:
         ``in_turn``: they come with `stream`, the large ones each in its turn and the small ones last: where they lie in a
         file that is just being read, nothing waits for the end of it but what lies there.
         """
-        lots, alone = _lots(units, entries)
+        lots, alone = lots_of(units, entries)
         for entry in alone:
             self.resident_bytes += self._move(entry.tensor)
         if in_turn:
@@ -113,15 +77,15 @@ class Placement:
         units, self._put_off = self._put_off, []
         self._together(small)
         for unit in units:
-            if self._copies is not None and unit.nbytes < SMALL_UNIT:
+            if self._copies is not None and unit.nbytes < on_device.SMALL_UNIT:
                 self._copies.drop(unit)
 
     def _keep_in_turn(self, unit: Unit) -> None:
         """A resident unit, where it is large; its host copy, if there is one, is kept for when it has to stream."""
-        if self._has_left:
-            self._has_left = False
+        if self.here.has_left:
+            self.here.has_left = False
             self._engine.trim()  # what left the device gave up is whole again
-        here = [self._is_here(entry.tensor) for entry in unit.entries]
+        here = [self.here.holds(entry.tensor) for entry in unit.entries]
         copy = None if self._copies is None or all(here) else self._copies.find(unit)
         # What the budget for pinned memory does not hold waits for nothing.
         true = (
@@ -133,7 +97,7 @@ class Placement:
         self._together(unit.entries)
         if copy is None or self._copies is None:
             return
-        lot = self._moved[-1].lot
+        lot = self.here.moved[-1].lot
         if not true or lot is None or any(entry.trainable for entry in unit.entries):
             self._copies.discard(copy)
             return
@@ -142,9 +106,11 @@ class Placement:
 
     def _together(self, entries: list[Entry]) -> None:
         """One device buffer for several tensors; those already there stay where they are."""
-        there = [entry for entry in entries if self._is_here(entry.tensor)]
-        self.resident_bytes += sum(entry.nbytes for entry in there if id(entry.tensor) not in self._received)
-        entries = [entry for entry in entries if not self._is_here(entry.tensor)]
+        there = [entry for entry in entries if self.here.holds(entry.tensor)]
+        self.resident_bytes += sum(
+            entry.nbytes for entry in there if id(entry.tensor) not in self.here.received
+        )
+        entries = [entry for entry in entries if not self.here.holds(entry.tensor)]
         layout = Unit("", "", [])
         at = {}
         for entry in entries:
@@ -165,7 +131,7 @@ class Placement:
                 view.copy_(value)
                 self._drop(value)
             del value
-            self._moved.append(Moved(tensor, self._home(tensor), lot))
+            self.here.moved.append(Moved(tensor, self._home(tensor), lot))
             tensor.data = view
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -182,38 +148,24 @@ class Placement:
 
     def _drop(self, read: torch.Tensor) -> None:
         """Where ``read`` is a mapped checkpoint's, its pages are not in memory because of us."""
-        if read.device.type == "cpu" and _plain(read):
+        if read.device.type == "cpu" and is_plain(read):
             self._mapped.drop(read.data_ptr(), read.numel() * read.element_size())
 
     def adapt(self, entry: Entry) -> None:
         """A trainable tensor that stays on the device, gradient included."""
         self.adapter_bytes += self._move(entry.tensor)
 
-    def _is_here(self, tensor: torch.Tensor) -> bool:
-        if id(tensor) in self._received:
-            return True
-        # The CPU as a session's device has slots and buffers of its own: its tensors move like any.
-        return self._engine.device.type != "cpu" and tensor.device == self._engine.device
-
-    @torch.inference_mode(False)
     def _move(self, tensor: torch.Tensor) -> int:
         size = tensor.numel() * tensor.element_size()
-        if tensor.device != self._engine.device:
-            home = tensor.device
-            before = tensor.detach()
-            _relocate(tensor, self._engine.device)
+        before = self.here.bring(tensor)
+        if before is not None:
             self._drop(before)
             self.loaded_bytes += size
-            self._moved.append(Moved(tensor, home))
         return size
 
     def replaced(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """The model put ``new`` in the place of a resident tensor: it goes home in its stead."""
-        for moved in self._moved:
-            if moved.tensor is old:
-                moved.tensor = new
-                if not new.is_inference() and new.device != self._engine.device:
-                    _relocate(new, self._engine.device)
+        self.here.replaced(old, new)
 
     # -- streamed units
 
@@ -229,7 +181,7 @@ class Placement:
             ThreadPoolExecutor(1, thread_name_prefix="carom-pin") as pinner,
         ):
             pins: list[Future[Any]] = []
-            under_way: _Filling | None = None
+            under_way: Filling | None = None
             progress = Progress(sum(unit.nbytes for unit in units))
             for unit, streamed in (*self._in_turn(units, make), (None, None)):
                 filling = None
@@ -237,7 +189,7 @@ class Placement:
                     if self._stands_already(streamed):
                         progress.add(streamed.nbytes)
                     else:
-                        filling = self._begin_filling(streamed, pool)
+                        filling = Filling.begin(streamed, self._arena, pool, self._mapped)
                 if under_way is not None:
                     self._stand_there(under_way)
                     pins.append(pinner.submit(self._arena.pin, under_way.block))
@@ -261,7 +213,7 @@ class Placement:
             for index, unit in enumerate(units)
         ]
         work: list[tuple[Unit, Streamed | None]] = [(streamed.unit, streamed) for streamed in self.streamed]
-        work += [(unit, None) for unit in self._put_off if unit.nbytes >= SMALL_UNIT]
+        work += [(unit, None) for unit in self._put_off if unit.nbytes >= on_device.SMALL_UNIT]
         work.sort(
             key=lambda item: (
                 not self._leaves(item[0]),
@@ -275,7 +227,7 @@ class Placement:
         return _address(tensor)
 
     def _leaves(self, unit: Unit) -> bool:
-        return any(id(entry.tensor) in self._leaving for entry in unit.entries)
+        return any(id(entry.tensor) in self.here.leaving for entry in unit.entries)
 
     def _stands_already(self, streamed: Streamed) -> bool:
         """Whether the unit's bytes are in a block from the layout before; then they stand there."""
@@ -302,50 +254,20 @@ class Placement:
         streamed.block = copy.block
         self._stand(streamed, [view for view in copy.views if view is not None])
 
-    def _begin_filling(self, streamed: Streamed, pool: ThreadPoolExecutor) -> _Filling:
-        unit = streamed.unit
-        block = self._arena.allocate(unit.nbytes)
-        if any(entry.tensor.device.type != "cpu" for entry in unit.entries):
-            # Copied at the link's rate where the memory is pinned, which is fast once it was touched.
-            for job in touch(block.data, pool):
-                job.result()
-            self._arena.pin(block)
-        pieces = []
-        views = []
-        for entry in unit.entries:
-            tensor = entry.tensor
-            piece = block.data[entry.offset : entry.offset + entry.nbytes]
-            with torch.inference_mode(False), torch.no_grad():
-                # A storage of its own, so that saving one tensor saves no other.
-                own = torch.frombuffer(piece.numpy(), dtype=torch.uint8).view(tensor.dtype)
-                view = own.as_strided(tensor.shape, tensor.stride())
-                if tensor.device.type == "cpu":
-                    pieces.append((piece, storage_bytes(tensor)))
-                else:
-                    view.copy_(tensor.detach())
-            views.append(view)
-        return _Filling(streamed, block, views, fill(pieces, pool, self._mapped))
-
-    def _stand_there(self, filling: _Filling) -> None:
+    def _stand_there(self, filling: Filling) -> None:
         """The unit's bytes are in its block: its tensors stand there from here on."""
-        for job in filling.jobs:
-            job.result()
-        filling.jobs.clear()
+        filling.finish()
         filling.streamed.block = filling.block
         self._stand(filling.streamed, filling.views)
-
-    def _home_of(self, tensor: torch.Tensor) -> torch.device:
-        left = self._leaving.get(id(tensor))
-        return tensor.device if left is None else left.home
 
     def _stand(self, streamed: Streamed, views: list[torch.Tensor]) -> None:
         self.streamed_host_bytes += streamed.nbytes
         self.wire_bytes += streamed.nbytes
         for entry, view in zip(streamed.unit.entries, views, strict=True):
             tensor = entry.tensor
-            self._worn.append((tensor, type(tensor), self._home_of(tensor)))
-            self._leaving.pop(id(tensor), None)
-            _replace(tensor, view)
+            self._worn.append((tensor, type(tensor), self.here.home_of(tensor)))
+            self.here.leaving.pop(id(tensor), None)
+            on_device.replace(tensor, view)
             owner = Owner(streamed.streamer, streamed, entry, tensor.detach())
             streamed.owners.append(owner)
             tensor._carom = owner  # type: ignore[attr-defined]
@@ -354,92 +276,33 @@ class Placement:
 
     # -- the way back
 
-    def leave_behind(self) -> None:
-        """What was moved to the device stays there: nobody wants it back."""
-        self._moved.clear()
-
     def leave(self) -> None:
-        """As `undo`, but what went to the device stays there, for the placement that follows to be `given`."""
-        left = [moved for moved in self._moved if not moved.tensor.is_inference()]
-        self._moved = [moved for moved in self._moved if moved.tensor.is_inference()]
+        """As `undo`, but what went to the device stays there, for the placement that follows to be given."""
+        left = self.here.given()
+        self.here.receive([moved for moved in left if moved.tensor.is_inference()])
         self.undo()
-        self._moved = left
+        self.here.receive([moved for moved in left if not moved.tensor.is_inference()])
 
-    def given(self) -> list[Moved]:
-        """What `leave` left on the device: it is the caller's from now on."""
-        left, self._moved = self._moved, []
-        return left
-
-    def receive(self, left: list[Moved]) -> None:
-        """Tensors are on the device already, and are to be brought home by this placement."""
-        self._moved += left
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def keep_received(
         self, units: list[Unit], entries: list[Entry], adapters: list[Entry], streamed: Sequence[Unit] = ()
     ) -> None:
-        """Of what was received, what lies on the device just so from now on stays; the rest goes home, before anything
-        comes, but for units that are to stream (``streamed``): those go to their blocks from where they are."""
-        lots, alone = _lots(units, entries)
-        wanted = {frozenset(id(entry.tensor) for entry in lot) for lot in lots}
-        single = {id(entry.tensor) for entry in (*alone, *adapters)}
-        leaving = {id(entry.tensor) for unit in streamed for entry in unit.entries}
-        together: dict[int, list[Moved]] = {}
-        for moved in self._moved:
-            together.setdefault(id(moved.lot or moved), []).append(moved)
-        self._moved = []
-        waiting = list(reversed(together.values()))
-        try:
-            while waiting:
-                self._stay_or_go(waiting[-1], wanted, single, leaving)
-                waiting.pop()
-        except BaseException:  # whoever undoes this must know of all that is on the device
-            known = {id(moved) for moved in (*self._moved, *self._leaving.values())}
-            self._moved += [moved for members in waiting for moved in members if id(moved) not in known]
-            raise
-
-    def _stay_or_go(
-        self, members: list[Moved], wanted: set[frozenset[int]], single: set[int], leaving: set[int]
-    ) -> None:
-        lot, names = members[0].lot, frozenset(id(moved.tensor) for moved in members)
-        if lot is None:
-            stays = names <= single
-        else:
-            stays = names in wanted and all(lot.holds(moved.tensor) for moved in members)
-        if not stays:
-            if not self._copy_serves(members, lot):
-                # What lies together with others goes at once: its memory is free only when all have gone.
-                later = names <= leaving and (lot is None or lot.nbytes >= SMALL_UNIT)
-                for moved in members:
-                    # (A gradient goes home with its tensor.)
-                    if later and not moved.tensor.is_inference() and not _has_gradient(moved.tensor):
-                        self._leaving[id(moved.tensor)] = moved
-                        self._has_left = True
-                    else:
-                        self._bring_home(moved)
-            return
-        self._moved += members
-        self._received |= names
-        if lot is not None:
-            self.resident_bytes += round_up(lot.nbytes, self._engine.grain)
+        """Of what was received, what is to be there stays; the rest leaves, before anything comes."""
+        lots, alone = lots_of(units, entries)
+        self.resident_bytes += self.here.keep(lots, [*alone, *adapters], streamed, self._copy_serves)
 
     def let_go(self, tensors: list[torch.Tensor], nbytes: int) -> list[Moved] | None:
         """A resident unit of ``nbytes`` goes to the host within a pass: what was known of its tensors is the caller's, until
         `take_back`. None where it has to return to a device."""
-        wanted = set(map(id, tensors))
-        moved = [moved for moved in self._moved if id(moved.tensor) in wanted]
-        if any(one.home.type != "cpu" for one in moved):
-            return None
-        self._moved = [moved for moved in self._moved if id(moved.tensor) not in wanted]
-        self.resident_bytes -= round_up(nbytes, self._engine.grain)
+        moved = self.here.let_go(tensors)
+        if moved is not None:
+            self.resident_bytes -= round_up(nbytes, self._engine.grain)
         return moved
 
     def take_back(self, moved: list[Moved], lot: Lot, nbytes: int) -> None:
         """It is on the device again, in ``lot``."""
         for one in moved:
             one.lot = lot
-        self._moved += moved
+        self.here.receive(moved)
         self.resident_bytes += round_up(nbytes, self._engine.grain)
 
     def _copy_serves(self, members: list[Moved], lot: Lot | None) -> bool:
@@ -459,11 +322,11 @@ class Placement:
     def _return_to(self, copy: HostCopy) -> None:
         for tensor, view in zip(copy.tensors, copy.views, strict=True):
             assert view is not None
-            _replace(tensor, view)
+            on_device.replace(tensor, view)
 
     def settled(self) -> None:
         """All tensors are in their places."""
-        self._received.clear()
+        self.here.received.clear()
 
     def undo(self) -> None:
         """Every tensor as it was: object, class, device; values as they are now. Pinned memory is given back."""
@@ -475,15 +338,9 @@ class Placement:
             tensor.__class__ = worn
             tensor.__dict__.pop("_carom", None)
             if home.type != "cpu":
-                _replace(tensor, tensor.detach().to(home))
+                on_device.replace(tensor, tensor.detach().to(home))
         self._worn.clear()
-        for moved in reversed(self._moved):
-            self._bring_home(moved)
-        self._moved.clear()
-        self._received.clear()
-        for moved in self._leaving.values():
-            self._bring_home(moved)
-        self._leaving.clear()
+        self.here.undo()
         for streamed in self.streamed:
             copy = self._copy_of(streamed)
             if copy is not None and self._copies is not None:
@@ -502,24 +359,6 @@ class Placement:
         views: list[torch.Tensor | None] = [owner.host for owner in streamed.owners]
         copy = HostCopy(tensors, views, streamed.block, [None] * len(tensors))
         return copy if copy.stands() else None
-
-    def _bring_home(self, moved: Moved) -> None:
-        if moved.tensor.is_inference():  # the model's own, made in its inference mode: it may not be touched
-            return
-        if moved.tensor.device != moved.home:
-            _relocate(moved.tensor, moved.home)
-        else:  # the CPU as device: leave the session's buffer for memory of its own
-            moved.tensor.data = moved.tensor.data.clone(memory_format=torch.preserve_format)
-
-
-def _lots(units: list[Unit], entries: list[Entry]) -> tuple[list[list[Entry]], list[Entry]]:
-    """(entries that go to the device together, entries that go alone) of what is to stay there."""
-    lots = [unit.entries for unit in units if unit.nbytes >= SMALL_UNIT]
-    small = [entry for unit in units if unit.nbytes < SMALL_UNIT for entry in unit.entries]
-    alone: list[Entry] = []
-    for entry in entries:
-        (small if entry.nbytes < SMALL_UNIT and _plain(entry.tensor) else alone).append(entry)
-    return [*lots, small], alone
 
 
 def _let_go(streamed: Streamed, unpin: bool) -> None:
@@ -541,35 +380,6 @@ def _address(tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # no storage of its own
         return 0
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    strided = tensor.layout == torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
-    return strided and tensor.numel() > 0 and storage_is_dense(tensor)
-
-
-def storage_is_dense(tensor: torch.Tensor) -> bool:
-    from .units import _dense
-
-    return _dense(tensor)
-
-
-def _relocate(tensor: torch.Tensor, device: torch.device) -> None:
-    """Move values and gradient; the object stays."""
-    grad = tensor.grad if tensor.is_leaf else None
-    if grad is not None:
-        tensor.grad = None
-    _replace(tensor, tensor.detach().to(device))
-    if grad is not None:
-        tensor.grad = grad.to(device)
-
-
-def _has_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.is_leaf and tensor.grad is not None
-
-
-def _replace(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    tensor.data = new
 
 
 def wanted_residents(carving: Carving, plan: Plan) -> tuple[list[Unit], list[Unit]]:

@@ -14,9 +14,10 @@ from torch import nn
 
 from .attach import Placement
 from .checkpoint import Checkpoint, Stand, put
-from .disk_residents import Load, Residents
+from .disk_residents import Residents
 from .disk_tensors import DiskOwner, DiskParameter, DiskTensor
 from .disk_wire import Wire
+from .loads import Load
 from .plan import round_up
 from .sizes import MIB, format_size
 from .slots import ALIGN

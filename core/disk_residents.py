@@ -15,24 +15,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import ops
-from .codec.unit import UnitDecoder
 from .disk_direct import DirectLoads, try_direct
-from .disk_wire import Wire
 from .errors import CaromError, WeightsError
 from .hooks import Wrapped, resident_forward
+from .loads import Load, PackedLoad
 from .meter import Meter
 from .pending import unwear, wear
 from .plan import round_up
 from .sizes import MIB
 from .staging import Staging
 from .store.arena import Block, HostArena
-from .store.blob_check import BlobChecks, Sums
 from .store.handle import SubmittedRead
-from .store.pieces import Piece, Placed, cut
+from .store.pieces import Piece
 from .store.rawio import ALIGN as PAGE
 from .store.reader import DiskReader
 from .transfer import Engine
@@ -42,37 +39,6 @@ _STAGING = 16 * MIB  # bytes of one of the buffers that residents pass through
 _BUFFERS = 4
 _CHUNK = 4 * MIB  # bytes of one read call: workers of two readers have buffers of their own meanwhile
 _SPANS = 4096  # reads remembered for the timeline
-
-
-@dataclass(eq=False)
-class Load:
-    """A stretch of device memory and its tensors. ``modules``: whose forward needs them; none: any forward does."""
-
-    name: str
-    buffer: torch.Tensor
-    nbytes: int
-    fresh: list[Placed]  # what is read of it
-    tensors: list[torch.Tensor]
-    modules: list[nn.Module]
-    arrived: Callable[[], None]
-    pieces: deque[Piece] = field(default_factory=deque)  # not asked for yet
-    left: int = 0  # pieces that are not on the device yet
-    here: bool = False
-    wire: Wire | None = None  # how its bytes cross packed, where they can
-    packed: _Packed | None = None  # set where they do
-
-
-@dataclass(eq=False)
-class _Packed:
-    """A load whose pieces land on the device packed, all of them in one `Residents.bring`, and are unpacked from there."""
-
-    decoder: UnitDecoder
-    nbytes: int
-    pieces: list[Piece]
-    checks: BlobChecks
-    found: dict[int, Sums] = field(default_factory=dict)  # of the pieces that have landed, by rank
-    landing: torch.Tensor | None = None
-    after: list[Any] = field(default_factory=list)  # what the next copy there has to wait for
 
 
 @dataclass(eq=False)
@@ -156,16 +122,7 @@ class Residents:
         self._over, self._staging = over, staging
         for load in list(self._queue):
             if load.fresh:
-                wire = load.wire
-                if wire is not None and (staging is None or wire.nbytes > staging.nbytes):
-                    wire = None  # the host decodes
-                whole = (load.nbytes, load.fresh) if wire is None else (wire.nbytes, wire.placed)
-                pieces = [piece for piece in cut([whole], size)[0] if piece.reads]
-                load.pieces.extend(pieces)
-                if wire is not None and wire.decoder is not None:
-                    checks = BlobChecks([pieces], [wire.blobs])
-                    load.packed = _Packed(wire.decoder, wire.nbytes, pieces, checks)
-            load.left = len(load.pieces)
+                load.cut(size, 0 if staging is None else staging.nbytes)
             if not load.left:
                 self._arrive(load)
         count = min(count, sum(load.left for load in self._queue))
@@ -236,7 +193,7 @@ class Residents:
             else:
                 self._end()
 
-    def _bring_packed(self, load: Load, packed: _Packed) -> None:
+    def _bring_packed(self, load: Load, packed: PackedLoad) -> None:
         """Nothing else lands packed meanwhile, and where it fails, it begins again: the memory is lent for this call."""
         assert self._staging is not None
         packed.landing, packed.after = self._staging.take(packed.nbytes)
@@ -264,7 +221,7 @@ class Residents:
                 self._withdraw(other)
         self._first(load)
 
-    def _unpack(self, load: Load, packed: _Packed, copied: Any) -> Any:
+    def _unpack(self, load: Load, packed: PackedLoad, copied: Any) -> Any:
         """All of the load's pieces have been copied to the device, the last one by ``copied``: the event that ends it."""
         assert self._staging is not None and packed.landing is not None
         self._staging.given(copied)

@@ -31,6 +31,7 @@ from .store.arena import (
     HostArena,
     fill,
     host_bytes,
+    own_view,
     return_freed_memory,
     storage_bytes,
     touch,
@@ -128,7 +129,7 @@ class PackedPlacement(Placement):
                     continue
                 if not packer.ahead:
                     values = map(packer.bring, unit.entries)
-                homes = [self._home_of(entry.tensor) for entry in unit.entries]
+                homes = [self.here.home_of(entry.tensor) for entry in unit.entries]
                 # The device packs one after another.
                 in_order = map if self._engine.unpacks else packers.map
                 streamed.packed = list(in_order(packer.pack, unit.entries, values, homes))
@@ -210,15 +211,17 @@ class PackedPlacement(Placement):
             is_parameter = isinstance(tensor, nn.Parameter)
             wear: Any
             if packed is None or self._policy.keep_raw:
-                self._worn.append((tensor, type(tensor), self._homes.pop(id(tensor), self._home_of(tensor))))
-                self._leaving.pop(id(tensor), None)
+                self._worn.append(
+                    (tensor, type(tensor), self._homes.pop(id(tensor), self.here.home_of(tensor)))
+                )
+                self.here.leaving.pop(id(tensor), None)
                 if tensor.device.type != "cpu":
                     tensor.data = tensor.detach().cpu()
                 owner = Owner(streamed.streamer, streamed, entry, tensor.detach())
                 wear = HostParameter if is_parameter else HostTensor
             else:
                 self._dressed.append((tensor, type(tensor)))
-                self._leaving.pop(id(tensor), None)
+                self.here.leaving.pop(id(tensor), None)
                 self._shelf[id(tensor)] = packed
                 before = ops.plain(torch.Tensor.detach, (tensor,), {})
                 packed.give_up_memory()
@@ -292,9 +295,8 @@ class PackedPlacement(Placement):
     def _move_to(self, tensor: torch.Tensor, piece: torch.Tensor) -> None:
         """Let a tensor that keeps its bytes have them in its unit's block."""
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._homes.setdefault(id(tensor), self._home_of(tensor))
-            own = torch.frombuffer(piece.numpy(), dtype=torch.uint8).view(tensor.dtype)
-            tensor.data = own.as_strided(tensor.shape, tensor.stride())
+            self._homes.setdefault(id(tensor), self.here.home_of(tensor))
+            tensor.data = own_view(piece, tensor)
 
     # -- values
 

@@ -14,7 +14,7 @@ from .codec.lossless_format import Header, parse_header
 from .codec.lossless_torch import decode_torch
 from .codec.unit import AnyEntry, RawEntry, UnitDecoder
 from .codec.unit import Entry as WireEntry
-from .store.arena import storage_bytes
+from .store.arena import own_view, storage_bytes
 from .units import Entry
 
 GAIN = 0.95  # of its bytes that a tensor must pack to
@@ -55,8 +55,7 @@ class PackedTensor:
     def plain(self) -> torch.Tensor:
         """The value where its plain bytes lie, in a storage of its own: no copy. Of one without header."""
         with torch.inference_mode(False), torch.no_grad():
-            own = torch.frombuffer(self.blob.numpy(), dtype=torch.uint8).view(self.layout.dtype)
-            return own.as_strided(self.layout.shape, self.layout.stride())
+            return own_view(self.blob, self.layout)
 
     def unpack(self) -> None:
         """From here on it waits as it is."""

@@ -16,7 +16,8 @@ from . import ops
 from .away import AwayParameter, AwayTensor
 
 if TYPE_CHECKING:
-    from .disk_residents import Load, Residents
+    from .disk_residents import Residents
+    from .loads import Load
 
 _ASKED = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex",

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from . import attach
+from . import on_device
 from .again import PLAIN, Before, shape
 from .attach import Placement
 from .hooks import OutOfMemory, Wrapped, _compiling, _untraced
@@ -116,7 +116,7 @@ class Reruns:
         self._residents = [
             Resident(unit, self, placement)
             for unit in units
-            if unit.modules and unit.nbytes >= attach.SMALL_UNIT
+            if unit.modules and unit.nbytes >= on_device.SMALL_UNIT
         ]
         self._blocks = blocks
         self._wrapped = Wrapped()

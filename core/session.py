@@ -208,14 +208,14 @@ class Session(Pools, Adapts, Adopts, Values):
         before: Placement | None = self.__dict__.get("_placement")
         copies = self._copies if self._simple else None
         self._placement = Placement(self._engine, self._arena, copies)
-        self._placement.receive([] if before is None else before.given())
+        self._placement.here.receive([] if before is None else before.here.given())
         try:
             self._carving, self.plan = self._decide()
             if disk is not None:
                 disk.staging_bytes = self.plan.staging_bytes
                 self._placement = DiskPlacement(self._engine, self._arena, disk)
             elif self._shelf or self._copies.packs or (self._packing is not None and self.plan.staging_bytes):
-                left = self._placement.given()
+                left = self._placement.here.given()
                 self._placement = PackedPlacement(
                     self._engine,
                     self._arena,
@@ -227,7 +227,7 @@ class Session(Pools, Adapts, Adopts, Values):
                     self._carving.largest,
                     copies,
                 )
-                self._placement.receive(left)
+                self._placement.here.receive(left)
             resident, streamed = self._divide(disk)
             needed = [entry for entry, _ in self._carving.resident]
             self._placement.keep_received(
@@ -424,7 +424,7 @@ class Session(Pools, Adapts, Adopts, Values):
             if packed is not None and not self._parked and not discard:
                 packed.unpack(self._streamer, packed.streamed, pin=False)
             if discard:
-                self._placement.leave_behind()
+                self._placement.here.given()  # stays there: nobody wants it back
             self._detach()
             if packed is not None and discard:
                 packed.wear()
@@ -637,9 +637,9 @@ class Session(Pools, Adapts, Adopts, Values):
     def _to_the_host(self) -> None:
         """All units stream for a moment, so that each has its host copy; what else was on the device goes home."""
         placement = self._placement
-        left = placement.given()
+        left = placement.here.given()
         try:
-            placement.receive(left)
+            placement.here.receive(left)
             placement.keep_received([], [], [], self._carving.units)
             placement.stream(self._carving.units, self._streamer.add)
         finally:

@@ -139,7 +139,7 @@ def why_not_streamed(entry: Entry) -> str | None:
         return "a conjugate or negative view"
     if entry.nbytes == 0:
         return "empty"
-    if not _dense(tensor):
+    if not is_dense(tensor):
         return "its elements overlap or leave gaps in memory"
     state = any(site.buffer and not is_inner(site.name) for site in entry.sites)
     if state and entry.nbytes < SMALL_BUFFER:
@@ -334,7 +334,7 @@ class _Carver:
             self.units.append(shared)
 
 
-def _dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill one stretch of memory without overlap (any order of dimensions)."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):

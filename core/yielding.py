@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import ops, pending
-from .attach import Lot, Moved, Placement
+from .attach import Placement
 from .host import host_memory
 from .host_copies import fingerprint
+from .on_device import Lot, Moved
 from .pending import PendingParameter, PendingTensor, unwear
 from .slots import ALIGN
 from .transfer import Engine

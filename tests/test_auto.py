@@ -267,13 +267,13 @@ def test_a_settled_session_takes_what_it_left_free_and_the_layout_that_is_predic
 
 
 def residents(session):
-    return {moved.tensor: moved.tensor.data_ptr() for moved in session._placement._moved}
+    return {moved.tensor: moved.tensor.data_ptr() for moved in session._placement.here.moved}
 
 
 @pytest.fixture
 def own_memory(monkeypatch):
     """Units of these models lie apart on the device, as those of real ones do."""
-    monkeypatch.setattr("carom.core.attach.SMALL_UNIT", 1)
+    monkeypatch.setattr("carom.core.on_device.SMALL_UNIT", 1)
 
 
 @pytest.mark.usefixtures("own_memory")

@@ -258,7 +258,7 @@ def test_vram_is_given_back_when_asked_for(comfy):
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_models_that_take_turns_are_copied_on_the_host_once(comfy, monkeypatch, codec):
-    monkeypatch.setattr("carom.core.attach.SMALL_UNIT", 1)  # units lie apart, as those of real models do
+    monkeypatch.setattr("carom.core.on_device.SMALL_UNIT", 1)  # units lie apart, as those of real models do
     allocate, made = arena.HostArena.allocate, []
     monkeypatch.setattr(arena.HostArena, "allocate", lambda self, n: (made.append(n), allocate(self, n))[1])
     patchers = [

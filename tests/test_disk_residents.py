@@ -24,7 +24,7 @@ BLOCK = 32768  # bytes of a block of `uniform`
 @pytest.fixture(autouse=True)
 def units_of_any_size_have_memory_of_their_own(monkeypatch):
     """As the units of real models have: small ones lie together, and come together."""
-    monkeypatch.setattr("carom.core.attach.SMALL_UNIT", 1024)
+    monkeypatch.setattr("carom.core.on_device.SMALL_UNIT", 1024)
 
 
 class Gate:

@@ -19,7 +19,7 @@ import carom
 import pytest
 import tests_models as models
 import torch
-from carom.core import attach
+from carom.core import on_device
 from carom.core.codec.crc import join
 from carom.core.codec.lossless import encode
 from carom.core.codec.lossless_format import HEADER_BYTES, parse_header
@@ -258,7 +258,7 @@ def test_budgets_change_between_steps_and_bounds_hold(tmp_path):
 @pytest.fixture
 def apart(monkeypatch):
     """Units of this size come to the device one by one, as large ones do."""
-    monkeypatch.setattr(attach, "SMALL_UNIT", 512 << 10)
+    monkeypatch.setattr(on_device, "SMALL_UNIT", 512 << 10)
 
 
 def reads_wrong(monkeypatch: Any, at: int, turns: Callable[[int], bool]) -> list[int]:

@@ -19,8 +19,10 @@ from carom.core import (
     attach,
     backward,
     decide,
+    filling,
     hooks,
     landing,
+    on_device,
     plain_engine,
     runs,
     session,
@@ -349,10 +351,10 @@ def test_an_engine_fault_during_a_step_leaks_nothing(owner, name, call, kind, fu
 
 
 ATTACH = [
-    (decide, "carve"), (decide, "plan_residency"), (arena.HostArena, "allocate"), (attach, "fill"),
+    (decide, "carve"), (decide, "plan_residency"), (arena.HostArena, "allocate"), (filling, "fill"),
     (arena.HostArena, "pin"), ("engine", "allocate"), ("engine", "alias"), ("engine", "synchronize"),
-    (attach.Placement, "keep"), (attach.Placement, "adapt"), (attach, "_relocate"), (attach, "_replace"),
-    (attach.Placement, "_begin_filling"), (attach.Placement, "_stand_there"), (streamer.Streamer, "start"), (hooks.Wrapped, "forward"),
+    (attach.Placement, "keep"), (attach.Placement, "adapt"), (on_device, "relocate"), (on_device, "replace"),
+    (filling.Filling, "begin"), (attach.Placement, "_stand_there"), (streamer.Streamer, "start"), (hooks.Wrapped, "forward"),
     (hooks.Wrapped, "attribute"), (session, "Tree"), (session.Session, "_account"), (session, "describe"),
 ]  # fmt: skip
 
@@ -396,7 +398,7 @@ def test_a_fault_while_attaching_leaves_the_module_as_it_was(owner, name, call, 
 
 DETACH = [
     (session.Session, "_report"), (hooks.Wrapped, "undo"), (streamer.Streamer, "close"), ("engine", "synchronize"),
-    (attach.Placement, "undo"), (attach, "_relocate"), (attach, "_replace"), (arena.Block, "unpin"),
+    (attach.Placement, "undo"), (on_device, "relocate"), (on_device, "replace"), (arena.Block, "unpin"),
 ]  # fmt: skip
 
 

@@ -160,7 +160,7 @@ def test_copies_of_what_is_resident_go_without_swap_too(monkeypatch, memory):
     net, size = Net(), 12 * UNIT
     expected = run(net)
     monkeypatch.setattr("carom.core.settings.ram_budget", lambda value: size)
-    monkeypatch.setattr("carom.core.attach.SMALL_UNIT", 1)
+    monkeypatch.setattr("carom.core.on_device.SMALL_UNIT", 1)
     memory.keep, memory.free = 4 * UNIT, 8 * UNIT
     memory.total, memory.cgroup_limit, memory.swap_total, memory.swap_used = 100 * UNIT, None, 0, 0
     with carom.stream(

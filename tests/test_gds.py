@@ -89,7 +89,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(gds, "NVIDIA_FS", str(stats))
     monkeypatch.setattr(gds, "DEVICES", ("cpu",))
     monkeypatch.setattr(gds, "_TRIED", {})
-    monkeypatch.setattr("carom.core.attach.SMALL_UNIT", 1024)
+    monkeypatch.setattr("carom.core.on_device.SMALL_UNIT", 1024)
     return stats
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import carom
 import pytest
 import torch
-from carom.core import attach, replan
+from carom.core import attach, filling, on_device, replan
 from carom.core.host_copies import fingerprint
 from carom.core.store import arena
 from carom.core.store.arena import HostArena
@@ -68,7 +68,7 @@ class Count:
 @pytest.fixture
 def count(monkeypatch):
     """Units of these models lie apart on the device, as those of real ones do."""
-    monkeypatch.setattr(attach, "SMALL_UNIT", 1)
+    monkeypatch.setattr(on_device, "SMALL_UNIT", 1)
     counted = Count()
     allocate, pin, settled = arena.HostArena.allocate, arena.HostArena.pin, attach.Placement.settled
 
@@ -230,7 +230,7 @@ def test_a_failure_on_the_way_leaves_the_values(codec, monkeypatch):
 
 def test_weights_are_gone_through_in_the_order_in_which_they_lie(monkeypatch):
     """What stays and what streams, in one go: a mapped file is read from the front to the back."""
-    monkeypatch.setattr(attach, "SMALL_UNIT", 1)
+    monkeypatch.setattr(on_device, "SMALL_UNIT", 1)
     net = Net()
     whole = torch.empty(size(net) // 2, dtype=torch.bfloat16)
     at, places = 0, {}
@@ -240,7 +240,7 @@ def test_weights_are_gone_through_in_the_order_in_which_they_lie(monkeypatch):
         tensor.data = place.copy_(tensor)
         places[tensor.data_ptr()], at = name, at + tensor.numel()
     seen: list[int] = []
-    together, fill = attach.Placement._together, attach.fill
+    together, fill = attach.Placement._together, filling.fill
 
     def watch_together(self, entries):
         seen.extend(sorted(entry.tensor.data_ptr() for entry in entries))
@@ -252,7 +252,7 @@ def test_weights_are_gone_through_in_the_order_in_which_they_lie(monkeypatch):
         return fill(pieces, pool, mapped)
 
     monkeypatch.setattr(attach.Placement, "_together", watch_together)
-    monkeypatch.setattr(attach, "fill", watch_fill)
+    monkeypatch.setattr(filling, "fill", watch_fill)
     expected = run(net)
     with streamed(net, "raw", 0.6) as session:
         assert len(residents(session)) >= 2 and len(seen) == len(places)
@@ -313,6 +313,6 @@ def test_what_lies_together_with_others_goes_home_at_once():
     before.keep(units, [])
     before.leave()
     after = attach.Placement(engine, HostArena(None, None))
-    after.receive(before.given())
+    after.here.receive(before.here.given())
     after.keep_received([], [], [], units[:1])
-    assert not after._leaving and not after._moved
+    assert not after.here.leaving and not after.here.moved

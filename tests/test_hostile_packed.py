@@ -12,7 +12,7 @@ from typing import Any
 import carom
 import pytest
 import torch
-from carom.core import attach
+from carom.core import on_device
 from carom.core.codec import lossless
 from carom.core.codec.lossless_check import check_tiles, compare, look
 from carom.core.codec.lossless_format import HEADER_BYTES, KINDS, Header, checksum, parse_header
@@ -178,7 +178,7 @@ ALL = sum(p.nbytes for p in model(meta=True).parameters())
 @pytest.mark.parametrize("kept", [False, True], ids=["streams", "stays"])
 @pytest.mark.parametrize("ram", [ALL, 64 << 10], ids=["all of it", "little"])
 def test_a_session_names_the_tensor_and_the_rest_of_the_file_is_right(tmp_path, monkeypatch, how, kept, ram):
-    monkeypatch.setattr(attach, "SMALL_UNIT", 1 << 10)  # units of this size come one by one
+    monkeypatch.setattr(on_device, "SMALL_UNIT", 1 << 10)  # units of this size come one by one
     options: Any = {"device": SimulatedDevice(timing="random"), "vram": ALL * 4 // 5, "ram": ram}
     with carom.stream(model(meta=True), weights=packed_file(tmp_path), **options) as session:
         stay = {resident.entry.name for resident in session._placement._residents}

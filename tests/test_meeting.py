@@ -5,8 +5,9 @@ from __future__ import annotations
 import carom
 import pytest
 import torch
-from carom.core import attach
+from carom.core import attach, on_device
 from carom.core.host_copies import fingerprint
+from carom.core.on_device import OnDevice
 from carom.core.packed_placement import PackedPlacement
 from carom.core.sizes import MIB
 from carom.core.store.arena import HostArena
@@ -74,7 +75,7 @@ def auto(net, share=0.8):
 @pytest.fixture(autouse=True)
 def own_memory(monkeypatch):
     """Units of these models lie apart on the device, as those of real ones do."""
-    monkeypatch.setattr(attach, "SMALL_UNIT", 1)
+    monkeypatch.setattr(on_device, "SMALL_UNIT", 1)
     FAILS.clear()
 
 
@@ -177,7 +178,7 @@ def test_no_host_memory_while_a_resident_leaves_loses_nothing(monkeypatch):
     with auto(net) as session:
         run(net)
         placement = session._placement
-        before, held = len(placement._moved), placement.resident_bytes
+        before, held = len(placement.here.moved), placement.resident_bytes
         resident_one = session._reruns._residents[-1]
         real = torch.Tensor.to
 
@@ -189,7 +190,7 @@ def test_no_host_memory_while_a_resident_leaves_loses_nothing(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "to", refuses)
             assert resident_one.leave() == 0
-        assert (len(placement._moved), placement.resident_bytes) == (before, held)
+        assert (len(placement.here.moved), placement.resident_bytes) == (before, held)
         assert torch.equal(run(net), expected)
     assert torch.equal(run(net), expected)
 
@@ -212,7 +213,9 @@ def test_a_resident_that_became_trainable_does_not_return_to_its_host_copy(codec
         run(net)
         session.set_budget(vram=int(0.8 * size(net)))
         run(net)
-        lots = [m.tensor for m in session._placement._moved if m.lot is not None and m.lot.copy is not None]
+        lots = [
+            m.tensor for m in session._placement.here.moved if m.lot is not None and m.lot.copy is not None
+        ]
         assert lots
         for t in lots:
             t.requires_grad_(True)
@@ -273,17 +276,17 @@ def test_a_budget_of_ram_that_is_set_while_parked_ends_what_followed_the_host():
 def test_a_gradient_goes_home_with_a_tensor_that_leaves_for_its_block(monkeypatch):
     net = Net()
     with streamed(net, "raw", 0.9) as session:
-        tensors = [moved.tensor for moved in session._placement._moved]
+        tensors = [moved.tensor for moved in session._placement.here.moved]
         assert len(tensors) > 2
         for tensor in tensors:
             tensor.requires_grad_(True).grad = torch.ones_like(tensor)
-        home, bring = [], attach.Placement._bring_home
+        home, bring = [], OnDevice._bring_home
 
         def brings(self, moved):
             home.append(moved.tensor)
             bring(self, moved)
 
-        monkeypatch.setattr(attach.Placement, "_bring_home", brings)
+        monkeypatch.setattr(OnDevice, "_bring_home", brings)
         session.set_budget(vram=int(0.3 * size(net)))
         now = {id(unit_tensor.tensor) for u in session._placement.streamed for unit_tensor in u.unit.entries}
         left = [tensor for tensor in tensors if id(tensor) in now]
@@ -301,13 +304,13 @@ def test_what_was_on_the_device_goes_home_though_comparing_it_with_its_copy_fail
 
         placement = attach.Placement(session._engine, session._arena, session._copies)
         session._detach(leave=True, keep=True)
-        left = session._placement.given()
-        placement.receive(list(left))
+        left = session._placement.here.given()
+        placement.here.receive(list(left))
         with monkeypatch.context() as patch:
             patch.setattr("carom.core.host_copies.fingerprint", fails)
             with pytest.raises(RuntimeError, match="injected"):
                 placement.keep_received([], [], [], session._carving.units)
-        known = {id(moved) for moved in (*placement._moved, *placement._leaving.values())}
+        known = {id(moved) for moved in (*placement.here.moved, *placement.here.leaving.values())}
         assert known >= {id(moved) for moved in left}
         placement.undo()
     for mine, its in zip(net.parameters(), Net().parameters(), strict=True):

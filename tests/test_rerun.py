@@ -41,7 +41,7 @@ TROUBLE = Trouble()
 @pytest.fixture(autouse=True)
 def own_memory(monkeypatch):
     """Units of these models lie apart on the device, as those of real ones do."""
-    monkeypatch.setattr("carom.core.attach.SMALL_UNIT", 1)
+    monkeypatch.setattr("carom.core.on_device.SMALL_UNIT", 1)
     TROUBLE.__init__()
 
 

@@ -178,7 +178,7 @@ def test_two_models_that_alternate_copy_little_more_than_the_best_fixed_split(mo
 def test_no_step_reloads_what_it_evicted(monkeypatch):
     """Two models alternate where both do not fit: a unit crosses once a forward, and a new layout loads only what was not there."""
     monkeypatch.setattr(
-        "carom.core.attach.SMALL_UNIT", 1
+        "carom.core.on_device.SMALL_UNIT", 1
     )  # units lie apart on the device, as those of real models do
     a, b = Net(), Net(depth=6, seed=1)
     device = carom.SimulatedDevice(memory_bytes=int(1.3 * size(a)))
@@ -192,7 +192,7 @@ def test_no_step_reloads_what_it_evicted(monkeypatch):
     settled = carom.core.attach.Placement.settled
 
     def counted(placement):
-        loads.append((placement.loaded_bytes, placement.resident_bytes, bool(placement._received)))
+        loads.append((placement.loaded_bytes, placement.resident_bytes, bool(placement.here.received)))
         settled(placement)
 
     monkeypatch.setattr(carom.core.attach.Placement, "settled", counted)

@@ -137,6 +137,13 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+def own_view(piece: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``piece`` (uint8, host) as a tensor of the dtype, shape and strides of ``like``, in a storage of its own: saving it
+    saves nothing that lies beside it."""
+    own = torch.frombuffer(piece.numpy(), dtype=torch.uint8).view(like.dtype)
+    return own.as_strided(like.shape, like.stride())
+
+
 def host_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a dense tensor in host memory, whatever it wears: a copy only where it is elsewhere."""
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

@@ -10,11 +10,9 @@ the next. Everything is under one condition of its own, and no reader's thread e
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
@@ -24,15 +22,14 @@ import torch
 from ..errors import CaromError
 from .arena import HostArena
 from .eviction import Keeper
+from .expected import NEVER, Expected
 from .handle import SubmittedRead
-from .held import Buffer, CacheFigures
+from .held import Buffer, CacheFigures, Totals
 from .pieces import Buffers, Piece
 from .reader import DiskReader, as_bytes
 
-NEVER = float("inf")
 _POLL = 0.0005  # seconds between looks at copies that are under way
 _NAP = 0.1
-_SPANS = 4096  # reads remembered for the timeline
 _INSPECTORS = 4  # threads: on one, checksums of 1 to 6 GB/s could hold up a fast drive
 
 
@@ -62,35 +59,26 @@ class HostCache:
         self._buffers: list[Buffer] = []
         self._where: dict[int, Buffer] = {}  # rank -> where its piece is, or is being read to
         self._failed: dict[int, BaseException] = {}
-        self._order: list[int] = []  # units expected, soonest first
-        self._distance: dict[int, int] = {}  # unit -> its first place in the order
-        self._served: dict[int, int] = {}  # unit -> its pieces that were used since the order was told
+        self._expected = Expected(units)
         self._arrivals = 0
         self._inspect = inspect
         self._inspectors = (
             None if inspect is None else ThreadPoolExecutor(_INSPECTORS, thread_name_prefix="carom-check")
         )
-        self._reading = 0
         self._looking = 0  # buffers that were read and are being inspected
-        self._since = 0.0
         self.complete = False  # everything is here and stays: nothing is to be expected or read any more
         self._closed = False
         self._limit = buffers.count
         self._back = 0  # of these, not to be made yet
         self._broken: BaseException | None = None
-        self._read_bytes, self._reading_seconds, self._late_seconds, self._held = 0, 0.0, 0.0, 0
-        self._spans: deque[tuple[str, float, float, int]] = deque(maxlen=_SPANS)
+        self._totals = Totals()
 
     # -- what the streamer calls
 
     def expect(self, units: Iterable[int]) -> None:
         """``units`` are used next, in this order: read what of them is not here, as far as buffers allow."""
         with self._cond:
-            self._order = list(units)
-            self._distance = {}
-            for place, unit in enumerate(self._order):
-                self._distance.setdefault(unit, place)
-            self._served = {}
+            self._expected.tell(units)
             self._pump()
 
     def has(self, unit: int) -> bool:
@@ -110,7 +98,7 @@ class HostCache:
         """
         with self._cond:
             self._failed.pop(piece.rank, None)  # of a read ahead: what is needed now is tried once more
-            self._served[piece.unit] = piece.number
+            self._expected.serving(piece)
             waiting: float | None = None
             try:
                 while True:
@@ -122,7 +110,7 @@ class HostCache:
                     self._step(piece, buffer)
             finally:
                 if waiting is not None:
-                    self._late_seconds += time.perf_counter() - waiting
+                    self._totals.late_seconds += time.perf_counter() - waiting
 
     def used(self, piece: Piece, copied: Any) -> None:
         """Everything that reads the piece has been issued; ``copied`` is reached when it is over."""
@@ -133,7 +121,7 @@ class HostCache:
             buffer.copied = copied
             if self.complete:
                 return
-            self._served[piece.unit] = piece.number + 1
+            self._expected.served(piece)
             if not self.buffers.whole:
                 self._keeper.used(piece.rank, self._next_use)
             self._pump()
@@ -174,19 +162,16 @@ class HostCache:
 
     def figures(self) -> CacheFigures:
         with self._cond:
-            seconds = self._reading_seconds
-            if self._reading:
-                seconds += time.perf_counter() - self._since
-            return CacheFigures(self._read_bytes, seconds, self._late_seconds, self._held)
+            return self._totals.figures()
 
     def reads(self) -> list[tuple[str, float, float, int]]:
         """The latest reads: what, start and end on the host's clock (perf_counter), bytes."""
         with self._cond:
-            return list(self._spans)
+            return list(self._totals.spans)
 
     def total_read(self) -> int:
         """Bytes read so far."""
-        return self._read_bytes
+        return self._totals.read_bytes
 
     @property
     def limit_bytes(self) -> int:
@@ -210,7 +195,7 @@ class HostCache:
                 buffer.error, buffer.handles = None, []
             self._buffers.clear()
             self._where.clear()
-            self._held = 0
+            self._totals.held_bytes = 0
 
     # -- one step of a wait, under the condition
 
@@ -228,7 +213,7 @@ class HostCache:
                 return
             kept = [b for b in self._buffers if (b.ready or b.piece is None) and not b.busy]
             copying = [b for b in kept if b.copied is not None]
-            if copying and not self._reading and not self._looking:
+            if copying and not self._totals.reading and not self._looking:
                 oldest = min(copying, key=lambda b: b.arrival)
                 self._settle(oldest.copied)
                 oldest.copied = None
@@ -252,36 +237,20 @@ class HostCache:
     # -- choosing
 
     def _next_use(self, rank: int) -> float:
-        """Pieces' order of use from now on: accesses until the unit's turn, NEVER if it is not expected."""
+        """As `Expected.when`, of the piece ``rank`` where it is here."""
         buffer = self._where.get(rank)
         piece = buffer.piece if buffer is not None else None
-        return NEVER if piece is None else self._expected(piece)
-
-    def _expected(self, piece: Piece) -> float:
-        place = self._distance.get(piece.unit)
-        if place is None:
-            return NEVER
-        if piece.number < self._served.get(piece.unit, 0):
-            # That use is behind it: its next one is the next place of its unit, or one round later.
-            with contextlib.suppress(ValueError):
-                return float(self._order.index(piece.unit, place + 1))
-            return float(len(self._order) + place)
-        return place + piece.number / (len(self._units[piece.unit]) + 1)
+        return NEVER if piece is None else self._expected.when(piece)
 
     def _pump(self) -> None:
         """Start reads, soonest needed first, while there is room that is needed later."""
         if self._closed or len(self._where) >= self._total:
             return
-        for place, unit in enumerate(self._order):
-            first = self._served.get(unit, 0) if place == self._distance[unit] else 0
-            for piece in self._units[unit][first:]:
-                if piece.rank in self._where or piece.rank in self._failed:
-                    continue
-                when = place + piece.number / (len(self._units[unit]) + 1)
-                buffer = self._room_for(piece, when)
-                if buffer is None:
-                    return
-                self._read(piece, buffer, when)
+        for when, piece in self._expected.coming(self._where, self._failed):
+            buffer = self._room_for(piece, when)
+            if buffer is None:
+                return
+            self._read(piece, buffer, when)
 
     def _room_for(self, piece: Piece, when: float, demanded: bool = False) -> Buffer | None:
         """A buffer that may be overwritten for ``piece``, needed at ``when``; None when there is none yet."""
@@ -336,7 +305,7 @@ class HostCache:
         nbytes = piece.nbytes if self.buffers.whole else self.buffers.nbytes
         buffer = Buffer(self._arena.allocate(nbytes), self._arrivals)
         self._buffers.append(buffer)
-        self._held += nbytes
+        self._totals.held_bytes += nbytes
         return buffer
 
     # -- reading
@@ -347,9 +316,7 @@ class HostCache:
         buffer.arrival, buffer.left, buffer.handles = self._arrivals, max(1, len(piece.reads)), []
         buffer.began = time.perf_counter()
         self._where[piece.rank] = buffer
-        if self._reading == 0:
-            self._since = buffer.began
-        self._reading += 1
+        self._totals.begins(buffer.began)
         if not piece.reads:  # padding only
             self._read_done(buffer, None)
             return
@@ -380,14 +347,9 @@ class HostCache:
         with self._cond:
             piece, now = buffer.piece, time.perf_counter()
             assert piece is not None
-            self._reading -= 1
-            if self._reading == 0:
-                self._reading_seconds += now - self._since
+            self._totals.ends(now)
             if buffer.error is None:
-                nbytes = sum(read.disk_bytes for read in piece.reads)
-                self._read_bytes += nbytes
-                if piece.reads:
-                    self._spans.append((piece.reads[0].what, buffer.began, now, nbytes))
+                self._totals.came(piece, buffer.began, now)
                 if self._inspectors is not None and not self._closed:
                     try:
                         self._inspectors.submit(self._look, buffer)
@@ -420,7 +382,7 @@ class HostCache:
         else:
             buffer.ready = True
         buffer.handles = []
-        busy = self._reading or self._looking
+        busy = self._totals.reading or self._looking
         if self.buffers.whole and not busy and len(self._where) == self._total:
             self.complete = True
         try:
