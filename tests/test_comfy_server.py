@@ -469,6 +469,7 @@ def test_native_mode_and_auto_on_a_cpu_leave_the_model_to_comfyui(server):
         ({"unet_name": "corrupt.safetensors"}, "corrupt.safetensors"),
         ({"unet_name": "text.safetensors"}, "text.safetensors"),
         ({"unet_name": "vae.safetensors"}, "vae.safetensors"),
+        ({"unet_name": "gone.safetensors"}, "gone.safetensors"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
