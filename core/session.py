@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import decide, hooks, ops, packing, replan, settings
+from . import decide, hooks, ops, replan, settings
 from .account import describe, make_report
 from .adapt import Adapts, OutOfMemory
 from .adopt import Adopts
@@ -27,13 +27,13 @@ from .errors import BudgetError, CaromError, PinError, UnsupportedError
 from .host_copies import HostCopies
 from .learn import Learnt
 from .meter import Meter
-from .packed_here import wire_bytes
 from .packed_placement import PackedPlacement
 from .packed_tensors import PackedTensor, give_back
 from .packing import Packing
 from .parking import Parks
-from .plan import Plan, stay_packed
+from .plan import Plan
 from .pooling import Pools
+from .recode import NotPacked
 from .report import Report
 from .rerun import Reruns
 from .shared import SharedBudget
@@ -49,13 +49,8 @@ from .wrapped import LaidOpen
 logger = logging.getLogger("carom")
 
 _SEARCHED = 8  # plans that are remembered
-_LEAST_PACKED = 0.9  # of what was to stay packed
 # Every module of a streamed tree. Weak on both sides: a dropped module takes its session with it.
 _sessions: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
-
-
-class NotPacked(CaromError):
-    """Weights pack to less than a plan counts on."""
 
 
 def stream(
@@ -305,41 +300,6 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
             None if filed is None else filed.nbytes,
         )  # fmt: skip
 
-    def _stays_packed(self) -> bool:
-        """Whether units may stay on the device packed."""
-        return self._learnt is not None
-
-    def _wire_bytes(self, unit: Unit) -> int:
-        """What ``unit`` packs to, 0 where it does not."""
-        assert self._packing is not None
-        return wire_bytes(unit, self._shelf, self._copies, self._packing, packing.EXPECTED, packing.LEAST)
-
-    def _stay_packed(self) -> list[Streamed]:
-        """The streamed units that stay on the device packed, now that it is known what they pack to. Raises NotPacked."""
-        streamed = self._placement.streamed
-        if not self.plan.packed:
-            return []
-        wires = [0] * len(self._carving.units)
-        for index, unit in zip(self._streamed(), streamed, strict=True):
-            if unit.decoder is not None and self._wire_bytes(unit.unit):
-                wires[index] = unit.host.numel()
-        packed = stay_packed(wires, self.plan.packed, self.plan.packed_bytes, self._engine.grain)
-        sizes = [unit.nbytes for unit in self._carving.units]
-        if sum(sizes[index] for index in packed) < _LEAST_PACKED * sum(
-            sizes[index] for index in self.plan.packed
-        ):
-            raise NotPacked("less than expected packs")
-        self.plan = dataclasses.replace(self.plan, packed=packed)
-        return [unit for index, unit in zip(self._streamed(), streamed, strict=True) if index in packed]
-
-    def _follow_packed(self) -> None:
-        """The plan says what stays packed by now."""
-        streamed = zip(self._streamed(), self._placement.streamed, strict=True)
-        here = frozenset(index for index, unit in streamed if unit.wire is not None)
-        self.plan = dataclasses.replace(
-            self.plan, packed=here, packed_bytes=self._streamer.packed_here.nbytes
-        )
-
     def _stand_at_the_root(self) -> None:
         """See the root's forward, also while units are laid out anew or parked: a thread that calls it then waits."""
         if self._front:
@@ -481,10 +441,6 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
                 if self._reruns is not None:
                     self._pass_begins(self._reruns, compiling)
         return streamer, self._engine.step()
-
-    def _pack_anew(self) -> None:
-        if isinstance(self._placement, PackedPlacement):
-            self._placement.pack_anew()
 
     def _again(self, between: Callable[[], None] = lambda: None, retry: bool = False) -> None:
         """Detach and attach under the present settings; ``between`` runs while detached: where it fails, all is laid out
