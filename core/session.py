@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import decide, hooks, ops, replan, settings
+from . import decide, hooks, ops, replan, sessions, settings
 from .account import describe, make_report
 from .adapt import Adapts, OutOfMemory
 from .adopt import Adopts
@@ -23,7 +22,7 @@ from .checkpoint import Checkpoint
 from .disk import Disk, DiskPlacement
 from .disk_residents import Residents
 from .disk_streamer import DiskStreamer
-from .errors import BudgetError, CaromError, PinError, UnsupportedError
+from .errors import BudgetError, CaromError
 from .host_copies import HostCopies
 from .learn import Learnt
 from .meter import Meter
@@ -42,15 +41,13 @@ from .store.arena import HostArena
 from .streamed import Owner, Streamed
 from .transfer import Engine, make_engine
 from .tree import Tree
-from .units import Carving, Unit, stands
+from .units import Carving, stands
 from .values import Values
 from .wrapped import LaidOpen
 
 logger = logging.getLogger("carom")
 
 _SEARCHED = 8  # plans that are remembered
-# Every module of a streamed tree. Weak on both sides: a dropped module takes its session with it.
-_sessions: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
 
 
 def stream(
@@ -106,7 +103,7 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
         codec: str, pool: str, host: str, training: str | None,
     ) -> None:  # fmt: skip
         settings.check(module, weights, granularity, codec, pool, host, training)
-        _refuse_streamed(module)
+        sessions.refuse_streamed(module)
         self.module = module
         self._granularity, self._training = granularity, training
         self._checkpoint: Checkpoint | None = None
@@ -160,8 +157,7 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
             self._copies.clear()
             self._unbind()
             raise
-        for part in module.modules():
-            _sessions[part] = weakref.ref(self)
+        sessions.enter(self)
 
     # -- attach and detach
 
@@ -390,9 +386,7 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
                 self._shelf = {}
             self._unbind()
             self._parked = False
-        for part in self.module.modules():
-            if (found := _sessions.get(part)) is not None and found() is self:
-                del _sessions[part]
+        sessions.leave(self)
 
     def _unbind(self) -> None:
         """Values that were elsewhere are the module's own again, and calls of it are nobody else's."""
@@ -566,28 +560,3 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
             self._carving, self.plan, self._placement, self._arena, self._meter, self._engine.name,
             self._streamer.account() if isinstance(self._streamer, DiskStreamer) else None,
         )  # fmt: skip
-
-
-def _refuse_streamed(module: nn.Module) -> None:
-    for part in module.modules():
-        if _session_of(part) is not None:
-            raise UnsupportedError(
-                f"{'this module' if part is module else f'its part {type(part).__name__}'} is streamed already; "
-                "close that session first"
-            )
-    if any(
-        isinstance(p, (ops.HostParameter, ops.HostTensor)) for p in (*module.parameters(), *module.buffers())
-    ):
-        raise UnsupportedError(
-            "weights of this module are streamed as part of another; close that session first"
-        )
-
-
-def _session_of(module: nn.Module) -> Session | None:
-    """The open session that streams ``module``."""
-    found = _sessions.get(module)
-    session = None if found is None else found()
-    return None if session is None or session._closed else session
-
-
-__all__ = ["PinError", "Session", "Unit", "stream"]
