@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import threading
 
-from . import hooks
 from .adapt import OutOfMemory
 from .attach import Placement
 from .host_copies import HostCopies
+from .in_front import InFront
 from .packed_placement import PackedPlacement
 from .streamer import Streamer
 from .transfer import Engine
@@ -29,7 +29,7 @@ class Parks:
     _copies: HostCopies
     _carving: Carving
     _lock: threading.RLock
-    _wrapped: hooks.Wrapped
+    _front: InFront
     _closed: bool
     _parked: bool
     _aside: bool  # parked to ``keep``
@@ -45,9 +45,6 @@ class Parks:
         raise NotImplementedError
 
     def _again(self, *, retry: bool = False) -> None:
-        raise NotImplementedError
-
-    def _stand_at_the_root(self) -> None:
         raise NotImplementedError
 
     @property
@@ -85,8 +82,7 @@ class Parks:
                 interrupted = None if isinstance(error, Exception) else error
         if isinstance(self._placement, PackedPlacement):
             self._placement.wear()
-        self._wrapped = hooks.Wrapped()
-        self._stand_at_the_root()  # alone while parked: its next forward brings everything back
+        self._front.at_the_root()  # alone while parked: its next forward brings everything back
         self._closed, self._parked = False, True
         if interrupted is not None:
             raise interrupted

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import decide, hooks, ops, replan, sessions, settings
+from . import decide, ops, replan, sessions, settings
 from .account import describe, make_report
 from .adapt import Adapts, OutOfMemory
 from .adopt import Adopts
@@ -24,6 +24,7 @@ from .disk_residents import Residents
 from .disk_streamer import DiskStreamer
 from .errors import BudgetError, CaromError
 from .host_copies import HostCopies
+from .in_front import InFront
 from .learn import Learnt
 from .meter import Meter
 from .packed_placement import PackedPlacement
@@ -38,7 +39,6 @@ from .rerun import Reruns
 from .shared import SharedBudget
 from .simulated import SimulatedEngine
 from .store.arena import HostArena
-from .streamed import Owner, Streamed
 from .transfer import Engine, make_engine
 from .tree import Tree
 from .units import Carving, stands
@@ -117,8 +117,7 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
         self._closed = True  # until attached
         self._parked = False
         self._aside = False
-        self._wrapped = hooks.Wrapped()
-        self._front = hooks.Wrapped()  # at the root, from the first layout to the last
+        self._front = InFront(self)
         self._watch: Callable[[], Any] = self._engine.step
         self._peak = 0
         self._reruns: Reruns | None = None
@@ -186,7 +185,6 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
             assert self._packing is not None
             logger.info("carom: %s: nothing stays on the device packed", error)
             self._packing = dataclasses.replace(self._packing, here=False)
-            self._wrapped = hooks.Wrapped()
             self._attach_with_pool()
 
     def _attach_with_pool(self) -> None:
@@ -238,7 +236,10 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
             self._streamer.stay_packed(self._stay_packed())
             self._streamer.packed_here.left = self._follow_packed
             self._reruns = self._make_reruns(resident)
-            self._stand_in_front(self._placement.streamed)
+            if isinstance(self._engine, SimulatedEngine):
+                for unit in self._placement.streamed:
+                    self._engine.guard(unit.block.data, unit.name)
+            self._front.of_units(self._streamer, self._placement.streamed, self._reruns)
             self._tree = Tree(self.module)
             self._account()
             self._closed = False
@@ -296,57 +297,15 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
             None if filed is None else filed.nbytes,
         )  # fmt: skip
 
-    def _stand_at_the_root(self) -> None:
-        """See the root's forward, also while units are laid out anew or parked: a thread that calls it then waits."""
-        if self._front:
-            return
-        self._front.forward(self.module, hooks.root_forward(self), lasts=True)
-        self._front.attribute(self.module, "_apply", hooks.Apply(self))
-
-    def _stand_in_front(self, streamed: list[Streamed]) -> None:
-        if not hooks.stands_first(self.module):  # somebody stepped in front of it: units go there, then it
-            self._front.undo()
-        for unit in streamed:
-            if isinstance(self._engine, SimulatedEngine):
-                self._engine.guard(unit.block.data, unit.name)
-            for module in unit.unit.modules:
-                make = hooks.unit_forward(unit)
-                if self._reruns is not None:
-                    make = self._reruns.around(make, module, unit)
-                self._wrapped.forward(module, make)
-        if self._reruns is not None:
-            self._reruns.stand_in_front(self.module)
-        if isinstance(self._streamer, DiskStreamer) and not decide.compiled(self.module):
-            self._streamer.residents.stand_in_front()
-        self._stand_at_the_root()
-        true = hooks.TrueValues(self._streamer, self._names())
-        self._state_hooks = [
-            self.module.register_state_dict_pre_hook(true.begin),
-            self.module._register_state_dict_hook(true),
-        ]
-
-    def _names(self) -> dict[str, Owner]:
-        """Every streamed tensor by each name it has in the tree."""
-        paths = {id(module): path for path, module in self.module.named_modules()}
-        return {
-            f"{paths[id(site.module)]}.{site.name}".lstrip("."): owner
-            for unit in self._placement.streamed
-            for owner in unit.owners
-            for site in owner.entry.sites
-            if id(site.module) in paths
-        }
-
     def _detach(self, leave: bool = False, keep: bool = False) -> None:
         """``leave``: what is on the device may stay there, for the layout that follows at once; ``keep``: host copies
         are kept for one that comes later."""
         if not self._closed and not self._parked:
             self._follow_replaced()
-        self._wrapped.undo()
+        self._front.step_aside()
         if self._reruns is not None:
             self._reruns.close()
             self._reruns = None
-        for hook in self.__dict__.get("_state_hooks", ()):
-            hook.remove()
         streamer = self.__dict__.get("_streamer")
         if streamer is not None:
             streamer.close()
@@ -390,7 +349,7 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
 
     def _unbind(self) -> None:
         """Values that were elsewhere are the module's own again, and calls of it are nobody else's."""
-        self._front.undo()
+        self._front.leave()
         give_back(self._shelf)
         if self._checkpoint is not None:
             self._checkpoint.unbind()
@@ -451,7 +410,6 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
         if self._laid_open is not None:
             self._laid_open.renew()
         self._engine.trim()  # what the allocator keeps is whole now: the new region must not be cut from the old
-        self._wrapped = hooks.Wrapped()
         try:
             self._attach()
         except BaseException as error:
