@@ -275,7 +275,8 @@ class Adapts(Tunes, FollowsRam):
     @property
     def _trains(self) -> bool:
         """Whether anything is trainable."""
-        return bool(self._carving.adapters) or any(unit.trainable for unit in self._placement.streamed)
+        inside = bool(self._carving.adapters) or any(unit.trainable for unit in self._placement.streamed)
+        return inside or self._backward
 
     def _everything(self) -> int:
         """Device bytes of all weights."""

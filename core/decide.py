@@ -34,7 +34,7 @@ class Settings:
     wanted in which packed weights are decoded; ``among``: names of units that alone may stay, but for small ones (None:
     any); ``wires``: what a unit packs to (0: it does not), where units may stay packed on the device; ``unpacking``: bytes/s
     of output at which the device unpacks, where that was measured; ``staged``: bytes of that room that a unit takes (0: none),
-    where they are known."""
+    where they are known; ``trains``: whether backwards are known to go through it, whatever they train."""
 
     vram: int
     granularity: str
@@ -46,6 +46,7 @@ class Settings:
     wires: Callable[[Unit], int] | None = None
     unpacking: float | None = None
     staged: Callable[[Unit], int] | None = None
+    trains: bool = False
 
 
 def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, Plan]:
@@ -86,7 +87,7 @@ def _limits(module: nn.Module, settings: Settings) -> list[int | None]:
     parts: list[int | None] = [PART, *(n for n in finest if n is not None and n < PART)]
     # Packed bytes wait for a staging buffer, not for a slot: whole blocks leave no bubbles, and a step of training uses each
     # unit three times, which costs the host.
-    return [None, *parts] if settings.packs and _trains(cut(module, settings, None)) else parts
+    return [None, *parts] if settings.packs and _trains(cut(module, settings, None), settings) else parts
 
 
 def plan_within(carving: Carving, settings: Settings, grain: int) -> Plan:
@@ -145,7 +146,7 @@ def problem(carving: Carving, settings: Settings, grain: int) -> Problem:
         )
         for unit in carving.units
     ]
-    return Problem(units, fixed, _wish(carving, settings.packs))
+    return Problem(units, fixed, _wish(carving, settings))
 
 
 def with_staging(
@@ -194,14 +195,16 @@ def by_rule(
     return plan_residency(given.units, vram, given.fixed, given.wish, grain, chosen, packed)
 
 
-def _wish(carving: Carving, packs: bool) -> Wish:
+def _wish(carving: Carving, settings: Settings) -> Wish:
     """Bytes kept at a turn are as good as resident, so training takes three blocks; forwards alone take one, and half of
     one where weights cross packed: they wait for the staging buffer, not for a slot."""
     if not carving.split_bytes:
-        return Wish(3 if carving.adapters else 2)
+        return Wish(3 if carving.adapters or settings.trains else 2)
     block = carving.split_bytes
-    return Wish(2, 3 * block if _trains(carving) else block // 2 if packs else block)
+    return Wish(2, 3 * block if _trains(carving, settings) else block // 2 if settings.packs else block)
 
 
-def _trains(carving: Carving) -> bool:
-    return bool(carving.adapters) or any(e.trainable for unit in carving.units for e in unit.entries)
+def _trains(carving: Carving, settings: Settings) -> bool:
+    if settings.trains or carving.adapters:
+        return True
+    return any(entry.trainable for unit in carving.units for entry in unit.entries)

@@ -211,7 +211,7 @@ class Meter:
     def _use_seconds(self, step: _Step) -> float:
         """Seconds of the host for a turn in the forward, less those of the marks that only profiled steps make."""
         copies = sum(not copy.backward for copy in step.copies)
-        decodes = min(len(step.decodes), len(step.turns))
+        decodes = min(len(step.decodes), max(copies, len(step.turns)))
         waits = sum(not backward for *_, backward in step.waits)
         marks = 3 * len(step.turns) + 2 * (copies + decodes + waits)
         return max(0.0, step.spent - marks * (self._mark_seconds or 0.0)) / len(step.turns)

@@ -100,12 +100,13 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
 
     def __init__(
         self, module: nn.Module, *, device: Any, vram: int | str | SharedBudget, ram: int | str, weights: Any, granularity: str,
-        codec: str, pool: str, host: str, training: str | None,
+        codec: str, pool: str, host: str, training: str | None, backward: bool = False,
     ) -> None:  # fmt: skip
+        """``backward``: backwards are to go through the module, though nothing in it trains (adapters that others keep)."""
         settings.check(module, weights, granularity, codec, pool, host, training)
         sessions.refuse_streamed(module)
         self.module = module
-        self._granularity, self._training = granularity, training
+        self._granularity, self._training, self._backward = granularity, training, backward
         self._checkpoint: Checkpoint | None = None
         self._engine: Engine = make_engine(device)
         self._shared = vram if isinstance(vram, SharedBudget) else None
@@ -294,7 +295,7 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
         return decide.Settings(
             self._vram, self._granularity, self._training, self._stay, from_file, packs or filed is not None,
             self._among, wires, None if wires is None else self._unpacking_rate(),
-            None if filed is None else filed.nbytes,
+            None if filed is None else filed.nbytes, self._backward,
         )  # fmt: skip
 
     def _detach(self, leave: bool = False, keep: bool = False) -> None:

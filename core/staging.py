@@ -1,11 +1,17 @@
-"""Device scratch that packed bytes land in on their way to a slot: a ring, so that a copy runs while the last decodes."""
+"""Device scratch that packed bytes land in on their way to a slot: a ring, so that a copy runs while the last decodes.
+
+A wire of which no two find room crosses in pieces of half the ring, so that the link is not idle while one is decoded.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from .codec.unit import Piece, UnitDecoder
 from .transfer import Engine
 
 STEP = 512  # bytes; every piece starts on this boundary
@@ -17,6 +23,7 @@ class Staging:
 
     def __init__(self, engine: Engine, nbytes: int) -> None:
         self.nbytes = nbytes
+        self._engine = engine
         self.memory = engine.allocate(nbytes)
         self._head = 0
         self._taken: list[list[Any]] = []  # [start, end, event], oldest first
@@ -49,3 +56,38 @@ class Staging:
         """What was taken last is free after ``event``, which is after all that the taker was told to wait for."""
         self._taken[-1][2] = event
         self._owed = []
+
+    def pieces(self, decoder: UnitDecoder, nbytes: int) -> list[Piece]:
+        """How a wire of ``nbytes`` crosses that finds room once, but not twice: in pieces; [] for any other."""
+        pieces = decoder.pieces(self.nbytes // 2) if 2 * nbytes > self.nbytes else []
+        return pieces if len(pieces) > 1 else []
+
+    def bring(
+        self, wire: torch.Tensor, decoder: UnitDecoder, target: torch.Tensor, after: list[Any], timed: bool
+    ) -> Iterator[tuple[Any, Any, int, Any]]:
+        """``wire`` (host) to the ring and from there decoded to ``target``, once ``after`` is reached. For each piece: its
+        done event, what `Engine.copy_in` and `Engine.decode` measured, and its bytes."""
+        pieces, done = self.pieces(decoder, wire.numel()), 0
+        if not pieces:
+            yield self._bring(wire, decoder, target, after, timed)
+            return
+        try:
+            for start, end, low, high, part in pieces:
+                yield self._bring(wire[start:end], part, target[low:high], after, timed)
+                done += 1
+        except BaseException:
+            # Nobody knows of the pieces before: they must not reach a slot that is another's by then.
+            if done < len(pieces):
+                with contextlib.suppress(Exception):
+                    self._engine.synchronize()
+            raise
+
+    def _bring(
+        self, wire: torch.Tensor, decoder: UnitDecoder, target: torch.Tensor, after: list[Any], timed: bool
+    ) -> tuple[Any, Any, int, Any]:
+        staged, free = self.take(wire.numel())
+        copied, marks = self._engine.copy_in(staged, wire, free, timed)
+        self.given(copied)
+        event, times = self._engine.decode(decoder, staged, target, (copied, *after), timed)
+        self.given(event)
+        return event, marks, wire.numel(), times

@@ -90,9 +90,17 @@ class Streamer:
             self.high = self.low + self.memory.numel()
         if any(unit.decoder is not None for unit in self.units):
             self.staging = Staging(self.engine, self._staging_bytes)
+            self._prepare(self.staging)
         # Memory that other streams were still using when it was freed must not be copied into early.
         self.engine.synchronize()
         self._references = sys.getrefcount(self.backward)
+
+    def _prepare(self, staging: Staging) -> None:
+        """What decodes pieces has its tables on the device, as what decodes units whole has."""
+        for unit in self.units:
+            if unit.decoder is not None and self.engine.device.type != "cpu":
+                for piece in staging.pieces(unit.decoder, unit.host.numel()):
+                    piece.decoder.prepare(self.engine.device)
 
     def _reserve(self) -> torch.Tensor:
         return self.engine.allocate(self.region.nbytes)
@@ -305,16 +313,17 @@ class Streamer:
             meter.decoded(times)
             return event
         assert self.staging is not None
-        piece, free = self.staging.take(unit.host.numel())
-        copied, marks = engine.copy_in(piece, unit.host, free, meter.timing)
-        self.staging.given(copied)
-        event, times = engine.decode(decoder, piece, target, (copied, *after), meter.timing)
-        self.staging.given(event)
-        if engine.blocking and marks is not None:
-            meter.waited(marks[0], times[1], unit.name, backward)
-        meter.copied(unit.name, marks, unit.host.numel(), unit.unit.raw_bytes, backward)
-        meter.decoded(times)
-        return event
+        done, raw = None, unit.unit.raw_bytes
+        for event, marks, nbytes, times in self.staging.bring(
+            unit.host, decoder, target, after, meter.timing
+        ):
+            done = event
+            if engine.blocking and marks is not None:
+                meter.waited(marks[0], times[1], unit.name, backward)
+            meter.copied(unit.name, marks, nbytes, raw, backward, int(raw > 0))
+            meter.decoded(times)
+            raw = 0  # of a unit that crosses in pieces: it is one transfer
+        return done
 
     def stay_packed(self, units: Sequence[Streamed]) -> None:
         """From now on ``units`` are unpacked from the device's own memory. Raises torch.OutOfMemoryError."""

@@ -35,6 +35,7 @@ class Tunes(Recodes):
     _lock: threading.RLock
     _parked: bool
     _learnt: Learnt | None
+    _backward: bool  # whether backwards go through the module
     _tune_at: float  # measured steps after which the layout is thought over
     # Of a placement: a layout that has not paid for itself yet.
     _found: tuple[Any, replan.Advice] | None = None
@@ -146,6 +147,7 @@ class Tunes(Recodes):
         learnt = self._learn()
         if learnt is None:
             return None
+        self._backward = self._backward or learnt.train
         chosen = self._settings(known=True)
         if chosen.unpacking and not learnt.host_bound:  # layouts differ in what is unpacked
             units = [unit.unit for unit in self._placement.streamed if unit.decoder is not None]

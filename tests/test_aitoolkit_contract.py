@@ -504,6 +504,25 @@ def test_10_training_is_exact_with_and_without_checkpointing(
     same(tmp_path, model_class, checkpointing=checkpointing)
 
 
+@pytest.mark.parametrize("model_class", [standin.Attaching, standin.Legacy])
+def test_10_the_transformer_has_slots_for_the_turns_of_a_step_though_its_adapters_are_the_networks(
+    tmp_path, model_class, monkeypatch
+):
+    """An encoder, which no backward goes through, has not."""
+    from carom.core.session import Session
+    from carom.toolkit_ext import job as jobs
+
+    told: dict[str, set[bool]] = {}
+
+    def session(module, **settings):
+        told.setdefault(type(module).__name__, set()).add(settings["backward"])
+        return Session(module, **settings)
+
+    monkeypatch.setattr(jobs, "Session", session)
+    run(tmp_path, model_class)
+    assert told == {"Transformer": {True}, "TextEncoder": {False}}
+
+
 def test_10_accumulation_preservation_and_sampling_are_exact(on, tmp_path):
     on("simulated-random")
     same(tmp_path, accumulate=3)

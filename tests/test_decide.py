@@ -43,6 +43,12 @@ def test_large_blocks_are_split_where_the_parts_are_still_large_copies(large):
     assert carving.split_bytes >= 160 * MIB
 
 
+def test_backwards_that_train_others_adapters_have_slots_for_the_turns_too(large):
+    alone = decide.decide(large, decide.Settings(600 * MIB, "auto", None, {}), 512)[1]
+    through = decide.decide(large, decide.Settings(600 * MIB, "auto", None, {}, trains=True), 512)[1]
+    assert through.region_bytes >= 3 * 160 * MIB > 2 * alone.region_bytes
+
+
 @pytest.mark.parametrize(
     "budget, trains, packs, whole",
     [

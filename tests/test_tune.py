@@ -89,6 +89,19 @@ def test_predicted_and_simulated_steps_of_a_session_agree(granularity, train, sh
         assert predicted == pytest.approx(session.report().step_seconds, rel=0.03)
 
 
+def test_steps_that_train_what_is_elsewhere_have_a_session_laid_out_for_training():
+    net = Net(True)
+    with carom.stream(net, device=device(net, 0.6), vram=int(size(net) * 0.4)) as session:
+        for _ in range(4):
+            step(net, False)
+        session.tune()
+        assert not session._trains
+        for _ in range(4):
+            step(net, True)
+        session.tune()
+        assert session._trains and session._settings().trains
+
+
 def uneven():
     """Half of the blocks compute enough to hide their copies: the others should stay, which no rule can know."""
     net = Net(extra=18)

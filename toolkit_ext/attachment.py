@@ -39,6 +39,7 @@ class Attachment:
         self.session: Session | None = None
         self.least: dict[str | None, int] = {}  # granularity -> the least budget that works, in bytes
         self.given: int | str | None = None  # the budget it has or will have
+        self.trains = False  # whether backwards are to go through it
         self._laid_open: LaidOpen | None = None
         self.gone = False
         self._open = open

@@ -91,9 +91,13 @@ class JobOffload:
                 and next(tensors(module), None) is not None
             ):
                 self.attach(module, percent=percent)
+        for role in ("unet", "refiner_unet"):
+            attachment = self.of(getattr(sd, role, None))
+            if attachment is not None:
+                attachment.trains = True  # its adapters are the network's, which it knows nothing of
         return result
 
-    def of(self, module: nn.Module) -> Attachment | None:
+    def of(self, module: nn.Module | None) -> Attachment | None:
         """The attachment whose root is ``module``."""
         return next((a for a in self.attachments if a.module is module), None)
 
@@ -131,9 +135,10 @@ class JobOffload:
 
     def _stream(self, attachment: Attachment, vram: int | str, granularity: str | None = None) -> Session:
         policy = self.policy
-        return stream(
-            attachment.module, device=engine_device(self.device), vram=vram, ram=self._ram(attachment),
-            granularity=granularity or policy.granularity, codec=policy.codec, pool=self.choice.pool,
+        return Session(
+            attachment.module, device=engine_device(self.device), vram=vram, ram=self._ram(attachment), weights=None,
+            granularity=granularity or policy.granularity, codec=policy.codec, pool=self.choice.pool, host="auto",
+            training=None, backward=attachment.trains,
         )  # fmt: skip
 
     def _sharing(self) -> list[Attachment]:

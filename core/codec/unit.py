@@ -7,7 +7,7 @@ dtype, code width and tile size share one Triton launch (in practice: one launch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +78,17 @@ class _Group(NamedTuple):
     programs: int
 
 
+class Piece(NamedTuple):
+    """A run of a unit's tensors: from ``start`` to ``end`` in its wire, from ``out_start`` to ``out_end`` in its slot, and what decodes
+    the one from a buffer of its own into the other."""
+
+    start: int
+    end: int
+    out_start: int
+    out_end: int
+    decoder: UnitDecoder
+
+
 class UnitDecoder:
     """Decodes ``entries`` from a wire buffer into a slot; both are 1-D uint8 tensors on one device.
 
@@ -117,11 +128,29 @@ class UnitDecoder:
         ]
         self._tables: dict[torch.device, list[torch.Tensor]] = {}
         self._ready: list[Callable[..., Any]] | None = None  # launches that need no more than addresses
+        self._pieces: tuple[int, list[Piece]] | None = None  # as `pieces` gave them last
 
     @property
     def table_bytes(self) -> int:
         """Device bytes that the tables take."""
         return sum(group.table.numel() * 8 for group in self._groups)
+
+    def pieces(self, most: int) -> list[Piece]:
+        """The wire in runs of whole tensors, each of at most ``most`` bytes unless one tensor is larger."""
+        if self._pieces is None or self._pieces[0] != most:
+            runs: list[list[AnyEntry]] = []
+            for entry in self.entries:
+                if not runs or entry.wire_at + sizes(entry)[0] - runs[-1][0].wire_at > most:
+                    runs.append([])
+                runs[-1].append(entry)
+            self._pieces = most, [self._piece(run) for run in runs]
+        return self._pieces[1]
+
+    def _piece(self, run: Sequence[AnyEntry]) -> Piece:
+        start, out = run[0].wire_at, run[0].out_at
+        moved = [replace(entry, wire_at=entry.wire_at - start, out_at=entry.out_at - out) for entry in run]
+        part = UnitDecoder(moved, method=self.method, tuning=self.tuning)
+        return Piece(start, start + part.wire_bytes, out, out + part.out_bytes, part)
 
     def _make_groups(self, along: Sequence[RawEntry]) -> list[_Group]:
         grouped: dict[tuple[str, int, int], list[Entry]] = {}
