@@ -175,13 +175,21 @@ def with_staging(
 
 
 def _staging(carving: Carving, settings: Settings, grain: int) -> list[int]:
-    """Bytes that packed weights could be decoded in within the budget, the best first."""
+    """Bytes that packed weights could be decoded in within the budget, the best first: twice a wire, so that one is copied
+    while the other is decoded, or once where its halves cross one after the other (`Staging.pieces`)."""
     if settings.staged is None:
-        wire = round_up(int(carving.largest * EXPECTED), ALIGN)
+        wires = [round_up(int(unit.nbytes * EXPECTED), ALIGN) for unit in carving.units]
+        twice = [wire * (1 if _halves(unit) else 2) for wire, unit in zip(wires, carving.units, strict=True)]
     else:
-        wire = round_up(max(map(settings.staged, carving.units), default=0), ALIGN)
-    sizes = (round_up(2 * wire, grain), round_up(wire, grain)) if wire else ()
-    return [size for size in sizes if size < settings.vram]
+        wires = [round_up(settings.staged(unit), ALIGN) for unit in carving.units]
+        twice = [2 * wire for wire in wires]
+    best, least = round_up(max(twice, default=0), grain), round_up(max(wires, default=0), grain)
+    return [size for size in dict.fromkeys((best, least)) if 0 < size < settings.vram]
+
+
+def _halves(unit: Unit) -> bool:
+    """Whether none of the unit's tensors is more than half of it."""
+    return 2 * max(entry.nbytes for entry in unit.entries) <= unit.nbytes
 
 
 def by_rule(
@@ -197,9 +205,11 @@ def by_rule(
 
 def _wish(carving: Carving, settings: Settings) -> Wish:
     """Bytes kept at a turn are as good as resident, so training takes three blocks; forwards alone take one, and half of
-    one where weights cross packed: they wait for the staging buffer, not for a slot."""
+    one where weights cross packed: they wait for the staging buffer, not for a slot. Whole blocks that do take two slots: the rest
+    is as good resident, and costs the host nothing."""
     if not carving.split_bytes:
-        return Wish(3 if carving.adapters or settings.trains else 2)
+        large = settings.packs and carving.largest > PART
+        return Wish(3 if _trains(carving, settings) and not large else 2)
     block = carving.split_bytes
     return Wish(2, 3 * block if _trains(carving, settings) else block // 2 if settings.packs else block)
 

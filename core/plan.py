@@ -167,8 +167,9 @@ def plan_residency(
 
     # As many slots as there is room for, up to the wish; then the small units that are no blocks.
     count = next((c for c in range(max(1, wish.slots), 1, -1) if rounded(c * sizes[largest]) <= available), 1)
-    wished = min(wish.nbytes, available // grain * grain)
     apart = [i for i, unit in enumerate(units) if unit.loose or (not unit.block and unit.nbytes < SMALL_UNIT)]
+    beside = available - resident_cost([sizes[i] for i in apart], grain)
+    wished = min(wish.nbytes, max(beside, 0) // grain * grain)
     for index in sorted(apart, key=lambda i: (not units[i].loose, sizes[i], i)):
         if fits(index):
             resident[index] = "used outside a module of its own" if units[index].loose else "small"

@@ -1,4 +1,5 @@
-"""Whether units that wait packed had better cross as they are, once the first steps have shown what binds.
+"""What of a session waits, stays and crosses packed; and whether it had better cross as it is, once the first steps have
+shown what binds.
 
 A mixin of `Session`, under `Adapts`.
 """
@@ -11,27 +12,35 @@ import math
 
 from torch import nn
 
-from . import decide, replan
+from . import decide, packing, replan
 from .attach import Placement
-from .errors import BudgetError
+from .errors import BudgetError, CaromError
+from .host_copies import HostCopies
 from .learn import Learnt
+from .packed_here import wire_bytes
 from .packed_placement import PackedPlacement
+from .packed_tensors import PackedTensor
 from .packing import Packing
-from .plan import Plan
+from .plan import Plan, stay_packed
 from .predict import Packed
 from .simulated import SimulatedEngine
 from .store.arena import HostArena
 from .streamed import Streamed
 from .streamer import Streamer
 from .transfer import Engine
-from .units import Carving
+from .units import Carving, Unit
 
 logger = logging.getLogger("carom")
+_LEAST_PACKED = 0.9  # of what was to stay packed
 PLAIN_GAIN = 0.01  # of a step that a layout of plain bytes must save
 
 
+class NotPacked(CaromError):
+    """Weights pack to less than a plan counts on."""
+
+
 class Recodes:
-    """Chooses what of a `Session` (which see for the fields) goes on crossing packed."""
+    """Chooses what of a `Session` (which see for the fields) is packed, and goes on crossing so."""
 
     module: nn.Module
     plan: Plan
@@ -41,6 +50,9 @@ class Recodes:
     _packing: Packing | None
     _arena: HostArena
     _carving: Carving
+    _copies: HostCopies
+    _shelf: dict[int, PackedTensor]
+    _learnt: Learnt | None
     _ram: int
     _unpacks_at: float | None = None  # bytes/s of output, as measured
     _recode_at = 0.0  # steps before which a layout of plain bytes would not have paid for itself
@@ -56,6 +68,45 @@ class Recodes:
 
     def _take(self, learnt: Learnt) -> None:
         raise NotImplementedError
+
+    def _stays_packed(self) -> bool:
+        """Whether units may stay on the device packed."""
+        return self._learnt is not None
+
+    def _wire_bytes(self, unit: Unit) -> int:
+        """What ``unit`` packs to, 0 where it does not."""
+        assert self._packing is not None
+        return wire_bytes(unit, self._shelf, self._copies, self._packing, packing.EXPECTED, packing.LEAST)
+
+    def _stay_packed(self) -> list[Streamed]:
+        """The streamed units that stay on the device packed, now that it is known what they pack to. Raises NotPacked."""
+        streamed = self._placement.streamed
+        if not self.plan.packed:
+            return []
+        wires = [0] * len(self._carving.units)
+        for index, unit in zip(self._streamed(), streamed, strict=True):
+            if unit.decoder is not None and self._wire_bytes(unit.unit):
+                wires[index] = unit.host.numel()
+        packed = stay_packed(wires, self.plan.packed, self.plan.packed_bytes, self._engine.grain)
+        sizes = [unit.nbytes for unit in self._carving.units]
+        if sum(sizes[index] for index in packed) < _LEAST_PACKED * sum(
+            sizes[index] for index in self.plan.packed
+        ):
+            raise NotPacked("less than expected packs")
+        self.plan = dataclasses.replace(self.plan, packed=packed)
+        return [unit for index, unit in zip(self._streamed(), streamed, strict=True) if index in packed]
+
+    def _follow_packed(self) -> None:
+        """The plan says what stays packed by now."""
+        streamed = zip(self._streamed(), self._placement.streamed, strict=True)
+        here = frozenset(index for index, unit in streamed if unit.wire is not None)
+        self.plan = dataclasses.replace(
+            self.plan, packed=here, packed_bytes=self._streamer.packed_here.nbytes
+        )
+
+    def _pack_anew(self) -> None:
+        if isinstance(self._placement, PackedPlacement):
+            self._placement.pack_anew()
 
     def _recode(self, steps: float = math.inf) -> bool | None:
         """Let units cross as they are where unpacking them costs more than it saves; once, with ``codec="auto"``.

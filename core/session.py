@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import decide, hooks, ops, packing, replan, settings
+from . import decide, ops, replan, sessions, settings
 from .account import describe, make_report
 from .adapt import Adapts, OutOfMemory
 from .adopt import Adopts
@@ -23,38 +22,32 @@ from .checkpoint import Checkpoint
 from .disk import Disk, DiskPlacement
 from .disk_residents import Residents
 from .disk_streamer import DiskStreamer
-from .errors import BudgetError, CaromError, PinError, UnsupportedError
+from .errors import BudgetError, CaromError
 from .host_copies import HostCopies
+from .in_front import InFront
 from .learn import Learnt
 from .meter import Meter
-from .packed_here import wire_bytes
 from .packed_placement import PackedPlacement
 from .packed_tensors import PackedTensor, give_back
 from .packing import Packing
-from .plan import Plan, stay_packed
+from .parking import Parks
+from .plan import Plan
 from .pooling import Pools
+from .recode import NotPacked
 from .report import Report
 from .rerun import Reruns
 from .shared import SharedBudget
 from .simulated import SimulatedEngine
 from .store.arena import HostArena
-from .streamed import Owner, Streamed
 from .transfer import Engine, make_engine
 from .tree import Tree
-from .units import Carving, Unit, stands
+from .units import Carving, stands
 from .values import Values
 from .wrapped import LaidOpen
 
 logger = logging.getLogger("carom")
 
 _SEARCHED = 8  # plans that are remembered
-_LEAST_PACKED = 0.9  # of what was to stay packed
-# Every module of a streamed tree. Weak on both sides: a dropped module takes its session with it.
-_sessions: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
-
-
-class NotPacked(CaromError):
-    """Weights pack to less than a plan counts on."""
 
 
 def stream(
@@ -102,7 +95,7 @@ def stream(
     )  # fmt: skip
 
 
-class Session(Pools, Adapts, Adopts, Values):
+class Session(Pools, Parks, Adapts, Adopts, Values):
     """A module attached to a device. Made by `stream`; a context manager that closes itself."""
 
     def __init__(
@@ -111,7 +104,7 @@ class Session(Pools, Adapts, Adopts, Values):
     ) -> None:  # fmt: skip
         """``backward``: backwards are to go through the module, though nothing in it trains (adapters that others keep)."""
         settings.check(module, weights, granularity, codec, pool, host, training)
-        _refuse_streamed(module)
+        sessions.refuse_streamed(module)
         self.module = module
         self._granularity, self._training, self._backward = granularity, training, backward
         self._checkpoint: Checkpoint | None = None
@@ -125,8 +118,7 @@ class Session(Pools, Adapts, Adopts, Values):
         self._closed = True  # until attached
         self._parked = False
         self._aside = False
-        self._wrapped = hooks.Wrapped()
-        self._front = hooks.Wrapped()  # at the root, from the first layout to the last
+        self._front = InFront(self)
         self._watch: Callable[[], Any] = self._engine.step
         self._peak = 0
         self._reruns: Reruns | None = None
@@ -165,8 +157,7 @@ class Session(Pools, Adapts, Adopts, Values):
             self._copies.clear()
             self._unbind()
             raise
-        for part in module.modules():
-            _sessions[part] = weakref.ref(self)
+        sessions.enter(self)
 
     # -- attach and detach
 
@@ -195,7 +186,6 @@ class Session(Pools, Adapts, Adopts, Values):
             assert self._packing is not None
             logger.info("carom: %s: nothing stays on the device packed", error)
             self._packing = dataclasses.replace(self._packing, here=False)
-            self._wrapped = hooks.Wrapped()
             self._attach_with_pool()
 
     def _attach_with_pool(self) -> None:
@@ -249,7 +239,10 @@ class Session(Pools, Adapts, Adopts, Values):
             self._streamer.stay_packed(self._stay_packed())
             self._streamer.packed_here.left = self._follow_packed
             self._reruns = self._make_reruns(resident)
-            self._stand_in_front(self._placement.streamed)
+            if isinstance(self._engine, SimulatedEngine):
+                for unit in self._placement.streamed:
+                    self._engine.guard(unit.block.data, unit.name)
+            self._front.of_units(self._streamer, self._placement.streamed, self._reruns)
             self._tree = Tree(self.module)
             self._account()
             self._closed = False
@@ -307,92 +300,15 @@ class Session(Pools, Adapts, Adopts, Values):
             None if filed is None else filed.nbytes, self._backward,
         )  # fmt: skip
 
-    def _stays_packed(self) -> bool:
-        """Whether units may stay on the device packed."""
-        return self._learnt is not None
-
-    def _wire_bytes(self, unit: Unit) -> int:
-        """What ``unit`` packs to, 0 where it does not."""
-        assert self._packing is not None
-        return wire_bytes(unit, self._shelf, self._copies, self._packing, packing.EXPECTED, packing.LEAST)
-
-    def _stay_packed(self) -> list[Streamed]:
-        """The streamed units that stay on the device packed, now that it is known what they pack to. Raises NotPacked."""
-        streamed = self._placement.streamed
-        if not self.plan.packed:
-            return []
-        wires = [0] * len(self._carving.units)
-        for index, unit in zip(self._streamed(), streamed, strict=True):
-            if unit.decoder is not None and self._wire_bytes(unit.unit):
-                wires[index] = unit.host.numel()
-        packed = stay_packed(wires, self.plan.packed, self.plan.packed_bytes, self._engine.grain)
-        sizes = [unit.nbytes for unit in self._carving.units]
-        if sum(sizes[index] for index in packed) < _LEAST_PACKED * sum(
-            sizes[index] for index in self.plan.packed
-        ):
-            raise NotPacked("less than expected packs")
-        self.plan = dataclasses.replace(self.plan, packed=packed)
-        return [unit for index, unit in zip(self._streamed(), streamed, strict=True) if index in packed]
-
-    def _follow_packed(self) -> None:
-        """The plan says what stays packed by now."""
-        streamed = zip(self._streamed(), self._placement.streamed, strict=True)
-        here = frozenset(index for index, unit in streamed if unit.wire is not None)
-        self.plan = dataclasses.replace(
-            self.plan, packed=here, packed_bytes=self._streamer.packed_here.nbytes
-        )
-
-    def _stand_at_the_root(self) -> None:
-        """See the root's forward, also while units are laid out anew or parked: a thread that calls it then waits."""
-        if self._front:
-            return
-        self._front.forward(self.module, hooks.root_forward(self), lasts=True)
-        self._front.attribute(self.module, "_apply", hooks.Apply(self))
-
-    def _stand_in_front(self, streamed: list[Streamed]) -> None:
-        if not hooks.stands_first(self.module):  # somebody stepped in front of it: units go there, then it
-            self._front.undo()
-        for unit in streamed:
-            if isinstance(self._engine, SimulatedEngine):
-                self._engine.guard(unit.block.data, unit.name)
-            for module in unit.unit.modules:
-                make = hooks.unit_forward(unit)
-                if self._reruns is not None:
-                    make = self._reruns.around(make, module, unit)
-                self._wrapped.forward(module, make)
-        if self._reruns is not None:
-            self._reruns.stand_in_front(self.module)
-        if isinstance(self._streamer, DiskStreamer) and not decide.compiled(self.module):
-            self._streamer.residents.stand_in_front()
-        self._stand_at_the_root()
-        true = hooks.TrueValues(self._streamer, self._names())
-        self._state_hooks = [
-            self.module.register_state_dict_pre_hook(true.begin),
-            self.module._register_state_dict_hook(true),
-        ]
-
-    def _names(self) -> dict[str, Owner]:
-        """Every streamed tensor by each name it has in the tree."""
-        paths = {id(module): path for path, module in self.module.named_modules()}
-        return {
-            f"{paths[id(site.module)]}.{site.name}".lstrip("."): owner
-            for unit in self._placement.streamed
-            for owner in unit.owners
-            for site in owner.entry.sites
-            if id(site.module) in paths
-        }
-
     def _detach(self, leave: bool = False, keep: bool = False) -> None:
         """``leave``: what is on the device may stay there, for the layout that follows at once; ``keep``: host copies
         are kept for one that comes later."""
         if not self._closed and not self._parked:
             self._follow_replaced()
-        self._wrapped.undo()
+        self._front.step_aside()
         if self._reruns is not None:
             self._reruns.close()
             self._reruns = None
-        for hook in self.__dict__.get("_state_hooks", ()):
-            hook.remove()
         streamer = self.__dict__.get("_streamer")
         if streamer is not None:
             streamer.close()
@@ -432,13 +348,11 @@ class Session(Pools, Adapts, Adopts, Values):
                 self._shelf = {}
             self._unbind()
             self._parked = False
-        for part in self.module.modules():
-            if (found := _sessions.get(part)) is not None and found() is self:
-                del _sessions[part]
+        sessions.leave(self)
 
     def _unbind(self) -> None:
         """Values that were elsewhere are the module's own again, and calls of it are nobody else's."""
-        self._front.undo()
+        self._front.leave()
         give_back(self._shelf)
         if self._checkpoint is not None:
             self._checkpoint.unbind()
@@ -484,10 +398,6 @@ class Session(Pools, Adapts, Adopts, Values):
                     self._pass_begins(self._reruns, compiling)
         return streamer, self._engine.step()
 
-    def _pack_anew(self) -> None:
-        if isinstance(self._placement, PackedPlacement):
-            self._placement.pack_anew()
-
     def _again(self, between: Callable[[], None] = lambda: None, retry: bool = False) -> None:
         """Detach and attach under the present settings; ``between`` runs while detached: where it fails, all is laid out
         all the same.
@@ -503,7 +413,6 @@ class Session(Pools, Adapts, Adopts, Values):
         if self._laid_open is not None:
             self._laid_open.renew()
         self._engine.trim()  # what the allocator keeps is whole now: the new region must not be cut from the old
-        self._wrapped = hooks.Wrapped()
         try:
             self._attach()
         except BaseException as error:
@@ -583,80 +492,9 @@ class Session(Pools, Adapts, Adopts, Values):
         )
 
     @property
-    def parked(self) -> bool:
-        """Whether the device was released; the next forward brings the module back."""
-        return self._parked
-
-    @property
-    def put_aside(self) -> bool:
-        """Whether it was parked to ``keep``: a module that is sent to the CPU is there already."""
-        return self._parked and self._aside
-
-    def park(self, keep: bool = False) -> None:
-        """Release the device; the module stays attached and returns at its next forward.
-
-        ``keep``: what streams is left pinned in host memory, and residents join it there (packed, where they are), so
-        that the way back costs what has to cross to the device and no more.
-        """
-        with self._lock:
-            self._need_open()
-            if not self._parked:
-                self._detach_for_parking(keep)
-
-    def _detach_for_parking(self, keep: bool = False) -> None:
-        self._aside = keep
-        keep = keep and self._simple and not self._placement.came_on_device
-        self._detach(leave=keep, keep=keep)
-        interrupted: BaseException | None = None
-        if keep:
-            try:
-                self._to_the_host()
-            except BaseException as error:  # all is on the host: only copies for the way back are wanting
-                self._copies.clear()
-                logger.warning("carom: parked without pinned copies: %s", error)
-                interrupted = None if isinstance(error, Exception) else error
-        if isinstance(self._placement, PackedPlacement):
-            self._placement.wear()
-        self._wrapped = hooks.Wrapped()
-        self._stand_at_the_root()  # alone while parked: its next forward brings everything back
-        self._closed, self._parked = False, True
-        if interrupted is not None:
-            raise interrupted
-
-    def unpin(self) -> None:
-        """While parked: give pinned memory back; the bytes wait on in ordinary memory."""
-        with self._lock:
-            self._need_open()
-            if self._parked:
-                self._copies.unpin()
-
-    @property
     def device(self) -> torch.device:
         """Where the module computes."""
         return self._engine.device
-
-    def _to_the_host(self) -> None:
-        """All units stream for a moment, so that each has its host copy; what else was on the device goes home."""
-        placement = self._placement
-        left = placement.here.given()
-        try:
-            placement.here.receive(left)
-            placement.keep_received([], [], [], self._carving.units)
-            placement.stream(self._carving.units, self._streamer.add)
-        finally:
-            placement.undo()
-        self._engine.trim()
-
-    def unpark(self) -> None:
-        """Bring a parked module back to the device."""
-        with self._lock:
-            if self._parked:
-                self._parked = False
-                try:
-                    self._again(retry=True)
-                except OutOfMemory:
-                    self._detach_for_parking()
-                    raise
 
     # -- accounts
 
@@ -683,28 +521,3 @@ class Session(Pools, Adapts, Adopts, Values):
             self._carving, self.plan, self._placement, self._arena, self._meter, self._engine.name,
             self._streamer.account() if isinstance(self._streamer, DiskStreamer) else None,
         )  # fmt: skip
-
-
-def _refuse_streamed(module: nn.Module) -> None:
-    for part in module.modules():
-        if _session_of(part) is not None:
-            raise UnsupportedError(
-                f"{'this module' if part is module else f'its part {type(part).__name__}'} is streamed already; "
-                "close that session first"
-            )
-    if any(
-        isinstance(p, (ops.HostParameter, ops.HostTensor)) for p in (*module.parameters(), *module.buffers())
-    ):
-        raise UnsupportedError(
-            "weights of this module are streamed as part of another; close that session first"
-        )
-
-
-def _session_of(module: nn.Module) -> Session | None:
-    """The open session that streams ``module``."""
-    found = _sessions.get(module)
-    session = None if found is None else found()
-    return None if session is None or session._closed else session
-
-
-__all__ = ["PinError", "Session", "Unit", "stream"]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tests_aitoolkit as standin
 import torch
-from carom.core.session import _sessions as sessions
+from carom.core.sessions import _sessions as sessions
 from tests_harness import DEVICES, assert_same
 from torch import nn
 

@@ -9,7 +9,7 @@ import carom
 import pytest
 import tests_aitoolkit as standin
 import torch
-from carom.core.session import _sessions as sessions
+from carom.core.sessions import _sessions as sessions
 from tests_harness import assert_same
 
 BUDGET = 400_000  # bytes: about a third of the stand-in's transformer and text encoder

@@ -206,7 +206,7 @@ def test_of_what_trains_and_stays_packed_only_what_trains_crosses_and_once_a_ste
         assert_same(expected, steps(model))
         report, streamed, learnt = session.report(), session._placement.streamed, session._learn()
         here = [unit for unit in streamed if unit.wire is not None]
-        assert len(here) >= 3 and all(unit.trainable for unit in here)
+        assert len(here) >= 2 and all(unit.trainable for unit in here)
         beside = sum(e.nbytes for unit in here for e in unit.decoder.entries if isinstance(e, RawEntry))
         assert 0 < beside < 0.05 * sum(unit.host.numel() for unit in here)
         assert report.vram_peak_bytes <= share * BLOCK
