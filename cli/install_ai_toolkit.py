@@ -11,6 +11,7 @@ from pathlib import Path
 from ..toolkit_ext import folder
 
 VENVS = ("venv", ".venv", "env")
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
         "now write `offload: bouncing` under `model:` in a job's YAML (docs/ai-toolkit.md)",
     ]
     if sees is False:
-        lines.append(f"Carom is not in ai-toolkit's own Python yet: {python} -m pip install carom")
+        # No package index has Carom: what pip can install is the checkout (where this runs from one).
+        source = f'"{ROOT}"' if (ROOT / "README.md").exists() else "PATH_OF_CAROMS_CHECKOUT"
+        lines.append(f"Carom is not in ai-toolkit's own Python yet: {python} -m pip install {source}")
     _print(
         args.json, {"installed": True, "path": str(place), "python": python, "python_has_carom": sees}, lines
     )

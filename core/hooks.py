@@ -212,11 +212,17 @@ def resident_forward(residents: Residents, load: Load) -> Callable[[Callable], C
     return make
 
 
-def _notice_backward(streamer: Streamer, result: Any) -> None:
-    """Learn where a backward through ``result`` begins, also when everything is resident."""
-    for leaf in tree_leaves(result):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaf.register_hook(lambda _: streamer.backward.note())
+def _notice_backward(streamer: Streamer, module: nn.Module, given: Any, result: Any) -> None:
+    """Learn where a backward through ``result`` begins, also when everything is resident, or that there can be none."""
+    begins = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    for leaf in begins:
+        leaf.register_hook(lambda _: streamer.backward.note())
+    # The result may be an object that is not looked into, and a loss may be kept elsewhere.
+    if not begins and not any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        for leaf in (*tree_leaves(given), *module.parameters())
+    ):
+        streamer.runs.no_backward()
 
 
 def _root_ends(streamer: Streamer, failed: bool) -> None:
@@ -243,7 +249,7 @@ def root_forward(session: Session) -> Callable[[Callable], Callable]:
                 with watch:
                     result = inner(*args, **kwargs)
                 if torch.is_grad_enabled():
-                    notice(streamer, result)
+                    notice(streamer, session.module, (args, kwargs), result)
                 failed = False
                 return result
             finally:

@@ -144,6 +144,11 @@ class Meter:
         self._kinds[gradient] += 1
         self._open = _Step(self._engine.mark(), gradient, self.timing)
 
+    def no_backward(self) -> None:
+        """The root's forward under way gives nothing that a backward could begin at: a step by itself."""
+        if self._open is not None and self._open.forwards == 1:
+            self._open.gradient = False
+
     def forward_ends(self) -> None:
         if self._open is not None:
             self._open.end = self._engine.mark()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from .codec.lossless_format import KIND_BY_DTYPE
 from .decoder_proof import Proof
 from .packed_tensors import PackedTensor, pack
-from .sizes import KIB, MIB
+from .sizes import KIB, MIB, format_size
 from .store.arena import workers
 from .transfer import Engine
-from .units import Entry
+from .units import Entry, Unit
 
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 LEAST = 64 * KIB  # bytes; smaller tensors travel as they are
@@ -44,6 +45,20 @@ class Packing:
 def packs(entry: Entry) -> bool:
     """Whether the entry's weight is one that may be packed."""
     return not entry.trainable and entry.nbytes >= LEAST and entry.tensor.dtype in KIND_BY_DTYPE
+
+
+def without_codec(units: Iterable[Unit]) -> list[str]:
+    """What to say of weights that are large enough to be packed, and of dtypes that no codec takes."""
+    found: dict[torch.dtype, list[Entry]] = {}
+    for unit in units:
+        for entry in unit.entries:
+            if not entry.trainable and entry.nbytes >= LEAST and entry.tensor.dtype not in KIND_BY_DTYPE:
+                found.setdefault(entry.tensor.dtype, []).append(entry)
+    return [
+        f"{len(entries)} weights of {str(dtype).removeprefix('torch.')} ({format_size(sum(e.nbytes for e in entries))}) "
+        f"have no lossless codec and cross as they are (first {entries[0].name!r})"
+        for dtype, entries in found.items()
+    ]
 
 
 class Packer:

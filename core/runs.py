@@ -75,6 +75,12 @@ class Runs:
             self._roots += 1
             self._local.runs = getattr(self._local, "runs", 0) + 1
 
+    def no_backward(self) -> None:
+        """The root's forward on this thread gives nothing that a backward could begin at."""
+        with self._streamer.lock:
+            if self._roots == 1 and not self._streamer.backward.running:
+                self._streamer.meter.no_backward()
+
     def root_ends(self, failed: bool) -> None:
         self._local.runs = max(0, getattr(self._local, "runs", 0) - 1)
         streamer = self._streamer

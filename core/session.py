@@ -29,7 +29,7 @@ from .learn import Learnt
 from .meter import Meter
 from .packed_placement import PackedPlacement
 from .packed_tensors import PackedTensor, give_back
-from .packing import Packing
+from .packing import Packing, without_codec
 from .parking import Parks
 from .plan import Plan
 from .pooling import Pools
@@ -231,6 +231,8 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
             self._streamer = self._make_streamer(disk, streamed)
             self._placement.stream(streamed, self._streamer.add)
             self._placement.settled()
+            if self._packing is not None and not self._packing.plain:
+                self._placement.notes += without_codec(streamed)
             if self._laid_open is not None:
                 self._laid_open.follow()
             self._streamer.start(self._arena)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,15 @@ def main(comfyui: str, folder: str) -> None:
     flux_weights = weights(flux(), 1)
     save(flux_weights, models / "diffusion_models" / "flux.safetensors")
     save(weights(flux(), 2), models / "diffusion_models" / "flux2nd.safetensors")
-    save(quantised(flux_weights), models / "diffusion_models" / "flux_quant.safetensors")
+    for kind, found in quantised(flux_weights):
+        save(found, models / "diffusion_models" / f"flux_{kind}.safetensors")
     gguf(flux_weights, models / "diffusion_models" / "flux_q8.gguf")
     save(lora(flux_weights, 3), models / "loras" / "flux.safetensors")
     save(lora(flux_weights, 4), models / "loras" / "other.safetensors")
     save(weights(wan(), 5), models / "diffusion_models" / "wan.safetensors")
     unet = weights(sd15(), 6, torch.float16)
     save(unet, models / "diffusion_models" / "sd15.safetensors")
+    save(weights(control(), 11, torch.float16), models / "controlnet" / "sd15.safetensors")
     # What the example workflow of Flux names, of sizes that go with CLIP-L alone.
     save(weights(flux(768, 768), 9), models / "diffusion_models" / "flux1-dev.safetensors")
     save(weights(taesd(16), 10), models / "vae" / "ae.safetensors")
@@ -90,6 +93,18 @@ def sd15() -> Any:
     )  # fmt: skip
 
 
+def control() -> Any:
+    import torch
+    from comfy import ops
+    from comfy.cldm.cldm import ControlNet  # type: ignore[import-not-found]
+
+    return ControlNet(
+        image_size=32, in_channels=4, model_channels=320, hint_channels=3, num_res_blocks=[1], channel_mult=(1,),
+        num_heads=8, use_spatial_transformer=True, context_dim=768, transformer_depth=[1], transformer_depth_middle=1,
+        use_linear_in_transformer=False, legacy=False, dtype=torch.float32, operations=ops.disable_weight_init,
+    )  # fmt: skip
+
+
 def clip_l() -> Any:
     import torch
     from comfy import clip_model, ops, sd1_clip  # type: ignore[import-not-found]
@@ -123,19 +138,20 @@ def weights(module: Any, seed: int, dtype: Any = None) -> dict[str, Any]:
     return found
 
 
-def quantised(flux_weights: dict[str, Any]) -> dict[str, Any]:
-    """The blocks' linear weights in ComfyUI's own fp8 checkpoint format."""
+def quantised(flux_weights: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The blocks' linear weights in every format of quantised checkpoints that this ComfyUI knows, by the format's name."""
     import torch
+    from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor  # type: ignore[import-not-found]
 
-    found = dict(flux_weights)
-    marker = torch.tensor(list(json.dumps({"format": "float8_e4m3fn"}).encode()), dtype=torch.uint8)
-    for name, tensor in flux_weights.items():
-        if "_blocks." in name and name.endswith(".weight") and tensor.dim() == 2:
-            scale = tensor.float().abs().max() / 448.0
-            found[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
-            found[name.removesuffix("weight") + "weight_scale"] = scale
-            found[name.removesuffix("weight") + "comfy_quant"] = marker.clone()
-    return found
+    for kind, about in QUANT_ALGOS.items():
+        found = dict(flux_weights)
+        marker = torch.tensor(list(json.dumps({"format": kind}).encode()), dtype=torch.uint8)
+        for name, tensor in flux_weights.items():
+            if "_blocks." in name and name.endswith(".weight") and tensor.dim() == 2:
+                packed = QuantizedTensor.from_float(tensor, about["comfy_tensor_layout"])
+                found.update(packed.state_dict(name))
+                found[name.removesuffix("weight") + "comfy_quant"] = marker.clone()
+        yield kind, found
 
 
 def gguf(flux_weights: dict[str, Any], path: Path) -> None:

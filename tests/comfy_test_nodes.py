@@ -113,7 +113,7 @@ class Slow:
 
 
 class Attention:
-    """An attention patch, as IP-Adapters put in: it reads weights of its own on every call."""
+    """A patch in front of the blocks."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
 
@@ -128,6 +128,36 @@ class Attention:
             return {**args, "img": args["img"] * 1.25}
 
         copy.set_model_patch(patch, "post_input")
+        return (copy,)
+
+
+class ImageAdapter:
+    """Attention patches as an IP-Adapter's: keys and values of its own beside the text's, made by weights of its own."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",)}}
+
+    def make(self, model):
+        copy, made = model.clone(), {}
+
+        def weight(rows, columns, like):
+            if (rows, columns) not in made:
+                generator = torch.Generator().manual_seed(rows + columns)
+                made[rows, columns] = torch.randn(rows, columns, generator=generator) * 0.05
+            return made[rows, columns].to(like)
+
+        def beside(query, context, value, options):
+            more = context @ weight(context.shape[-1], context.shape[-1], context)
+            return query, torch.cat((context, more), 1), torch.cat((value, -more), 1)
+
+        def after(out, options):
+            return out + 0.5 * torch.tanh(out @ weight(out.shape[-1], out.shape[-1], out))
+
+        copy.set_model_attn2_patch(beside)
+        copy.set_model_attn2_output_patch(after)
         return (copy,)
 
 
@@ -322,6 +352,7 @@ NODE_CLASS_MAPPINGS = {
         Fails,
         Slow,
         Attention,
+        ImageAdapter,
         Compile,
         CompileBlocks,
         LowVram,

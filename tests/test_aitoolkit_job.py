@@ -281,6 +281,8 @@ def test_report_timeline_and_trace_go_to_the_jobs_folder(tmp_path):
     transformer = report["models"]["Transformer"]
     assert transformer["vram_peak_bytes"] <= transformer["vram_budget_bytes"] <= BUDGET
     assert transformer["raw_bytes_per_step"] > 0 and "budget" in (folder / "report.txt").read_text()
+    # ... of the steps that train, though the job's last ones are those of a sample
+    assert transformer["kind"] == "train" and report["models"]["TextEncoder"]["kind"] == "infer"
 
 
 @pytest.mark.parametrize("name", ["c", "carom", "offload", "o"])

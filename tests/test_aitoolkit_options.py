@@ -203,10 +203,13 @@ def test_the_extension_survives_a_missing_carom(checkout, tmp_path):
     assert done.returncode == 0 and done.stdout.count("WARNING: Carom is not active") == 1, done.stderr
 
 
-def test_the_environment_of_the_checkout_is_asked_for_carom(checkout, carom_cli):
+def test_the_environment_of_the_checkout_is_asked_for_carom_and_told_the_command_that_puts_it_there(
+    checkout, carom_cli, root
+):
     bin = checkout / "venv" / "bin"
     bin.mkdir(parents=True)
     (bin / "python").write_text("#!/bin/sh\nexit 1\n")
     (bin / "python").chmod(0o755)
     done = carom_cli("install-ai-toolkit", str(checkout))
-    assert "pip install carom" in done.stdout and str(bin / "python") in done.stdout
+    assert f'{bin / "python"} -m pip install "{root}"' in done.stdout
+    assert (root / "pyproject.toml").exists()

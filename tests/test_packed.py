@@ -269,6 +269,23 @@ def test_what_does_not_pack_crosses_as_it_is():
             assert_same(list(plain.parameters()), [session.read(n) for n, _ in plain.named_parameters()])
 
 
+@on_every_device
+def test_weights_of_a_dtype_without_a_codec_cross_as_they_are_and_the_report_names_them(device):
+    where = place(device)
+    model, plain = model_and_copy()
+    for net in (model, plain):
+        net.double()
+    plain.to(where)
+    x = inputs().double().to(where)
+    with torch.no_grad(), carom.stream(model, device=device, vram=4 * VRAM, codec="lossless") as session:
+        assert torch.equal(model(x), plain(x))
+        report = session.report()
+    assert report.packed_units == 0 and report.wire_bytes_per_step == report.raw_bytes_per_step
+    (note,) = report.notes
+    assert "of float64" in note and "no lossless codec and cross as they are" in note
+    assert note in report.table()
+
+
 # -- no race
 
 

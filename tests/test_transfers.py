@@ -67,6 +67,39 @@ def test_the_very_first_pass_takes_one_transfer_per_unit_and_what_it_fetches_for
 
 
 @on_simulated_devices
+def test_a_frozen_model_called_with_gradients_on_takes_a_step_a_forward(device):
+    model = stack().requires_grad_(False)
+    with streamed(model, device, slots_vram(model, 3), granularity="block") as session:
+        for _ in range(6):
+            model(torch.randn(2, models.D))
+        report = session.report()
+    assert report.kind == "infer" and report.steps > 1
+    assert report.transfers_per_weight <= 1
+
+
+@on_simulated_devices
+def test_a_loss_that_is_kept_aside_is_waited_for(device):
+    model = stack()
+    kept = []
+
+    class Aside(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            kept.append(harness.loss_of(self.inner(x)))
+            return kept[-1].detach()
+
+    with streamed(Aside(), device, slots_vram(model, 3), granularity="block") as session:
+        for _ in range(4):
+            session.module(torch.randn(2, models.D, requires_grad=True))
+            assert session._meter.awaiting
+            kept.pop().backward()
+        assert session.report().kind == "train"
+
+
+@on_simulated_devices
 @pytest.mark.parametrize("checkpoint", ["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
 def test_a_training_step_takes_two_transfers_per_unit_less_the_turns(slots, checkpoint, device):

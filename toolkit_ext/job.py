@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -204,8 +205,14 @@ class JobOffload:
     # -- what is told
 
     def _keep_report(self, attachment: Attachment) -> None:
-        if attachment.session is not None:
-            self._reports[attachment.name] = attachment.session.report()
+        if attachment.session is None:
+            return
+        now, before = attachment.session.report(), self._reports.get(attachment.name)
+        if before is not None and before.kind == "train" and now.kind != "train":
+            # A job ends with samples; what it is asked about is its training steps.
+            peaks = ("vram_peak_bytes", "pinned_peak_bytes", "ram_peak_bytes")
+            now = dataclasses.replace(before, **{name: getattr(now, name) for name in peaks})
+        self._reports[attachment.name] = now
 
     def progress(self, step: int | None) -> None:
         """The line at a sample."""

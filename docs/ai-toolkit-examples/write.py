@@ -1,6 +1,6 @@
 """Writes the example configs beside this file; their figures are what `carom plan` says when it is run.
 
-    python docs/ai-toolkit-examples/write.py        (after: pip install carom)
+    python docs/ai-toolkit-examples/write.py        (after: python -m pip install -e .)
 
 A test runs this too and compares: an example never states an old figure.
 """
