@@ -59,16 +59,20 @@ def test_backwards_that_train_others_adapters_have_slots_for_the_turns_too(large
     ],
 )
 def test_training_begins_with_whole_blocks_where_two_find_room_beside_a_packed_one(
-    large, budget, trains, packs, whole
+    budget, trains, packs, whole
 ):
+    large = nn.Sequential(*(Large(40960).bfloat16() for _ in range(4))).requires_grad_(False)
     large[0].norm.requires_grad_(trains)
-    try:
-        settings = decide.Settings(int(budget * 160 * MIB), "auto", None, {}, packs=packs)
-        carving, plan = decide.decide(large, settings, 512)
-    finally:
-        large[0].norm.requires_grad_(False)
+    settings = decide.Settings(int(budget * 160 * MIB), "auto", None, {}, packs=packs)
+    carving, plan = decide.decide(large, settings, 512)
     assert carving.largest == (160 if whole else 80) * MIB + (large[0].norm.weight.nbytes * 2 if whole else 0)
     assert plan.slots >= 2 and (plan.staging_bytes > 0) is packs
+
+
+def test_no_room_to_unpack_in_is_kept_where_nothing_packs():
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False).double() for _ in range(6))).requires_grad_(False)
+    plan = decide.decide(model, decide.Settings(7 * MIB, "block", None, {}, packs=True), 512)[1]
+    assert not plan.all_resident and plan.staging_bytes == 0
 
 
 def test_small_blocks_stay_whole():
