@@ -69,7 +69,7 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
             error = reason
             continue
         # One slot overlaps nothing: prefer finer units while there are any, also to those that find no room to cross packed.
-        crosses = plan.staging_bytes > 0 or limit is not None or PART not in limits
+        crosses = plan.staging_bytes > 0 or limit is not None or compiled(module)
         if (plan.slots >= 2 and crosses) or plan.all_resident or limit == limits[-1]:
             return carving, plan
     if error is None:

@@ -92,6 +92,16 @@ def test_blocks_stay_whole_when_asked_and_when_compiled(large):
         assert [unit.name for unit in carving.units] == ["0", "1", "2", "3"]
 
 
+@pytest.mark.parametrize("parts", [3, 6])
+def test_what_is_compiled_stays_whole_under_any_budget(parts, monkeypatch):
+    """Also where a share of it is as large as the parts of other models."""
+    monkeypatch.setattr(decide, "PART", MIB)
+    model = nn.Sequential(*(Large(160) for _ in range(12))).requires_grad_(False)
+    model._compiled_call_impl = lambda *args: None
+    carving, plan = chosen(model, parts * MIB)
+    assert not plan.all_resident and plan.slots >= 2 and carving.split_bytes == 0
+
+
 def test_forwards_alone_are_served_by_a_block_of_slots_and_training_by_three(large):
     block = 160 * MIB
     carving, plan = chosen(large, int(3.5 * block))
