@@ -179,11 +179,8 @@ def _staging(carving: Carving, settings: Settings, grain: int) -> list[int]:
     while the other is decoded, or once where its halves cross one after the other (`Staging.pieces`)."""
     if settings.staged is None:
         units = [unit for unit in carving.units if any(map(packs, unit.entries))]
-        wires = [_wire(unit) for unit in units]
-        twice = [
-            wire if _halves(unit) else max(wire, 2 * round_up(int(unit.nbytes * EXPECTED), ALIGN))
-            for wire, unit in zip(wires, units, strict=True)
-        ]
+        wires = [round_up(int(unit.nbytes * EXPECTED), ALIGN) for unit in units]
+        twice = [_wire(unit) if _halves(unit) else 2 * wire for wire, unit in zip(wires, units, strict=True)]
     else:
         wires = [round_up(settings.staged(unit), ALIGN) for unit in carving.units]
         twice = [2 * wire for wire in wires]
