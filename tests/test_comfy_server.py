@@ -371,7 +371,8 @@ def test_kjnodes_compiled_blocks_stream(server):
     mine = told(compiled(ours("flux")))
     assert mine["class"] == ["CaromModelPatcher"] and 0 < mine["held"][0] <= 8 << 20
     assert mine["hash"] == reference["hash"]
-    assert hash_of(server, ours("flux")) == hash_of(server, stock("flux"))
+    plain = hash_of(server, ours("flux"))
+    assert plain == hash_of(server, stock("flux")) != mine["hash"][0]  # fused kernels round in other places
 
 
 def test_blocks_that_a_compile_node_replaced_stream(server):
