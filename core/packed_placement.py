@@ -128,7 +128,7 @@ class PackedPlacement(Placement):
                 if self._stands_already(streamed):
                     continue
                 if not packer.ahead:
-                    values = map(packer.bring, unit.entries)
+                    values = packer.bring_in_turn(unit, packers)
                 homes = [self.here.home_of(entry.tensor) for entry in unit.entries]
                 # The device packs one after another.
                 in_order = map if self._engine.unpacks else packers.map

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +76,9 @@ class Packer:
         largest: int,
     ) -> None:
         self._engine, self._shelf, self._policy, self._proof = engine, shelf, policy, proof
-        # Ahead: two units are on their way, and one is there packed. Else: a tensor, and its unit's packed ones.
+        # Ahead: two units are on their way, and one is there packed. Else: a tensor or two, and their unit's packed ones.
         self.ahead = not engine.unpacks or room - 3 * largest >= ENOUGH_SCRATCH
+        self._largest = largest
         self.scratch_bytes = max(LEAST_SCRATCH, room - (3 if self.ahead else 2) * largest)  # of the device
 
     def _packs(self, entry: Entry) -> bool:
@@ -96,6 +98,19 @@ class Packer:
             return value.to(self._engine.device)
         except OutOfMemory:
             return value.cpu()
+
+    def bring_in_turn(self, unit: Unit, pool: Executor) -> Iterator[torch.Tensor | None]:
+        """`bring` for each of the unit's entries. While one is packed the next is on its way, where no tensor is more than half of the
+        largest unit: two of them take no more than one of that size."""
+        if any(2 * entry.nbytes > self._largest for entry in unit.entries):
+            yield from map(self.bring, unit.entries)
+            return
+        coming = pool.submit(self.bring, unit.entries[0])
+        for following in (*unit.entries[1:], None):
+            value = coming.result()
+            if following is not None:
+                coming = pool.submit(self.bring, following)
+            yield value
 
     def pack(self, entry: Entry, value: torch.Tensor | None, home: torch.device) -> PackedTensor | None:
         """The entry's weight packed, its blob where ``value`` is; None for one that stays as it is. ``home``: its

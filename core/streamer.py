@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import ops
 from .backward import Backward
-from .codec.unit import UnitDecoder
+from .crossing import bring, prepare
 from .errors import BudgetError, CaromError
 from .landing import Landings
 from .lookahead import LookAhead
@@ -28,7 +28,7 @@ from .runs import Runs, hand_back
 from .schedule import Order
 from .slots import Region, Slot, SlotState
 from .staging import Staging
-from .store.arena import Block, HostArena, storage_bytes
+from .store.arena import Block, HostArena
 from .streamed import Owner, Streamed, Views, make_views
 from .transfer import Engine
 from .units import Unit
@@ -90,17 +90,10 @@ class Streamer:
             self.high = self.low + self.memory.numel()
         if any(unit.decoder is not None for unit in self.units):
             self.staging = Staging(self.engine, self._staging_bytes)
-            self._prepare(self.staging)
+            prepare(self.staging, self.units, self.engine)
         # Memory that other streams were still using when it was freed must not be copied into early.
         self.engine.synchronize()
         self._references = sys.getrefcount(self.backward)
-
-    def _prepare(self, staging: Staging) -> None:
-        """What decodes pieces has its tables on the device, as what decodes units whole has."""
-        for unit in self.units:
-            if unit.decoder is not None and self.engine.device.type != "cpu":
-                for piece in staging.pieces(unit.decoder, unit.host.numel()):
-                    piece.decoder.prepare(self.engine.device)
 
     def _reserve(self) -> torch.Tensor:
         return self.engine.allocate(self.region.nbytes)
@@ -282,48 +275,7 @@ class Streamer:
 
     def _bring(self, unit: Streamed, target: torch.Tensor, after: list[Any]) -> Any:
         """Issue the copy of the unit's bytes to ``target`` once ``after`` is reached: its done event."""
-        if unit.decoder is not None:
-            return self._bring_packed(unit, unit.decoder, target, after)
-        event, marks = self.engine.copy_in(target, unit.host, after, self.meter.timing)
-        backward = ops.in_backward()
-        if self.engine.blocking and marks is not None:
-            self.meter.waited(marks[0], marks[1], unit.name, backward)
-        self.meter.copied(unit.name, marks, unit.nbytes, unit.unit.raw_bytes, backward)
-        return event
-
-    def _bring_packed(
-        self, unit: Streamed, decoder: UnitDecoder, target: torch.Tensor, after: list[Any]
-    ) -> Any:
-        """The unit's wire to the staging buffer, where it is decoded to ``target``; one that is on the device, from there."""
-        engine, meter, backward = self.engine, self.meter, ops.in_backward()
-        if unit.encoded is not None and unit.version() != unit.encoded:  # a weight was written since
-            event = None
-            for owner in unit.owners:
-                start, end = owner.entry.offset, owner.entry.offset + owner.entry.nbytes
-                event, marks = engine.copy_in(
-                    target[start:end], storage_bytes(owner.host), after, meter.timing
-                )
-                meter.copied(unit.name, marks, end - start, end - start, backward, int(start == 0))
-            return event
-        if unit.wire is not None:
-            if self.packed_here.stale(unit):
-                for marks, nbytes, raw in self.packed_here.renew(unit, meter.timing):
-                    meter.copied(unit.name, marks, nbytes, raw, backward, 0)
-            event, times = self.packed_here.unpack(unit, target, after, meter.timing)
-            meter.decoded(times)
-            return event
-        assert self.staging is not None
-        done, raw = None, unit.unit.raw_bytes
-        for event, marks, nbytes, times in self.staging.bring(
-            unit.host, decoder, target, after, meter.timing
-        ):
-            done = event
-            if engine.blocking and marks is not None:
-                meter.waited(marks[0], times[1], unit.name, backward)
-            meter.copied(unit.name, marks, nbytes, raw, backward, int(raw > 0))
-            meter.decoded(times)
-            raw = 0  # of a unit that crosses in pieces: it is one transfer
-        return done
+        return bring(self, unit, target, after)
 
     def stay_packed(self, units: Sequence[Streamed]) -> None:
         """From now on ``units`` are unpacked from the device's own memory. Raises torch.OutOfMemoryError."""

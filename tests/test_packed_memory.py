@@ -6,14 +6,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import carom
 import pytest
 import torch
 from carom.core import packed_tensors, packing, settings
+from carom.core.decoder_proof import Proof
 from carom.core.simulated import SimulatedEngine
 from carom.core.store.arena import HostArena
+from carom.core.transfer import make_engine
 from tests_harness import SIMULATED, assert_same
 from tests_models import WIDE, WideModel
 from tests_models import wide_inputs as inputs
@@ -141,3 +147,33 @@ def test_units_that_could_not_be_unpacked_stay_packed_in_the_layouts_to_come(mon
         session.set_budget(vram=2 * VRAM)
         assert session.report().packed_units
         assert torch.equal(model(inputs()), plain(inputs()))
+
+
+@pytest.mark.parametrize("parts, most", [((4, 4, 4, 4), 2), ((12, 4), 1)])
+def test_tensors_come_to_the_device_one_ahead_where_two_take_no_more_than_half_a_unit_each(
+    parts, most, monkeypatch
+):
+    """Where there is no room for units ahead; the values come in their order."""
+    entries = [SimpleNamespace(nbytes=part, place=place) for place, part in enumerate(parts)]
+    unit: Any = SimpleNamespace(entries=entries)
+    engine: Any = make_engine("cpu")
+    monkeypatch.setattr(type(engine), "unpacks", True)
+    packer = packing.Packer(engine, {}, packing.Packing(), Proof(engine), 2 * sum(parts), sum(parts))
+    assert not packer.ahead
+    there, seen, lock = [0], [0], threading.Lock()
+
+    def bring(entry: Any) -> int:
+        with lock:
+            there[0] += 1
+            seen[0] = max(seen[0], there[0])
+        return entry.place
+
+    monkeypatch.setattr(packer, "bring", bring)
+    with ThreadPoolExecutor(4) as pool:
+        order = []
+        for value in packer.bring_in_turn(unit, pool):
+            order.append(value)
+            time.sleep(0.02)  # packing it
+            with lock:
+                there[0] -= 1
+    assert order == list(range(len(parts))) and seen[0] == most
