@@ -450,7 +450,7 @@ def test_every_kind_of_text_encoder_streams(server, kind):
     files, vram = ENCODERS[kind]
     files = [f"{file}.safetensors" for file in files]
     names = {"clip_name": files[0]}
-    mine = node("CaromLoadCLIP", type=kind, mode="stream", vram=vram, **names)
+    mine = node("CaromLoadCLIP", type=kind, mode="stream", vram=vram, codec=CODEC, **names)
     loader = node("CLIPLoader", type=kind, **names)
     if len(files) == 2:
         mine["inputs"]["clip_name2"] = files[1]
@@ -482,7 +482,12 @@ def test_a_whole_vae_streams_in_tiles_both_ways(server):
     stock = server.run(prompt(node("CheckpointLoaderSimple", ckpt_name="sd15_vae.safetensors"), False))
     assert stock["hash"]["finite"] == [True]
     mine = node(
-        "CaromLoadCheckpoint", ckpt_name="sd15_vae.safetensors", mode="stream", vram="40MiB", vae="stream"
+        "CaromLoadCheckpoint",
+        ckpt_name="sd15_vae.safetensors",
+        mode="stream",
+        vram="40MiB",
+        vae="stream",
+        codec=CODEC,
     )
     told = server.run(prompt(mine, True))
     assert told["hash"]["class"] == ["CaromModelPatcher"] and 0 < told["hash"]["held"][0] <= 40 << 20
