@@ -46,7 +46,11 @@ def main(comfyui: str, folder: str) -> None:
         for k, v in weights(clip_l(), 7, torch.float16).items()
     }
     save(clip, models / "text_encoders" / "clip_l.safetensors")
+    for kind, encoder in text_encoders():
+        save(encoder, models / "text_encoders" / f"{kind}.safetensors")
     whole = {"model.diffusion_model." + k: v for k, v in unet.items()}
+    with_vae = {"first_stage_model." + k: v for k, v in weights(vae(), 12, torch.float16).items()}
+    save(whole | with_vae, models / "checkpoints" / "sd15_vae.safetensors")
     whole.update({"cond_stage_model.transformer." + k: v for k, v in clip.items()})
     whole.update({"first_stage_model." + k: v for k, v in weights(taesd(), 8, torch.float16).items()})
     save(whole, models / "checkpoints" / "sd15.safetensors")
@@ -113,6 +117,48 @@ def clip_l() -> Any:
     return clip_model.CLIPTextModel(
         json.loads(path.read_text("utf-8")), torch.float32, "cpu", ops.disable_weight_init
     )
+
+
+def text_encoders() -> Iterator[tuple[str, dict[str, Any]]]:
+    """By name: T5 of its true size, and kinds that are small in width alone, with a tokenizer where the file holds it."""
+    import torch
+    from comfy import ops, text_encoders
+    from comfy.text_encoders import llama, t5  # type: ignore[import-not-found]
+    from comfy_test_nodes import SMALL_ENCODERS
+
+    folder = Path(text_encoders.__path__[0])
+    tokens = {"spiece_model": torch.frombuffer(bytearray(pieces()), dtype=torch.uint8)}
+    for seed, kind in enumerate(("t5_config_base.json", "t5_config_xxl.json", "umt5_config_xxl.json"), 13):
+        sizes = json.loads((folder / kind).read_text("utf-8")) | SMALL_ENCODERS.get(kind, {})
+        made = weights(t5.T5(sizes, torch.float32, "cpu", ops.disable_weight_init), seed)
+        yield kind.removesuffix(".json").replace("_config", ""), made | (tokens if kind[0] == "u" else {})
+    gemma = llama.Gemma2_2B(SMALL_ENCODERS["Gemma2_2B"], torch.float32, "cpu", ops.disable_weight_init)
+    yield "gemma2", weights(gemma, 16) | tokens
+
+
+def pieces() -> bytes:
+    """A sentencepiece model of the letters of a few words."""
+    import io
+
+    import sentencepiece  # type: ignore[import-not-found]
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a lighthouse at night over the sea"] * 8), model_writer=model, vocab_size=32,
+        pad_id=0, eos_id=1, bos_id=2, unk_id=3, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    return model.getvalue()
+
+
+def vae() -> Any:
+    """Stable Diffusion's, whose encoder has one size in ComfyUI."""
+    from comfy.ldm.models.autoencoder import AutoencoderKL  # type: ignore[import-not-found]
+
+    sizes = {
+        "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
+        "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
+    }  # fmt: skip
+    return AutoencoderKL(ddconfig=sizes, embed_dim=4)
 
 
 def taesd(channels: int = 4) -> Any:

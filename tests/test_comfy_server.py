@@ -351,6 +351,30 @@ def test_kjnodes_patches_stand(server):
     )
 
 
+def test_kjnodes_compiled_blocks_stream(server):
+    """Through inductor, as its page offers: what is compiled over streamed weights is what is compiled over whole ones."""
+    other_pack(server, "TorchCompileModelAdvanced")
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        pytest.skip("inductor compiles for the CPU with a C++ compiler, and there is none here")
+
+    def compiled(graph: Graph) -> Graph:
+        return graph.then(
+            "TorchCompileModelAdvanced", backend="inductor", fullgraph=False, mode="default", dynamic="false",
+            compile_transformer_blocks_only=True, dynamo_cache_size_limit=64, debug_compile_keys=False,
+        )  # fmt: skip
+
+    def told(graph: Graph) -> dict:
+        return server.run(graph.prompt(), timeout=500)["hash"]
+
+    reference = told(compiled(stock("flux")))
+    assert reference["finite"] == [True]
+    mine = told(compiled(ours("flux")))
+    assert mine["class"] == ["CaromModelPatcher"] and 0 < mine["held"][0] <= 8 << 20
+    assert mine["hash"] == reference["hash"]
+    plain = hash_of(server, ours("flux"))
+    assert plain == hash_of(server, stock("flux")) != mine["hash"][0]  # fused kernels round in other places
+
+
 def test_blocks_that_a_compile_node_replaced_stream(server):
     reference = hash_of(server, stock("flux"))
     assert hash_of(server, ours("flux").then("CaromTestCompileBlocks")) == reference
@@ -408,6 +432,67 @@ def test_text_encoders_stream_too(server):
         assert "streams" in outputs["report"]["text"][0]
     again = server.run(clip_prompt(mine, text="a lighthouse at night"))
     assert again["hash"]["hash"] != reference["hash"]
+
+
+ENCODERS = {  # type: (files, budget)
+    "stable_audio": (["t5_base"], "64MiB"),
+    "pixart": (["t5_xxl"], "16MiB"),
+    "wan": (["umt5_xxl"], "16MiB"),
+    "lumina2": (["gemma2"], "1MiB"),
+    "flux": (["clip_l", "t5_xxl"], "90MiB"),
+    "sd3": (["t5_xxl"], "16MiB"),
+}
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_every_kind_of_text_encoder_streams(server, kind):
+    """T5 base in its true size; T5 XXL, UMT5 XXL and Gemma 2 with their layers and tokens, and less width."""
+    files, vram = ENCODERS[kind]
+    files = [f"{file}.safetensors" for file in files]
+    names = {"clip_name": files[0]}
+    mine = node("CaromLoadCLIP", type=kind, mode="stream", vram=vram, codec=CODEC, **names)
+    loader = node("CLIPLoader", type=kind, **names)
+    if len(files) == 2:
+        mine["inputs"]["clip_name2"] = files[1]
+        loader = node("DualCLIPLoader", type=kind, clip_name1=files[0], clip_name2=files[1])
+    reference = server.run({k: v for k, v in clip_prompt(loader).items() if k != "report"})["hash"]
+    assert reference["finite"] == [True]
+    behind = clip_prompt(loader, offload=True)
+    behind["off"]["inputs"]["vram"] = vram
+    for prompt in (clip_prompt(mine), behind):
+        outputs = server.run(prompt)
+        assert outputs["hash"]["hash"] == reference["hash"]
+        assert "streams" in outputs["report"]["text"][0]
+    again = server.run(clip_prompt(mine, text="a lighthouse at night"))
+    assert again["hash"]["hash"] != reference["hash"]
+
+
+def test_a_whole_vae_streams_in_tiles_both_ways(server):
+    def prompt(loader: dict, vae: bool) -> dict:
+        tiles = {"tile_size": 64, "overlap": 0, "temporal_size": 64, "temporal_overlap": 8}
+        return {
+            "load": loader,
+            "picture": node("CaromTestPicture", width=96, height=64, seed=3),
+            "encode": node("VAEEncodeTiled", pixels=["picture", 0], vae=["load", 2], **tiles),
+            "decode": node("VAEDecodeTiled", samples=["encode", 0], vae=["load", 2], **tiles),
+            "latent": node("CaromTestHash", value=["encode", 0]),
+            "hash": node("CaromTestHash", value=["decode", 0], **({"vae": ["load", 2]} if vae else {})),
+        }
+
+    stock = server.run(prompt(node("CheckpointLoaderSimple", ckpt_name="sd15_vae.safetensors"), False))
+    assert stock["hash"]["finite"] == [True]
+    mine = node(
+        "CaromLoadCheckpoint",
+        ckpt_name="sd15_vae.safetensors",
+        mode="stream",
+        vram="40MiB",
+        vae="stream",
+        codec=CODEC,
+    )
+    told = server.run(prompt(mine, True))
+    assert told["hash"]["class"] == ["CaromModelPatcher"] and 0 < told["hash"]["held"][0] <= 40 << 20
+    assert told["latent"]["hash"] == stock["latent"]["hash"]
+    assert told["hash"]["hash"] == stock["hash"]["hash"]
 
 
 def test_checkpoint_with_clip_and_vae(server):
