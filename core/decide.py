@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .errors import BudgetError
-from .packing import EXPECTED
+from .packing import EXPECTED, packs
 from .plan import SMALL_UNIT, Plan, UnitSize, Wish, plan_residency, resident_cost, round_up
 from .sizes import MIB
 from .slots import ALIGN
@@ -69,7 +69,7 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
             error = reason
             continue
         # One slot overlaps nothing: prefer finer units while there are any, also to those that find no room to cross packed.
-        crosses = plan.staging_bytes > 0 or limit is not None or PART not in limits
+        crosses = plan.staging_bytes > 0 or limit is not None or compiled(module)
         if (plan.slots >= 2 and crosses) or plan.all_resident or limit == limits[-1]:
             return carving, plan
     if error is None:
@@ -178,13 +178,26 @@ def _staging(carving: Carving, settings: Settings, grain: int) -> list[int]:
     """Bytes that packed weights could be decoded in within the budget, the best first: twice a wire, so that one is copied
     while the other is decoded, or once where its halves cross one after the other (`Staging.pieces`)."""
     if settings.staged is None:
-        wires = [round_up(int(unit.nbytes * EXPECTED), ALIGN) for unit in carving.units]
-        twice = [wire * (1 if _halves(unit) else 2) for wire, unit in zip(wires, carving.units, strict=True)]
+        units = [unit for unit in carving.units if any(map(packs, unit.entries))]
+        wires = [round_up(int(unit.nbytes * EXPECTED), ALIGN) for unit in units]
+        twice = [_wire(unit) if _halves(unit) else 2 * wire for wire, unit in zip(wires, units, strict=True)]
     else:
         wires = [round_up(settings.staged(unit), ALIGN) for unit in carving.units]
         twice = [2 * wire for wire in wires]
     best, least = round_up(max(twice, default=0), grain), round_up(max(wires, default=0), grain)
     return [size for size in dict.fromkeys((best, least)) if 0 < size < settings.vram]
+
+
+def _wire(unit: Unit) -> int:
+    """Bytes that a unit packs to, before any of it was: a wire that finds no room crosses as it is, and other dtypes than
+    bfloat16 gain less, which differs."""
+    sizes = [
+        int(entry.nbytes * EXPECTED)
+        if packs(entry) and entry.tensor.dtype is torch.bfloat16
+        else entry.nbytes
+        for entry in unit.entries
+    ]
+    return sum(round_up(size, ALIGN) for size in sizes)
 
 
 def _halves(unit: Unit) -> bool:

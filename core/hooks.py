@@ -212,15 +212,18 @@ def resident_forward(residents: Residents, load: Load) -> Callable[[Callable], C
     return make
 
 
-def _notice_backward(streamer: Streamer, module: nn.Module, given: Any, result: Any) -> None:
+def _notice_backward(session: Session, streamer: Streamer, given: Any, result: Any) -> None:
     """Learn where a backward through ``result`` begins, also when everything is resident, or that there can be none."""
-    begins = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    leaves = tree_leaves(result)
+    begins = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     for leaf in begins:
         leaf.register_hook(lambda _: streamer.backward.note())
-    # The result may be an object that is not looked into, and a loss may be kept elsewhere.
-    if not begins and not any(
+    # The result may be an object that is not looked into, what trains may be others' adapters, a loss may be kept elsewhere.
+    if begins or (session._backward and not all(isinstance(leaf, torch.Tensor) for leaf in leaves)):
+        return
+    if not any(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        for leaf in (*tree_leaves(given), *module.parameters())
+        for leaf in (*tree_leaves(given), *session.module.parameters())
     ):
         streamer.runs.no_backward()
 
@@ -249,7 +252,7 @@ def root_forward(session: Session) -> Callable[[Callable], Callable]:
                 with watch:
                     result = inner(*args, **kwargs)
                 if torch.is_grad_enabled():
-                    notice(streamer, session.module, (args, kwargs), result)
+                    notice(session, streamer, (args, kwargs), result)
                 failed = False
                 return result
             finally:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import carom
 import pytest
 import tests_aitoolkit as standin
 import torch
 from carom.core.sessions import _sessions as sessions
+from carom.toolkit_ext.job import JobOffload
 from tests_harness import assert_same
 
 BUDGET = 400_000  # bytes: about a third of the stand-in's transformer and text encoder
@@ -296,3 +300,16 @@ def test_a_report_that_cannot_be_written_stops_no_job(tmp_path):
     (tmp_path / "job").write_text("in the way")
     run(tmp_path, BOUNCING)
     assert any("report could not be written" in line for line in standin.SAID)
+
+
+def test_a_kept_report_has_the_peaks_of_every_session_that_the_model_had():
+    with carom.stream(torch.nn.Linear(8, 8), device="cpu", vram=4096) as session:
+        plain = session.report()
+    trained = dataclasses.replace(plain, kind="train", steps=9, vram_peak_bytes=70, ram_peak_bytes=5)
+    sampled = dataclasses.replace(plain, kind="infer", steps=2, vram_peak_bytes=50, ram_peak_bytes=8)
+    job: Any = SimpleNamespace(_reports={})
+    for report in (trained, sampled):  # of the session before a pause, and of the one after it
+        again: Any = SimpleNamespace(name="model", session=SimpleNamespace(report=lambda one=report: one))
+        JobOffload._keep_report(job, again)
+    kept = job._reports["model"]
+    assert (kept.kind, kept.steps, kept.vram_peak_bytes, kept.ram_peak_bytes) == ("train", 9, 70, 8)

@@ -59,16 +59,20 @@ def test_backwards_that_train_others_adapters_have_slots_for_the_turns_too(large
     ],
 )
 def test_training_begins_with_whole_blocks_where_two_find_room_beside_a_packed_one(
-    large, budget, trains, packs, whole
+    budget, trains, packs, whole
 ):
+    large = nn.Sequential(*(Large(40960).bfloat16() for _ in range(4))).requires_grad_(False)
     large[0].norm.requires_grad_(trains)
-    try:
-        settings = decide.Settings(int(budget * 160 * MIB), "auto", None, {}, packs=packs)
-        carving, plan = decide.decide(large, settings, 512)
-    finally:
-        large[0].norm.requires_grad_(False)
+    settings = decide.Settings(int(budget * 160 * MIB), "auto", None, {}, packs=packs)
+    carving, plan = decide.decide(large, settings, 512)
     assert carving.largest == (160 if whole else 80) * MIB + (large[0].norm.weight.nbytes * 2 if whole else 0)
     assert plan.slots >= 2 and (plan.staging_bytes > 0) is packs
+
+
+def test_no_room_to_unpack_in_is_kept_where_nothing_packs():
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False).double() for _ in range(6))).requires_grad_(False)
+    plan = decide.decide(model, decide.Settings(7 * MIB, "block", None, {}, packs=True), 512)[1]
+    assert not plan.all_resident and plan.staging_bytes == 0
 
 
 def test_small_blocks_stay_whole():
@@ -86,6 +90,16 @@ def test_blocks_stay_whole_when_asked_and_when_compiled(large):
         model = nn.Sequential(part, *large[1:]) if inner is not large else part
         carving, _ = chosen(model, 400 * MIB)
         assert [unit.name for unit in carving.units] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("parts", [3, 6])
+def test_what_is_compiled_stays_whole_under_any_budget(parts, monkeypatch):
+    """Also where a share of it is as large as the parts of other models."""
+    monkeypatch.setattr(decide, "PART", MIB)
+    model = nn.Sequential(*(Large(160) for _ in range(12))).requires_grad_(False)
+    model._compiled_call_impl = lambda *args: None
+    carving, plan = chosen(model, parts * MIB)
+    assert not plan.all_resident and plan.slots >= 2 and carving.split_bytes == 0
 
 
 def test_forwards_alone_are_served_by_a_block_of_slots_and_training_by_three(large):

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from tests_harness import SIMULATED, assert_same, on_every_device, place
 from tests_models import WIDE, WideModel
 from tests_models import wide_inputs as inputs
+from torch import nn
 
 BLOCK = 8 * WIDE * WIDE * 2 + 8192
 VRAM = 3 * BLOCK
@@ -64,6 +65,31 @@ def test_a_unit_in_pieces_has_the_same_bits_and_is_one_transfer(device, adapted,
         assert len(streamer.staging.pieces(unit.decoder, unit.host.numel())) > 1
         assert report.transfers_per_weight <= (2 if adapted else 1)
         assert report.wire_bytes_per_step < 0.75 * report.raw_bytes_per_step
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_what_packs_to_more_than_bfloat16_does_finds_room_too(dtype):
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(
+                nn.Parameter((torch.randn(512, 512) / 32).to(dtype), requires_grad=False) for _ in range(4)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in self.weights:
+                x = torch.tanh(x @ weight.float())
+            return x
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Held() for _ in range(12)))
+    total, x = sum(p.nbytes for p in model.parameters()), torch.randn(2, 512)
+    with torch.no_grad():
+        expected = model(x)
+        with stream(model, SIMULATED["simulated-late"], int(0.4 * total)) as session:
+            assert_same([expected] * 3, [model(x) for _ in range(3)])
+            streamed = session._placement.streamed
+            assert streamed and all(unit.decoder is not None for unit in streamed)
 
 
 def seconds(monkeypatch: pytest.MonkeyPatch, pieces: bool) -> tuple[float, float]:

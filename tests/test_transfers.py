@@ -7,6 +7,7 @@ import pytest
 import tests_harness as harness
 import tests_models as models
 import torch
+from carom.core.session import Session
 from tests_harness import on_simulated_devices, streamed
 
 on_cpu_and_simulated = pytest.mark.parametrize("device", harness.DEVICES.values(), ids=harness.DEVICES)
@@ -75,6 +76,33 @@ def test_a_frozen_model_called_with_gradients_on_takes_a_step_a_forward(device):
         report = session.report()
     assert report.kind == "infer" and report.steps > 1
     assert report.transfers_per_weight <= 1
+
+
+@on_simulated_devices
+def test_a_backward_through_others_adapters_is_waited_for_though_the_result_is_not_looked_into(device):
+    model = stack().requires_grad_(False)
+    scale = torch.ones(1, requires_grad=True)
+
+    class Result:
+        def __init__(self, sample):
+            self.sample = sample
+
+    class Adapted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return Result(self.inner(x * scale))
+
+    with Session(
+        Adapted(), device=device, vram=slots_vram(model, 3), ram="auto", weights=None, granularity="block",
+        codec="raw", pool="torch", host="auto", training=None, backward=True,
+    ) as session:  # fmt: skip
+        for _ in range(4):
+            harness.loss_of(session.module(torch.randn(2, models.D)).sample).backward()
+        report = session.report()
+    assert report.kind == "train" and scale.grad is not None
 
 
 @on_simulated_devices

@@ -511,7 +511,7 @@ def test_a_layout_in_which_packed_weights_cannot_be_unpacked_is_taken_only_where
 ):
     """Fewer units spare the host, but blocks leave no room for unpacking: plain bytes cross slower than was measured."""
     net = nn.Sequential()
-    net.blocks = nn.ModuleList(Parts() for _ in range(10))
+    net.blocks = nn.ModuleList(Parts() for _ in range(10)).requires_grad_(False)
     monkeypatch.setattr(decide, "PART", MIB)
     block = sum(p.nbytes for p in net.blocks[0].parameters())
     settings = decide.Settings(int(2.2 * block), "auto", None, {}, packs=True)

@@ -211,7 +211,10 @@ class JobOffload:
         if before is not None and before.kind == "train" and now.kind != "train":
             # A job ends with samples; what it is asked about is its training steps.
             peaks = ("vram_peak_bytes", "pinned_peak_bytes", "ram_peak_bytes")
-            now = dataclasses.replace(before, **{name: getattr(now, name) for name in peaks})
+            peak = {
+                name: max(getattr(before, name), getattr(now, name)) for name in peaks
+            }  # of all its sessions
+            now = dataclasses.replace(before, **peak)
         self._reports[attachment.name] = now
 
     def progress(self, step: int | None) -> None:
