@@ -220,9 +220,13 @@ def learn(
         model = busy - len(uses) * use
         calls, scale = Calls(model, use), model / busy if busy > 0 else 1.0
     close, late = _close(units, profile), [0.0] * len(units)
-    if calls is None and not profile.train:
+    each = profile.use_seconds
+    if calls is None and not profile.train and each > 0:
+        close = [
+            min(share, seconds / each) for share, seconds in zip(close, forward, strict=True)
+        ]  # no more than it took
         for unit in set(streamed):
-            late[unit] = min(forward[unit], profile.use_seconds * close[unit])
+            late[unit] = each * close[unit]
     backward = [0.0 if unit in unused else left * forward[unit] / whole for unit in range(len(units))]
     return Learnt(
         train=profile.train,
@@ -237,7 +241,7 @@ def learn(
         seconds=profile.seconds,
         calls=calls,
         close={name: share for piece, share in zip(units, close, strict=True) for name in piece.tensors},
-        use=profile.use_seconds if any(late) else 0.0,
+        use=each if any(late) else 0.0,
         late=_by_tensor(units, late),
     )
 

@@ -19,7 +19,7 @@ from torch import nn
 from . import ops
 from .attach import Placement
 from .away import AwayParameter, AwayTensor
-from .codec.unit import UnitDecoder
+from .codec.unit import AnyEntry, UnitDecoder, sizes
 from .decoder_proof import Proof
 from .host_copies import HostCopies, HostCopy
 from .ops import HostParameter, HostTensor
@@ -53,7 +53,7 @@ class PackedPlacement(Placement):
     """Places a carving whose streamed weights are packed. ``shelf``: packed tensors by their object's id; it outlives
     placements, so that a change of layout neither decodes nor encodes what streams before and after.
 
-    ``policy.raw`` names tensors whose units are not packed; ``staging_bytes``: the largest wire that can be decoded;
+    ``policy.raw`` names tensors whose units are not packed; ``staging_bytes``: room that wires are decoded in;
     ``room``: bytes of the device that may be used while attaching, ``largest``: of a unit.
     """
 
@@ -169,7 +169,7 @@ class PackedPlacement(Placement):
             packed is not None and packed.header is not None and self._policy.leaves(entry.name)
             for entry, packed in zip(streamed.unit.entries, copy.packed, strict=True)
         )
-        return not raw and not self.proof.broken and copy.nbytes <= self._staging_bytes
+        return not raw and not self.proof.broken and self._crosses(copy.decoder.entries)
 
     def _adopt(self, copy: HostCopy, streamed: Streamed) -> None:
         streamed.block, streamed.packed, streamed.decoder = copy.block, copy.packed, copy.decoder
@@ -237,11 +237,15 @@ class PackedPlacement(Placement):
         self.streamed_host_bytes += streamed.nbytes
         self.wire_bytes += streamed.block.data.numel()
 
+    def _crosses(self, entries: Iterable[AnyEntry]) -> bool:
+        """Whether a wire of these can be decoded in the room there is: in pieces, where they are no larger than it."""
+        return all(sizes(entry)[0] <= self._staging_bytes for entry in entries)
+
     def _build(self, streamed: Streamed, pool: ThreadPoolExecutor | None = None) -> None:
         """A new block, unpinned, with the unit's bytes; packed tensors and those that keep their bytes lead there."""
         unit = streamed.unit
         laid = lay_out(unit.entries, streamed.packed)
-        if laid.packs and laid.nbytes > self._staging_bytes:
+        if laid.packs and not self._crosses(laid.entries):
             for packed in streamed.packed:
                 if packed is not None:
                     packed.unpack()

@@ -92,6 +92,27 @@ def test_what_packs_to_more_than_bfloat16_does_finds_room_too(dtype):
             assert streamed and all(unit.decoder is not None for unit in streamed)
 
 
+@on_every_device
+@pytest.mark.parametrize("share, packed", [(0.7, True), (0.1, False)])
+def test_a_wire_larger_than_its_room_crosses_in_pieces_where_its_tensors_are_not(
+    device, share, packed, monkeypatch
+):
+    """Weights that pack to more than was planned for; below that, they cross as they are."""
+    room = decide._staging
+    monkeypatch.setattr(decide, "_staging", lambda *args: [int(share * size) for size in room(*args)[-1:]])
+    where = place(device)
+    model, plain = model_and_copy()
+    plain.to(where)
+    with torch.no_grad(), stream(model, device) as session:
+        for seed in range(3):
+            x = inputs(seed).to(where)
+            assert_same([plain(x)], [model(x)])
+        units = session._streamer.units
+        assert any(unit.decoder is not None for unit in units) is packed
+        if packed:
+            assert max(unit.host.numel() for unit in units) > session._streamer.staging.nbytes
+
+
 def seconds(monkeypatch: pytest.MonkeyPatch, pieces: bool) -> tuple[float, float]:
     """A step on a device that unpacks at four times the link's rate; and what the link alone takes."""
     device = SimulatedDevice(

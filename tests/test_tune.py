@@ -337,6 +337,13 @@ def test_seconds_in_which_a_use_waits_for_the_host_are_apart_from_computing():
     assert apart.waits([Piece("b.0.p", {"p": 5})]) == pytest.approx([2])
 
 
+def test_no_unit_waits_longer_for_the_host_than_it_takes():
+    units, learnt = waiting((True, True), use=5.0)
+    apart = learnt.unhurried()
+    assert apart.workload(units).forward == pytest.approx((0, 0, 4))  # a resident waits for nothing
+    assert apart.waits(units) == pytest.approx([4, 4, 4])
+
+
 def test_residents_wait_for_the_host_as_the_streamed_of_their_kind_do():
     units, learnt = waiting((False, True))
     assert learnt.unhurried().waits(units) == pytest.approx([0, 2, 2])
