@@ -189,8 +189,7 @@ def _staging(carving: Carving, settings: Settings, grain: int) -> list[int]:
 
 
 def _wire(unit: Unit) -> int:
-    """Bytes that a unit packs to, before any of it was: a wire that finds no room crosses as it is, and other dtypes than
-    bfloat16 gain less, which differs."""
+    """Bytes that a unit packs to, before any of it was: other dtypes than bfloat16 gain less, which differs."""
     sizes = [
         int(entry.nbytes * EXPECTED)
         if packs(entry) and entry.tensor.dtype is torch.bfloat16
