@@ -75,6 +75,22 @@ def test_no_room_to_unpack_in_is_kept_where_nothing_packs():
     assert not plan.all_resident and plan.staging_bytes == 0
 
 
+def test_small_parts_stay_before_slots_are_wished_for():
+    """In training slots would be three blocks' worth; a budget below that still keeps what is hardly worth a copy."""
+    units = [UnitSize(f"unit {i}", (1 if i % 2 else 80) * MIB, block=not i % 2) for i in range(12)]
+    plan = plan_residency(units, 200 * MIB, wish=Wish(2, 480 * MIB))
+    assert set(plan.resident) == {i for i in range(12) if i % 2} and plan.slots >= 2
+
+
+def test_whole_packed_blocks_take_two_slots_and_one_wire_and_the_rest_is_resident():
+    wide = nn.Sequential(*(Large(40960) for _ in range(6))).bfloat16().requires_grad_(False)
+    settings = decide.Settings(int(3.9 * 160 * MIB), "auto", None, {}, packs=True, trains=True)
+    carving, plan = decide.decide(wide, settings, 512)
+    block = carving.largest
+    assert block > 128 * MIB and plan.slots == 2 and 0 < plan.staging_bytes < block
+    assert any(carving.units[i].nbytes == block for i in plan.resident)
+
+
 def test_small_blocks_stay_whole():
     model = models.CASES["stack"].build().requires_grad_(False)
     carving, _ = chosen(model, harness.some_vram(model, "cpu", 0.5))
