@@ -23,8 +23,8 @@ HOST = "the host binds: the device waits for Python to issue its work, and no la
 WORTH = 0.03  # of a step that a new layout must save
 FINER = 0.99  # of the time with whole blocks that parts must stay below: they cost more of the host
 SETTLING = 0.1  # seconds for hooks, slots and plans of a layout whose weights are in host memory already; an estimate
-# Bytes/s at which what leaves the device, or was never packed, comes to lie in the host's pinned memory. An estimate: on an H200's
-# host a stack of linears was laid out anew at 2.1 and 2.5 GB/s where memory had been in use before, more slowly where it had not.
+# Bytes/s at which what leaves the device, or was never packed, comes to lie in the host's pinned memory. An estimate: record
+# host-samples has relayouts of gigabytes in 1.4 and 0.9 s; where memory is used for the first time they take longer.
 HOSTING = 1.5e9
 RAW_GAIN = 0.005  # of a step that plain bytes must save over packed ones: they take more host memory
 TRUSTED = 0.25  # of the measured step that the prediction of the present layout may be off

@@ -12,6 +12,7 @@ from carom.core import session as sessions
 from carom.core.adapt import OutOfMemory
 from carom.core.learn import Forward, Learnt, Piece, Profile, Turn, learn
 from carom.core.meter import Meter
+from carom.core.predict import Link
 from carom.core.sizes import MIB
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -335,6 +336,24 @@ def test_seconds_in_which_a_use_waits_for_the_host_are_apart_from_computing():
     assert apart.waits(units) == pytest.approx([2, 0, 0])
     # A part of such a unit costs the host as much as the whole.
     assert apart.waits([Piece("b.0.p", {"p": 5})]) == pytest.approx([2])
+
+
+def test_the_present_step_waits_for_the_host_at_each_use_of_what_streams():
+    net = Net()
+    settings = decide.Settings(int(size(net) * 0.5), "block", None, {})
+    carving, plan = decide.decide(net, settings, 512)
+    names = [entry.name for unit in carving.units for entry in unit.entries]
+
+    def now(use: float) -> float:
+        learnt = Learnt(
+            False, Link(1e15, 0.0), dict.fromkeys(names, 1e-3), {}, {name: place for place, name in enumerate(names)},
+            frozenset(), frozenset(), {}, 1.0, 1.0, close=dict.fromkeys(names, 1.0), use=use, apart=True,
+        )  # fmt: skip
+        return replan.advise(net, settings, 512, learnt, carving, plan).now
+
+    streamed = len(carving.units) - len(plan.resident)
+    assert 0 < streamed < len(carving.units)
+    assert now(1e-4) - now(0.0) == pytest.approx(streamed * 1e-4, rel=1e-3)
 
 
 def test_no_unit_waits_longer_for_the_host_than_it_takes():
