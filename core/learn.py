@@ -104,13 +104,10 @@ class Learnt:
     share: float  # what recomputing takes, of the forward
     seconds: float  # of a step, measured
     calls: Calls | None = None  # where the seconds are of Python's calls, which nothing hides
-    close: Mapping[str, float] = field(
-        default_factory=dict
-    )  # by tensor: of its uses, those that wait for Python
+    # The share of a tensor's uses that wait for Python; what of ``forward`` is that.
+    close: Mapping[str, float] = field(default_factory=dict)
+    late: Mapping[str, float] = field(default_factory=dict)
     use: float = 0.0  # seconds of Python for a use of a streamed unit
-    late: Mapping[str, float] = field(
-        default_factory=dict
-    )  # what of ``forward`` is that, where nothing hides it
     apart: bool = False  # whether ``forward`` is without it
 
     @property
@@ -222,9 +219,8 @@ def learn(
     close, late = _close(units, profile), [0.0] * len(units)
     each = profile.use_seconds
     if calls is None and not profile.train and each > 0:
-        close = [
-            min(share, seconds / each) for share, seconds in zip(close, forward, strict=True)
-        ]  # no more than it took
+        # No more than it took.
+        close = [min(share, seconds / each) for share, seconds in zip(close, forward, strict=True)]
         for unit in set(streamed):
             late[unit] = each * close[unit]
     backward = [0.0 if unit in unused else left * forward[unit] / whole for unit in range(len(units))]

@@ -329,21 +329,8 @@ def choose(
     for way in ways:  # of equals the one that unpacks less
         some = [replace(unit, packed=unit.packed if i in way else 0) for i, unit in enumerate(units)]
         spend = work // len(ways)
-        found.append(
-            _choose(
-                some,
-                budget,
-                fixed_bytes,
-                workload,
-                link,
-                wish or Wish(),
-                grain,
-                spend,
-                seconds,
-                two_slots,
-                waits,
-            )
-        )
+        given = some, budget, fixed_bytes, workload, link, wish or Wish(), grain, spend, seconds
+        found.append(_choose(*given, two_slots, waits))
         if found[0][0].all_resident:
             break
     return min(found, key=lambda one: one[1].seconds)
