@@ -32,15 +32,13 @@ class Room:
         self._asked: set[Hashable] = set()
 
     def passed(self, memory: Memory, asked: Hashable) -> None:
-        """A pass ended with ``memory`` left; ``asked``: sizes of its inputs, which others may need more for."""
+        """A pass ended with ``memory`` left; ``asked``: sizes of its inputs, which others may need more for.
+
+        What the pass took is the allocator's still, so that what is free was free throughout.
+        """
         last, self._last = self._last, memory
         still = STILL * memory.total
-        moved = (
-            asked not in self._asked
-            or last is None
-            or abs(memory.free - last.free) > still
-            or abs(memory.cached - last.cached) > still
-        )
+        moved = asked not in self._asked or last is None or abs(memory.free - last.free) > still
         self._alike = 1 if moved else self._alike + 1
         if len(self._asked) >= _SIZES:
             self._asked.clear()

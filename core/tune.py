@@ -22,6 +22,7 @@ from .meter import Meter
 from .plan import Plan
 from .recode import Recodes
 from .room import Room
+from .simulated import SimulatedEngine
 from .units import Carving
 
 logger = logging.getLogger("carom")
@@ -47,6 +48,8 @@ class Tunes(Recodes):
     _found: tuple[Any, replan.Advice] | None = None
     _room: Room | None = None  # where the budget is a host's, and may rise
     _room_looked = 0.0
+    _thought: Any = None  # the placement that was thought over because of room
+    _look_at: float
 
     @property
     def _simple(self) -> bool:
@@ -99,14 +102,25 @@ class Tunes(Recodes):
         return self._vram
 
     def _passed(self, room: Room, args: tuple, kwargs: dict) -> None:
-        """A pass ended: see what it left. Its memory is still the allocator's, whoever empties that between passes."""
+        """A pass ended: see what it left, now and then."""
         now = time.monotonic()
-        if self._meter.steps > _LOOKED and now - self._room_looked < _LOOKS:
+        often = self._meter.steps <= _LOOKED or isinstance(self._engine, SimulatedEngine)
+        if not often and now - self._room_looked < _LOOKS:
             return
         self._room_looked = now
         memory = self._engine.memory()
-        if memory is not None:
-            room.passed(memory, sizes(args, kwargs))
+        if memory is None:
+            return
+        room.passed(memory, sizes(args, kwargs))
+        # Where the layout was thought over without it: once more.
+        if self._tune_at == math.inf and self._thought is not self._placement and self._worth(self.spare):
+            self._thought = self._placement
+            self._tune_at = self._meter.settled
+            self._look_at = min(self._look_at, self._tune_at)
+
+    def _worth(self, spare: int) -> bool:
+        """Whether so many bytes more are worth a search."""
+        return spare > replan.WORTH * sum(unit.nbytes for unit in self._placement.streamed)
 
     # -- times
 
@@ -149,13 +163,11 @@ class Tunes(Recodes):
                 self._tune_at = self._meter.settled + _TUNE_AGAIN
 
     def _stands(self, found: tuple[Any, replan.Advice] | None) -> bool:
-        """Whether what was found is still to be had."""
-        return (
-            found is not None
-            and found[0] is self._placement
-            and self._candidate.train == self._trains
-            and found[1].vram <= self._vram + self.spare
-        )
+        """Whether what was found is still to be had, and no room came since that is worth a search."""
+        if found is None or found[0] is not self._placement or self._candidate.train != self._trains:
+            return False
+        more = self._vram + self.spare - found[1].vram
+        return more >= 0 and not self._worth(more)
 
     def tune(self) -> bool:
         """Lay the weights out by what the steps so far taught, if a step is predicted to be 3 % faster so.

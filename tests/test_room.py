@@ -17,12 +17,10 @@ TOTAL = 6 * GIB
 HEADROOM = LEAVES.of(TOTAL)
 
 
-def after(
-    free: int, passes: int = READINGS, cached: int = 0, room: Room | None = None, asked: object = 1
-) -> Room:
+def after(free: int, passes: int = READINGS, room: Room | None = None, asked: object = 1) -> Room:
     room = room or Room()
     for _ in range(passes):
-        room.passed(Memory(TOTAL, free, cached), asked)
+        room.passed(Memory(TOTAL, free), asked)
     return room
 
 
@@ -34,9 +32,9 @@ def test_what_passes_leave_is_room_but_for_a_headroom():
 def test_no_room_is_seen_before_readings_agree():
     room = after(GIB, READINGS - 1)
     assert not room.spare(0)
-    room.passed(Memory(TOTAL, GIB // 2, GIB // 2), 1)
+    room.passed(Memory(TOTAL, GIB // 2), 1)
     assert not room.spare(0), "it moved"
-    assert after(GIB // 2, READINGS - 1, GIB // 2, room).spare(0) == GIB // 2 - HEADROOM
+    assert after(GIB // 2, READINGS - 1, room).spare(0) == GIB // 2 - HEADROOM
 
 
 def test_inputs_of_another_size_may_need_more():
@@ -127,6 +125,34 @@ def test_room_that_is_gone_when_the_layout_has_paid_for_itself_is_not_taken(monk
         for _ in range(60):
             step(net, False)
         assert session.vram == vram and session._engine.memory().free >= LEAVES.least // 2
+
+
+def test_room_that_shows_after_a_layout_was_found_is_searched_for(monkeypatch):
+    net, device, vram = card(0.25)
+    monkeypatch.setattr(replan, "HOSTING", 1e10)  # so that it takes a while
+    with carom.stream(net, device=device, vram=vram, granularity="block") as session:
+        while session._found is None:
+            step(net, False)
+        session.follow_room()
+        laid_out, again = [], session._again
+        monkeypatch.setattr(session, "_again", lambda **how: (laid_out.append(1), again(**how)))
+        for _ in range(60):
+            step(net, False)
+        assert session.vram > vram and laid_out == [1]
+
+
+def test_room_that_shows_after_a_better_layout_was_taken_is_taken_too():
+    net, device, vram = card(0.25)
+    device.ledger.others += int(0.25 * size(net))
+    with carom.stream(net, device=device, vram=vram, granularity="block") as session:
+        session.follow_room()
+        for _ in range(60):
+            step(net, False)
+        assert session.vram == vram and session._tune_at == float("inf")
+        device.ledger.others = 0  # another program ended
+        for _ in range(60):
+            step(net, False)
+        assert session.vram > vram
 
 
 def test_a_layout_with_more_room_that_does_not_fit_leaves_the_budget_as_it_was(monkeypatch):
