@@ -15,7 +15,7 @@ from .sizes import MIB
 
 LEAVES = Left(0.03, 192 * MIB, 512 * MIB)  # of the device, for other programs and what was not seen yet
 READINGS = 3  # in a row that agree
-_SIZES = 64  # of inputs that are remembered
+SIZES = 64  # of inputs that are remembered
 
 
 class Room:
@@ -47,7 +47,7 @@ class Room:
         still = STILL * memory.total
         moved = asked not in self._asked or last is None or abs(memory.free - last.free) > still
         self._alike = 1 if moved else self._alike + 1
-        if len(self._asked) >= _SIZES:
+        if len(self._asked) >= SIZES:
             self._asked.clear()
         self._asked.add(asked)
 
