@@ -106,7 +106,12 @@ class Streaming:
         self.follow()
         session = self.session
         if session is not None and self.budget is not None and session.spare:
-            self.beyond = Beyond(max(0, self.budget - self.offer) + session.spare, self.kept)
+            self.beyond = Beyond(max(0, self.budget + session.spare - self.offer), self.kept)
+
+    @property
+    def taken(self) -> int:
+        """Bytes held beyond ComfyUI's offer, to be given back where a pass needs them."""
+        return max(0, self.held - self.offer) if self.streams else 0
 
     def asked_back(self, nbytes: int) -> None:
         """ComfyUI wants ``nbytes`` of the device. If it would not have without what was taken beyond its offer, that

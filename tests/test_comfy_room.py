@@ -9,9 +9,8 @@ import carom
 import pytest
 import torch
 from carom.core import room
-from carom.core.adapt import OutOfMemory
+from carom.core.again import OutOfMemory, repeats
 from carom.core.auto import Left
-from carom.core.follow_room import _repeats
 from carom.nodes import policy, streaming
 from carom.nodes.patcher import wear
 from carom.nodes.policy import Beyond, Settings
@@ -182,7 +181,48 @@ def test_what_runs_outside_of_a_models_forward_is_none_of_its_inputs():
         "cond_or_uncond": [0, 1],
     }
     outside = {**options, "wrappers": {"outer_sample": {None: [patch]}}, "patches": {}}
-    assert _repeats(streaming.inputs((x,), {"context": x, "transformer_options": outside}))
+    assert repeats(streaming.inputs((x,), {"context": x, "transformer_options": outside}))
     for inside in ({"wrappers": {"diffusion_model": {None: [patch]}}}, {"patches": {"attn1_patch": [patch]}}):
-        assert not _repeats(streaming.inputs((x,), {"transformer_options": {**options, **inside}}))
-    assert _repeats(streaming.inputs((x, None), {"control": {"output": [x]}, "y": None}))
+        assert not repeats(streaming.inputs((x,), {"transformer_options": {**options, **inside}}))
+    assert repeats(streaming.inputs((x, None), {"control": {"output": [x]}, "y": None}))
+
+
+def test_comfyui_batches_passes_as_if_no_room_were_taken(comfy, monkeypatch):
+    card = Card(monkeypatch, comfy)
+    card.run()
+    before = card.patcher.get_free_memory(CPU)
+    assert before == card.free
+    card.patcher.partially_unload(CPU, 3 * LAYER)
+    card.run()
+    assert card.free < before - LAYER, "more is taken"
+    assert before - LAYER // 2 <= card.patcher.get_free_memory(CPU) <= before + LAYER
+
+
+def test_room_is_counted_from_what_comfyui_offers_not_from_a_budget_below_it(comfy, monkeypatch):
+    card = Card(monkeypatch, comfy)
+    monkeypatch.setattr(policy, "GROW_LEAST", 1 << 40)  # no offer is worth a layout
+    card.run()
+    left = card.carom.budget + card.carom.session.spare
+    card.run(kept=card.kept - LAYER)
+    assert card.carom.budget < card.carom.offer - LAYER // 2 and card.carom.session.spare
+    assert card.carom.offer + card.carom.beyond.nbytes <= left + LAYER // 4
+
+
+def test_an_offer_below_what_works_is_no_budget_to_go_back_to(comfy, monkeypatch):
+    card = Card(monkeypatch, comfy)
+    expected = card.run()
+    card.patcher.detach()
+    monkeypatch.setattr(streaming, "inputs", lambda args, kwargs: ((*args, object()), kwargs))
+    for _ in range(3):
+        assert torch.equal(card.run(kept=card.free - LAYER // 4), expected)
+        card.patcher.partially_unload(CPU, LAYER // 4)
+        assert torch.equal(
+            card.patcher.model.diffusion_model(torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)), expected
+        )
+
+
+def test_what_a_partial_unload_left_is_what_a_pass_goes_back_to(comfy, monkeypatch):
+    card = Card(monkeypatch, comfy)
+    card.run()
+    card.patcher.partially_unload(CPU, LAYER)
+    assert card.carom.session._base == card.carom.session.vram
