@@ -64,6 +64,9 @@ class FollowsRoom:
     def _least(self) -> int:
         raise NotImplementedError
 
+    def _held_bytes(self) -> int:
+        raise NotImplementedError
+
     def _residents(self) -> frozenset[str]:
         raise NotImplementedError
 
@@ -101,7 +104,9 @@ class FollowsRoom:
     @property
     def spare(self) -> int:
         """Bytes that the budget may rise by, as far as passes have shown; 0 unless room is followed."""
-        return 0 if self._room is None else self._room.spare(self._vram, self._base)
+        if self._room is None or self._parked:
+            return 0
+        return self._room.spare(self._vram, self._base, max(0, self._vram - self._held_bytes()))
 
     @property
     def beyond(self) -> float:
@@ -151,9 +156,10 @@ class FollowsRoom:
             return None
         given = self._given(args, kwargs)
         asking = sizes(*given)
-        if asking in self._asked and self._meter.steps > _FIRST and not grows:
+        gradient = torch.is_grad_enabled()
+        if asking in self._asked and self._meter.steps > _FIRST and not (grows or gradient):
             return None
-        if torch.is_grad_enabled() or not repeats(given):
+        if gradient or not repeats(given):
             self._room.begin_anew()  # nor does the budget rise for it
             self._cannot_repeat()
             return None

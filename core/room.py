@@ -56,9 +56,10 @@ class Room:
         self.none = self.none or self.beyond < math.inf
         self.beyond = beyond // 2
 
-    def spare(self, budget: int, base: int) -> int:
-        """Bytes that ``budget`` may rise by now, ``base`` being the host's own."""
+    def spare(self, budget: int, base: int, unused: int = 0) -> int:
+        """Bytes that ``budget`` may rise by now, ``base`` being the host's own; ``unused``: bytes of it that no weight
+        holds, which are free and spoken for."""
         if self.none or self._last is None or self._alike < READINGS:
             return 0
-        left = self._last.free - max(self.keep, LEAVES.of(self._last.total))
+        left = self._last.free - unused - max(self.keep, LEAVES.of(self._last.total))
         return int(max(0, min(left, base + self.beyond - budget, self.most - budget)))

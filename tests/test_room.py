@@ -54,6 +54,11 @@ def test_what_was_asked_to_be_left_is_left_and_no_limit_is_exceeded():
     assert room.spare(2 * GIB - MIB, 0) == MIB and room.spare(2 * GIB, 0) == room.spare(3 * GIB, 0) == 0
 
 
+def test_what_is_allowed_and_not_held_is_no_room_once_more():
+    assert after(GIB).spare(GIB, 0, unused=100 * MIB) == GIB - HEADROOM - 100 * MIB
+    assert after(GIB).spare(GIB, 0, unused=GIB) == 0
+
+
 def test_no_room_is_left_once_memory_ran_out():
     room = after(GIB)
     room.none = True
@@ -100,6 +105,18 @@ def test_a_session_takes_what_passes_left_with_its_better_layout():
         assert vram < after.vram_peak_bytes <= session.vram
         assert after.wire_bytes_per_step < before.wire_bytes_per_step
         assert session._engine.memory().free >= LEAVES.least, "the headroom is left"
+
+
+def test_a_budget_does_not_creep_past_what_passes_left():
+    net, device, vram = card(0.3)
+    with carom.stream(net, device=device, vram=vram, granularity="block") as session:
+        session.follow_room()
+        for _ in range(20):
+            for _ in range(6):
+                step(net, False)
+            session.set_budget(vram=session.vram + session.spare)
+            session.follow_room(vram)
+            assert session.vram <= vram + 0.3 * size(net)
 
 
 def test_the_budget_of_a_session_that_was_not_told_to_follow_never_rises():
@@ -367,10 +384,12 @@ def test_room_is_given_up_before_a_pass_with_gradients_or_with_inputs_too_large_
         net, device, vram = card(0.25)
         with carom.stream(net, device=device, vram=vram, granularity="block") as session:
             grown(session, net)
-            session.expect_anew()
+            for _ in range(6):
+                step(net, False)
             if kind == "gradients":
                 step(net, True)
             else:
+                session.expect_anew()
                 monkeypatch.setattr(again, "LIMIT", 1)
                 with torch.inference_mode():
                     net(torch.linspace(-1, 1, 4 * 48).reshape(4, 48))
