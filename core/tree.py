@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
+from operator import is_, methodcaller
+from typing import Any
+
 from torch import nn
 
 from .units import Entry, collect
+
+_members = methodcaller("values")
 
 
 class Tree:
@@ -12,16 +19,17 @@ class Tree:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._tables = [
-            (table, list(map(id, table.values())))
-            for module in root.modules()
-            for table in (module._modules, module._parameters, module._buffers)
-        ]
-        self._tables = [(table, ids) for table, ids in self._tables if ids or table]
+        tables = [t for m in root.modules() for t in (m._modules, m._parameters, m._buffers)]
+        self._tables = [table for table in tables if table]
+        self._sizes, self._known = list(map(len, self._tables)), list(self._now())
+
+    def _now(self) -> Iterator[Any]:
+        # Without a step of Python's for each table: there are thousands, and it runs before every forward.
+        return chain.from_iterable(map(_members, self._tables))
 
     def changed(self) -> bool:
         """Whether any table's members are others than when the fingerprint was taken."""
-        return any(list(map(id, table.values())) != ids for table, ids in self._tables)
+        return list(map(len, self._tables)) != self._sizes or not all(map(is_, self._now(), self._known))
 
     def entries(self) -> list[Entry]:
         """The tree's tensors as they are now."""
