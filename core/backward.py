@@ -34,6 +34,7 @@ class _Reading:
     streams: set
     thread: int
     given: list[weakref.ref] = field(default_factory=list)
+    began: bool = True  # else the unit was recomputed, and no gradient has asked for it yet
 
     @property
     def over(self) -> bool:
@@ -138,6 +139,15 @@ class Backward:
             )
         return ops.Handle(self, slot.unit, saved, offset - slot.offset)
 
+    def goes_on(self, slot: Slot) -> bool:
+        """Whether the use of ``slot`` by a run that is over goes on: in a backward it was a recomputation, whose gradients are
+        next. They need no event in between, and nothing else to be looked for."""
+        thread = threading.get_ident()
+        if graph_task() not in self._tasks or thread in self._reading or self._streamer.closed:
+            return False
+        self._reading[thread] = _Reading(slot, {self._streamer.engine.stream()}, thread, began=False)
+        return True
+
     def unpack(self, handle: ops.Handle) -> torch.Tensor:
         """The saved tensor again, for the autograd node that asks for it."""
         streamer = self._streamer
@@ -148,9 +158,13 @@ class Backward:
             if reading is None or reading.slot.unit is not handle.unit:
                 slot = streamer.acquire(handle.unit, backward=True)
                 reading = self._reading[thread] = _Reading(slot, {stream}, thread)
-            elif stream not in reading.streams:
-                streamer.wait(reading.slot)
-                reading.streams.add(stream)
+            else:
+                if not reading.began:
+                    reading.began = True
+                    streamer.used_on(reading.slot)
+                if stream not in reading.streams:
+                    streamer.wait(reading.slot)
+                    reading.streams.add(stream)
             view = reading.slot.views.view(handle.place).detach()
             reading.given.append(weakref.ref(view))
             streamer.engine.read(view)

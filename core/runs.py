@@ -151,24 +151,27 @@ class Runs:
         if gradient:
             ops.pop_handles()
         with self._streamer.lock:
-            self._leave(unit, slot)
+            self._leave(unit, slot, gradient)
         if began is not None:
             meter.spent(time.perf_counter() - began)
 
-    def _leave(self, unit: Streamed, slot: Slot) -> None:
+    def _leave(self, unit: Streamed, slot: Slot, gradient: bool = False) -> None:
         if unit.depth == 0:
             return  # an interrupted pass was cleaned up meanwhile
         unit.depth -= 1
         self._under_way -= 1
         self._local.users = max(0, self._local.users - 1)
+        goes_on = False
         try:
             if unit.depth == 0:
                 if unit.differentiable:
                     hand_back(unit, {id(ours): host for _, _, ours, host in unit.standing})
                 _swap_out(unit)
                 self._keep_writes(unit, slot)
+                goes_on = gradient and self._streamer.backward.goes_on(slot)
         finally:
-            self._streamer.release(slot)
+            if not goes_on:
+                self._streamer.release(slot)
 
     def _swap_in(self, unit: Streamed, tensors: list[torch.Tensor], gradient: bool) -> None:
         if unit.depth == 1:

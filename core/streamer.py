@@ -59,7 +59,7 @@ class Streamer:
         # Stretches whose slot is gone, with the events of its last reads: the next copy there waits for them.
         self._tails: list[tuple[int, int, list[Any]]] = []
         self.held: list[Slot] = []
-        self.last: Streamed | None = None  # that was used
+        self.last: Streamed | None = None  # that was used, where not for gradients
         self.ahead = LookAhead(self, self.remembers)
         self.resting = False  # between a backward that made host gradients and the next forward
         self._landings = Landings(engine)
@@ -118,7 +118,7 @@ class Streamer:
             if self.held or self.backward.reading:
                 self.settle(unit)
             foreseen = self.order.access(unit.index, backward, ops.in_backward())
-            self.last = unit
+            self.last = None if backward else unit
             slot = unit.slot
             if slot is not None and slot.users == 0 and slot.version != unit.version():
                 self._evict(slot)
@@ -142,6 +142,12 @@ class Streamer:
                 slot.state = SlotState.IN_USE if slot.users else SlotState.KEPT
                 raise
             return slot
+
+    def used_on(self, slot: Slot) -> None:
+        """A slot in use is used for gradients now (under the lock)."""
+        self.last = None
+        if not self.order.access(slot.unit.index, True, ops.in_backward()):
+            self._look_ahead()
 
     def release(self, slot: Slot, streams: set | None = None) -> None:
         """The kernels that read the slot have been issued (on ``streams``; default: the current one)."""
