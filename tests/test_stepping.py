@@ -10,6 +10,7 @@ import weakref
 import carom
 import pytest
 import torch
+import torch._dynamo
 from carom.core import stepping
 from carom.core.auto import Governor, Memory
 from carom.core.ops import HostParameter
@@ -233,18 +234,20 @@ def test_adapters_that_come_later_stay_on_the_device_too_whatever_is_left_for_we
             assert not any(isinstance(p, HostParameter) for p in trained(net))
 
 
-def test_trainable_weights_that_stream_have_their_state_on_the_host_and_nothing_moves():
+def test_trainable_weights_that_stream_have_their_state_on_the_host_and_want_no_room():
     net = Net(rank=32)
-    right = expected(net)
+    right = expected(net, steps=1)
     card = tight(net)
-    with card.stream(net, training="stream") as session:
-        optimizer = card.steps(adamw(net))
-        found, moved = [], []
-        inner = session._yield
-        session._yield = lambda n: moved.append(n) or inner(n)
-        found = train(net, optimizer)
-        assert not moved
-    same(right, net, found)
+    with card.stream(net, vram=size(net) // 2, training="stream"):
+        optimizer = adamw(net)
+        loss = loss_of(net, 0)
+        loss.backward()
+        away = [p for p in trained(net) if isinstance(p, HostParameter)]
+        assert away
+        found = needs(optimizer, {id(p) for p in trained(net)}, CPU, 512)
+        assert found.state == 2 * (nbytes(trained(net)) - nbytes(away))
+        optimizer.step()
+    same(right, net, [loss.detach()])
 
 
 def test_a_layout_between_backward_and_step_leaves_gradients_that_landed_on_the_host():
@@ -262,18 +265,21 @@ def test_a_layout_between_backward_and_step_leaves_gradients_that_landed_on_the_
     same(right, net, found)
 
 
-def test_an_optimizer_in_backward_finds_room_for_its_state():
+def test_an_optimizer_in_backward_finds_room_for_its_state_and_asks_nobody_within_it():
     net = Net()
     right = expected(net)
-    card = tight(net)
+    card = tight(net, 0)
     card.holds(nbytes(trained(net)))
     with card.stream(net) as session:
         settle(net, session)
+        assert card.free < 2 * nbytes(trained(net))
         optimizer = carom.OptimizerInBackward(trained(net), lambda ps: torch.optim.AdamW(ps, lr=1e-2))
         assert card.free >= 2 * nbytes(trained(net))
-        placement = session._placement
+        asked, inner = [], session._yield
+        session._yield = lambda n: asked.append(n) or inner(n)
+        card.holds(card.free - 2 * session._engine.activations)  # it would be asked now
         found = train(net, optimizer, 1)
-        assert session._placement is placement, "nothing moves within a backward"
+        assert not asked
         found += [loss.detach() for loss in _rest(net, optimizer)]
     same(right, net, found)
 
@@ -393,16 +399,22 @@ def test_an_optimizer_that_cannot_be_understood_steps_all_the_same(monkeypatch, 
     assert "is not known" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiled_step_is_not_broken_up():
-    net = Net()
-    with Card(1 << 24).stream(net):
-        parameter = nn.Parameter(torch.ones(4))
-        optimizer = torch.optim.SGD([parameter], lr=0.5)
-        step = torch.compile(optimizer.step, backend="eager")
-        parameter.grad = torch.ones(4)
-        step()
-        assert torch.equal(parameter.detach(), torch.full((4,), 0.5))
+def compiled_step():
+    """What a compiled step made of ones, and how often its graph was broken up."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    parameter.grad = torch.ones(4)
+    torch.compile(optimizer.step, backend="eager")()
+    return parameter.tolist(), sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def test_a_compiled_step_is_not_broken_up_further():
+    right = compiled_step()
+    with Card(1 << 24).stream(Net()):
+        assert compiled_step() == right
+    assert right[0] == [0.5] * 4
 
 
 # -- what an optimizer's step newly needs
