@@ -62,6 +62,7 @@ class Adapts(Tunes, FollowsRam):
     _closed: bool
     _reruns: Reruns | None
     _among: frozenset[str] | None
+    _kept: str | None  # ``training`` where nothing else was asked for and the budget follows the device
 
     def _residents(self) -> frozenset[str]:
         raise NotImplementedError
@@ -122,7 +123,7 @@ class Adapts(Tunes, FollowsRam):
     def _ungovern(self) -> None:
         """No longer one of those that share a device."""
         stepping.leave(self)
-        self._kept: str | None = None  # ``training`` where nothing else is asked for
+        self._kept = None
         if self._device is not None:
             self._device.sessions.pop(id(self), None)
             self._device.shares.leave(id(self))

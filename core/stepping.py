@@ -116,7 +116,10 @@ def where_trained(module: nn.Module) -> str | None:
     trained = frozen = 0
     for parameter in module.parameters():
         size = parameter.numel() * parameter.element_size()
-        trained, frozen = trained + size * parameter.requires_grad, frozen + size * (not parameter.requires_grad)
+        trained, frozen = (
+            trained + size * parameter.requires_grad,
+            frozen + size * (not parameter.requires_grad),
+        )
     return "resident" if 0 < trained <= frozen else None
 
 

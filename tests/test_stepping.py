@@ -74,7 +74,9 @@ class Card:
     """A simulated device that also knows adapters, their gradients and what an optimizer keeps: plain torch makes them."""
 
     def __init__(self, memory: int) -> None:
-        self.device = carom.SimulatedDevice(memory_bytes=memory, activation_bytes=ACTIVATIONS, timing="random")
+        self.device = carom.SimulatedDevice(
+            memory_bytes=memory, activation_bytes=ACTIVATIONS, timing="random"
+        )
         self.ledger = self.device.ledger
 
     def stream(self, net, vram="auto", **settings):
@@ -225,8 +227,8 @@ def test_adapters_that_come_later_stay_on_the_device_too_whatever_is_left_for_we
     with card.stream(net) as session:
         with torch.no_grad():
             net(inputs(0))
-        for block, (block.down, block.up) in zip(net.blocks, adapters, strict=True):
-            pass
+        for block, (down, up) in zip(net.blocks, adapters, strict=True):
+            block.down, block.up = down, up
         loss_of(net, 0)
         assert session._vram < nbytes(trained(net))
         for _ in range(3):
@@ -282,6 +284,22 @@ def test_an_optimizer_in_backward_finds_room_for_its_state_and_asks_nobody_withi
         assert not asked
         found += [loss.detach() for loss in _rest(net, optimizer)]
     same(right, net, found)
+
+
+def test_optimizers_that_others_step_within_a_backward_ask_nobody():
+    net = Net()
+    card = tight(net, 0)
+    with card.stream(net) as session:
+        settle(net, session)
+        asked = []
+        session._yield = lambda n: asked.append(n) or 0
+        own = {id(p): torch.optim.AdamW([p]) for p in trained(net)}
+        for p in trained(net):
+            p.register_post_accumulate_grad_hook(lambda p: own[id(p)].step())
+        loss = loss_of(net, 0)
+        card.holds(card.free - session._engine.activations)
+        loss.backward()
+        assert not asked and all(optimizer.state for optimizer in own.values())
 
 
 def _rest(net, optimizer):
@@ -440,7 +458,13 @@ def test_adam_keeps_two_values_of_each_and_one_more_with_amsgrad():
 
 
 def test_what_is_expected_is_what_torch_makes():
-    for make in (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax):
+    for make in (
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+    ):
         for dtype in (torch.float32, torch.bfloat16):
             optimizer = make(parameters((64, 64), (256,), dtype=dtype))
             expect = taken(optimizer)
@@ -476,7 +500,9 @@ class Foreign(torch.optim.Optimizer):
 def test_of_optimizers_that_are_not_torchs_full_precision_is_expected():
     ps = parameters((64, 64), dtype=torch.bfloat16)
     assert taken(Foreign(ps, lr=1.0)).state == 2 * 4 * 64 * 64
-    assert taken(Foreign(ps, lr=1.0, d=1e-6)).state == 4 * 4 * 64 * 64, "as Prodigy, which finds its step's size"
+    assert taken(Foreign(ps, lr=1.0, d=1e-6)).state == 4 * 4 * 64 * 64, (
+        "as Prodigy, which finds its step's size"
+    )
 
 
 def test_an_8_bit_optimizer_that_says_so_is_expected_to_keep_bytes():
