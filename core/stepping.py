@@ -152,11 +152,13 @@ def fresh_in(optimizer: torch.optim.Optimizer, coming: bool = False) -> set[int]
     seen.states = len(state)
     if not seen.left:
         return set()
-    waiting = [(reference, p) for reference in seen.left if (p := reference()) is not None]
-    waiting = [(reference, p) for reference, p in waiting if not state.get(p)]
-    fresh = {id(p) for _, p in waiting if coming or p.grad is not None}
-    seen.left = [reference for reference, p in waiting if id(p) not in fresh]
-    return fresh
+    waiting = [p for reference in seen.left if (p := reference()) is not None]
+    come = waiting if coming else [p for p in waiting if p.grad is not None]
+    if not come:
+        return set()
+    ids = {id(p) for p in come}
+    seen.left = [weakref.ref(p) for p in waiting if id(p) not in ids]
+    return {id(p) for p in come if not state.get(p)}
 
 
 # -- sessions whose budget follows a device
