@@ -379,6 +379,8 @@ class Adapts(Tunes, FollowsRam):
 
     def _gives_way(self, error: BaseException, before: Before | None) -> bool:
         """A forward ran out of memory: hold less from now on; True when the forward may run again."""
+        if self._room is not None and isinstance(error, OutOfMemory):
+            self._room.none = True
         if self._governor is None or not isinstance(error, OutOfMemory):
             return False
         self._failed = True

@@ -196,6 +196,8 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
             residents = Residents(self._engine, self._arena)
             disk = Disk(self._checkpoint, self._ram, self._write_streamed, residents)
         self._meter = Meter(self._engine)
+        if self._room is not None:
+            self._room.begin_anew()
         before: Placement | None = self.__dict__.get("_placement")
         copies = self._copies if self._simple else None
         self._placement = Placement(self._engine, self._arena, copies)

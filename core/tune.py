@@ -9,22 +9,27 @@ import dataclasses
 import logging
 import math
 import threading
+import time
 from typing import Any
 
 import torch
 
 from . import decide, replan
+from .again import sizes
 from .checkpoint import Checkpoint
 from .learn import Learnt, learn
 from .meter import Meter
 from .plan import Plan
 from .recode import Recodes
+from .room import Room
+from .simulated import SimulatedEngine
 from .units import Carving
 
 logger = logging.getLogger("carom")
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 _TUNE_LAST = 64  # measured steps after which nothing is thought over that was not worth while
 _TUNE_AGAIN = 8  # steps until it is tried again where something was in the way
+_LOOKED, _LOOKS = 16, 0.25  # steps after which memory is read, then only every so many seconds
 
 
 class Tunes(Recodes):
@@ -37,8 +42,14 @@ class Tunes(Recodes):
     _learnt: Learnt | None
     _backward: bool  # whether backwards go through the module
     _tune_at: float  # measured steps after which the layout is thought over
+    _vram: int
+    _among: frozenset[str] | None
     # Of a placement: a layout that has not paid for itself yet.
     _found: tuple[Any, replan.Advice] | None = None
+    _room: Room | None = None  # where the budget is a host's, and may rise
+    _room_looked = 0.0
+    _thought: Any = None  # the placement that was thought over because of room
+    _look_at: float
 
     @property
     def _simple(self) -> bool:
@@ -63,6 +74,56 @@ class Tunes(Recodes):
     def _detach_for_parking(self) -> None:
         raise NotImplementedError
 
+    # -- room
+
+    def follow_room(self, keep: int = 0, most: float = math.inf) -> None:
+        """Let the budget rise by what passes leave free, when a better layout is taken anyway.
+
+        For hosts that set a budget before a pass was seen. ``keep``: bytes of the device to be left free at least;
+        ``most``: bytes that the budget never exceeds.
+        """
+        with self._lock:
+            if self._room is None or (self._room.keep, self._room.most) != (keep, most):
+                self._room = Room(keep, most)
+
+    @property
+    def spare(self) -> int:
+        """Bytes that the budget may rise by, as far as passes have shown; 0 unless room is followed."""
+        return 0 if self._room is None else self._room.spare(self._vram)
+
+    @property
+    def room(self) -> Room | None:
+        """What is known of it, None unless it is followed."""
+        return self._room
+
+    @property
+    def vram(self) -> int:
+        """The present budget in bytes."""
+        return self._vram
+
+    def _passed(self, room: Room, args: tuple, kwargs: dict) -> None:
+        """A pass ended: see what it left, now and then."""
+        now = time.monotonic()
+        often = self._meter.steps <= _LOOKED or isinstance(self._engine, SimulatedEngine)
+        if not often and now - self._room_looked < _LOOKS:
+            return
+        self._room_looked = now
+        memory = self._engine.memory()
+        if memory is None:
+            return
+        room.passed(memory, sizes(args, kwargs))
+        # Where the layout was thought over without it: once more.
+        if self._tune_at == math.inf and self._thought is not self._placement and self._worth(self.spare):
+            self._thought = self._placement
+            self._tune_at = self._meter.settled
+            self._look_at = min(self._look_at, self._tune_at)
+
+    def _worth(self, spare: int) -> bool:
+        """Whether so many bytes more are worth a search."""
+        return spare > replan.WORTH * sum(unit.nbytes for unit in self._placement.streamed)
+
+    # -- times
+
     def _tune_once(self) -> None:
         """Enough steps were measured: take a layout predicted to be faster, once the change will pay for itself."""
         with self._lock:
@@ -76,7 +137,8 @@ class Tunes(Recodes):
             found, self._found = self._found, None
             try:
                 # What was found, and had not paid for itself yet, is not searched for again.
-                if found is not None and found[0] is before and self._candidate.train == self._trains:
+                if self._stands(found):
+                    assert found is not None
                     advice: replan.Advice | None = found[1]
                 else:
                     advice = self._advice(self._meter.steps)
@@ -99,6 +161,13 @@ class Tunes(Recodes):
                 self._relay(advice)
             else:  # a graph of an earlier forward still wants today's units: another time
                 self._tune_at = self._meter.settled + _TUNE_AGAIN
+
+    def _stands(self, found: tuple[Any, replan.Advice] | None) -> bool:
+        """Whether what was found is still to be had, and no room came since that is worth a search."""
+        if found is None or found[0] is not self._placement or self._candidate.train != self._trains:
+            return False
+        more = self._vram + self.spare - found[1].vram
+        return more >= 0 and not self._worth(more)
 
     def tune(self) -> bool:
         """Lay the weights out by what the steps so far taught, if a step is predicted to be 3 % faster so.
@@ -154,6 +223,7 @@ class Tunes(Recodes):
             names = {entry.name: entry.nbytes for unit in units for entry in unit.entries}
             learnt = learnt.plainly(chosen.unpacking, names, learnt.link)
         learnt = learnt.unhurried()
+        chosen = dataclasses.replace(chosen, vram=self._vram + self.spare)
         advice = replan.advise(
             self.module, chosen, self._engine.grain, learnt, self._carving, self.plan, steps, self._simple
         )  # fmt: skip
@@ -163,16 +233,22 @@ class Tunes(Recodes):
 
     def _relay(self, advice: replan.Advice) -> None:
         logger.info("carom: a step is predicted to be %.3g s faster with another layout", advice.saves)
+        before, self._vram = self._vram, max(self._vram, advice.vram)
         self._remember(self._candidate, advice.carving, advice.plan)  # or it is searched for once more
-        self._take(self._candidate)
+        self._take(self._candidate, before)
+        if self._room is not None:  # what moving about left to the allocator is not what passes need
+            self._engine.trim()
 
-    def _take(self, learnt: Learnt) -> None:
-        """Lay out anew by what was learnt."""
+    def _take(self, learnt: Learnt, vram: int | None = None) -> None:
+        """Lay out anew by what was learnt. ``vram``: the budget so far, where it rises."""
         before, self._learnt, self._tune_at = self._learnt, learnt, math.inf
+        self._among = None  # who may stay under a budget that fell was for the layout then
         try:
             self._again(retry=True)
         except OutOfMemory:  # what was there before did fit
-            self._learnt = before
+            self._learnt, self._vram = before, self._vram if vram is None else vram
+            if self._room is not None:
+                self._room.none = True
             try:
                 self._again(retry=True)
             except OutOfMemory:

@@ -20,7 +20,7 @@ from ..core.report import Report
 from ..core.session import Session, stream
 from . import host
 from .plain_ops import shorten
-from .policy import Settings, describe, parse_limit
+from .policy import Beyond, Settings, describe, parse_limit, rounded
 from .tensors import MAPPED, own_tensors, wrapped_kind
 from .wrapped import dresses, put_together, take_apart
 
@@ -54,6 +54,8 @@ class Streaming:
         self.active = False  # weights are Carom's, or about to be
         self.suspended = False  # ComfyUI unloaded the model; the session waits on the host
         self.budget: int | None = None
+        self.offer = self.kept = 0  # bytes that ComfyUI last offered, and kept for all else
+        self.beyond = Beyond()
         self.held = 0  # bytes on the device: resident, slots, staging
         self.weights = 0  # bytes of them, each counted once
         self.streamed = 0
@@ -70,6 +72,47 @@ class Streaming:
         self._lengthen: Callable[[], None] = _nothing
         self._node = ""  # of the page, which running is told to
         self._told = 0.0
+
+    # -- budget
+
+    def bound(self, offer: int, device: torch.device, limit: float) -> int:
+        """The budget for an ``offer`` of ComfyUI: with what earlier passes of this size left free, within ``limit``."""
+        self.follow()
+        if self.session is not None and self.session.room is not None and self.session.room.none:
+            self.beyond = Beyond()
+        self.offer, self.kept = offer, host.free_bytes(device) + self.held - offer
+        return int(min(rounded(offer + self.beyond.now(self.kept)), limit))
+
+    def follow(self) -> None:
+        """Between passes: the session may have taken room that they left."""
+        session, model = self.session, self._model()
+        if model is None or session is None or self.budget is None:
+            return
+        if session.vram > self.budget and not self.suspended:
+            self.budget = session.vram
+            self.beyond = Beyond(self.budget - self.offer, self.kept)
+            self._measure()
+            model.model_loaded_weight_memory = self.held  # type: ignore[assignment]
+            self.expected = (*self.expected[:1], self.held)
+
+    def remember_room(self) -> None:
+        """After a run: what its passes left free is there for the next layout of this model."""
+        self.follow()
+        session = self.session
+        if session is not None and self.budget is not None and session.spare:
+            self.beyond = Beyond(max(0, self.budget - self.offer) + session.spare, self.kept)
+
+    def asked_back(self, nbytes: int) -> None:
+        """ComfyUI wants ``nbytes`` of the device. If it would not have without what was taken beyond its offer, that
+        costs a layout each way every time: no more of it."""
+        if self.budget is not None and 0 < nbytes <= self.budget - self.offer:
+            self.forget_room()
+
+    def forget_room(self) -> None:
+        """There is none, whatever passes seemed to leave."""
+        self.beyond = Beyond()
+        if self.session is not None and self.session.room is not None:
+            self.session.room.none = True
 
     # -- life
 
@@ -97,6 +140,7 @@ class Streaming:
             self._undo.close()
             raise
         self.session, self.budget, self.packs = session, bound, settings.codec != "raw"
+        session.follow_room(host.kept_free(), parse_limit(settings.vram, host.device_bytes(device)))
         self._ends = weakref.finalize(model, _dropped, weakref.ref(self), self._pins)
         self._ends.atexit = False
         model.__dict__.pop(MAPPED, None)  # every weight has moved
@@ -196,6 +240,7 @@ class Streaming:
                 bound = error.least_bytes
                 self.session.set_budget(vram=bound)
             self.session.unpark()
+        self.session.follow_room(host.kept_free(), limit)
         _suspended.pop(self, None)
         self.suspended, self.budget = False, bound
         self._measure()
@@ -366,6 +411,7 @@ def _guard(reference: weakref.ref[Streaming], root: nn.Module, args: Any) -> Non
     model = None if streaming is None else streaming._model()
     if streaming is None or model is None:
         return
+    streaming.follow()
     found = (
         getattr(model, "current_weight_patches_uuid", None),
         getattr(model, "model_loaded_weight_memory", 0),
