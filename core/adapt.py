@@ -102,9 +102,8 @@ class Adapts(Tunes, FollowsRam):
         if memory is not None:
             engine = self._engine
             place = id(engine.ledger) if isinstance(engine, SimulatedEngine) else engine.name
-            key: Hashable = place
+            key: Hashable = place if self._shared is None else id(self._shared)
             if self._shared is not None:
-                key = id(self._shared)
                 self._shared.join(self)
             self._device = _devices.setdefault(key, _Device())
             self._device.sessions[id(self)] = self

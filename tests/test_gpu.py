@@ -565,7 +565,7 @@ def test_an_optimizers_state_finds_room_where_weights_took_all_that_was_left(mon
 
     def losses(net, optimizer, before_step=lambda: None):
         for seed in range(4):
-            loss = net(inputs(seed, d=2048).requires_grad_()).float().pow(2).mean()
+            loss = net(inputs(seed, 32, 2048).requires_grad_()).float().pow(2).mean()
             loss.backward()
             before_step()
             optimizer.step()
@@ -589,6 +589,7 @@ def test_an_optimizers_state_finds_room_where_weights_took_all_that_was_left(mon
         def take():
             if not taken:
                 assert session.plan.all_resident
+                torch.cuda.empty_cache()
                 free, _ = torch.cuda.mem_get_info()
                 taken.append(torch.empty(free - state // 2, dtype=torch.uint8, device=CUDA))
 
