@@ -363,6 +363,8 @@ class Adapts(Tunes, FollowsRam):
 
     def _before(self, args: tuple, kwargs: dict) -> Before | None:
         """What a pass finds, where it may have to run again."""
+        if self._room is not None:
+            return self._before_beyond(args, kwargs)
         if self._governor is None or torch.is_grad_enabled():
             return None
         self._asking = sizes(args, kwargs)
@@ -379,7 +381,7 @@ class Adapts(Tunes, FollowsRam):
     def _gives_way(self, error: BaseException, before: Before | None) -> bool:
         """A forward ran out of memory: hold less from now on; True when the forward may run again."""
         if self._room is not None and isinstance(error, OutOfMemory):
-            self._room.none = True
+            return self._falls_back(error, before)
         if self._governor is None or not isinstance(error, OutOfMemory):
             return False
         self._failed = True

@@ -264,7 +264,7 @@ def root_forward(session: Session) -> Callable[[Callable], Callable]:
             while True:
                 before = None
                 try:
-                    if session._governor is not None:
+                    if session._governor is not None or session._room is not None:
                         before = look(args, kwargs)
                     result = run(args, kwargs)
                 except OutOfMemory as error:

@@ -9,30 +9,27 @@ import dataclasses
 import logging
 import math
 import threading
-import time
 from typing import Any
 
 import torch
 
 from . import decide, replan
-from .again import sizes
 from .checkpoint import Checkpoint
+from .follow_room import FollowsRoom
 from .learn import Learnt, learn
 from .meter import Meter
 from .plan import Plan
 from .recode import Recodes
-from .room import Room
-from .simulated import SimulatedEngine
 from .units import Carving
 
 logger = logging.getLogger("carom")
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 _TUNE_LAST = 64  # measured steps after which nothing is thought over that was not worth while
+_UNSURE = 8  # steps that a layout waits at most for passes to leave alike
 _TUNE_AGAIN = 8  # steps until it is tried again where something was in the way
-_LOOKED, _LOOKS = 16, 0.25  # steps after which memory is read, then only every so many seconds
 
 
-class Tunes(Recodes):
+class Tunes(FollowsRoom, Recodes):
     """Lays the weights of a `Session` (which see for the fields) out by what its steps took."""
 
     _meter: Meter
@@ -42,14 +39,9 @@ class Tunes(Recodes):
     _learnt: Learnt | None
     _backward: bool  # whether backwards go through the module
     _tune_at: float  # measured steps after which the layout is thought over
-    _vram: int
-    _among: frozenset[str] | None
     # Of a placement: a layout that has not paid for itself yet.
     _found: tuple[Any, replan.Advice] | None = None
-    _room: Room | None = None  # where the budget is a host's, and may rise
-    _room_looked = 0.0
-    _thought: Any = None  # the placement that was thought over because of room
-    _look_at: float
+    _waited = 0  # steps that a layout waited for room to be known
 
     @property
     def _simple(self) -> bool:
@@ -73,56 +65,6 @@ class Tunes(Recodes):
 
     def _detach_for_parking(self) -> None:
         raise NotImplementedError
-
-    # -- room
-
-    def follow_room(self, keep: int = 0, most: float = math.inf) -> None:
-        """Let the budget rise by what passes leave free, when a better layout is taken anyway.
-
-        For hosts that set a budget before a pass was seen. ``keep``: bytes of the device to be left free at least;
-        ``most``: bytes that the budget never exceeds.
-        """
-        with self._lock:
-            if self._room is None or (self._room.keep, self._room.most) != (keep, most):
-                self._room = Room(keep, most)
-
-    @property
-    def spare(self) -> int:
-        """Bytes that the budget may rise by, as far as passes have shown; 0 unless room is followed."""
-        return 0 if self._room is None else self._room.spare(self._vram)
-
-    @property
-    def room(self) -> Room | None:
-        """What is known of it, None unless it is followed."""
-        return self._room
-
-    @property
-    def vram(self) -> int:
-        """The present budget in bytes."""
-        return self._vram
-
-    def _passed(self, room: Room, args: tuple, kwargs: dict) -> None:
-        """A pass ended: see what it left, now and then."""
-        now = time.monotonic()
-        often = self._meter.steps <= _LOOKED or isinstance(self._engine, SimulatedEngine)
-        if not often and now - self._room_looked < _LOOKS:
-            return
-        self._room_looked = now
-        memory = self._engine.memory()
-        if memory is None:
-            return
-        room.passed(memory, sizes(args, kwargs))
-        # Where the layout was thought over without it: once more.
-        if self._tune_at == math.inf and self._thought is not self._placement and self._worth(self.spare):
-            self._thought = self._placement
-            self._tune_at = self._meter.settled
-            self._look_at = min(self._look_at, self._tune_at)
-
-    def _worth(self, spare: int) -> bool:
-        """Whether so many bytes more are worth a search."""
-        return spare > replan.WORTH * sum(unit.nbytes for unit in self._placement.streamed)
-
-    # -- times
 
     def _tune_once(self) -> None:
         """Enough steps were measured: take a layout predicted to be faster, once the change will pay for itself."""
@@ -155,7 +97,11 @@ class Tunes(Recodes):
                     self._tune_at = 4 * self._meter.settled
                 return
             self._found = (before, advice) if advice.searched else None
-            if self._meter.steps < advice.steps:
+            unsure = self._room is not None and self._room.unsure and self._waited < _UNSURE
+            if self._meter.steps >= advice.steps and unsure:  # of the room that there is with it
+                self._waited += 1
+                self._tune_at = self._meter.settled + 1
+            elif self._meter.steps < advice.steps:
                 self._tune_at = self._meter.settled + advice.steps - self._meter.steps
             elif self._streamer.unreferenced:
                 self._relay(advice)
@@ -241,14 +187,13 @@ class Tunes(Recodes):
 
     def _take(self, learnt: Learnt, vram: int | None = None) -> None:
         """Lay out anew by what was learnt. ``vram``: the budget so far, where it rises."""
-        before, self._learnt, self._tune_at = self._learnt, learnt, math.inf
+        before, self._learnt, self._tune_at, self._waited = self._learnt, learnt, math.inf, 0
         self._among = None  # who may stay under a budget that fell was for the layout then
         try:
             self._again(retry=True)
         except OutOfMemory:  # what was there before did fit
             self._learnt, self._vram = before, self._vram if vram is None else vram
-            if self._room is not None:
-                self._room.none = True
+            self.forget_room()
             try:
                 self._again(retry=True)
             except OutOfMemory:

@@ -155,6 +155,7 @@ class CaromPatcher:
                 carom.resize(budget)
         if self._compiled():
             carom.lengthen()
+        carom.follow_room(self._limit())
 
     def _compiled(self) -> bool:
         """Whether a compile node wrapped the model: as a whole, or block by block (ComfyUI's helper, or object patches)."""
@@ -261,6 +262,8 @@ class CaromPatcher:
         return copy if copy.is_dynamic() else wear(copy, self._settings)
 
     def pre_run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._carom.session is not None:
+            self._carom.session.expect_anew()
         host.say(self._carom.line(self.loaded_size()), self._settings.node)
         return super().pre_run(*args, **kwargs)  # type: ignore[misc]
 

@@ -78,19 +78,25 @@ class Streaming:
     def bound(self, offer: int, device: torch.device, limit: float) -> int:
         """The budget for an ``offer`` of ComfyUI: with what earlier passes of this size left free, within ``limit``."""
         self.follow()
-        if self.session is not None and self.session.room is not None and self.session.room.none:
-            self.beyond = Beyond()
         self.offer, self.kept = offer, host.free_bytes(device) + self.held - offer
-        return int(min(rounded(offer + self.beyond.now(self.kept)), limit))
+        more = self.beyond.now(self.kept)
+        if self.session is not None:
+            more = min(more, self.session.beyond)
+        return int(min(rounded(offer + int(more)), limit))
+
+    def follow_room(self, limit: float) -> None:
+        """After every change of the budget: let the session see what passes leave."""
+        assert self.session is not None
+        self.session.follow_room(rounded(self.offer), host.kept_free(), limit, inputs)
 
     def follow(self) -> None:
-        """Between passes: the session may have taken room that they left."""
+        """Between passes: the session may have taken room that they left, or given it up."""
         session, model = self.session, self._model()
         if model is None or session is None or self.budget is None:
             return
-        if session.vram > self.budget and not self.suspended:
+        if session.vram != self.budget and not self.suspended:
             self.budget = session.vram
-            self.beyond = Beyond(self.budget - self.offer, self.kept)
+            self.beyond = Beyond(max(0, self.budget - self.offer), self.kept)
             self._measure()
             model.model_loaded_weight_memory = self.held  # type: ignore[assignment]
             self.expected = (*self.expected[:1], self.held)
@@ -111,8 +117,8 @@ class Streaming:
     def forget_room(self) -> None:
         """There is none, whatever passes seemed to leave."""
         self.beyond = Beyond()
-        if self.session is not None and self.session.room is not None:
-            self.session.room.none = True
+        if self.session is not None:
+            self.session.forget_room()
 
     # -- life
 
@@ -140,7 +146,6 @@ class Streaming:
             self._undo.close()
             raise
         self.session, self.budget, self.packs = session, bound, settings.codec != "raw"
-        session.follow_room(host.kept_free(), parse_limit(settings.vram, host.device_bytes(device)))
         self._ends = weakref.finalize(model, _dropped, weakref.ref(self), self._pins)
         self._ends.atexit = False
         model.__dict__.pop(MAPPED, None)  # every weight has moved
@@ -240,7 +245,6 @@ class Streaming:
                 bound = error.least_bytes
                 self.session.set_budget(vram=bound)
             self.session.unpark()
-        self.session.follow_room(host.kept_free(), limit)
         _suspended.pop(self, None)
         self.suspended, self.budget = False, bound
         self._measure()
@@ -338,6 +342,17 @@ class Streaming:
         if report is None or not report.step_seconds or report.stall_seconds is None:
             return None
         return report.stall_seconds / report.step_seconds
+
+
+def inputs(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """What the forward of a diffusion model reads of its arguments: callbacks, and wrappers around calls of others, run
+    outside of it; what others put into ``transformer_options`` beside those may have a state of its own."""
+    options = kwargs.get("transformer_options")
+    if not isinstance(options, dict):
+        return args, kwargs
+    read = {key: value for key, value in options.items() if key not in ("callbacks", "uuids", "wrappers")}
+    read["wrappers"] = options.get("wrappers", {}).get("diffusion_model", {})
+    return args, {**kwargs, "transformer_options": read}
 
 
 def streaming_of(model: nn.Module) -> Streaming:

@@ -11,6 +11,7 @@ import torch
 from carom.core import room
 from carom.core.adapt import OutOfMemory
 from carom.core.auto import Left
+from carom.core.follow_room import _repeats
 from carom.nodes import policy, streaming
 from carom.nodes.patcher import wear
 from carom.nodes.policy import Beyond, Settings
@@ -115,7 +116,7 @@ def test_what_the_user_told_comfyui_to_leave_free_is_left(comfy, monkeypatch):
     card = Card(monkeypatch, comfy)
     monkeypatch.setattr(comfy.args, "reserve_vram", 0.4)
     card.run()
-    assert card.carom.session.room.keep == 400 << 20 and not card.carom.session.spare
+    assert card.carom.session._room.keep == 400 << 20 and not card.carom.session.spare
 
 
 def test_what_is_asked_back_because_it_was_taken_is_not_taken_again(comfy, monkeypatch):
@@ -167,3 +168,21 @@ def test_a_budget_that_a_session_raised_itself_is_known_to_comfyui(comfy, monkey
 def test_beyond_is_for_passes_of_the_size_seen():
     assert Beyond(100, 1000).now(1000) == Beyond(100, 1000).now(900) == 100
     assert Beyond(100, 1000).now(1100) == Beyond().now(0) == 0
+
+
+def test_what_runs_outside_of_a_models_forward_is_none_of_its_inputs():
+    def patch():
+        pass
+
+    x = torch.ones(1)
+    options = {
+        "sigmas": x,
+        "uuids": [object()],
+        "callbacks": {"on_load_after": {None: [patch]}},
+        "cond_or_uncond": [0, 1],
+    }
+    outside = {**options, "wrappers": {"outer_sample": {None: [patch]}}, "patches": {}}
+    assert _repeats(streaming.inputs((x,), {"context": x, "transformer_options": outside}))
+    for inside in ({"wrappers": {"diffusion_model": {None: [patch]}}}, {"patches": {"attn1_patch": [patch]}}):
+        assert not _repeats(streaming.inputs((x,), {"transformer_options": {**options, **inside}}))
+    assert _repeats(streaming.inputs((x, None), {"control": {"output": [x]}, "y": None}))
