@@ -239,6 +239,7 @@ def root_forward(session: Session) -> Callable[[Callable], Callable]:
     """Around the root's forward: a pass begins and ends, the tree is looked over for what is new."""
     begin, end, notice = quiet(session._begin), quiet(_root_ends), quiet(_notice_backward)
     gives_way, look, settle = quiet(session._gives_way), quiet(session._before), quiet(session._after_giving)
+    passed = quiet(session._passed)
 
     def make(inner: Callable) -> Callable:
         @_untraced
@@ -263,14 +264,16 @@ def root_forward(session: Session) -> Callable[[Callable], Callable]:
             while True:
                 before = None
                 try:
-                    if session._governor is not None:
+                    if session._governor is not None or session._room is not None:
                         before = look(args, kwargs)
                     result = run(args, kwargs)
                 except OutOfMemory as error:
                     if not gives_way(error, before):
                         raise
                     continue
-                reruns = session._reruns
+                room, reruns = session._room, session._reruns
+                if room is not None:
+                    passed(room, args, kwargs)
                 if reruns is not None and reruns.gave:
                     settle()
                 return result

@@ -43,6 +43,7 @@ class Advice:
     reason: str  # why not to take it, "" when it is worth while
     understood: bool  # whether the present step takes about what is predicted for it
     searched: bool = False  # whether ``plan`` was found, and is not the present one
+    vram: int = 0  # the budget that a found ``plan`` is for
 
     @property
     def steps(self) -> float:
@@ -216,7 +217,9 @@ def advise(
     move += _crossing(carving, plan, new_carving, new) / learnt.link.bytes_per_second
     move += _leaving(carving, plan, new_carving, new) / HOSTING
     reason = nothing if saves < WORTH * now else ""
-    return Advice(new_carving, new, now, saves, move, reason, understood=True, searched=True)
+    return Advice(
+        new_carving, new, now, saves, move, reason, understood=True, searched=True, vram=settings.vram
+    )
 
 
 def _residents(carving: Carving, plan: Plan) -> dict[frozenset[str], int]:

@@ -15,6 +15,7 @@ import torch
 
 from . import decide, replan
 from .checkpoint import Checkpoint
+from .follow_room import FollowsRoom
 from .learn import Learnt, learn
 from .meter import Meter
 from .plan import Plan
@@ -24,10 +25,11 @@ from .units import Carving
 logger = logging.getLogger("carom")
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 _TUNE_LAST = 64  # measured steps after which nothing is thought over that was not worth while
+_UNSURE = 8  # steps that a layout waits at most for passes to leave alike
 _TUNE_AGAIN = 8  # steps until it is tried again where something was in the way
 
 
-class Tunes(Recodes):
+class Tunes(FollowsRoom, Recodes):
     """Lays the weights of a `Session` (which see for the fields) out by what its steps took."""
 
     _meter: Meter
@@ -39,6 +41,7 @@ class Tunes(Recodes):
     _tune_at: float  # measured steps after which the layout is thought over
     # Of a placement: a layout that has not paid for itself yet.
     _found: tuple[Any, replan.Advice] | None = None
+    _waited = 0  # steps that a layout waited for room to be known
 
     @property
     def _simple(self) -> bool:
@@ -76,7 +79,8 @@ class Tunes(Recodes):
             found, self._found = self._found, None
             try:
                 # What was found, and had not paid for itself yet, is not searched for again.
-                if found is not None and found[0] is before and self._candidate.train == self._trains:
+                if self._stands(found):
+                    assert found is not None
                     advice: replan.Advice | None = found[1]
                 else:
                     advice = self._advice(self._meter.steps)
@@ -93,12 +97,23 @@ class Tunes(Recodes):
                     self._tune_at = 4 * self._meter.settled
                 return
             self._found = (before, advice) if advice.searched else None
-            if self._meter.steps < advice.steps:
+            unsure = self._room is not None and self._room.unsure and self._waited < _UNSURE
+            if self._meter.steps >= advice.steps and unsure:  # of the room that there is with it
+                self._waited += 1
+                self._tune_at = self._meter.settled + 1
+            elif self._meter.steps < advice.steps:
                 self._tune_at = self._meter.settled + advice.steps - self._meter.steps
             elif self._streamer.unreferenced:
                 self._relay(advice)
             else:  # a graph of an earlier forward still wants today's units: another time
                 self._tune_at = self._meter.settled + _TUNE_AGAIN
+
+    def _stands(self, found: tuple[Any, replan.Advice] | None) -> bool:
+        """Whether what was found is still to be had, and no room came since that is worth a search."""
+        if found is None or found[0] is not self._placement or self._candidate.train != self._trains:
+            return False
+        more = self._vram + self.spare - found[1].vram
+        return more >= 0 and not self._worth(more)
 
     def tune(self) -> bool:
         """Lay the weights out by what the steps so far taught, if a step is predicted to be 3 % faster so.
@@ -154,6 +169,7 @@ class Tunes(Recodes):
             names = {entry.name: entry.nbytes for unit in units for entry in unit.entries}
             learnt = learnt.plainly(chosen.unpacking, names, learnt.link)
         learnt = learnt.unhurried()
+        chosen = dataclasses.replace(chosen, vram=self._vram + self.spare)
         advice = replan.advise(
             self.module, chosen, self._engine.grain, learnt, self._carving, self.plan, steps, self._simple
         )  # fmt: skip
@@ -163,16 +179,21 @@ class Tunes(Recodes):
 
     def _relay(self, advice: replan.Advice) -> None:
         logger.info("carom: a step is predicted to be %.3g s faster with another layout", advice.saves)
+        before, self._vram = self._vram, max(self._vram, advice.vram)
         self._remember(self._candidate, advice.carving, advice.plan)  # or it is searched for once more
-        self._take(self._candidate)
+        self._take(self._candidate, before)
+        if self._room is not None:  # what moving about left to the allocator is not what passes need
+            self._engine.trim()
 
-    def _take(self, learnt: Learnt) -> None:
-        """Lay out anew by what was learnt."""
-        before, self._learnt, self._tune_at = self._learnt, learnt, math.inf
+    def _take(self, learnt: Learnt, vram: int | None = None) -> None:
+        """Lay out anew by what was learnt. ``vram``: the budget so far, where it rises."""
+        before, self._learnt, self._tune_at, self._waited = self._learnt, learnt, math.inf, 0
+        self._among = None  # who may stay under a budget that fell was for the layout then
         try:
             self._again(retry=True)
         except OutOfMemory:  # what was there before did fit
-            self._learnt = before
+            self._learnt, self._vram = before, self._vram if vram is None else vram
+            self.forget_room()
             try:
                 self._again(retry=True)
             except OutOfMemory:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..core.host import on_windows
+
 logger = logging.getLogger("carom")
 
 
@@ -32,6 +34,19 @@ def device_bytes(device: torch.device) -> int:
 def module_bytes(module: torch.nn.Module) -> int:
     """The true size of a model's weights."""
     return int(management().module_size(module))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of ``device`` that ComfyUI counts as free, what torch's allocator keeps unused among them."""
+    return int(management().get_free_memory(device))
+
+
+def kept_free() -> int:
+    """Bytes of the device to be left to others: what the user reserved, and on Windows, where more than the card has
+    spills into host memory, what ComfyUI reserves itself."""
+    found = management()
+    reserved = getattr(getattr(found, "args", None), "reserve_vram", None) is not None
+    return int(found.extra_reserved_memory()) if reserved or on_windows() else 0
 
 
 def pin_room() -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..core.again import OutOfMemory
 from ..core.errors import BudgetError, CaromError, UnsupportedError
 from . import host
 from .policy import Settings, next_budget, parse_limit, rounded
@@ -51,6 +52,10 @@ class CaromPatcher:
     def model_size(self, *args: Any, **kwargs: Any) -> int:
         """What the model wants on the device: its true size, or the user's limit if that is less."""
         return int(min(self._carom.total, self._limit()))
+
+    def loaded_size(self, *args: Any, **kwargs: Any) -> int:
+        self._carom.follow()
+        return super().loaded_size(*args, **kwargs)  # type: ignore[misc]
 
     # -- loading
 
@@ -115,7 +120,21 @@ class CaromPatcher:
                 self.patch_weight_to_device(key, device_to=device_to)  # type: ignore[attr-defined]
 
     def _take(self, offer: int) -> None:
-        carom, bound = self._carom, rounded(offer)
+        carom = self._carom
+        bound = carom.bound(offer, self.load_device, self._limit())
+        try:
+            self._settle(bound)
+        except OutOfMemory:
+            if bound <= rounded(offer):
+                raise
+            carom.forget_room()
+            self._settle(rounded(offer))
+        self.model.model_loaded_weight_memory = carom.held
+        carom.expected = (self.model.current_weight_patches_uuid, carom.held)
+
+    def _settle(self, bound: int) -> None:
+        """Have a session with a budget of ``bound`` bytes, or the one there is where that is near enough."""
+        carom = self._carom
         carom.succeed()  # while ComfyUI loaded, a patcher of ours may have let go of the model
         carom.active = True
         if carom.suspended and carom.packs and self._compiled():
@@ -136,8 +155,7 @@ class CaromPatcher:
                 carom.resize(budget)
         if self._compiled():
             carom.lengthen()
-        self.model.model_loaded_weight_memory = carom.held
-        carom.expected = (self.model.current_weight_patches_uuid, carom.held)
+        carom.follow_room(self._limit())
 
     def _compiled(self) -> bool:
         """Whether a compile node wrapped the model: as a whole, or block by block (ComfyUI's helper, or object patches)."""
@@ -167,7 +185,7 @@ class CaromPatcher:
         if carom.session is not None and carom.packs and self._compiled():
             carom.close()
         force = bool(args[0] if args else kwargs.get("force_patch_weights", False))
-        before = self.loaded_size()  # type: ignore[attr-defined]
+        before = self.loaded_size()
         bound = max(0, min(before + extra_memory, self._limit()))
         if bound >= carom.total:
             if carom.session is not None:
@@ -194,13 +212,14 @@ class CaromPatcher:
             except Exception:
                 self.detach()  # type: ignore[attr-defined]
                 raise
-        return self.loaded_size() - before  # type: ignore[attr-defined]
+        return self.loaded_size() - before
 
     def partially_unload(self, device_to: Any, memory_to_free: float = 0, *args: Any, **kwargs: Any) -> Any:
         carom = self._carom
         carom.succeed()
         if not carom.streams:
             return super().partially_unload(device_to, memory_to_free, *args, **kwargs)  # type: ignore[misc]
+        carom.asked_back(int(memory_to_free))
         with self.use_ejected():  # type: ignore[attr-defined]
             freed = carom.resize(max(0, int(carom.held - memory_to_free)))
             self.model.model_loaded_weight_memory = carom.held
@@ -243,12 +262,15 @@ class CaromPatcher:
         return copy if copy.is_dynamic() else wear(copy, self._settings)
 
     def pre_run(self, *args: Any, **kwargs: Any) -> Any:
-        host.say(self._carom.line(self.loaded_size()), self._settings.node)  # type: ignore[attr-defined]
+        if self._carom.session is not None:
+            self._carom.session.expect_anew()
+        host.say(self._carom.line(self.loaded_size()), self._settings.node)
         return super().pre_run(*args, **kwargs)  # type: ignore[misc]
 
     def cleanup(self, *args: Any, **kwargs: Any) -> Any:
         carom = self._carom
         if carom.streams:
+            carom.remember_room()
             host.say(carom.line(carom.held, carom.stall_share()), self._settings.node)
         return super().cleanup(*args, **kwargs)  # type: ignore[misc]
 

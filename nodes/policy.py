@@ -17,6 +17,7 @@ GROW_SHARE = (
     8  # a budget grows when an eighth of what streams would become resident: laying out anew costs a second
 )
 GROW_LEAST = 256 * MIB
+KEPT_ALIKE = 1.05  # what ComfyUI keeps for passes of one size differs by less
 SHRINK_SHARE, SHRINK_MOST = 8, 384 * MIB  # of what is held: offers that are less by no more are not followed
 
 
@@ -53,6 +54,18 @@ class Way:
 
     streams: bool
     reason: str
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """Budget beyond what ComfyUI offered: ``nbytes`` that passes left free while it ``kept`` so many bytes for them."""
+
+    nbytes: int = 0
+    kept: int = 0
+
+    def now(self, kept: int) -> int:
+        """Bytes of it now that ComfyUI keeps ``kept``: none for passes that it expects to need more than those seen."""
+        return self.nbytes if kept <= KEPT_ALIKE * self.kept else 0
 
 
 def choose_way(mode: str, device: str, leaves: str | None = None) -> Way:

@@ -501,6 +501,8 @@ def installed(models: Path) -> Iterator[types.SimpleNamespace]:
     management = module(
         "comfy.model_management", get_torch_device=lambda: state.device, module_size=module_size,
         get_total_memory=lambda device: 1 << 30, TOTAL_PINNED_MEMORY=0, MAX_PINNED_MEMORY=1 << 30,
+        get_free_memory=lambda device: 1 << 29, extra_reserved_memory=lambda: 400 << 20,
+        args=types.SimpleNamespace(reserve_vram=None),
     )  # fmt: skip
     sd = module(
         "comfy.sd", load_diffusion_model=load_diffusion_model, load_clip=load_clip, CLIPType=CLIPType,

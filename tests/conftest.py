@@ -28,6 +28,7 @@ def _load(name: str, path: Path, **options: list[str]) -> None:
 _load("carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
 # Helpers of the tests: tests/ is no package, and its folder is not on the path.
 _load("tests_models", ROOT / "tests" / "models.py")
+_load("tests_uneven", ROOT / "tests" / "uneven.py")
 _load("tests_harness", ROOT / "tests" / "harness.py")
 _load("tests_disk_harness", ROOT / "tests" / "disk_harness.py")
 _load("tests_comfy_server", ROOT / "tests" / "comfy_server.py")

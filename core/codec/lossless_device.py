@@ -91,6 +91,7 @@ def encode_there(
     nibble_of = torch.full((256,), 255, dtype=torch.uint8)
     nibble_of[torch.tensor(list(code.table))] = torch.arange(16, dtype=torch.uint8)
     nibble_of = nibble_of.to(device)
+    places = torch.arange(8, dtype=torch.int32, device=device).view(4, 1, 2)
     streams, written, most = [], 0, 0
     step = max(1, min(at_once, SCRATCH_ELEMENTS) // header.tile)
     for first in range(0, header.tiles, step):
@@ -107,9 +108,10 @@ def encode_there(
         combined = torch.nn.functional.pad(combined, (0, tiles * header.tile - (end - begin)))
         part = bits[first : first + tiles]
         words = combined.view(torch.int32).view(tiles, 4, lanes, 2)
-        for j in range(header.planes):
-            for r in range(8):
-                part[:, j] |= ((words[:, r // 2, :, r % 2] >> j) & _ONES) << r
+        for j in range(
+            header.planes
+        ):  # a word's bits are others than its neighbours': their sum has them all
+            part[:, j] = (((words >> j) & _ONES) << places).sum((1, 3), dtype=torch.int32)
         mask = part[:, 0]
         for j in range(1, code.k):
             mask = mask & part[:, j]

@@ -1,0 +1,183 @@
+"""A budget that a host set before it had seen a pass may rise by what passes leave free (the rule: `room.py`).
+
+A mixin of `Session`, under `Tunes`. More is taken only with a layout that is taken anyway, and only where a pass that then
+runs out of memory all the same can be run again: it is, with the host's budget.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from . import replan
+from .again import PLAIN, Before, OutOfMemory, sizes
+from .attach import Placement
+from .meter import Meter
+from .room import Room
+from .simulated import SimulatedEngine
+from .sizes import format_size
+from .streamer import Streamer
+from .transfer import Engine
+
+logger = logging.getLogger("carom")
+_LOOKED, _LOOKS = 16, 0.25  # steps after which memory is read, then only every so many seconds
+_FIRST = 4  # passes of a layout that may run again
+
+Inputs = tuple[tuple, dict]
+
+
+class FollowsRoom:
+    """The room of a `Session` (which see for the fields)."""
+
+    module: torch.nn.Module
+    _engine: Engine
+    _lock: threading.RLock
+    _meter: Meter
+    _placement: Placement
+    _streamer: Streamer
+    _vram: int
+    _among: frozenset[str] | None
+    _tune_at: float
+    _look_at: float
+    _asked: set
+    _room: Room | None = None
+    _base = 0  # bytes of the host's own budget
+    _given: Callable[[tuple, dict], Inputs]
+    _room_looked = 0.0
+    _thought: Any = None  # the placement that was thought over because of room
+
+    def _again(self, *, retry: bool = False) -> None:
+        raise NotImplementedError
+
+    def _residents(self) -> frozenset[str]:
+        raise NotImplementedError
+
+    def _detach_for_parking(self) -> None:
+        raise NotImplementedError
+
+    def follow_room(
+        self,
+        base: int | None = None,
+        keep: int = 0,
+        most: float = math.inf,
+        given: Callable[[tuple, dict], Inputs] = lambda args, kwargs: (args, kwargs),
+    ) -> None:
+        """Let the budget rise by what passes leave free, when a better layout is taken anyway.
+
+        ``base``: the host's budget in bytes, to go back to (default: the present one); ``keep``: bytes of the device to be
+        left free at least; ``most``: bytes that the budget never exceeds. ``given``: of a pass's arguments those that it
+        reads, without what is called outside of it: room is taken where these are tensors and plain values, so that the
+        pass can run again. To be said again whenever the budget was set.
+        """
+        with self._lock:
+            self._base, self._given = self._vram if base is None else min(base, self._vram), given
+            if self._room is None or (self._room.keep, self._room.most) != (keep, most):
+                self._room = Room(keep, most)
+
+    def expect_anew(self) -> None:
+        """A run of passes is about to begin, between which and the last one others had the device's memory."""
+        if self._room is not None:
+            self._asked.clear()
+
+    @property
+    def spare(self) -> int:
+        """Bytes that the budget may rise by, as far as passes have shown; 0 unless room is followed."""
+        return 0 if self._room is None else self._room.spare(self._vram, self._base)
+
+    @property
+    def beyond(self) -> float:
+        """Bytes that the budget may exceed the host's by at most: fewer after a pass that ran out of memory."""
+        return 0 if self._room is None or self._room.none else self._room.beyond
+
+    @property
+    def vram(self) -> int:
+        """The present budget in bytes."""
+        return self._vram
+
+    def forget_room(self) -> None:
+        """There is none for the rest of the session, whatever passes seem to leave."""
+        if self._room is not None:
+            self._room.none = True
+
+    def _worth(self, spare: int) -> bool:
+        """Whether so many bytes more are worth a search."""
+        return spare > replan.WORTH * sum(unit.nbytes for unit in self._placement.streamed)
+
+    def _passed(self, room: Room, args: tuple, kwargs: dict) -> None:
+        """A pass ended: see what it left, now and then."""
+        now = time.monotonic()
+        often = self._meter.steps <= _LOOKED or isinstance(self._engine, SimulatedEngine)
+        often = often or (room.unsure and self._tune_at < math.inf)  # a layout waits to know
+        if room.none or not (often or now - self._room_looked >= _LOOKS):
+            return
+        self._room_looked = now
+        memory, given = self._engine.memory(), self._given(args, kwargs)
+        if memory is None:
+            return
+        if not _repeats(given):
+            room.begin_anew()
+            return
+        room.passed(memory, sizes(*given))
+        # Where the layout was thought over without it: once more.
+        if self._tune_at == math.inf and self._thought is not self._placement and self._worth(self.spare):
+            self._thought = self._placement
+            self._tune_at = self._meter.settled
+            self._look_at = min(self._look_at, self._tune_at)
+
+    def _before_beyond(self, args: tuple, kwargs: dict) -> Before | None:
+        """What a pass beyond the host's budget finds, where it may have to run again: as long as it may be the first one."""
+        if self._vram <= self._base or torch.is_grad_enabled():
+            return None
+        given = self._given(args, kwargs)
+        asking = sizes(*given)
+        if asking in self._asked and self._meter.steps > _FIRST:
+            return None
+        if not _repeats(given):
+            self._back("a pass could not be run again")
+            return None
+        self._asked.add(asking)
+        return Before(self.module, *given)
+
+    def _falls_back(self, error: BaseException, before: Before | None) -> bool:
+        """A pass ran out of memory: back to the host's budget; True when the pass may run again."""
+        assert self._room is not None
+        self._asked.clear()
+        beyond = self._vram - self._base
+        if beyond <= 0:  # the host's own budget was too much
+            self._room.none = True
+            return False
+        self._room.failed(beyond)
+        if before is None or not before.restore():
+            return False
+        # The failed pass's frames would keep its activations, and weights that are to leave.
+        traceback.clear_frames(error.__traceback__)
+        return self._back("a pass ran out of memory")
+
+    def _back(self, why: str) -> bool:
+        """Lay out anew for the host's budget; False where that has to wait."""
+        with self._lock, self._streamer.lock:
+            if not self._streamer.idle or not self._streamer.unreferenced:
+                return False
+            before, after = format_size(self._vram), format_size(self._base)
+            logger.info("carom: %s beside %s of weights: back to %s, the host's budget", why, before, after)
+            self._among, self._vram = self._residents(), self._base
+            try:
+                self._again(retry=True)
+            except OutOfMemory:
+                self._detach_for_parking()
+                raise
+            self._engine.trim()
+            return True
+
+
+def _repeats(given: Inputs) -> bool:
+    """Whether a pass with these arguments may run twice."""
+    return all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in tree_leaves(given))

@@ -1,0 +1,188 @@
+"""Under ComfyUI: what passes left free is there for the next layout, within what the user and ComfyUI allow."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import carom
+import pytest
+import torch
+from carom.core import room
+from carom.core.adapt import OutOfMemory
+from carom.core.auto import Left
+from carom.core.follow_room import _repeats
+from carom.nodes import policy, streaming
+from carom.nodes.patcher import wear
+from carom.nodes.policy import Beyond, Settings
+from carom.nodes.streaming import streaming_of
+from tests_comfy_stand_in import installed
+from tests_uneven import Block
+from torch import nn
+
+CPU = torch.device("cpu")
+WIDTH, DEPTH = 48, 12
+LAYER = 14 * WIDTH * WIDTH * 4
+NEEDED = LAYER  # by a pass
+LEFT = LAYER // 2  # free for others
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.diffusion_model = nn.Sequential(*(Block(WIDTH) for _ in range(DEPTH))).requires_grad_(False)
+
+
+class Card:
+    """An imagined card that ComfyUI sees as Carom does: it offers four layers, passes leave three more."""
+
+    def __init__(self, monkeypatch: Any, management: Any, vram: str = "auto") -> None:
+        self.device = carom.SimulatedDevice(
+            memory_bytes=LEFT + NEEDED + 7 * LAYER, activation_bytes=NEEDED, timing="early"
+        )
+        monkeypatch.setattr(
+            room, "LEAVES", Left(0.03, LEFT, LEFT)
+        )  # as large beside the model as a real card's
+        make = streaming.stream
+        monkeypatch.setattr(
+            streaming,
+            "stream",
+            lambda *a, **k: make(*a, **{**k, "device": self.device, "granularity": "block"}),
+        )
+        monkeypatch.setattr(policy, "GROW_LEAST", LAYER)
+        self.kept = self.free - 4 * LAYER
+        monkeypatch.setattr(management, "get_free_memory", lambda device: self.free)
+        patcher_class = sys.modules["comfy.model_patcher"].ModelPatcher
+        self.patcher = wear(patcher_class(Model(), CPU, CPU), Settings(mode="stream", vram=vram, codec="raw"))
+        self.carom = streaming_of(self.patcher.model)
+
+    @property
+    def free(self) -> int:
+        ledger = self.device.ledger
+        return self.device.memory_bytes - ledger.allocated - ledger.others
+
+    def run(self, passes: int = 6, kept: int | None = None) -> torch.Tensor:
+        """A prompt."""
+        patcher, x = self.patcher, torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+        with torch.inference_mode():
+            patcher.partially_load(CPU, self.free - (self.kept if kept is None else kept))
+            patcher.pre_run()
+            for _ in range(passes):
+                y = patcher.model.diffusion_model(x)
+            patcher.cleanup()
+        return y.clone()
+
+
+@pytest.fixture
+def comfy(tmp_path):
+    with installed(tmp_path) as state:
+        yield state.management
+
+
+def test_the_next_layout_takes_what_passes_left_free(comfy, monkeypatch):
+    card = Card(monkeypatch, comfy)
+    expected = card.run()
+    first = card.carom.budget
+    spare = card.carom.session.spare
+    assert first <= 4 * LAYER and 2 * LAYER <= spare <= 3 * LAYER
+    card.patcher.partially_unload(CPU, 3 * LAYER)  # for a VAE, say
+    assert torch.equal(card.run(), expected)
+    assert first + spare // 2 < card.carom.budget <= first + spare
+    assert card.patcher.loaded_size() == card.carom.held <= card.carom.budget
+    assert card.device.memory_bytes - card.device.ledger.allocated - NEEDED >= LEFT
+
+
+def test_passes_that_comfyui_expects_more_of_get_what_it_keeps(comfy, monkeypatch):
+    card = Card(monkeypatch, comfy)
+    card.run()
+    first = card.carom.budget
+    card.patcher.partially_unload(CPU, 3 * LAYER)
+    card.run()
+    assert card.carom.budget > first
+    card.run(kept=int(1.5 * card.kept))
+    assert card.carom.budget <= first
+
+
+def test_the_users_limit_holds(comfy, monkeypatch):
+    card = Card(monkeypatch, comfy, vram=str(3 * LAYER))
+    for _ in range(3):
+        card.run()
+        assert card.carom.budget <= 3 * LAYER
+        card.patcher.partially_unload(CPU, LAYER)
+
+
+def test_what_the_user_told_comfyui_to_leave_free_is_left(comfy, monkeypatch):
+    card = Card(monkeypatch, comfy)
+    monkeypatch.setattr(comfy.args, "reserve_vram", 0.4)
+    card.run()
+    assert card.carom.session._room.keep == 400 << 20 and not card.carom.session.spare
+
+
+def test_what_is_asked_back_because_it_was_taken_is_not_taken_again(comfy, monkeypatch):
+    card = Card(monkeypatch, comfy)
+    card.run()
+    first = card.carom.budget
+    card.patcher.partially_unload(CPU, 3 * LAYER)
+    card.run()
+    card.patcher.partially_unload(CPU, LAYER // 2)  # which would have been free without
+    for _ in range(3):
+        card.run()
+        assert card.carom.budget <= max(first, card.carom.held)
+        card.patcher.partially_unload(CPU, 3 * LAYER)
+    assert card.carom.beyond == Beyond()
+
+
+def test_room_that_is_not_there_after_all_is_done_without(comfy, monkeypatch):
+    card = Card(monkeypatch, comfy)
+    expected = card.run()
+    first = card.carom.budget
+    card.patcher.partially_unload(CPU, 3 * LAYER)
+    change = carom.Session.set_budget
+
+    def fails_with_more(self, vram=None, ram=None):
+        if vram > first:
+            raise OutOfMemory("as if")
+        change(self, vram, ram)
+
+    monkeypatch.setattr(carom.Session, "set_budget", fails_with_more)
+    assert torch.equal(card.run(), expected)
+    assert card.carom.budget <= first and card.carom.beyond == Beyond()
+
+
+def test_a_budget_that_a_session_raised_itself_is_known_to_comfyui(comfy, monkeypatch):
+    card = Card(monkeypatch, comfy)
+    card.run()
+    first, session = card.carom.budget, card.carom.session
+    grown = first + session.spare
+    with torch.inference_mode(False):
+        session.set_budget(vram=grown)
+    card.run(passes=2)
+    assert card.carom.budget == grown and card.patcher.loaded_size() == card.carom.held > first - LAYER
+    assert card.carom.beyond.nbytes >= grown - first
+    card.patcher.detach()
+    card.run()
+    assert card.carom.budget > first, "it is remembered while others have the device"
+
+
+def test_beyond_is_for_passes_of_the_size_seen():
+    assert Beyond(100, 1000).now(1000) == Beyond(100, 1000).now(900) == 100
+    assert Beyond(100, 1000).now(1100) == Beyond().now(0) == 0
+
+
+def test_what_runs_outside_of_a_models_forward_is_none_of_its_inputs():
+    def patch():
+        pass
+
+    x = torch.ones(1)
+    options = {
+        "sigmas": x,
+        "uuids": [object()],
+        "callbacks": {"on_load_after": {None: [patch]}},
+        "cond_or_uncond": [0, 1],
+    }
+    outside = {**options, "wrappers": {"outer_sample": {None: [patch]}}, "patches": {}}
+    assert _repeats(streaming.inputs((x,), {"context": x, "transformer_options": outside}))
+    for inside in ({"wrappers": {"diffusion_model": {None: [patch]}}}, {"patches": {"attn1_patch": [patch]}}):
+        assert not _repeats(streaming.inputs((x,), {"transformer_options": {**options, **inside}}))
+    assert _repeats(streaming.inputs((x, None), {"control": {"output": [x]}, "y": None}))

@@ -1,0 +1,69 @@
+"""A net whose blocks compute unequally long, on an imagined device: what a session learns of it, no rule can know."""
+
+from __future__ import annotations
+
+import carom
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, DEPTH = 48, 12
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, extra: int = 0) -> None:
+        super().__init__()
+        self.extra = extra
+        self.mix = nn.Linear(width, 6 * width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x):
+        x = x + self.mix(x)[:, : x.shape[1]]
+        for _ in range(self.extra):
+            x = torch.tanh(x)
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, checkpointed: bool = False, extra: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(WIDTH, extra * (n >= DEPTH // 2)) for n in range(DEPTH))
+        self.checkpointed = checkpointed
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.checkpointed and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return x
+
+
+def size(net):
+    return sum(p.numel() * p.element_size() for p in net.parameters())
+
+
+def device(net, ratio):
+    """Whose link takes 1/ratio of the time that a pass computes (12 kernels of 6 us, 7 a block)."""
+    return carom.SimulatedDevice(
+        timing="early", link_bytes_per_second=size(net) / (DEPTH * 42e-6) * ratio, copy_latency_seconds=1e-6,
+        flops=1e15, kernel_seconds=7e-6,
+    )  # fmt: skip
+
+
+def step(net, train):
+    x = torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH).requires_grad_(train)
+    if not train:
+        with torch.no_grad():
+            return net(x)
+    net(x).sum().backward()
+    return x.grad
+
+
+def uneven():
+    """Half of the blocks compute enough to hide their copies: the others should stay, which no rule can know."""
+    net = Net(extra=18)
+    return net, device(net, 0.25), int(size(net) * 0.5)
