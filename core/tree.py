@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from operator import is_
 
 from torch import nn
 
@@ -17,15 +16,16 @@ class Tree:
         self._root = root
         tables = [t for m in root.modules() for t in (m._modules, m._parameters, m._buffers)]
         self._members = [table.values() for table in tables if table]  # views: they follow their tables
-        self._sizes, self._known = list(map(len, self._members)), list(chain.from_iterable(self._members))
+        self._sizes, self._ids = list(map(len, self._members)), self._now()
+
+    def _now(self) -> list[int]:
+        # Without a step of Python's for each table: there are thousands, and it runs before every forward. Ids: the tensors
+        # themselves would keep device memory of weights that have left.
+        return list(map(id, chain.from_iterable(self._members)))
 
     def changed(self) -> bool:
         """Whether any table's members are others than when the fingerprint was taken."""
-        # Without a step of Python's for each table: there are thousands, and it runs before every forward.
-        members = self._members
-        return list(map(len, members)) != self._sizes or not all(
-            map(is_, chain.from_iterable(members), self._known)
-        )
+        return list(map(len, self._members)) != self._sizes or self._now() != self._ids
 
     def entries(self) -> list[Entry]:
         """The tree's tensors as they are now."""
