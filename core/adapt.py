@@ -16,7 +16,7 @@ from collections.abc import Hashable
 
 import torch
 
-from . import decide
+from . import decide, stepping
 from .again import Before, sizes
 from .attach import Placement
 from .auto import Governor, Memory
@@ -62,6 +62,7 @@ class Adapts(Tunes, FollowsRam):
     _closed: bool
     _reruns: Reruns | None
     _among: frozenset[str] | None
+    _kept: str | None  # ``training`` where nothing else was asked for and the budget follows the device
 
     def _residents(self) -> frozenset[str]:
         raise NotImplementedError
@@ -100,13 +101,15 @@ class Adapts(Tunes, FollowsRam):
         memory = self._memory() if auto else None
         if memory is not None:
             engine = self._engine
-            key: Hashable = id(engine.ledger) if isinstance(engine, SimulatedEngine) else engine.name
+            place = id(engine.ledger) if isinstance(engine, SimulatedEngine) else engine.name
+            key: Hashable = place if self._shared is None else id(self._shared)
             if self._shared is not None:
-                key = id(self._shared)
                 self._shared.join(self)
             self._device = _devices.setdefault(key, _Device())
             self._device.sessions[id(self)] = self
             self._device.shares.join(id(self))
+            self._kept = stepping.where_trained(self.module)
+            stepping.enter(self, engine, place, self._device.shares)
         self._governor = None if memory is None else Governor(memory.ooms, memory.retries)
         self._looked = 0.0
         self._failed = False  # the last step ran out of memory
@@ -118,6 +121,8 @@ class Adapts(Tunes, FollowsRam):
 
     def _ungovern(self) -> None:
         """No longer one of those that share a device."""
+        stepping.leave(self)
+        self._kept = None
         if self._device is not None:
             self._device.sessions.pop(id(self), None)
             self._device.shares.leave(id(self))

@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from . import stepping
 from .attach import Placement
+from .auto import Governor
 from .errors import BudgetError
 from .learn import Learnt
 from .plan import Plan
@@ -36,6 +38,8 @@ class Adopts:
     _lock: threading.RLock
     _vram: int
     _stay: dict[str, str]
+    _governor: Governor | None
+    _kept: str | None
     _laid_open: LaidOpen | None
 
     def _decide(self) -> Any:
@@ -91,6 +95,8 @@ class Adopts:
             self._tree = Tree(self.module)
             self._account()
             if self._carving.adapters and not adapted:
+                if self._governor is not None:
+                    self._kept = stepping.where_trained(self.module)
                 self._for_training()
 
     def _for_training(self) -> None:

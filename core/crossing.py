@@ -30,8 +30,8 @@ def prepare(staging: Staging, units: Iterable[Streamed], engine: Engine) -> None
 
 def bring(streamer: Streamer, unit: Streamed, target: torch.Tensor, after: list[Any]) -> Any:
     """Issue what brings the unit's bytes to ``target`` once ``after`` is reached: the event that ends it."""
-    engine, meter, backward = streamer.engine, streamer.meter, ops.in_backward()
     if unit.decoder is None:
+        engine, meter, backward = streamer.engine, streamer.meter, ops.in_backward()
         event, marks = engine.copy_in(target, unit.host, after, meter.timing)
         if engine.blocking and marks is not None:
             meter.waited(marks[0], marks[1], unit.name, backward)

@@ -216,14 +216,17 @@ def by_rule(
 
 
 def _wish(carving: Carving, settings: Settings) -> Wish:
-    """Bytes kept at a turn are as good as resident, so training takes three blocks; forwards alone take one, and half of
-    one where weights cross packed: they wait for the staging buffer, not for a slot. Whole blocks that do take two slots: the rest
+    """Bytes kept at a turn are as good as resident, so training takes three blocks; forwards alone take two thirds of one (predicted
+    steps of a DiT and of Flux get shorter down to there, for any budget), and half of one where weights cross packed: they wait
+    for the staging buffer, not for a slot. Whole blocks that do take two slots: the rest
     is as good resident, and costs the host nothing."""
     if not carving.split_bytes:
         large = settings.packs and carving.largest > PART
         return Wish(3 if _trains(carving, settings) and not large else 2)
     block = carving.split_bytes
-    return Wish(2, 3 * block if _trains(carving, settings) else block // 2 if settings.packs else block)
+    return Wish(
+        2, 3 * block if _trains(carving, settings) else block // 2 if settings.packs else 2 * block // 3
+    )
 
 
 def _trains(carving: Carving, settings: Settings) -> bool:

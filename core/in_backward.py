@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import stepping
 from .errors import UnsupportedError
 
 
@@ -46,6 +47,7 @@ class OptimizerInBackward(torch.optim.Optimizer):
         self._hold = threading.Lock()  # backward passes step on autograd's threads
         self._stepped: set[int] = set()
         self._group_of = {id(p): n for n, group in enumerate(self.param_groups) for p in group["params"]}
+        stepping.make_room(self._inner, coming=True)  # within a backward it would be too late
         self._removers = [p.register_post_accumulate_grad_hook(self._arrived) for p in found]
 
     def _arrived(self, parameter: torch.Tensor) -> None:

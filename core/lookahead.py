@@ -103,7 +103,7 @@ class LookAhead:
     def _look(self) -> None:
         streamer = self._streamer
         self._stuck = None
-        # In backward a unit's recomputation is followed by its gradients, whether or not that is learnt yet.
+        # In backward a recomputation is followed by the unit's gradients, whether or not that is learnt yet.
         guarded = streamer.last.slot if streamer.last is not None and ops.in_backward() else None
         order, period = streamer.order, streamer.order.period
         if not self._remembers or streamer.resting or not period:

@@ -195,7 +195,7 @@ class Pooled(Streamer):
             slot = None if self.closed else self._home_of(unit)
             if slot is None:
                 return super()._acquire(unit, backward)
-            self.last = unit
+            self.last = None if backward else unit
             slot.users += 1
             slot.state = SlotState.IN_USE
             try:
@@ -206,6 +206,10 @@ class Pooled(Streamer):
                 self._unpin_idle()
                 raise
             return slot
+
+    def used_on(self, slot: Slot) -> None:
+        if slot.offset < self.region.nbytes:
+            super().used_on(slot)
 
     def _home_of(self, unit: Streamed) -> Slot | None:
         """The unit's slot at home, pinned and filled; None where it has to stream."""

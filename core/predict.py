@@ -211,7 +211,7 @@ class _Replay:
             last[unit] = place
         self.next = last  # absolute place of the next use
 
-    def use(self, seconds: float, backward: bool, held: float) -> None:
+    def use(self, seconds: float, held: float) -> None:
         """The next use of the sequence."""
         self.at += 1
         place = self.at % len(self.sequence)
@@ -226,11 +226,11 @@ class _Replay:
         slot.users = 1
         self.compute = max(self.compute, slot.there)
         if surprised:
-            self._look_ahead(slot if backward else None)
+            self._look_ahead()
         self.compute += held * seconds
         slot.users = 0
         slot.read = self.compute
-        self._look_ahead(slot if backward else None)
+        self._look_ahead()
         self.compute += seconds - held * seconds
 
     def rest(self) -> None:
@@ -244,11 +244,11 @@ class _Replay:
         if victim.read >= 0:
             self.tails.append((victim.offset, victim.end, victim.read))
 
-    def _next_uses(self, guarded: Any = None) -> list[float | None]:
+    def _next_uses(self) -> list[float | None]:
         next_, at, slots = self.next, self.at, self.region.slots
-        return [None if s.users or s is guarded else next_[s.unit] - at for s in slots]
+        return [None if s.users else next_[s.unit] - at for s in slots]
 
-    def _look_ahead(self, guarded: Any) -> None:
+    def _look_ahead(self) -> None:
         room, at, sequence, slots, sizes = self.region.nbytes, self.at, self.sequence, self.slots, self.sizes
         period = len(sequence)
         seen = set()
@@ -262,7 +262,7 @@ class _Replay:
                 return
             if unit in slots or (unit in self.trains and at % period + distance >= period):
                 continue
-            found = self.region.place(sizes[unit], self._next_uses(guarded), later_than=distance)
+            found = self.region.place(sizes[unit], self._next_uses(), later_than=distance)
             if found is None:
                 return
             self._fill(unit, *found)
@@ -363,7 +363,7 @@ def predict(
             if stays:
                 replay.compute += use.seconds
             else:
-                replay.use(use.seconds, use.backward, use.held)
+                replay.use(use.seconds, use.held)
             replay.issued += (calls.resident if stays else calls.streamed)[use.backward]
             replay.compute = max(replay.compute, replay.issued)  # the last kernel comes with the last call
         if step:

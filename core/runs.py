@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from .streamer import Streamer
 
 
+class _Mine(threading.local):
+    """What each thread counts of its own."""
+
+    runs = 0  # of units and roots
+    users = 0  # slots that they use
+    hosting = False
+
+
 class Runs:
     """The units' runs of one streamer, and its root's."""
 
@@ -31,7 +39,7 @@ class Runs:
         self._streamer = streamer
         self._under_way = 0  # units' runs
         self._roots = 0  # root forwards
-        self._local = threading.local()
+        self._local = _Mine()
         self._hosts: set[int] = set()  # threads that see the host tensors: they may keep views for a moment
         self._anchor = torch.zeros(0, requires_grad=True)
         self.written: list[Owner] = []  # whose slots the model wrote to
@@ -43,19 +51,19 @@ class Runs:
 
     def mine(self) -> int:
         """Slots that this thread's runs use."""
-        return getattr(self._local, "users", 0)
+        return self._local.users
 
     def elsewhere(self) -> bool:
         """Whether another thread is in a forward, or takes a state dict."""
-        if self._under_way + self._roots > getattr(self._local, "runs", 0):
+        if self._under_way + self._roots > self._local.runs:
             return True
         return bool(self._hosts) and self._hosts != {threading.get_ident()}
 
     def computing(self) -> bool:
         """Whether this thread is in a step: a root forward, a unit's run, or a backward."""
-        if getattr(self._local, "hosting", False):
+        if self._local.hosting:
             return False
-        return getattr(self._local, "runs", 0) > 0 or ops.in_backward()
+        return self._local.runs > 0 or ops.in_backward()
 
     def hosting(self, on: bool) -> None:
         """While on, this thread sees the host tensors, in a step too (a state dict is being taken)."""
@@ -73,7 +81,7 @@ class Runs:
             if self._roots == 0 and not streamer.backward.running:
                 streamer.meter.forward_begins(torch.is_grad_enabled())
             self._roots += 1
-            self._local.runs = getattr(self._local, "runs", 0) + 1
+            self._local.runs += 1
 
     def no_backward(self) -> None:
         """The root's forward on this thread gives nothing that a backward could begin at."""
@@ -82,7 +90,7 @@ class Runs:
                 self._streamer.meter.no_backward()
 
     def root_ends(self, failed: bool) -> None:
-        self._local.runs = max(0, getattr(self._local, "runs", 0) - 1)
+        self._local.runs = max(0, self._local.runs - 1)
         streamer = self._streamer
         with streamer.lock:
             self._roots -= 1
@@ -107,27 +115,20 @@ class Runs:
     def enter(self, unit: Streamed) -> tuple[Slot, bool]:
         """Swap the unit in for a run of its own forward; pairs with `leave`."""
         streamer = self._streamer
-        if not streamer.meter.profiling:
-            return self._enter(unit)
-        began = time.perf_counter()
-        found = self._enter(unit)
-        streamer.meter.spent(time.perf_counter() - began)
-        return found
-
-    def _enter(self, unit: Streamed) -> tuple[Slot, bool]:
+        began = time.perf_counter() if streamer.meter.profiling else None
         gradient = torch.is_grad_enabled()
         ops.refuse_transforms(unit.name)
-        streamer = self._streamer
         with streamer.lock:
             streamer.backward.note()
             slot = streamer.acquire(unit)
             unit.depth += 1
             self._under_way += 1
-            self._local.users = getattr(self._local, "users", 0) + 1
+            self._local.users += 1
             if unit.depth == 1 or (gradient and unit.trainable and not unit.differentiable):
                 try:
-                    _swap_out(unit)
-                    self._swap_in(unit, streamer.views(slot).tensors, gradient)
+                    if unit.standing:
+                        _swap_out(unit)
+                    self._swap_in(unit, slot.views.tensors, gradient)
                 except BaseException:
                     self._leave(unit, slot)
                     raise
@@ -138,7 +139,9 @@ class Runs:
             with streamer.lock:
                 self._leave(unit, slot)
             raise
-        self._local.runs = getattr(self._local, "runs", 0) + 1
+        self._local.runs += 1
+        if began is not None:
+            streamer.meter.spent(time.perf_counter() - began)
         return slot, gradient
 
     def leave(self, unit: Streamed, slot: Slot, gradient: bool) -> None:
@@ -148,29 +151,32 @@ class Runs:
         if gradient:
             ops.pop_handles()
         with self._streamer.lock:
-            self._leave(unit, slot)
+            self._leave(unit, slot, gradient)
         if began is not None:
             meter.spent(time.perf_counter() - began)
 
-    def _leave(self, unit: Streamed, slot: Slot) -> None:
+    def _leave(self, unit: Streamed, slot: Slot, gradient: bool = False) -> None:
         if unit.depth == 0:
             return  # an interrupted pass was cleaned up meanwhile
         unit.depth -= 1
         self._under_way -= 1
-        self._local.users = max(0, getattr(self._local, "users", 0) - 1)
+        self._local.users = max(0, self._local.users - 1)
+        goes_on = False
         try:
             if unit.depth == 0:
                 if unit.differentiable:
                     hand_back(unit, {id(ours): host for _, _, ours, host in unit.standing})
                 _swap_out(unit)
                 self._keep_writes(unit, slot)
+                goes_on = gradient and self._streamer.backward.goes_on(slot)
         finally:
-            self._streamer.release(slot)
+            if not goes_on:
+                self._streamer.release(slot)
 
     def _swap_in(self, unit: Streamed, tensors: list[torch.Tensor], gradient: bool) -> None:
         if unit.depth == 1:
             assert unit.slot is not None
-            unit.entered = self._streamer.views(unit.slot).version
+            unit.entered = unit.slot.views.version
         unit.differentiable = gradient and unit.trainable
         standing, owners = unit.standing, unit.owners
         if not unit.trainable:
@@ -198,8 +204,7 @@ class Runs:
 
     def _keep_writes(self, unit: Streamed, slot: Slot) -> None:
         """What the model wrote to its slot during the run goes to the host, where the weight lives."""
-        streamer = self._streamer
-        views = streamer.views(slot)
+        streamer, views = self._streamer, slot.views
         if views.version == unit.entered and not views.moved():
             return
         if not all(owner.keeps_writes for owner in unit.owners):

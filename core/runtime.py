@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -63,36 +63,46 @@ class Runtime:
         if self._free:
             return Event(self._free.pop(), self._free)
         handle = ctypes.c_void_p()
-        _check(self._create(ctypes.byref(handle), _DISABLE_TIMING), "EventCreate")
+        code = self._create(ctypes.byref(handle), _DISABLE_TIMING)
+        if code:
+            _failed(code, "EventCreate")
         return Event(handle.value or 0, self._free)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """``nbytes`` between two addresses, on ``stream``."""
-        _check(self._copy(target, source, nbytes, _DEFAULT, stream), "MemcpyAsync")
+        code = self._copy(target, source, nbytes, _DEFAULT, stream)
+        if code:
+            _failed(code, "MemcpyAsync")
 
     def record(self, event: Event, stream: int) -> None:
-        _check(self._record(event.handle, stream), "EventRecord")
+        code = self._record(event.handle, stream)
+        if code:
+            _failed(code, "EventRecord")
 
     def wait(self, stream: int, event: Event) -> None:
-        _check(self._wait(stream, event.handle, 0), "StreamWaitEvent")
+        code = self._wait(stream, event.handle, 0)
+        if code:
+            _failed(code, "StreamWaitEvent")
 
     def reached(self, event: Event) -> bool:
         code = self._query(event.handle)
         if code == _NOT_READY:
             self._last_error()  # or torch finds it, and takes it for its own
             return False
-        _check(code, "EventQuery")
+        if code:
+            _failed(code, "EventQuery")
         return True
 
     def synchronize(self, event: Event) -> None:
-        _check(self._synchronize(event.handle), "EventSynchronize")
+        code = self._synchronize(event.handle)
+        if code:
+            _failed(code, "EventSynchronize")
 
 
-def _check(code: int, name: str) -> None:
-    if code:
-        raise RuntimeError(
-            f"{name} failed with error {code} of the device's runtime; the device may be in no state to go on"
-        )
+def _failed(code: int, name: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name} failed with error {code} of the device's runtime; the device may be in no state to go on"
+    )
 
 
 def find() -> Runtime | None:
@@ -173,7 +183,7 @@ class RuntimeEngine(StreamEngine):
         return event
 
     def wait(self, event: Any) -> None:
-        self._runtime.wait(self.stream(), event)
+        self._runtime.wait(self._raw_stream(self.device.index), event)  # type: ignore[misc]
 
     def copy_in(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool

@@ -29,22 +29,25 @@ class Order:
         self._history: list[int] = [_KINDS * unit for unit in initial]
         self._places: dict[int, list[int]] = {}
         self._index()
-        self._at = -1  # place in the history that corresponds to now
+        self.at = -1  # the place in the learnt order that corresponds to now
         self.epoch = 0  # raised when places found earlier are no longer to be compared with `at`
 
     def access(self, unit: int, backward: bool = False, again: bool = False) -> bool:
         """Note that ``unit`` is used now, for gradients (``backward``) or recomputed in a backward (``again``); True when
         that was expected."""
         key = _KINDS * unit + (2 if backward else 1 if again else 0)
-        history = self._history
-        expected = self._at + 1 < len(history) and history[self._at + 1] == key
+        history, following = self._history, self.at + 1
+        expected = following < len(history) and history[following] == key
         if expected:
-            self._at += 1
+            self.at = following
         else:
             self.surprises += 1
-            self._at = self._resync(key)
+            self.at = self._resync(key)
             self.epoch += 1
-        self._places.setdefault(key, []).append(len(history))
+        places = self._places.get(key)
+        if places is None:
+            places = self._places[key] = []
+        places.append(len(history))
         history.append(key)
         if len(history) > 2 * self._limit:
             self._forget()
@@ -53,30 +56,25 @@ class Order:
     def upcoming(self) -> Iterator[int]:
         """Units expected next, nearest first, over one period (units may repeat)."""
         history = self._history
-        for place in range(self._at + 1, len(history)):
+        for place in range(self.at + 1, len(history)):
             yield history[place] // _KINDS
 
     def expected(self) -> list[tuple[int, bool]]:
         """What is expected over one period, nearest first: (unit, whether for gradients)."""
-        return [(key // _KINDS, key % _KINDS == 2) for key in self._history[self._at + 1 :]]
-
-    @property
-    def at(self) -> int:
-        """The place in the learnt order that corresponds to now."""
-        return self._at
+        return [(key // _KINDS, key % _KINDS == 2) for key in self._history[self.at + 1 :]]
 
     @property
     def period(self) -> int:
         """Uses after which the order comes again: as long as `epoch` does not change, ``at`` modulo it tells all that is
         expected. 0 where nothing is."""
-        return max(0, len(self._history) - 1 - self._at)
+        return max(0, len(self._history) - 1 - self.at)
 
     def next_place(self, unit: int) -> int:
         """The place in the learnt order where ``unit`` is expected again, NEVER when it is not expected.
 
         Holds until `at` has reached it or `epoch` has changed.
         """
-        best, at, known = NEVER, self._at, self._places
+        best, at, known = NEVER, self.at, self._places
         for key in range(_KINDS * unit, _KINDS * unit + _KINDS):
             places = known.get(key)
             # What comes last of it is behind now: most uses are not of all kinds in what is left of the history.
@@ -89,7 +87,7 @@ class Order:
     def next_use(self, unit: int) -> int:
         """Accesses until ``unit`` is expected again (1: the very next), NEVER when it is not expected."""
         place = self.next_place(unit)
-        return NEVER if place == NEVER else place - self._at
+        return NEVER if place == NEVER else place - self.at
 
     def _resync(self, key: int) -> int:
         """The most recent past place of ``key`` with the longest agreeing context; -1: none."""
@@ -117,8 +115,8 @@ class Order:
 
     def _forget(self) -> None:
         """Drop the oldest accesses, keeping what the pointer still needs."""
-        drop = min(len(self._history) - self._limit, max(0, self._at))
+        drop = min(len(self._history) - self._limit, max(0, self.at))
         del self._history[:drop]
-        self._at -= drop
+        self.at -= drop
         self.epoch += 1
         self._index()

@@ -297,7 +297,7 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
         here = here and (known or self._stays_packed())
         wires = self._wire_bytes if here else None
         return decide.Settings(
-            self._vram, self._granularity, self._training, self._stay, from_file, packs or filed is not None,
+            self._vram, self._granularity, self._training or self._kept, self._stay, from_file, packs or filed is not None,
             self._among, wires, None if wires is None else self._unpacking_rate(),
             None if filed is None else filed.nbytes, self._backward,
         )  # fmt: skip
@@ -447,7 +447,7 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
         """
         with self._lock:
             self._need_open()
-            before, among = (self._vram, self._ram), self._among
+            before, among = (self._vram, self._ram, self._kept), self._among
             shared, governed = self._shared, self._governor is not None
             if vram is not None:
                 mine = (
@@ -458,6 +458,7 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
                 # What stays under less is a part of what stayed: nothing has to come for a budget that falls.
                 fell = self._vram < before[0] and not self._parked
                 self._among = self._residents() if fell else None
+                self._kept = None
             if ram is not None:
                 self._ram = settings.ram_budget(ram)
             try:
@@ -466,7 +467,7 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
                     streamed = wanted_residents(carving, plan)[1]
                     self._checkpoint.require_ram(self._ram, streamed, plan.staging_bytes, ram is None)
             except BaseException:
-                (self._vram, self._ram), self._among = before, among
+                (self._vram, self._ram, self._kept), self._among = before, among
                 raise
             if vram is not None:
                 self._ungovern()
@@ -483,7 +484,7 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
             try:
                 self._again(self._copies.unpin if less else lambda: None, retry=True)
             except OutOfMemory:  # what was there before did fit
-                (self._vram, self._ram), self._among = before, among
+                (self._vram, self._ram, self._kept), self._among = before, among
                 if vram is not None:
                     self._ungovern()
                     self._shared = shared

@@ -32,6 +32,10 @@ class Shares:
         if self._uses.pop(key, None) is not None:
             self._begin_anew()
 
+    def uses(self, key: int) -> int:
+        """Steps of ``key`` since the last move."""
+        return self._uses.get(key, 0)
+
     def before_all(self, key: int) -> list[int]:
         """The others in the order in which they give way to a new session."""
         others = [other for other in self._uses if other != key]

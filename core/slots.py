@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 ALIGN = 512  # bytes; every slot and every tensor in it starts on this boundary
 
 
 _FOREVER = float("inf")
+_offset = attrgetter("offset")
 
 
 class SlotState(enum.Enum):
@@ -26,27 +27,21 @@ class SlotState(enum.Enum):
     HELD = enum.auto()  # its unit has run, but something still keeps a view of it
 
 
-@dataclass(eq=False)
 class Slot:
-    """A stretch of the region that holds one unit."""
+    """A stretch of the region that holds one unit. (No dataclass: one is made at every fetch.)"""
 
-    unit: Any
-    offset: int
-    nbytes: int
-    state: SlotState = SlotState.FILLING
-    copied: Any = None  # event: the bytes are there
-    waited: set = field(default_factory=set)  # streams that already wait for `copied`
-    reads: dict = field(default_factory=dict)  # stream -> event after its last read
-    users: int = 0
-    version: int = 0  # of the host bytes that were copied
-    next_place: int = -1  # where the order has its unit's next use, as of `epoch`
-    epoch: int = -1
-    views: Any = None  # the unit's tensors here, once they were made
-    key: int = 0  # which unit, and where: of what is remembered
-    end: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.end = self.offset + self.nbytes
+    def __init__(self, unit: Any, offset: int, nbytes: int, version: int = 0, key: int = 0) -> None:
+        self.unit, self.offset, self.nbytes, self.end = unit, offset, nbytes, offset + nbytes
+        self.state = SlotState.FILLING
+        self.copied: Any = None  # event: the bytes are there
+        self.waited: set[Any] = set()  # streams that already wait for `copied`
+        self.reads: dict[Any, Any] = {}  # stream -> event after its last read
+        self.users = 0
+        self.version = version  # of the host bytes that were copied
+        self.next_place = -1  # where the order has its unit's next use, as of `epoch`
+        self.epoch = -1
+        self.views: Any = None  # the unit's tensors here, once they were made
+        self.key = key  # which unit, and where: of what is remembered
 
 
 class Region:
@@ -149,7 +144,7 @@ class Region:
 
     def add(self, slot: Slot) -> None:
         self.slots.append(slot)
-        self.slots.sort(key=lambda s: s.offset)
+        self.slots.sort(key=_offset)
 
     def remove(self, slot: Slot) -> None:
         self.slots.remove(slot)

@@ -74,6 +74,7 @@ class Staging:
         try:
             for start, end, low, high, part in pieces:
                 yield self._bring(wire[start:end], part, target[low:high], after, timed)
+                after = []  # the stream that decodes has waited for it
                 done += 1
         except BaseException:
             # Nobody knows of the pieces before: they must not reach a slot that is another's by then.

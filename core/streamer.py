@@ -59,7 +59,7 @@ class Streamer:
         # Stretches whose slot is gone, with the events of its last reads: the next copy there waits for them.
         self._tails: list[tuple[int, int, list[Any]]] = []
         self.held: list[Slot] = []
-        self.last: Streamed | None = None  # that was used
+        self.last: Streamed | None = None  # that was used, where not for gradients
         self.ahead = LookAhead(self, self.remembers)
         self.resting = False  # between a backward that made host gradients and the next forward
         self._landings = Landings(engine)
@@ -113,11 +113,12 @@ class Streamer:
 
     def _acquire(self, unit: Streamed, backward: bool) -> Slot:
         with self.lock:
-            self._need_open(unit)
+            if self.closed:
+                self._need_open(unit)
             if self.held or self.backward.reading:
                 self.settle(unit)
             foreseen = self.order.access(unit.index, backward, ops.in_backward())
-            self.last = unit
+            self.last = None if backward else unit
             slot = unit.slot
             if slot is not None and slot.users == 0 and slot.version != unit.version():
                 self._evict(slot)
@@ -142,14 +143,21 @@ class Streamer:
                 raise
             return slot
 
+    def used_on(self, slot: Slot) -> None:
+        """A slot in use is used for gradients now (under the lock)."""
+        self.last = None
+        if not self.order.access(slot.unit.index, True, ops.in_backward()):
+            self._look_ahead()
+
     def release(self, slot: Slot, streams: set | None = None) -> None:
         """The kernels that read the slot have been issued (on ``streams``; default: the current one)."""
         with self.lock:
             try:
+                engine, reads = self.engine, slot.reads
                 if self.meter.profiling:
-                    self.meter.left(slot.unit.name, self.engine.mark())
-                for stream in streams or (self.engine.stream(),):
-                    slot.reads[stream] = self.engine.record(stream, slot.reads.get(stream))
+                    self.meter.left(slot.unit.name, engine.mark())
+                for stream in streams or (engine.stream(),):
+                    reads[stream] = engine.record(stream, reads.get(stream))
             except BaseException:
                 # Without the event nobody may overwrite the slot before the device is idle.
                 with contextlib.suppress(Exception):
@@ -161,7 +169,7 @@ class Streamer:
                     slot.state = SlotState.KEPT
                 self._waiting.slot_freed()
             if slot.users == 0 and slot.unit.slot is slot:
-                if self.views(slot).kept_elsewhere() and self._kept_by_others(slot):
+                if slot.views.kept_elsewhere() and self._kept_by_others(slot):
                     slot.state = SlotState.HELD
                     if slot not in self.held:
                         self.held.append(slot)
@@ -183,8 +191,7 @@ class Streamer:
 
     def _kept_by_others(self, slot: Slot) -> bool:
         """Whether anybody still keeps a view once modules that list their weights have the host's back."""
-        views = self.views(slot)
-        owners = slot.unit.owners
+        views, owners = slot.views, slot.unit.owners
         hand_back(slot.unit, {id(view): o.tensor for view, o in zip(views.tensors, owners, strict=True)})
         return views.kept_elsewhere()
 
@@ -254,28 +261,28 @@ class Streamer:
     def fill(self, unit: Streamed, offset: int, victims: list[Slot]) -> Slot:
         for victim in victims:
             self._evict(victim)
-        end = offset + unit.nbytes
-        tails = [tail for tail in self._tails if tail[0] < end and offset < tail[1]]
-        after = [event for tail in tails for event in tail[2]]
-        slot = Slot(
-            unit, offset, unit.nbytes, version=unit.version(), key=unit.index << _OFFSET_BITS | offset
-        )
-        views = self.views(slot)
-        slot.copied = self._bring(unit, views.target, after)
-        for tail in tails:
-            self._tails.remove(tail)
+        slot = Slot(unit, offset, unit.nbytes, unit.version(), unit.index << _OFFSET_BITS | offset)
+        end, after, left = slot.end, [], []
+        for tail in self._tails:
+            low, high, events = tail
+            if low >= end or offset >= high:
+                left.append(tail)
+                continue
+            after += events
             # What sticks out on either side keeps its events.
-            self._tails += [
-                (low, high, tail[2]) for low, high in ((tail[0], offset), (end, tail[1])) if low < high
-            ]
+            if low < offset:
+                left.append((low, offset, events))
+            if end < high:
+                left.append((end, high, events))
+        slot.copied = self._bring(unit, self.views(slot).target, after)
+        self._tails = left
         self.ahead.changed()
         self.region.add(slot)
         unit.slot = slot
         return slot
 
-    def _bring(self, unit: Streamed, target: torch.Tensor, after: list[Any]) -> Any:
-        """Issue the copy of the unit's bytes to ``target`` once ``after`` is reached: its done event."""
-        return bring(self, unit, target, after)
+    # Issues the copy of a unit's bytes to a target once events are reached: its done event.
+    _bring = bring
 
     def stay_packed(self, units: Sequence[Streamed]) -> None:
         """From now on ``units`` are unpacked from the device's own memory. Raises torch.OutOfMemoryError."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from torch import nn
 
 from .units import Entry, collect
@@ -12,16 +14,18 @@ class Tree:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._tables = [
-            (table, list(map(id, table.values())))
-            for module in root.modules()
-            for table in (module._modules, module._parameters, module._buffers)
-        ]
-        self._tables = [(table, ids) for table, ids in self._tables if ids or table]
+        tables = [t for m in root.modules() for t in (m._modules, m._parameters, m._buffers)]
+        self._members = [table.values() for table in tables if table]  # views: they follow their tables
+        self._sizes, self._ids = list(map(len, self._members)), self._now()
+
+    def _now(self) -> list[int]:
+        # Without a step of Python's for each table: there are thousands, and it runs before every forward. Ids: the tensors
+        # themselves would keep device memory of weights that have left.
+        return list(map(id, chain.from_iterable(self._members)))
 
     def changed(self) -> bool:
         """Whether any table's members are others than when the fingerprint was taken."""
-        return any(list(map(id, table.values())) != ids for table, ids in self._tables)
+        return list(map(len, self._members)) != self._sizes or self._now() != self._ids
 
     def entries(self) -> list[Entry]:
         """The tree's tensors as they are now."""

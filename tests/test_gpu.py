@@ -541,6 +541,68 @@ def test_a_unit_that_runs_out_of_memory_runs_again_after_residents_gave_way():
                 assert_same([expected], [model(x)])
 
 
+class Adapted(nn.Module):
+    """A frozen layer of 8 MiB and its adapter of 2 MiB."""
+
+    def __init__(self, d: int = 2048, rank: int = 128) -> None:
+        super().__init__()
+        self.base = nn.Linear(d, d, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, d) / d)
+        self.up = nn.Parameter(torch.randn(d, rank) / rank)
+
+    def forward(self, x):
+        return x + torch.tanh(self.base(x)) + (x.float() @ self.down.T @ self.up.T).to(x.dtype)
+
+
+def test_an_optimizers_state_finds_room_where_weights_took_all_that_was_left(monkeypatch):
+    """Between backward and step a neighbour leaves half of what the moments take: without weights that give way the step
+    runs out of memory half way through making them."""
+    monkeypatch.setattr("carom.core.auto.MOST_HEADROOM", 64 * MIB)  # the neighbour counts as this process's
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Adapted() for _ in range(48)))
+    plain = copy.deepcopy(model).to(CUDA)
+
+    def losses(net, optimizer, before_step=lambda: None):
+        for seed in range(4):
+            loss = net(inputs(seed, 32, 2048).requires_grad_()).float().pow(2).mean()
+            loss.backward()
+            before_step()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.detach().clone()
+
+    def adamw(net):
+        return torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3)
+
+    expected = list(losses(plain, adamw(plain)))
+    after = [p.detach().cpu() for p in plain.parameters()]
+    del plain
+    gc.collect()
+    torch.cuda.empty_cache()
+    taken: list = []
+    with carom.stream(model, device="cuda", vram="auto", codec="raw") as session:
+        adapters = [p for p in model.parameters() if p.requires_grad]
+        state = 2 * sum(p.numel() * p.element_size() for p in adapters)
+        optimizer = adamw(model)
+
+        def take():
+            if not taken:
+                assert session.plan.all_resident
+                torch.cuda.empty_cache()
+                free, _ = torch.cuda.mem_get_info()
+                taken.append(torch.empty(free - state // 2, dtype=torch.uint8, device=CUDA))
+
+        held, ooms = session._held_bytes(), session._engine.memory().ooms
+        found = list(losses(model, optimizer, take))
+        assert session._engine.memory().ooms == ooms, "nothing ran out of memory"
+        assert session._placement.streamed and session._held_bytes() < held
+        assert all(p.is_cuda and {"exp_avg", "exp_avg_sq"} <= optimizer.state[p].keys() for p in adapters)
+        assert_same(expected, found)
+        taken.clear()
+    assert_same(after, list(model.parameters()))
+
+
 # -- the native pool
 
 

@@ -24,6 +24,7 @@ import triton.language as tl
 log = logging.getLogger(__name__)
 ROW_FIELDS = 16  # int64 fields of a descriptor row, see core/codec/unit.py
 _R = tl.constexpr(ROW_FIELDS)
+_LEAST_ROWS = 32  # what the lanes of a warp look at in one go
 
 
 @triton.jit
@@ -112,7 +113,7 @@ def _halves(low, high):
     return _widen((low & 0xFFFF) | (high << 16), ((low >> 16) & 0xFFFF) | (high & -65536))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors"])
 def _decode(
     wire, out, table, tensors,
     ROWS: tl.constexpr, KIND: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr,
@@ -229,6 +230,11 @@ def _lanes_of_a_warp(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "warp_size", 32))
 
 
+def _rows(table: torch.Tensor) -> int:
+    """Rows that a program looks through: one kernel, compiled once, for all units of so few tensors."""
+    return max(_LEAST_ROWS, triton.next_power_of_2(table.shape[0]))
+
+
 def decode_group(
     wire: torch.Tensor, out: torch.Tensor, table: torch.Tensor, programs: int, kind: str, k: int, lanes: int,
     tiles: int = 1, warps: int | None = None, asm: bool | None = None,
@@ -243,7 +249,7 @@ def decode_group(
         asm = wire.is_cuda and torch.version.hip is None
     _decode[(programs,)](
         wire, out, table, table.shape[0],
-        ROWS=triton.next_power_of_2(table.shape[0]), KIND=kind, K=k, LANES=lanes, TILES=tiles, ASM=asm,
+        ROWS=_rows(table), KIND=kind, K=k, LANES=lanes, TILES=tiles, ASM=asm,
         num_warps=warps or max(1, lanes // _lanes_of_a_warp(wire.device)),
     )  # fmt: skip
 
@@ -257,8 +263,7 @@ def launcher(
     without looking it up by its arguments. ``stream``: a raw handle, None for the current one. None where this Triton has no such way.
     """
     asm = wire.is_cuda and torch.version.hip is None
-    rows = triton.next_power_of_2(table.shape[0])
-    constants = {"ROWS": rows, "KIND": kind, "K": k, "LANES": lanes, "TILES": tiles, "ASM": asm}
+    constants = {"ROWS": _rows(table), "KIND": kind, "K": k, "LANES": lanes, "TILES": tiles, "ASM": asm}
     arguments = (wire, out, table, table.shape[0])
     warps = warps or max(1, lanes // _lanes_of_a_warp(wire.device))
     compiled = _decode[(programs,)](*arguments, **constants, num_warps=warps)
