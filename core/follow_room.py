@@ -15,13 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from . import replan
-from .again import PLAIN, Before, OutOfMemory, sizes
+from .again import Before, OutOfMemory, repeats, sizes
 from .attach import Placement
 from .meter import Meter
-from .room import Room
+from .room import SIZES, Room
 from .simulated import SimulatedEngine
 from .sizes import format_size
 from .streamer import Streamer
@@ -44,6 +43,8 @@ class FollowsRoom:
     _placement: Placement
     _streamer: Streamer
     _vram: int
+    _parked: bool
+    _closed: bool
     _among: frozenset[str] | None
     _tune_at: float
     _look_at: float
@@ -55,6 +56,15 @@ class FollowsRoom:
     _thought: Any = None  # the placement that was thought over because of room
 
     def _again(self, *, retry: bool = False) -> None:
+        raise NotImplementedError
+
+    def _ready(self) -> bool:
+        raise NotImplementedError
+
+    def _least(self) -> int:
+        raise NotImplementedError
+
+    def _held_bytes(self) -> int:
         raise NotImplementedError
 
     def _residents(self) -> frozenset[str]:
@@ -78,7 +88,11 @@ class FollowsRoom:
         pass can run again. To be said again whenever the budget was set.
         """
         with self._lock:
-            self._base, self._given = self._vram if base is None else min(base, self._vram), given
+            if base is None or base >= self._vram:
+                base = self._vram
+            else:  # a host may offer less than what works
+                base = min(max(base, self._least()), self._vram)
+            self._base, self._given = base, given
             if self._room is None or (self._room.keep, self._room.most) != (keep, most):
                 self._room = Room(keep, most)
 
@@ -90,7 +104,9 @@ class FollowsRoom:
     @property
     def spare(self) -> int:
         """Bytes that the budget may rise by, as far as passes have shown; 0 unless room is followed."""
-        return 0 if self._room is None else self._room.spare(self._vram, self._base)
+        if self._room is None or self._parked:
+            return 0
+        return self._room.spare(self._vram, self._base, max(0, self._vram - self._held_bytes()))
 
     @property
     def beyond(self) -> float:
@@ -122,7 +138,7 @@ class FollowsRoom:
         memory, given = self._engine.memory(), self._given(args, kwargs)
         if memory is None:
             return
-        if not _repeats(given):
+        if torch.is_grad_enabled() or not repeats(given):
             room.begin_anew()
             return
         room.passed(memory, sizes(*given))
@@ -134,17 +150,38 @@ class FollowsRoom:
 
     def _before_beyond(self, args: tuple, kwargs: dict) -> Before | None:
         """What a pass beyond the host's budget finds, where it may have to run again: as long as it may be the first one."""
-        if self._vram <= self._base or torch.is_grad_enabled():
+        assert self._room is not None
+        grows = self._meter.settled >= self._tune_at and self.spare > 0  # maybe: before this pass
+        if self._vram <= self._base and not grows:
             return None
         given = self._given(args, kwargs)
         asking = sizes(*given)
-        if asking in self._asked and self._meter.steps > _FIRST:
+        gradient = torch.is_grad_enabled()
+        if asking in self._asked and self._meter.steps > _FIRST and not (grows or gradient):
             return None
-        if not _repeats(given):
-            self._back("a pass could not be run again")
+        if gradient or not repeats(given):
+            self._room.begin_anew()  # nor does the budget rise for it
+            self._cannot_repeat()
             return None
+        self._ready()  # a new layout could not be told from what a pass changed
+        if self._vram <= self._base:
+            return None
+        before = Before(self.module, args, kwargs, read=given)
+        if not before.possible:  # no memory for copies of its inputs
+            self._cannot_repeat()
+            return None
+        if len(self._asked) >= SIZES:
+            self._asked.clear()
         self._asked.add(asking)
-        return Before(self.module, *given)
+        return before
+
+    def _cannot_repeat(self) -> None:
+        """A pass that could not run again is about to: within the host's budget. Such passes may take turns with others,
+        and each change is a layout: what was too much twice is not tried again."""
+        assert self._room is not None
+        beyond = self._vram - self._base
+        if beyond > 0 and self._back("a pass could not be run again"):
+            self._room.failed(beyond)
 
     def _falls_back(self, error: BaseException, before: Before | None) -> bool:
         """A pass ran out of memory: back to the host's budget; True when the pass may run again."""
@@ -155,20 +192,25 @@ class FollowsRoom:
             self._room.none = True
             return False
         self._room.failed(beyond)
-        if before is None or not before.restore():
+        # Where it was a layout that found no room, and the session is parked, nothing ran yet.
+        if not self._parked and (before is None or not before.restore()):
             return False
         # The failed pass's frames would keep its activations, and weights that are to leave.
         traceback.clear_frames(error.__traceback__)
         return self._back("a pass ran out of memory")
 
     def _back(self, why: str) -> bool:
-        """Lay out anew for the host's budget; False where that has to wait."""
+        """Lay out anew for the host's budget; False where that has to wait, or what came since leaves no such layout."""
         with self._lock, self._streamer.lock:
-            if not self._streamer.idle or not self._streamer.unreferenced:
+            base = max(self._base, self._least())
+            free = self._streamer.idle and self._streamer.unreferenced and not self._closed
+            if base >= self._vram or not free:
                 return False
-            before, after = format_size(self._vram), format_size(self._base)
+            before, after = format_size(self._vram), format_size(base)
             logger.info("carom: %s beside %s of weights: back to %s, the host's budget", why, before, after)
-            self._among, self._vram = self._residents(), self._base
+            self._among, self._vram = self._residents(), base
+            if self._parked:  # the next pass lays it out so
+                return True
             try:
                 self._again(retry=True)
             except OutOfMemory:
@@ -176,8 +218,3 @@ class FollowsRoom:
                 raise
             self._engine.trim()
             return True
-
-
-def _repeats(given: Inputs) -> bool:
-    """Whether a pass with these arguments may run twice."""
-    return all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in tree_leaves(given))

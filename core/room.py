@@ -15,7 +15,7 @@ from .sizes import MIB
 
 LEAVES = Left(0.03, 192 * MIB, 512 * MIB)  # of the device, for other programs and what was not seen yet
 READINGS = 3  # in a row that agree
-_SIZES = 64  # of inputs that are remembered
+SIZES = 64  # of inputs that are remembered
 
 
 class Room:
@@ -47,7 +47,7 @@ class Room:
         still = STILL * memory.total
         moved = asked not in self._asked or last is None or abs(memory.free - last.free) > still
         self._alike = 1 if moved else self._alike + 1
-        if len(self._asked) >= _SIZES:
+        if len(self._asked) >= SIZES:
             self._asked.clear()
         self._asked.add(asked)
 
@@ -56,9 +56,10 @@ class Room:
         self.none = self.none or self.beyond < math.inf
         self.beyond = beyond // 2
 
-    def spare(self, budget: int, base: int) -> int:
-        """Bytes that ``budget`` may rise by now, ``base`` being the host's own."""
+    def spare(self, budget: int, base: int, unused: int = 0) -> int:
+        """Bytes that ``budget`` may rise by now, ``base`` being the host's own; ``unused``: bytes of it that no weight
+        holds, which are free and spoken for."""
         if self.none or self._last is None or self._alike < READINGS:
             return 0
-        left = self._last.free - max(self.keep, LEAVES.of(self._last.total))
+        left = self._last.free - unused - max(self.keep, LEAVES.of(self._last.total))
         return int(max(0, min(left, base + self.beyond - budget, self.most - budget)))

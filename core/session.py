@@ -377,10 +377,24 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
     def _begin(self, compiling: bool = False) -> Any:
         ops.refuse_transforms(type(self.module).__name__)
         with self._lock:  # whoever lays the weights out anew, or unparks them, is done
+            if not self._ready():
+                return None, None
+            streamer = self._streamer
+            with streamer.lock:
+                if isinstance(streamer, DiskStreamer) and streamer.residents.waiting:
+                    streamer.begins(compiling or decide.compiled(self.module))
+                streamer.runs.root_begins()
+                if self._reruns is not None:
+                    self._pass_begins(self._reruns, compiling)
+        return streamer, self._engine.step()
+
+    def _ready(self) -> bool:
+        """Do what is due before a pass, be it another layout; False where the session is closed."""
+        with self._lock:
             if self._parked:
                 self.unpark()
             if self._closed:
-                return None, None
+                return False
             streamer = self._streamer
             with streamer.lock:
                 if self._packing is not None and self._packing.keep_raw and streamer.idle:
@@ -392,13 +406,7 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
                         self._keep_written()
                     elif self._meter.settled >= self._look_at:
                         self._look()
-                streamer = self._streamer
-                if isinstance(streamer, DiskStreamer) and streamer.residents.waiting:
-                    streamer.begins(compiling or decide.compiled(self.module))
-                streamer.runs.root_begins()
-                if self._reruns is not None:
-                    self._pass_begins(self._reruns, compiling)
-        return streamer, self._engine.step()
+            return True
 
     def _again(self, between: Callable[[], None] = lambda: None, retry: bool = False) -> None:
         """Detach and attach under the present settings; ``between`` runs while detached: where it fails, all is laid out

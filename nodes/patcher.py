@@ -57,6 +57,13 @@ class CaromPatcher:
         self._carom.follow()
         return super().loaded_size(*args, **kwargs)  # type: ignore[misc]
 
+    def get_free_memory(self, device: Any, *args: Any, **kwargs: Any) -> Any:
+        """By this ComfyUI decides whether prompts run as one batch, which matters more than weights that stay: as
+        before room was taken."""
+        self._carom.follow()
+        taken = self._carom.taken if device == self.load_device else 0
+        return super().get_free_memory(device, *args, **kwargs) + taken  # type: ignore[misc]
+
     # -- loading
 
     def load(
@@ -219,9 +226,11 @@ class CaromPatcher:
         carom.succeed()
         if not carom.streams:
             return super().partially_unload(device_to, memory_to_free, *args, **kwargs)  # type: ignore[misc]
+        carom.follow()
         carom.asked_back(int(memory_to_free))
         with self.use_ejected():  # type: ignore[attr-defined]
             freed = carom.resize(max(0, int(carom.held - memory_to_free)))
+            carom.follow_room(self._limit())
             self.model.model_loaded_weight_memory = carom.held
             carom.expected = (self.model.current_weight_patches_uuid, carom.held)
         host.say(carom.line(carom.held), self._settings.node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.errors import UnsupportedError
@@ -18,6 +19,7 @@ GROW_SHARE = (
 )
 GROW_LEAST = 256 * MIB
 KEPT_ALIKE = 1.05  # what ComfyUI keeps for passes of one size differs by less
+SIZES_SEEN = 8  # of passes, whose room is remembered
 SHRINK_SHARE, SHRINK_MOST = 8, 384 * MIB  # of what is held: offers that are less by no more are not followed
 
 
@@ -60,12 +62,27 @@ class Way:
 class Beyond:
     """Budget beyond what ComfyUI offered: ``nbytes`` that passes left free while it ``kept`` so many bytes for them."""
 
-    nbytes: int = 0
-    kept: int = 0
+    nbytes: int
+    kept: int
 
-    def now(self, kept: int) -> int:
-        """Bytes of it now that ComfyUI keeps ``kept``: none for passes that it expects to need more than those seen."""
-        return self.nbytes if kept <= KEPT_ALIKE * self.kept else 0
+    def covers(self, kept: int) -> bool:
+        """Whether passes for which ComfyUI keeps ``kept`` need no more, as far as it knows."""
+        return kept <= KEPT_ALIKE * self.kept
+
+
+def beyond_now(seen: Sequence[Beyond], kept: int) -> int:
+    """Bytes beyond the offer now that ComfyUI keeps ``kept``: as after the least of the passes ``seen`` that it expects to
+    need as much, none where there were none."""
+    found = next((one for one in seen if one.covers(kept)), None)
+    # What is kept less of is offered more of: that much of it is in the offer already.
+    return 0 if found is None else max(0, found.nbytes - max(0, found.kept - kept))
+
+
+def remember(seen: Sequence[Beyond], new: Beyond) -> tuple[Beyond, ...]:
+    """``seen`` and ``new``, which stands for passes of its size; the least first. (Passes of two sizes take turns where an
+    image is made twice, larger: with only the last one known, each turn would cost a layout.)"""
+    others = [one for one in seen if not (one.covers(new.kept) and new.covers(one.kept))]
+    return tuple(sorted([*others, new], key=lambda one: one.kept)[-SIZES_SEEN:])
 
 
 def choose_way(mode: str, device: str, leaves: str | None = None) -> Way:
@@ -116,10 +133,14 @@ def next_budget(now: int | None, held: int, streamed: int, bound: int, limit: fl
         return int(min(bound, limit))
     if bound < held:
         return None if held - bound <= min(SHRINK_MOST, held // SHRINK_SHARE) else bound
-    worth = max(GROW_LEAST, streamed // GROW_SHARE)
-    if streamed and bound - now >= min(worth, streamed):
+    if streamed and bound - now >= min(worth(streamed), streamed):
         return bound
     return None
+
+
+def worth(streamed: int) -> int:
+    """Bytes by which a budget grows at least, ``streamed`` not being resident."""
+    return max(GROW_LEAST, streamed // GROW_SHARE)
 
 
 def rounded(offer: int) -> int:

@@ -20,7 +20,7 @@ from ..core.report import Report
 from ..core.session import Session, stream
 from . import host
 from .plain_ops import shorten
-from .policy import Beyond, Settings, describe, parse_limit, rounded
+from .policy import Beyond, Settings, beyond_now, describe, parse_limit, remember, rounded, worth
 from .tensors import MAPPED, own_tensors, wrapped_kind
 from .wrapped import dresses, put_together, take_apart
 
@@ -55,7 +55,7 @@ class Streaming:
         self.suspended = False  # ComfyUI unloaded the model; the session waits on the host
         self.budget: int | None = None
         self.offer = self.kept = 0  # bytes that ComfyUI last offered, and kept for all else
-        self.beyond = Beyond()
+        self.beyond: tuple[Beyond, ...] = ()  # by what ComfyUI kept
         self.held = 0  # bytes on the device: resident, slots, staging
         self.weights = 0  # bytes of them, each counted once
         self.streamed = 0
@@ -79,7 +79,7 @@ class Streaming:
         """The budget for an ``offer`` of ComfyUI: with what earlier passes of this size left free, within ``limit``."""
         self.follow()
         self.offer, self.kept = offer, host.free_bytes(device) + self.held - offer
-        more = self.beyond.now(self.kept)
+        more = beyond_now(self.beyond, self.kept)
         if self.session is not None:
             more = min(more, self.session.beyond)
         return int(min(rounded(offer + int(more)), limit))
@@ -96,7 +96,7 @@ class Streaming:
             return
         if session.vram != self.budget and not self.suspended:
             self.budget = session.vram
-            self.beyond = Beyond(max(0, self.budget - self.offer), self.kept)
+            self._left_free(self.budget - self.offer)
             self._measure()
             model.model_loaded_weight_memory = self.held  # type: ignore[assignment]
             self.expected = (*self.expected[:1], self.held)
@@ -106,17 +106,26 @@ class Streaming:
         self.follow()
         session = self.session
         if session is not None and self.budget is not None and session.spare:
-            self.beyond = Beyond(max(0, self.budget - self.offer) + session.spare, self.kept)
+            self._left_free(self.budget + session.spare - self.offer)
+
+    def _left_free(self, beyond: int) -> None:
+        self.beyond = remember(self.beyond, Beyond(max(0, beyond), self.kept))
+
+    @property
+    def taken(self) -> int:
+        """Bytes held beyond ComfyUI's offer, to be given back where a pass needs them."""
+        return max(0, self.held - self.offer) if self.streams else 0
 
     def asked_back(self, nbytes: int) -> None:
-        """ComfyUI wants ``nbytes`` of the device. If it would not have without what was taken beyond its offer, that
-        costs a layout each way every time: no more of it."""
-        if self.budget is not None and 0 < nbytes <= self.budget - self.offer:
+        """ComfyUI wants ``nbytes`` of the device. If without what was taken beyond its offer it would not have, or so
+        little that the budget would not rise again, that costs a layout each way every time: no more of it."""
+        taken = 0 if self.budget is None else self.budget - self.offer
+        if taken > 0 and 0 < nbytes < taken + worth(self.streamed + taken):
             self.forget_room()
 
     def forget_room(self) -> None:
         """There is none, whatever passes seemed to leave."""
-        self.beyond = Beyond()
+        self.beyond = ()
         if self.session is not None:
             self.session.forget_room()
 

@@ -143,6 +143,9 @@ class ModelPatcher:
     def loaded_size(self) -> int:
         return self.model.model_loaded_weight_memory
 
+    def get_free_memory(self, device: Any) -> int:
+        return sys.modules["comfy.model_management"].get_free_memory(device)
+
     def current_loaded_device(self) -> Any:
         return self.model.device
 
