@@ -49,6 +49,7 @@ class FollowsRoom:
     _tune_at: float
     _look_at: float
     _asked: set
+    _learnt: Any
     _room: Room | None = None
     _base = 0  # bytes of the host's own budget
     _given: Callable[[tuple, dict], Inputs]
@@ -208,7 +209,9 @@ class FollowsRoom:
                 return False
             before, after = format_size(self._vram), format_size(base)
             logger.info("carom: %s beside %s of weights: back to %s, the host's budget", why, before, after)
-            self._among, self._vram = self._residents(), base
+            # Where times are known the layout is searched for by them: what stayed with more room is no measure.
+            self._among = self._residents() if self._learnt is None else None
+            self._vram = base
             if self._parked:  # the next pass lays it out so
                 return True
             try:

@@ -186,6 +186,12 @@ def plan_residency(
     for index in sorted(rest, key=lambda i: (-price(i), i)):  # what rounding left
         if index not in resident and index not in staying:
             stay(index, "fits into what is left")
+    # Where few may stay, what is left is theirs, as they are, before it is slots.
+    for index in sorted(staying if among is not None else (), key=lambda i: (-sizes[i], i)):
+        others = staying - {index}
+        streamed = [sizes[i] for i in range(len(units)) if i not in resident and i != index]
+        if cost({*resident, index}, others) + region_for(streamed) <= available:
+            resident[index], staying = "fits into what is left", others
     streamed = [sizes[i] for i in range(len(units)) if i not in resident]
     spent = cost(resident, staying)
     region = min((available - spent) // grain * grain, rounded(sum(streamed)))

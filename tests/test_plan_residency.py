@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 from carom.core.errors import BudgetError
-from carom.core.plan import GRAIN, SMALL_UNIT, UnitSize, least_budget, plan_residency, resident_cost, round_up
+from carom.core.plan import (
+    GRAIN,
+    SMALL_UNIT,
+    UnitSize,
+    Wish,
+    least_budget,
+    plan_residency,
+    resident_cost,
+    round_up,
+)
 from carom.core.sizes import MIB
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,6 +111,15 @@ def test_three_slots_are_wished_for_and_fewer_taken_when_short():
     units = [UnitSize(f"blocks.{i}", 10 * MIB) for i in range(10)]
     assert [plan_residency(units, n * 10 * MIB).slots for n in (1, 2, 3, 4)] == [1, 2, 3, 3]
     assert [len(plan_residency(units, n * 10 * MIB).resident) for n in (1, 2, 3, 4)] == [0, 0, 0, 1]
+
+
+def test_where_few_may_stay_what_is_left_is_theirs_before_it_is_slots():
+    units = [UnitSize(f"blocks.{i}", 10 * MIB, packed=7 * MIB) for i in range(20)]
+    among, budget = range(0, 20, 4), 70 * MIB
+    plan = plan_residency(units, budget, wish=Wish(2), among=among, packed=True)
+    assert set(plan.resident) == set(among) and not plan.packed and plan.slots == 2
+    less = plan_residency(units, 66 * MIB, wish=Wish(2), among=among, packed=True)
+    assert {*less.resident, *less.packed} == set(among) and less.resident and less.packed and less.slots == 2
 
 
 def test_loose_and_small_units_stay_before_blocks():
