@@ -741,6 +741,32 @@ def test_a_drive_that_fails_gives_a_clear_error_and_a_model_that_works_again(tmp
     assert all(p.is_meta and type(p) is nn.Parameter for p in empty.parameters())
 
 
+def test_a_read_ahead_that_fails_while_it_is_waited_for_is_tried_once_more(tmp_path, monkeypatch):
+    seen: list[int] = []
+    failed: list[int] = []
+
+    def fault(offset: int) -> OSError | None:
+        seen.append(offset)
+        if len(set(seen)) < 2 or len(failed) >= 3 or (failed and offset != failed[0]):
+            return None
+        failed.append(offset)
+        time.sleep(0.1)  # so that it is waited for
+        return OSError(5, "Input/output error")
+
+    Faults(monkeypatch, fault)
+    case = CASES["stack"]
+    model = case.build().eval()
+    path = save(model, tmp_path)
+    x = case.inputs(0, place("cpu"))
+    empty = on_meta(case).eval()
+    with (
+        carom.stream(empty, vram=some_vram(empty, path, 0.0, slots=2), weights=path, ram=20_000),
+        torch.no_grad(),
+    ):
+        assert torch.equal(empty(x), model(x))
+    assert len(failed) == 3
+
+
 @pytest.mark.parametrize("granted", [0, 1, 3])
 @on_some_devices
 def test_a_system_without_memory_for_the_cache_streams_through_what_there_is(

@@ -97,12 +97,17 @@ class HostCache:
         Raises WeightsError when they cannot be read; a later call tries again.
         """
         with self._cond:
-            self._failed.pop(piece.rank, None)  # of a read ahead: what is needed now is tried once more
+            # Of a read ahead, and of one that fails while it is waited for: what is needed now is tried once more.
+            self._failed.pop(piece.rank, None)
+            ahead = self._where.get(piece.rank)
             self._expected.serving(piece)
             waiting: float | None = None
             try:
                 while True:
                     buffer = self._where.get(piece.rank)
+                    if ahead is not None and buffer is not ahead:
+                        self._failed.pop(piece.rank, None)
+                        ahead = None
                     if buffer is not None and buffer.ready:
                         buffer.busy = True
                         return buffer.block.data[: piece.nbytes]
