@@ -31,6 +31,7 @@ from .slots import ALIGN
 logger = logging.getLogger("carom")
 VALUES = 2  # kept for each value trained, by Adam and its kin: two moments; of others nothing is known
 FOUND = 2  # more where the step's size is found on the way (Prodigy): where training began, and a sum of gradients
+TRIES = 4  # layouts of one session before a step
 FULL = 4  # bytes: optimizers other than torch's keep values in full precision, whatever the parameter's
 
 # How torch's CUDA allocator reserves: up to the first, many share a segment; below the second, a segment of the third is
@@ -238,9 +239,7 @@ def make_room(optimizer: torch.optim.Optimizer, coming: bool = False) -> None:
     Raises torch.OutOfMemoryError where a session found no room for what it was to hold; nothing was stepped then.
     """
     for members, wanted in _wanted(optimizer, coming):
-        memory = members[0][1].place.memory()
-        if memory is not None:
-            _give(members, wanted.missing(memory))
+        _give(members, wanted)
 
 
 def _wanted(optimizer: torch.optim.Optimizer, coming: bool) -> list[tuple[list[tuple[Any, _Member]], Needs]]:
@@ -266,14 +265,18 @@ def _wanted(optimizer: torch.optim.Optimizer, coming: bool) -> list[tuple[list[t
     return [(members, wanted) for members, wanted in found if wanted.state]
 
 
-def _give(members: list[tuple[Any, _Member]], missing: int) -> None:
-    """The session that was used least gives first."""
+def _give(members: list[tuple[Any, _Member]], wanted: Needs) -> None:
+    """The session that was used least gives first, and again where what it gave lies in pieces that nobody can use."""
+    place = members[0][1].place
     for session, _ in sorted(members, key=lambda pair: pair[1].used.uses(id(pair[0]))):
-        if missing <= 0:
-            return
-        given = session._yield(missing)
-        missing -= given
-        if given:
+        for _ in range(TRIES):
+            memory = place.memory()
+            missing = 0 if memory is None else wanted.missing(memory)
+            if not missing:
+                return
+            given = session._yield(missing)
+            if not given:
+                break
             logger.info("carom: %s of weights gave way to an optimizer's state", format_size(given))
 
 

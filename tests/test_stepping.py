@@ -188,6 +188,28 @@ def test_it_would_have_run_out_of_memory_otherwise(monkeypatch):
             train(net, card.steps(adamw(net)), gradients=lambda n: card.holds(n))
 
 
+def test_more_gives_way_where_what_gave_way_lies_in_pieces():
+    net = Net()
+    right = expected(net)
+    card = tight(net)
+    card.holds(nbytes(trained(net)))
+    with card.stream(net) as session:
+        settle(net, session)
+        given, inner = [], session._yield
+
+        def half_of_it_is_of_use(nbytes):
+            given.append(inner(nbytes))
+            card.ledger.others += given[-1] // 2
+            return given[-1]
+
+        session._yield = half_of_it_is_of_use
+        optimizer = card.steps(adamw(net))
+        found = train(net, optimizer, gradients=lambda n: card.holds(n))
+        assert len(given) > 1 and len(optimizer.state) == len(trained(net))
+        assert session._engine._ooms == 0
+    same(right, net, found)
+
+
 def test_the_room_is_not_taken_back_and_the_layout_keeps_still():
     net = Net()
     card = tight(net)
