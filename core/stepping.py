@@ -11,6 +11,7 @@ A step whose parameters all have their state pays a few microseconds.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 import threading
@@ -268,13 +269,17 @@ def _wanted(optimizer: torch.optim.Optimizer, coming: bool) -> list[tuple[list[t
 def _give(members: list[tuple[Any, _Member]], wanted: Needs) -> None:
     """The session that was used least gives first, and again where what it gave lies in pieces that nobody can use."""
     place = members[0][1].place
+    at_first = place.memory()
     for session, _ in sorted(members, key=lambda pair: pair[1].used.uses(id(pair[0]))):
         for _ in range(TRIES):
             memory = place.memory()
-            missing = 0 if memory is None else wanted.missing(memory)
-            if not missing:
+            if memory is None or at_first is None:
                 return
-            given = session._yield(missing)
+            # A new layout gives back what the allocator kept; the next step's activations want that again.
+            returned = max(0, at_first.cached - memory.cached)
+            memory = dataclasses.replace(memory, free=memory.free - returned, cached=memory.cached + returned)
+            missing = wanted.missing(memory)
+            given = session._yield(missing) if missing else 0
             if not given:
                 break
             logger.info("carom: %s of weights gave way to an optimizer's state", format_size(given))
