@@ -158,6 +158,7 @@ def figures(told: dict[str, Any]) -> dict[str, Any]:
         "s_per_step_min_max": [min(warm), max(warm)] if warm else [],
         "s_in_step": statistics.median(b - a for a, b, _ in told["steps"][WARM + 1 :] or told["steps"]),
         "losses": [loss for _, _, loss in told["steps"]],
+        "failed_steps": told.get("failed_steps", []),
         "peak_reserved_bytes": end.get("peak_reserved_bytes", 0),
         "peak_reserved_whole_job_bytes": max(m.get("peak_reserved_bytes", 0) for m in memory.values()),
         "rss_bytes": end["rss_bytes"],

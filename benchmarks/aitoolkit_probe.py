@@ -11,10 +11,12 @@ import functools
 import json
 import os
 import time
+import traceback
 
 import torch
 
 WARM = 5  # steps before the figures of steps begin
+LAST = 14  # frames kept of a step that failed
 
 
 def memory() -> dict:
@@ -47,9 +49,19 @@ def memory() -> dict:
     return found
 
 
+def failure(index: int, error: Exception) -> dict:
+    """Of a step that failed (ai-toolkit skips those that run out of memory): after how many that went well, and where."""
+    frames = traceback.extract_tb(error.__traceback__)[-LAST:]
+    where = [f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in frames]
+    return {"after": index, "error": str(error)[:1000], "where": where, "memory": memory()}
+
+
 def watch(process) -> dict:
     # Of the clock that all processes share: when the job was asked for, its process run, its first step begun.
-    told = {"steps": [], "memory": {}, "asked": float(os.environ["CAROM_BENCH_ASKED"]), "began": time.time()}
+    told = {
+        "steps": [], "failed_steps": [], "memory": {}, "asked": float(os.environ["CAROM_BENCH_ASKED"]),
+        "began": time.time(),
+    }  # fmt: skip
     plain = process.hook_train_loop
 
     def hook_train_loop(*args, **kwargs):
@@ -60,7 +72,11 @@ def watch(process) -> dict:
                 torch.cuda.reset_peak_memory_stats()
         told.setdefault("first_step", time.time())
         begin = time.perf_counter()
-        losses = plain(*args, **kwargs)
+        try:
+            losses = plain(*args, **kwargs)
+        except Exception as error:
+            told["failed_steps"].append(failure(index, error))
+            raise
         end = time.perf_counter()
         told["last_step"] = time.time()
         told["steps"].append([begin, end, None if losses is None else float(losses["loss"])])
