@@ -269,7 +269,7 @@ class Adapts(Tunes, FollowsRam):
     def _wanted(self, governor: Governor, memory: Memory) -> int | None:
         held, least = self._held_bytes(), self._least()
         if self._failed:
-            return governor.short(memory, held, least)
+            return governor.short(memory, held, least, self._trains and torch.is_grad_enabled())
         if self._reruns is not None and self._reruns.gave:
             return governor.yielded(memory, held, least)
         alone = self._device is None or len(self._device.sessions) == 1

@@ -26,7 +26,7 @@ CALM = 2  # times the readings before a rise, in a row, in which nothing moved: 
 CAREFUL = 1.5  # times as many where the session trains: a step that fails there is lost
 SETTLED_WORTH = 0.005  # of the device: the one rise of a settled session is worth a new layout from here on
 QUIET, MOST_QUIET = 3, 1 << 10  # readings before a rise; doubled by every fall
-GIVEN_UP = 0.25  # of what is held, when a step ran out of memory
+GIVEN_UP = 0.25  # of what is held, when a pass without gradients ran out of memory
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Governor:
         retried, self._retries = memory.retries > self._retries, max(self._retries, memory.retries)
         if memory.ooms > self._ooms:
             self._ooms = memory.ooms
-            return self.short(memory, held, least)
+            return self.short(memory, held, least, training)
         if self.settled and (retried or not alone):
             return self._fall(held - (self.headroom(memory) - memory.free), held, least)
         self._settle(memory, training, alone and not retried)
@@ -135,10 +135,11 @@ class Governor:
         """Something new is about to run: begin to wait anew. What a settled session leaves free still counts."""
         self._calm = 0
 
-    def short(self, memory: Memory, held: int, least: int) -> int | None:
-        """A new budget after a step that ran out of memory."""
+    def short(self, memory: Memory, held: int, least: int, training: bool = False) -> int | None:
+        """A new budget after a step that ran out of memory: of one that trains the least at once, because every try is a
+        lost step, and hosts give up after a few."""
         self._ooms = max(self._ooms, memory.ooms)
-        more = max(int(GIVEN_UP * held), self.headroom(memory) - memory.free)
+        more = held - least if training else max(int(GIVEN_UP * held), self.headroom(memory) - memory.free)
         return self._fall(held - more, held, least)
 
     def yielded(self, memory: Memory, held: int, least: int) -> int:

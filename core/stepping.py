@@ -11,7 +11,6 @@ A step whose parameters all have their state pays a few microseconds.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import logging
 import threading
@@ -47,9 +46,12 @@ class Needs:
     state: int = 0
     passing: int = 0
 
-    def missing(self, memory: Memory) -> int:
-        """Bytes that weights have to leave for it, so that the headroom is free after it; 0 where it fits."""
-        wanted = self.state + max(0, self.passing - memory.cached)
+    def missing(self, memory: Memory, activations: int = 0) -> int:
+        """Bytes that weights have to leave for it, so that the headroom is free after it; 0 where it fits.
+
+        ``activations``: what the next forward and backward want of what is free; what passes may use it meanwhile.
+        """
+        wanted = self.state + max(self.passing, activations)
         headroom = Governor.headroom(memory)
         if not self.state or memory.free >= wanted + LOW * headroom:
             return 0
@@ -179,6 +181,7 @@ class Place(Protocol):
     grain: int
 
     def memory(self) -> Memory | None: ...
+    def trim(self) -> None: ...
 
 
 class Used(Protocol):
@@ -269,16 +272,16 @@ def _wanted(optimizer: torch.optim.Optimizer, coming: bool) -> list[tuple[list[t
 def _give(members: list[tuple[Any, _Member]], wanted: Needs) -> None:
     """The session that was used least gives first, and again where what it gave lies in pieces that nobody can use."""
     place = members[0][1].place
-    at_first = place.memory()
+    before = place.memory()
+    if before is None or not wanted.missing(before):
+        return
+    place.trim()  # what the allocator still keeps then lies in pieces: too small for the state, and for what passes
     for session, _ in sorted(members, key=lambda pair: pair[1].used.uses(id(pair[0]))):
         for _ in range(TRIES):
             memory = place.memory()
-            if memory is None or at_first is None:
+            if memory is None:
                 return
-            # A new layout gives back what the allocator kept; the next step's activations want that again.
-            returned = max(0, at_first.cached - memory.cached)
-            memory = dataclasses.replace(memory, free=memory.free - returned, cached=memory.cached + returned)
-            missing = wanted.missing(memory)
+            missing = wanted.missing(memory, activations=max(0, before.cached - memory.cached))
             given = session._yield(missing) if missing else 0
             if not given:
                 break

@@ -590,10 +590,51 @@ def test_what_the_allocator_reserves_is_what_counts():
     assert reserved(11 * MIB, 512) == 11 * MIB
 
 
-def test_state_wants_free_memory_and_what_passes_may_use_what_the_allocator_keeps():
-    roomy = Memory(16 * GIB, 4 * GIB, cached=2 * GIB)
+def test_state_wants_free_memory_and_what_passes_may_use_what_activations_left():
+    roomy = Memory(16 * GIB, 6 * GIB)
     headroom = Governor.headroom(roomy)
-    assert Needs(2 * GIB, GIB).missing(roomy) == 0
-    assert Needs(4 * GIB, GIB).missing(roomy) == headroom, "the next step's activations want the cache again"
-    assert Needs(4 * GIB, 3 * GIB).missing(roomy) == headroom + GIB
+    assert Needs(2 * GIB, GIB).missing(roomy, activations=2 * GIB) == 0
+    assert Needs(4 * GIB, GIB).missing(roomy, activations=2 * GIB) == headroom, (
+        "the next step wants them again"
+    )
+    assert Needs(4 * GIB, 3 * GIB).missing(roomy, activations=2 * GIB) == headroom + GIB
     assert Needs(0, 8 * GIB).missing(roomy) == 0, "no state: as every step before"
+
+
+class InPieces:
+    """A device whose allocator keeps ``cached`` bytes, of which ``pieces`` are of no use to anybody; and a session on it."""
+
+    device = CPU
+    grain = 512
+    key = 0
+
+    def __init__(self, free, cached, pieces, held):
+        self.free, self.cached, self.pieces, self.held = free, cached, pieces, held
+
+    def memory(self):
+        return Memory(16 * GIB, self.free, self.cached)
+
+    def trim(self):
+        self.free, self.cached = self.free + self.cached - self.pieces, self.pieces
+
+    def uses(self, key):
+        return 0
+
+    def _yield(self, nbytes):
+        given = min(nbytes, self.held)
+        self.held -= given
+        self.free += given
+        return given
+
+
+@pytest.mark.parametrize("pieces", [0, GIB // 2, GIB])
+def test_what_lies_in_pieces_is_no_room_for_what_passes(pieces):
+    """As with AdamW's copy of all adapters of rank 1024: half a gigabyte of the cache was of no use, and three steps failed."""
+    place = InPieces(free=GIB, cached=GIB, pieces=pieces, held=8 * GIB)
+    wanted = Needs(state=4 * GIB, passing=2 * GIB)
+    stepping._give([(place, stepping._Member(place, 0, place))], wanted)
+    headroom = Governor.headroom(place.memory())
+    assert place.free == wanted.state + wanted.passing + headroom
+    roomy = InPieces(free=7 * GIB, cached=GIB, pieces=pieces, held=8 * GIB)
+    stepping._give([(roomy, stepping._Member(roomy, 0, roomy))], wanted)
+    assert roomy.cached == GIB and roomy.held == 8 * GIB, "left alone"
