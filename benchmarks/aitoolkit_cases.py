@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,17 @@ class Config:
         """Whether this is a plain run of the job of ``other``, however many steps either takes."""
         mine, its = self.word.partition("#")[0], other.plain.partition("#")[0]
         return mine == its
+
+
+def needed(configs: Sequence[Config], stock_known: bool) -> str:
+    """What a budget is derived from and does not run before it; "" where nothing lacks. ``stock_known``: stock's peak is."""
+    for index, config in enumerate(configs):
+        before = configs[:index]
+        wanted = {"half": ["plain", config.plain], "all": ["plain"] + ["stock"] * (not stock_known)}
+        for word in wanted.get(config.budget, []) if config.bounces else []:
+            if not any(other.word.partition("#")[0] == word.partition("#")[0] for other in before):
+                return f"{config.word} needs {word} before it (--configs)"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT, TESTS = HERE.parent, HERE.parent / "tests"
 sys.path.insert(0, str(HERE))
-from aitoolkit_cases import Config, Shape, against, figures, fits, job, line, losses, phases, table  # noqa: E402
+from aitoolkit_cases import Config, Shape, against, figures, fits, job, line, losses, needed, phases, table  # noqa: E402
 from aitoolkit_ready import Ready, copied, processes  # noqa: E402
 
 CONFIGS = "plain,plain,stock,all/raw,all/lossless,half/raw,half/auto,float8-plain,float8-half/auto"
@@ -49,6 +49,9 @@ def main(argv: list[str] | None = None) -> int:
         print("set AI_TOOLKIT_PATH to an ai-toolkit checkout")
         return 2
     configs = [Config(word) for word in arguments.configs.split(",")]
+    if not arguments.cpu and (lacking := needed(configs, bool(arguments.stock_peak))):
+        print(lacking)
+        return 2
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="carom-ait-", dir=arguments.work))
     bench = Bench(Path(checkout).resolve(), folder, arguments, len(configs))

@@ -103,7 +103,6 @@ def time_steps(
         "ms_per_step": statistics.median(device_ms),
         "ms_min": min(device_ms),
         "wall_ms_per_step": statistics.median(wall_ms),
-        "wall_ms_min": min(wall_ms),
         "host_ms_per_step": statistics.median(host_ms),
         "phases_ms": {name: statistics.median(values) for name, values in phases.items()},
         "held_at_step_50_bytes": reserved_early,

@@ -20,7 +20,8 @@ from ..core.report import Report
 from ..core.session import Session, stream
 from . import host
 from .plain_ops import shorten
-from .policy import Beyond, Settings, beyond_now, describe, parse_limit, remember, rounded, worth
+from .policy import Settings, describe, parse_limit
+from .room import TakesRoom
 from .tensors import MAPPED, own_tensors, wrapped_kind
 from .wrapped import dresses, put_together, take_apart
 
@@ -44,7 +45,7 @@ class Scope(nn.Module):
         return function(*args, **kwargs)
 
 
-class Streaming:
+class Streaming(TakesRoom):
     """At most one session, opened, resized and closed as ComfyUI loads, squeezes and unloads the model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,8 +55,6 @@ class Streaming:
         self.active = False  # weights are Carom's, or about to be
         self.suspended = False  # ComfyUI unloaded the model; the session waits on the host
         self.budget: int | None = None
-        self.offer = self.kept = 0  # bytes that ComfyUI last offered, and kept for all else
-        self.beyond: tuple[Beyond, ...] = ()  # by what ComfyUI kept
         self.held = 0  # bytes on the device: resident, slots, staging
         self.weights = 0  # bytes of them, each counted once
         self.streamed = 0
@@ -72,62 +71,6 @@ class Streaming:
         self._lengthen: Callable[[], None] = _nothing
         self._node = ""  # of the page, which running is told to
         self._told = 0.0
-
-    # -- budget
-
-    def bound(self, offer: int, device: torch.device, limit: float) -> int:
-        """The budget for an ``offer`` of ComfyUI: with what earlier passes of this size left free, within ``limit``."""
-        self.follow()
-        self.offer, self.kept = offer, host.free_bytes(device) + self.held - offer
-        more = beyond_now(self.beyond, self.kept)
-        if self.session is not None:
-            more = min(more, self.session.beyond)
-        return int(min(rounded(offer + int(more)), limit))
-
-    def follow_room(self, limit: float) -> None:
-        """After every change of the budget: let the session see what passes leave."""
-        assert self.session is not None
-        self.session.follow_room(rounded(self.offer), host.kept_free(), limit, inputs)
-
-    def follow(self) -> None:
-        """Between passes: the session may have taken room that they left, or given it up."""
-        session, model = self.session, self._model()
-        if model is None or session is None or self.budget is None:
-            return
-        if session.vram != self.budget and not self.suspended:
-            self.budget = session.vram
-            self._left_free(self.budget - self.offer)
-            self._measure()
-            model.model_loaded_weight_memory = self.held  # type: ignore[assignment]
-            self.expected = (*self.expected[:1], self.held)
-
-    def remember_room(self) -> None:
-        """After a run: what its passes left free is there for the next layout of this model."""
-        self.follow()
-        session = self.session
-        if session is not None and self.budget is not None and session.spare:
-            self._left_free(self.budget + session.spare - self.offer)
-
-    def _left_free(self, beyond: int) -> None:
-        self.beyond = remember(self.beyond, Beyond(max(0, beyond), self.kept))
-
-    @property
-    def taken(self) -> int:
-        """Bytes held beyond ComfyUI's offer, to be given back where a pass needs them."""
-        return max(0, self.held - self.offer) if self.streams else 0
-
-    def asked_back(self, nbytes: int) -> None:
-        """ComfyUI wants ``nbytes`` of the device. If without what was taken beyond its offer it would not have, or so
-        little that the budget would not rise again, that costs a layout each way every time: no more of it."""
-        taken = 0 if self.budget is None else self.budget - self.offer
-        if taken > 0 and 0 < nbytes < taken + worth(self.streamed + taken):
-            self.forget_room()
-
-    def forget_room(self) -> None:
-        """There is none, whatever passes seemed to leave."""
-        self.beyond = ()
-        if self.session is not None:
-            self.session.forget_room()
 
     # -- life
 
@@ -351,17 +294,6 @@ class Streaming:
         if report is None or not report.step_seconds or report.stall_seconds is None:
             return None
         return report.stall_seconds / report.step_seconds
-
-
-def inputs(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """What the forward of a diffusion model reads of its arguments: callbacks, and wrappers around calls of others, run
-    outside of it; what others put into ``transformer_options`` beside those may have a state of its own."""
-    options = kwargs.get("transformer_options")
-    if not isinstance(options, dict):
-        return args, kwargs
-    read = {key: value for key, value in options.items() if key not in ("callbacks", "uuids", "wrappers")}
-    read["wrappers"] = options.get("wrappers", {}).get("diffusion_model", {})
-    return args, {**kwargs, "transformer_options": read}
 
 
 def streaming_of(model: nn.Module) -> Streaming:

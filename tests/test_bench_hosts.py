@@ -274,3 +274,20 @@ def test_tiny_run_of_the_real_ai_toolkit(tmp_path):
     assert bouncing["losses"] == plain["losses"] and any(
         "stream through" in line for line in bouncing["carom_lines"]
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "stock", "lacks"),
+    [
+        ("plain,stock,all/raw,half/auto", False, ""),
+        ("plain#24,all/raw,half/auto#300", True, ""),
+        ("plain,all/raw", False, "stock"),
+        ("half/auto,plain", False, "plain"),
+        ("float8-plain,float8-half/auto", False, "plain"),
+        ("plain,float8-half/auto", False, "float8-plain"),
+        ("auto/auto@1024,8GiB/raw", False, ""),
+    ],
+)
+def test_a_budget_derived_from_what_does_not_run_before_it_is_refused_at_once(words, stock, lacks):
+    found = cases.needed([cases.Config(word) for word in words.split(",")], stock)
+    assert f" needs {lacks} before it" in found if lacks else found == ""

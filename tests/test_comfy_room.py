@@ -8,10 +8,10 @@ from typing import Any
 import carom
 import pytest
 import torch
-from carom.core import room
+from carom.core import room as core_room
 from carom.core.again import OutOfMemory, repeats
 from carom.core.auto import Left
-from carom.nodes import policy, streaming
+from carom.nodes import policy, room, streaming
 from carom.nodes.patcher import wear
 from carom.nodes.policy import Beyond, Settings, beyond_now, remember
 from carom.nodes.streaming import streaming_of
@@ -41,7 +41,7 @@ class Card:
             memory_bytes=LEFT + NEEDED + 7 * LAYER, activation_bytes=NEEDED, timing="early"
         )
         monkeypatch.setattr(
-            room, "LEAVES", Left(0.03, LEFT, LEFT)
+            core_room, "LEAVES", Left(0.03, LEFT, LEFT)
         )  # as large beside the model as a real card's
         make = streaming.stream
         monkeypatch.setattr(
@@ -79,6 +79,17 @@ def comfy(tmp_path):
         yield state.management
 
 
+def with_room_taken(monkeypatch: Any, management: Any) -> tuple[Card, int]:
+    """A card whose second layout took what passes left, and the budget before."""
+    card = Card(monkeypatch, management)
+    card.run()
+    first = card.carom.budget
+    card.patcher.partially_unload(CPU, 3 * LAYER)
+    card.run()
+    assert card.carom.budget > first
+    return card, first
+
+
 def test_the_next_layout_takes_what_passes_left_free(comfy, monkeypatch):
     card = Card(monkeypatch, comfy)
     expected = card.run()
@@ -93,12 +104,7 @@ def test_the_next_layout_takes_what_passes_left_free(comfy, monkeypatch):
 
 
 def test_passes_that_comfyui_expects_more_of_get_what_it_keeps(comfy, monkeypatch):
-    card = Card(monkeypatch, comfy)
-    card.run()
-    first = card.carom.budget
-    card.patcher.partially_unload(CPU, 3 * LAYER)
-    card.run()
-    assert card.carom.budget > first
+    card, first = with_room_taken(monkeypatch, comfy)
     card.run(kept=int(1.5 * card.kept))
     assert card.carom.budget <= first
 
@@ -119,11 +125,7 @@ def test_what_the_user_told_comfyui_to_leave_free_is_left(comfy, monkeypatch):
 
 
 def test_what_is_asked_back_because_it_was_taken_is_not_taken_again(comfy, monkeypatch):
-    card = Card(monkeypatch, comfy)
-    card.run()
-    first = card.carom.budget
-    card.patcher.partially_unload(CPU, 3 * LAYER)
-    card.run()
+    card, first = with_room_taken(monkeypatch, comfy)
     card.patcher.partially_unload(CPU, LAYER // 2)  # which would have been free without
     for _ in range(3):
         card.run()
@@ -190,10 +192,10 @@ def test_what_runs_outside_of_a_models_forward_is_none_of_its_inputs():
         "cond_or_uncond": [0, 1],
     }
     outside = {**options, "wrappers": {"outer_sample": {None: [patch]}}, "patches": {}}
-    assert repeats(streaming.inputs((x,), {"context": x, "transformer_options": outside}))
+    assert repeats(room.inputs((x,), {"context": x, "transformer_options": outside}))
     for inside in ({"wrappers": {"diffusion_model": {None: [patch]}}}, {"patches": {"attn1_patch": [patch]}}):
-        assert not repeats(streaming.inputs((x,), {"transformer_options": {**options, **inside}}))
-    assert repeats(streaming.inputs((x, None), {"control": {"output": [x]}, "y": None}))
+        assert not repeats(room.inputs((x,), {"transformer_options": {**options, **inside}}))
+    assert repeats(room.inputs((x, None), {"control": {"output": [x]}, "y": None}))
 
 
 def test_comfyui_batches_passes_as_if_no_room_were_taken(comfy, monkeypatch):
@@ -221,7 +223,7 @@ def test_an_offer_below_what_works_is_no_budget_to_go_back_to(comfy, monkeypatch
     card = Card(monkeypatch, comfy)
     expected = card.run()
     card.patcher.detach()
-    monkeypatch.setattr(streaming, "inputs", lambda args, kwargs: ((*args, object()), kwargs))
+    monkeypatch.setattr(room, "inputs", lambda args, kwargs: ((*args, object()), kwargs))
     for _ in range(3):
         assert torch.equal(card.run(kept=card.free - LAYER // 4), expected)
         card.patcher.partially_unload(CPU, LAYER // 4)
