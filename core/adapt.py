@@ -57,20 +57,11 @@ _devices: dict[Hashable, _Device] = {}
 class Adapts(Tunes, FollowsRam):
     """Adapts the layout of a `Session` (which see for the fields) to times and memory."""
 
-    _vram: int
     _shared: SharedBudget | None
-    _closed: bool
     _reruns: Reruns | None
-    _among: frozenset[str] | None
     _kept: str | None  # ``training`` where nothing else was asked for and the budget follows the device
 
-    def _residents(self) -> frozenset[str]:
-        raise NotImplementedError
-
     def _decide(self) -> tuple[Carving, Plan]:
-        raise NotImplementedError
-
-    def _held_bytes(self) -> int:
         raise NotImplementedError
 
     def _away(self) -> list[Streamed]:

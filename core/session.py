@@ -1,53 +1,36 @@
-"""`carom.stream`: attach a module to a device under a budget, run it, report, detach."""
+"""`carom.stream` and `Session`: attach a module to a device under a budget, run it, report, close.
+
+Where its weights wait meanwhile, and how they get there: `layout.py`.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import logging
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import decide, ops, replan, sessions, settings
-from .account import describe, make_report
-from .adapt import Adapts, OutOfMemory
-from .adopt import Adopts
-from .aimdo import NativeError
-from .attach import Placement, wanted_residents
+from . import decide, ops, sessions, settings
+from .account import make_report
+from .adapt import OutOfMemory
+from .attach import wanted_residents
 from .checkpoint import Checkpoint
-from .disk import Disk, DiskPlacement
-from .disk_residents import Residents
 from .disk_streamer import DiskStreamer
 from .errors import BudgetError, CaromError
 from .host_copies import HostCopies
 from .in_front import InFront
-from .learn import Learnt
-from .meter import Meter
+from .layout import LaysOut
 from .packed_placement import PackedPlacement
 from .packed_tensors import PackedTensor, give_back
-from .packing import Packing, without_codec
-from .parking import Parks
-from .plan import Plan
-from .pooling import Pools
-from .recode import NotPacked
 from .report import Report
 from .rerun import Reruns
 from .shared import SharedBudget
 from .simulated import SimulatedEngine
 from .store.arena import HostArena
 from .transfer import Engine, make_engine
-from .tree import Tree
-from .units import Carving, stands
-from .values import Values
 from .wrapped import LaidOpen
-
-logger = logging.getLogger("carom")
-
-_SEARCHED = 8  # plans that are remembered
 
 
 def stream(
@@ -95,7 +78,7 @@ def stream(
     )  # fmt: skip
 
 
-class Session(Pools, Parks, Adapts, Adopts, Values):
+class Session(LaysOut):
     """A module attached to a device. Made by `stream`; a context manager that closes itself."""
 
     def __init__(
@@ -124,7 +107,7 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
         self._reruns: Reruns | None = None
         self._chooses_pool(pool)
         self._stay: dict[str, str] = {}
-        self._searched: dict[Hashable, tuple[Learnt, Carving, Plan]] = {}  # by what was asked for
+        self._searched = {}
         self._among: frozenset[str] | None = None  # units that alone may stay, after a budget that fell
         self._packing = settings.packing(codec, host, weights, self._engine)
         if self._packing is not None and self._packing.auto and decide.compiled(module):
@@ -159,7 +142,7 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
             raise
         sessions.enter(self)
 
-    # -- attach and detach
+    # -- attach and close
 
     def _first_attach(self, vram: int | str | SharedBudget) -> None:
         if self._governor is not None and self._make_room(self._vram):
@@ -173,159 +156,6 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
                 raise
             self._vram = error.least_bytes or 0
             self._attach()
-
-    def _attach(self) -> None:
-        try:
-            self._attach_with_pool()
-        except NativeError as error:
-            self._refuse_pool(str(error))
-            self._attach_with_pool()
-        except (
-            NotPacked
-        ) as error:  # what was to stay so stays as it is; what was packed need not be packed again
-            assert self._packing is not None
-            logger.info("carom: %s: nothing stays on the device packed", error)
-            self._packing = dataclasses.replace(self._packing, here=False)
-            self._attach_with_pool()
-
-    def _attach_with_pool(self) -> None:
-        self._arena.renew(self._pin_limit())
-        self._arena.notes += [note for note in (self._spill, settings.device_note(self._engine)) if note]
-        disk = None
-        if self._checkpoint is not None:
-            residents = Residents(self._engine, self._arena)
-            disk = Disk(self._checkpoint, self._ram, self._write_streamed, residents)
-        self._meter = Meter(self._engine)
-        if self._room is not None:
-            self._room.begin_anew()
-        before: Placement | None = self.__dict__.get("_placement")
-        copies = self._copies if self._simple else None
-        self._placement = Placement(self._engine, self._arena, copies)
-        self._placement.here.receive([] if before is None else before.here.given())
-        try:
-            self._carving, self.plan = self._decide()
-            if disk is not None:
-                disk.staging_bytes = self.plan.staging_bytes
-                self._placement = DiskPlacement(self._engine, self._arena, disk)
-            elif self._shelf or self._copies.packs or (self._packing is not None and self.plan.staging_bytes):
-                left = self._placement.here.given()
-                self._placement = PackedPlacement(
-                    self._engine,
-                    self._arena,
-                    self._shelf,
-                    self._packing or Packing(),
-                    self.plan.staging_bytes,
-                    # Until the region is there, and what stays packed:
-                    self.plan.region_bytes + self.plan.staging_bytes + self.plan.packed_bytes,
-                    self._carving.largest,
-                    copies,
-                )
-                self._placement.here.receive(left)
-            resident, streamed = self._divide(disk)
-            needed = [entry for entry, _ in self._carving.resident]
-            self._placement.keep_received(
-                resident, needed, self._carving.adapters, streamed if self._simple else ()
-            )
-            self._copies.only(self._carving.units if streamed and self._simple else ())
-            self._placement.keep(resident, needed, in_turn=self._simple)
-            for entry in self._carving.adapters:
-                self._placement.adapt(entry)
-            self._streamer = self._make_streamer(disk, streamed)
-            self._placement.stream(streamed, self._streamer.add)
-            self._placement.settled()
-            if self._packing is not None and not self._packing.plain:
-                self._placement.notes += without_codec(streamed)
-            if self._laid_open is not None:
-                self._laid_open.follow()
-            self._streamer.start(self._arena)
-            self._streamer.stay_packed(self._stay_packed())
-            self._streamer.packed_here.left = self._follow_packed
-            self._reruns = self._make_reruns(resident)
-            if isinstance(self._engine, SimulatedEngine):
-                for unit in self._placement.streamed:
-                    self._engine.guard(unit.block.data, unit.name)
-            self._front.of_units(self._streamer, self._placement.streamed, self._reruns)
-            self._tree = Tree(self.module)
-            self._account()
-            self._closed = False
-            logger.info("carom: %s", describe(self.plan, len(self._carving.units), self._engine.name))
-        except BaseException:
-            self._detach(keep=True)
-            raise
-
-    @property
-    def _simple(self) -> bool:
-        """Whether the host's memory holds all there is to the weights: those in files, in a native pool or quantised lie
-        otherwise each time."""
-        return self._checkpoint is None and self._native is None and not len(self._laid_open or ())
-
-    def _decide(self) -> tuple[Carving, Plan]:
-        """Units and residency under the present settings."""
-        chosen, grain = self._settings(), self._engine.grain
-        if self._learnt is None:
-            return decide.decide(self.module, chosen, grain)
-        if self._among is not None and stands(self._carving, self.module):
-            with contextlib.suppress(BudgetError):
-                return self._carving, decide.plan_within(self._carving, chosen, grain)
-        # The search takes tenths of a second; two models that take turns ask for the same budgets again and again.
-        known = self._searched.get(self._search_key())
-        if known is not None and known[0] is self._learnt and stands(known[1], self.module):
-            return known[1], known[2]
-        carving, plan = replan.decide_with(self.module, chosen, grain, self._learnt)
-        self._remember(self._learnt, carving, plan)
-        return carving, plan
-
-    def _search_key(self) -> tuple[Any, ...]:
-        """What a search depends on, beside what was learnt and the module."""
-        policy = self._packing and dataclasses.replace(self._packing, auto=False)
-        return self._vram, policy, frozenset(self._stay)
-
-    def _remember(self, learnt: Learnt, carving: Carving, plan: Plan) -> None:
-        """What was searched for the present settings by what was ``learnt``."""
-        if len(self._searched) >= _SEARCHED:
-            self._searched.clear()
-        self._searched[self._search_key()] = learnt, carving, plan
-
-    def _settings(self, known: bool = False) -> decide.Settings:
-        """What a layout is asked for; ``known``: times are, whether or not they are taken already."""
-        from_file = None if self._checkpoint is None else self._checkpoint.of
-        chosen = self._packing
-        packs = chosen is not None and not chosen.plain
-        filed = None if self._checkpoint is None else self._checkpoint.wires
-        here = chosen is not None and chosen.here and packs and self._engine.unpacks
-        # Packing what could stay raw takes its time and host memory: where a step's times say that it pays.
-        here = here and (known or self._stays_packed())
-        wires = self._wire_bytes if here else None
-        return decide.Settings(
-            self._vram, self._granularity, self._training or self._kept, self._stay, from_file, packs or filed is not None,
-            self._among, wires, None if wires is None else self._unpacking_rate(),
-            None if filed is None else filed.nbytes, self._backward,
-        )  # fmt: skip
-
-    def _detach(self, leave: bool = False, keep: bool = False) -> None:
-        """``leave``: what is on the device may stay there, for the layout that follows at once; ``keep``: host copies
-        are kept for one that comes later."""
-        if not self._closed and not self._parked:
-            self._follow_replaced()
-        self._front.step_aside()
-        if self._reruns is not None:
-            self._reruns.close()
-            self._reruns = None
-        streamer = self.__dict__.get("_streamer")
-        if streamer is not None:
-            streamer.close()
-        if isinstance(self._engine, SimulatedEngine):
-            for unit in self._placement.streamed:
-                self._engine.unguard(unit.block.data)
-        if leave:
-            self._placement.leave()
-        else:
-            self._placement.undo()
-        if self._laid_open is not None:
-            self._laid_open.follow()
-        if not keep:
-            self._copies.clear()
-        self._closed = True
 
     def close(self, *, discard: bool = False) -> None:
         """Give the module back as it was: objects, classes, devices; values as they are now. Idempotent.
@@ -408,36 +238,6 @@ class Session(Pools, Parks, Adapts, Adopts, Values):
                     elif self._meter.settled >= self._look_at:
                         self._look()
             return True
-
-    def _again(self, between: Callable[[], None] = lambda: None, retry: bool = False) -> None:
-        """Detach and attach under the present settings; ``between`` runs while detached: where it fails, all is laid out
-        all the same.
-
-        ``retry``: whoever calls comes again with other settings where the device's memory does not suffice.
-        """
-        self._detach(leave=retry and self._simple, keep=True)
-        failure: BaseException | None = None
-        try:
-            between()
-        except BaseException as error:
-            failure = error
-        if self._laid_open is not None:
-            self._laid_open.renew()
-        self._engine.trim()  # what the allocator keeps is whole now: the new region must not be cut from the old
-        try:
-            self._attach()
-        except BaseException as error:
-            if isinstance(error, OutOfMemory):
-                if not retry:  # nobody comes again: whole, on the host or in its file; the next forward tries
-                    self._detach_for_parking()
-                raise
-            # The module must not be left with stand-ins (a drive may have failed), nor the session half open.
-            self._final = Report(notes=("attaching anew failed: the session is closed",))
-            self._copies.clear()
-            self._unbind()
-            raise
-        if failure is not None:
-            raise failure
 
     # -- settings and bytes
 

@@ -26,11 +26,16 @@ NEEDED = LAYER  # by a pass
 LEFT = LAYER // 2  # free for others
 
 
+class Blocks(nn.Sequential):
+    def forward(self, x, transformer_options=None):
+        return super().forward(x)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.diffusion_model = nn.Sequential(*(Block(WIDTH) for _ in range(DEPTH))).requires_grad_(False)
+        self.diffusion_model = Blocks(*(Block(WIDTH) for _ in range(DEPTH))).requires_grad_(False)
 
 
 class Card:
@@ -61,14 +66,14 @@ class Card:
         ledger = self.device.ledger
         return self.device.memory_bytes - ledger.allocated - ledger.others
 
-    def run(self, passes: int = 6, kept: int | None = None) -> torch.Tensor:
-        """A prompt."""
+    def run(self, passes: int = 6, kept: int | None = None, **given: Any) -> torch.Tensor:
+        """A prompt; every pass is ``given`` more."""
         patcher, x = self.patcher, torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
         with torch.inference_mode():
             patcher.partially_load(CPU, self.free - (self.kept if kept is None else kept))
             patcher.pre_run()
             for _ in range(passes):
-                y = patcher.model.diffusion_model(x)
+                y = patcher.model.diffusion_model(x, **given)
             patcher.cleanup()
         return y.clone()
 
@@ -101,6 +106,19 @@ def test_the_next_layout_takes_what_passes_left_free(comfy, monkeypatch):
     assert first + spare // 2 < card.carom.budget <= first + spare
     assert card.patcher.loaded_size() == card.carom.held <= card.carom.budget
     assert card.device.memory_bytes - card.device.ledger.allocated - NEEDED >= LEFT
+
+
+@pytest.mark.parametrize(("name", "taken"), [("callbacks", True), ("patches", False)])
+def test_room_is_taken_where_what_comfyui_hands_to_passes_has_no_state_that_they_read(
+    comfy, monkeypatch, name, taken
+):
+    card = Card(monkeypatch, comfy)
+    options = {name: {"attn1_patch": object()}}
+    card.run(transformer_options=options)
+    first = card.carom.budget
+    card.patcher.partially_unload(CPU, 3 * LAYER)
+    card.run(transformer_options=options)
+    assert (card.carom.budget > first) == taken
 
 
 def test_passes_that_comfyui_expects_more_of_get_what_it_keeps(comfy, monkeypatch):

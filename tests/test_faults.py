@@ -22,6 +22,7 @@ from carom.core import (
     filling,
     hooks,
     landing,
+    layout,
     on_device,
     plain_engine,
     runs,
@@ -355,7 +356,7 @@ ATTACH = [
     (arena.HostArena, "pin"), ("engine", "allocate"), ("engine", "alias"), ("engine", "synchronize"),
     (attach.Placement, "keep"), (attach.Placement, "adapt"), (on_device, "relocate"), (on_device, "replace"),
     (filling.Filling, "begin"), (attach.Placement, "_stand_there"), (streamer.Streamer, "start"), (hooks.Wrapped, "forward"),
-    (hooks.Wrapped, "attribute"), (session, "Tree"), (session.Session, "_account"), (session, "describe"),
+    (hooks.Wrapped, "attribute"), (layout, "Tree"), (session.Session, "_account"), (layout, "describe"),
 ]  # fmt: skip
 
 
