@@ -84,6 +84,7 @@ class Adapts(Tunes, FollowsRam):
         self._learnt = None
         self._device: _Device | None = None
         self._tune_at = _TUNE_AFTER
+        self._recording = False  # the last pass that is not answered for yet recorded for a backward
         self._govern(auto)
 
     def _govern(self, auto: bool) -> None:
@@ -129,6 +130,10 @@ class Adapts(Tunes, FollowsRam):
             # A VBAR's pages are not the allocator's, and so not among what this process has.
             device = dataclasses.replace(device, total=device.total + pooled.held_bytes)
         return device if self._shared is None else self._shared.memory(device)
+
+    def _note_recording(self) -> None:
+        """A pass begins, and what failed before it was looked at: unless that could not be answered yet, it is forgotten."""
+        self._recording = torch.is_grad_enabled() or (self._failed and self._recording)
 
     def _set_look(self) -> None:
         """Measured steps from which `_look` is called between steps."""
@@ -260,13 +265,12 @@ class Adapts(Tunes, FollowsRam):
     def _wanted(self, governor: Governor, memory: Memory) -> int | None:
         held, least = self._held_bytes(), self._least()
         if self._failed:
-            return governor.short(memory, held, least, self._trains and torch.is_grad_enabled())
+            return governor.short(memory, held, least, self._trains and self._recording)
         if self._reruns is not None and self._reruns.gave:
             return governor.yielded(memory, held, least)
         alone = self._device is None or len(self._device.sessions) == 1
-        return governor.read(
-            memory, held, least, self._everything(), self._vram, training=self._trains, alone=alone
-        )
+        how = {"training": self._trains, "alone": alone, "recording": self._recording}
+        return governor.read(memory, held, least, self._everything(), self._vram, **how)
 
     @property
     def _trains(self) -> bool:

@@ -85,18 +85,19 @@ class Governor:
 
     def read(
         self, memory: Memory, held: int, least: int, everything: int, budget: int | None = None, *,
-        training: bool = False, alone: bool = True,
+        training: bool = False, alone: bool = True, recording: bool = True,
     ) -> int | None:  # fmt: skip
         """A new budget after a step, None to keep the present one.
 
         ``budget``: the present one (default: ``held``), of which not all need be held; ``held``: bytes of weights on the
         device; ``least``: the smallest budget that works; ``everything``: what all weights take. ``training``: a step
-        that fails is lost; ``alone``: no other session's budget follows the same device.
+        that fails is lost, but for those that were not ``recording`` for a backward (sampling); ``alone``: no other
+        session's budget follows the same device.
         """
         retried, self._retries = memory.retries > self._retries, max(self._retries, memory.retries)
         if memory.ooms > self._ooms:
             self._ooms = memory.ooms
-            return self.short(memory, held, least, training)
+            return self.short(memory, held, least, training and recording)
         if self.settled and (retried or not alone):
             return self._fall(held - (self.headroom(memory) - memory.free), held, least)
         self._settle(memory, training, alone and not retried)

@@ -209,6 +209,7 @@ class Session(LaysOut):
         with self._lock:  # whoever lays the weights out anew, or unparks them, is done
             if not self._ready():
                 return None, None
+            self._note_recording()
             streamer = self._streamer
             with streamer.lock:
                 if isinstance(streamer, DiskStreamer) and streamer.residents.waiting:

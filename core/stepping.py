@@ -276,12 +276,15 @@ def _give(members: list[tuple[Any, _Member]], wanted: Needs) -> None:
     if before is None or not wanted.missing(before):
         return
     place.trim()  # what the allocator still keeps then lies in pieces: too small for the state, and for what passes
+    activations = 0
     for session, _ in sorted(members, key=lambda pair: pair[1].used.uses(id(pair[0]))):
         for _ in range(TRIES):
             memory = place.memory()
             if memory is None:
                 return
-            missing = wanted.missing(memory, activations=max(0, before.cached - memory.cached))
+            # The first reading says it: pieces of what gave way since are no room for activations either.
+            activations = max(activations, before.cached - memory.cached)
+            missing = wanted.missing(memory, activations)
             given = session._yield(missing) if missing else 0
             if not given:
                 break

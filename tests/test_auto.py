@@ -90,6 +90,8 @@ def test_a_training_step_that_runs_out_is_the_only_one():
     failed = Memory(16 * GIB, GIB, ooms=1)
     assert Governor().read(failed, 8 * GIB, GIB, 8 * GIB, training=True) == GIB
     assert Governor().short(failed, 8 * GIB, GIB, training=True) == GIB
+    sampled = Governor().read(failed, 8 * GIB, GIB, 8 * GIB, training=True, recording=False)
+    assert sampled == 6 * GIB, "no step was lost"
 
 
 def test_a_load_that_comes_and_goes_makes_a_model_settle():
@@ -495,6 +497,41 @@ def test_a_training_step_that_runs_out_leaves_the_model_whole_and_the_session_sm
         assert torch.equal(train(), expected), "the next step is small enough"
         assert session._held_bytes() < held
     assert all(p.device.type == "cpu" and type(p) is nn.Parameter for p in net.parameters())
+
+
+def test_one_training_step_is_lost_also_where_sampling_comes_between():
+    net = Net()
+    net.register_parameter("scale", nn.Parameter(torch.ones(32)))
+    memory, lost = int(1.2 * size(net)), []
+    with auto(net, memory) as session:
+        for _ in range(20):
+            net(X * net.scale).sum().backward()
+        for step in range(30):
+            try:
+                session._engine.activations = int(0.6 * memory)
+                net(X * net.scale).sum().backward()
+            except torch.OutOfMemoryError:
+                lost.append(step)
+            session._engine.activations = 0  # samples are small
+            run(net)
+    assert lost == [0]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_of_what_could_be_trained_gives_up_no_more_than_other_inference(mode):
+    """Parameters want gradients unless somebody says otherwise."""
+    held = []
+    for trainable in (False, True):
+        net = Net().requires_grad_(trainable)
+        with auto(net, int(0.8 * size(net))) as session:
+            for _ in range(30):
+                run(net, mode)
+            assert session._placement.streamed
+            session._engine._ooms += 1  # of a decoder, say
+            run(net, mode)
+            held.append(session._held_bytes())
+            assert held[-1] > 2 * session._least()
+    assert held[0] == held[1]
 
 
 def test_a_budget_in_bytes_does_not_follow_anything():

@@ -608,8 +608,9 @@ class InPieces:
     grain = 512
     key = 0
 
-    def __init__(self, free, cached, pieces, held):
+    def __init__(self, free, cached, pieces, held, scattered=0.0):
         self.free, self.cached, self.pieces, self.held = free, cached, pieces, held
+        self.scattered = scattered  # of what gives way: left in pieces
 
     def memory(self):
         return Memory(16 * GIB, self.free, self.cached)
@@ -623,8 +624,17 @@ class InPieces:
     def _yield(self, nbytes):
         given = min(nbytes, self.held)
         self.held -= given
-        self.free += given
+        self.free += given - int(self.scattered * given)
+        self.cached += int(self.scattered * given)
         return given
+
+
+def test_pieces_of_what_gave_way_are_no_room_for_activations():
+    place = InPieces(free=GIB, cached=3 * GIB, pieces=GIB // 2, held=16 * GIB, scattered=0.3)
+    wanted = Needs(state=4 * GIB)
+    stepping._give([(place, stepping._Member(place, 0, place))], wanted)
+    activations = 5 * GIB // 2  # what trimming gave back
+    assert place.free >= wanted.state + activations + stepping.LOW * Governor.headroom(place.memory())
 
 
 @pytest.mark.parametrize("pieces", [0, GIB // 2, GIB])
