@@ -62,13 +62,18 @@ def write_record(record: dict[str, Any], path: Path) -> None:
 def read_record(path: Path) -> dict[str, Any]:
     """The record at `path`; ValueError where it is none that this version reads."""
     try:
-        record = json.loads(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be read ({why}); a record is what a run of the bench kept") from None
+    try:
+        record = json.loads(text)
         if record["schema"] != SCHEMA:
             raise ValueError(f"{path}: schema {record['schema']!r}; this version reads {SCHEMA}")
         for entry in record["cases"]:
             Case(**entry["case"])
             entry["key"], entry["result"]["status"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no record of the bench ({type(error).__name__}: {error})") from None
     return record
 

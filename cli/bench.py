@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     ours = [e["result"]["status"] for e in record["cases"] if e["case"]["engine"] in ("none", "carom")]
     bad = "failed" in ours or "timeout" in ours
     wrong = any(row["bit_exact"] is False for row in found if row["case"].engine == "carom")
-    nothing = not any(e["result"]["status"] == "ok" for e in record["cases"])
+    nothing = not any(e["result"]["status"] == "ok" for e in record["cases"] if e["key"] != "link")
     if nothing:
         print("carom bench: no case could run; the reasons stand above", file=sys.stderr)
     return 1 if bad or wrong or nothing or record["interrupted"] else 0

@@ -97,7 +97,7 @@ def install(root: Path, *, copy: bool = False) -> Installation:
             f"ComfyUI {version} is too old for these nodes; update it to {LEAST[0]}.{LEAST[1]} or newer, then run this again"
         )
     target = root / "custom_nodes" / NAME
-    if _is_source(target):
+    if _is_source(target) and not (copy and target.is_symlink()):
         return Installation("present", str(target), str(root), version, "")
     ours = _is_ours(target)
     if (target.exists() or target.is_symlink()) and not ours:

@@ -482,6 +482,15 @@ class TestCommand:
         shown = capsys.readouterr().out
         assert shown.startswith("| mode |") and "roofline" in shown
 
+    def test_where_no_engine_could_run_it_is_exit_one(self, capsys, monkeypatch):
+        monkeypatch.delenv("MUSUBI_PATH", raising=False)
+        assert main(["bench", "--engines", "musubi", "--device", "cpu", "--mode", "infer"]) == 1
+        assert "no case could run" in capsys.readouterr().err
+
+    def test_a_record_that_is_not_there_is_named(self, tmp_path, capsys):
+        assert main(["bench", "--show", str(tmp_path / "nofile")]) == 2
+        assert "nofile cannot be read (No such file or directory)" in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         "wrong", [("--engines", "magic"), ("--mode", "dream"), ("--tokens", "many"), ("--resident", "2"), ("--d", "0"),
                   ("--vram", "lots"), ("--device", "toaster"), ("--rank", "0")],

@@ -52,6 +52,8 @@ def test_a_copy_has_what_comfyui_needs_and_nothing_more(comfyui):
     assert not {"tests", "benchmarks", ".git"} & found
     assert not list(target(comfyui).glob("**/__pycache__"))
     assert command.install(comfyui).how == "linked"  # a copy of ours gives way
+    assert command.install(comfyui, copy=True).how == "copied", "and a link, to a copy that was asked for"
+    assert (command.source() / "README.md").exists()
     command.uninstall(comfyui)
     assert not target(comfyui).exists()
 
