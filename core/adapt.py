@@ -269,8 +269,10 @@ class Adapts(Tunes, FollowsRam):
         if self._reruns is not None and self._reruns.gave:
             return governor.yielded(memory, held, least)
         alone = self._device is None or len(self._device.sessions) == 1
-        how = {"training": self._trains, "alone": alone, "recording": self._recording}
-        return governor.read(memory, held, least, self._everything(), self._vram, **how)
+        return governor.read(
+            memory, held, least, self._everything(), self._vram, training=self._trains, alone=alone,
+            recording=self._recording,
+        )  # fmt: skip
 
     @property
     def _trains(self) -> bool:

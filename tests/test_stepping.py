@@ -645,6 +645,9 @@ def test_what_lies_in_pieces_is_no_room_for_what_passes(pieces):
     stepping._give([(place, stepping._Member(place, 0, place))], wanted)
     headroom = Governor.headroom(place.memory())
     assert place.free == wanted.state + wanted.passing + headroom
+    assert place.held == 8 * GIB - (4 * GIB + pieces + headroom), (
+        "what the cache gave back did not have to be given"
+    )
     roomy = InPieces(free=7 * GIB, cached=GIB, pieces=pieces, held=8 * GIB)
     stepping._give([(roomy, stepping._Member(roomy, 0, roomy))], wanted)
     assert roomy.cached == GIB and roomy.held == 8 * GIB, "left alone"
