@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import secrets
 import shutil
 import sys
 import tempfile
@@ -188,12 +189,14 @@ def output_folder(path: Path) -> Iterator[Path]:
     """The folder for results, tried before the work; gone again if this run made it and failed."""
     made = not path.exists()
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise OSError(f"--out {path} cannot be written ({error.strerror}): name another folder") from error
-    try:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            raise OSError(
+                f"--out {path} cannot be written ({error.strerror}): name another folder"
+            ) from error
         yield path
     except BaseException:
         if made:
@@ -205,15 +208,18 @@ def output_folder(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def checkpoint_folder(parent: Path, keep: bool) -> Iterator[Path]:
     """A new folder under ``parent``; removed afterwards, unless it is to be kept and nothing failed."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="carom-demo-", dir=parent))
-    except OSError as error:
-        raise OSError(f"--dir {parent} cannot be written ({error.strerror}): name another folder") from error
+    folder = parent / f"carom-demo-{secrets.token_hex(8)}"  # named before it is there: see `finally`
     done = False
     try:
+        try:
+            folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise OSError(
+                f"--dir {parent} cannot be written ({error.strerror}): name another folder"
+            ) from error
         yield folder
         done = True
-    finally:
+    finally:  # an interrupt may come between the folder's making and the next line of Python
         if not (keep and done):
             shutil.rmtree(folder, ignore_errors=True)
 

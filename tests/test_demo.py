@@ -366,6 +366,22 @@ def test_results_of_an_earlier_run_survive_a_failed_one(tmp_path):
     assert left(tmp_path) == ["timeline.png"]
 
 
+@pytest.mark.parametrize(
+    "folder", [lambda p: demo.checkpoint_folder(p, keep=False), lambda p: demo.output_folder(p / "out")]
+)
+def test_an_interrupt_while_a_folder_is_made_leaves_no_folder(tmp_path, monkeypatch, folder):
+    made = Path.mkdir
+
+    def interrupted(path, *args, **options):
+        made(path, *args, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo.Path, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt), folder(tmp_path):
+        pytest.fail("entered")
+    assert left(tmp_path) == []
+
+
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_ctrl_c_leaves_no_files(tmp_path, root):
     (tmp_path / "path").mkdir()
