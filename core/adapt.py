@@ -11,7 +11,6 @@ import logging
 import math
 import time
 import traceback
-import weakref
 from collections.abc import Hashable
 
 import torch
@@ -25,39 +24,26 @@ from .follow_ram import FollowsRam
 from .plan import Plan, resident_cost, round_up
 from .pooled import Pooled
 from .rerun import Reruns
-from .shared import SharedBudget
-from .shares import Shares
+from .shared import mates_on
 from .simulated import SimulatedEngine
 from .sizes import format_size
 from .streamed import Streamed
+from .together import Together
 from .tune import OutOfMemory, Tunes
 from .units import Carving, Unit
 
 logger = logging.getLogger("carom")
 _TUNE_AFTER = 4  # measured steps, the first two of a session apart
 _LOOKS = 0.25  # seconds between readings of a device's memory, after the first steps
-_ROUNDING = 1.03  # of a model's bytes, for what allocators round up
 _SIZES = 64  # of inputs that are remembered
 _FIRST = 8  # steps after an attachment that may run again
 _SELDOM = 16  # steps between looks at host memory, where nothing else is watched
 _OFTEN = 2 * _FIRST  # and after which memory is looked at: enough to settle
 
 
-class _Device:
-    """The sessions with ``vram="auto"`` on one device."""
-
-    def __init__(self) -> None:
-        self.shares = Shares()
-        self.sessions: weakref.WeakValueDictionary[int, Adapts] = weakref.WeakValueDictionary()
-
-
-_devices: dict[Hashable, _Device] = {}
-
-
-class Adapts(Tunes, FollowsRam):
+class Adapts(Together, Tunes, FollowsRam):
     """Adapts the layout of a `Session` (which see for the fields) to times and memory."""
 
-    _shared: SharedBudget | None
     _reruns: Reruns | None
     _kept: str | None  # ``training`` where nothing else was asked for and the budget follows the device
 
@@ -80,9 +66,12 @@ class Adapts(Tunes, FollowsRam):
     def _move_watermark(self, budget: int, everything: int) -> bool:
         raise NotImplementedError
 
+    def _lay_out(self) -> None:
+        raise NotImplementedError
+
     def _adapts(self, auto: bool) -> None:
         self._learnt = None
-        self._device: _Device | None = None
+        self._mates = None
         self._tune_at = _TUNE_AFTER
         self._recording = False  # the last pass that is not answered for yet recorded for a backward
         self._govern(auto)
@@ -94,14 +83,10 @@ class Adapts(Tunes, FollowsRam):
         if memory is not None:
             engine = self._engine
             place = id(engine.ledger) if isinstance(engine, SimulatedEngine) else engine.name
-            key: Hashable = place if self._shared is None else id(self._shared)
-            if self._shared is not None:
-                self._shared.join(self)
-            self._device = _devices.setdefault(key, _Device())
-            self._device.sessions[id(self)] = self
-            self._device.shares.join(id(self))
+            self._mates = mates_on(place) if self._shared is None else self._shared.mates
+            self._mates.join(self)
             self._kept = stepping.where_trained(self.module)
-            stepping.enter(self, engine, place, self._device.shares)
+            stepping.enter(self, engine, place, self._mates.shares)
         self._governor = None if memory is None else Governor(memory.ooms, memory.retries)
         self._looked = 0.0
         self._failed = False  # the last step ran out of memory
@@ -115,12 +100,9 @@ class Adapts(Tunes, FollowsRam):
         """No longer one of those that share a device."""
         stepping.leave(self)
         self._kept = None
-        if self._device is not None:
-            self._device.sessions.pop(id(self), None)
-            self._device.shares.leave(id(self))
-            self._device = None
-        if self._shared is not None:
-            self._shared.leave(self)
+        if self._mates is not None:
+            self._mates.leave(self)
+            self._mates = None
 
     def _memory(self) -> Memory | None:
         """What this session may take; None where nothing tells."""
@@ -129,7 +111,7 @@ class Adapts(Tunes, FollowsRam):
         if device is not None and pooled is not None and not isinstance(self._engine, SimulatedEngine):
             # A VBAR's pages are not the allocator's, and so not among what this process has.
             device = dataclasses.replace(device, total=device.total + pooled.held_bytes)
-        return device if self._shared is None else self._shared.memory(device)
+        return device if self._shared is None else self._shared.memory(device, self)
 
     def _note_recording(self) -> None:
         """A pass begins, and what failed before it was looked at: unless that could not be answered yet, it is forgotten."""
@@ -150,7 +132,7 @@ class Adapts(Tunes, FollowsRam):
             self._tune_at = self._look_at = math.inf
             return
         if self._governor is not None and not self._meter.awaiting:
-            if self._device is not None and len(self._device.sessions) > 1:
+            if self._mates is not None and len(self._mates.sessions) > 1:
                 self._count_use()
             self._watch_memory(self._governor)
         if self._pooled is not None:
@@ -208,67 +190,13 @@ class Adapts(Tunes, FollowsRam):
         if advice is not None and advice.understood and self._candidate.train == self._trains:
             self._learnt, self._tune_at = self._candidate, math.inf
 
-    # -- several sessions on one device
-
-    def _make_room(self, budget: int) -> bool:
-        """A new session has ``budget`` bytes for its weights: where that is short, let others give way first."""
-        everything = sum(
-            round_up(tensor.numel() * tensor.element_size(), 512)
-            for tensor in (*self.module.parameters(), *self.module.buffers())
-        )
-        missing = int(everything * _ROUNDING) - budget
-        given = False
-        if self._device is not None and missing > 0:
-            for key in self._device.shares.before_all(id(self)):
-                other = self._device.sessions.get(key)
-                if other is not None and missing > 0:
-                    got = other._yield(missing)
-                    missing -= got
-                    given = given or got > 0
-        return given
-
-    def _yield(self, nbytes: int) -> int:
-        """Give up to ``nbytes`` of resident weights to another session; returns how many it was."""
-        if not self._lock.acquire(blocking=False):
-            return 0  # it is in a step of another thread
-        try:
-            streamer = self._streamer
-            if self._closed or self._parked or self._governor is None or not self._movable():
-                return 0
-            if not streamer.idle or not streamer.unreferenced or self._meter.awaiting:
-                return 0
-            held = self._held_bytes()
-            budget = max(self._least(), held - nbytes)
-            if budget >= held:
-                return 0
-            self._governor.gave()
-            self._resize(budget)
-            return max(0, held - self._held_bytes())
-        finally:
-            self._lock.release()
-
-    def _count_use(self) -> None:
-        """A step begins: a session that is used much less gives way where this one is short."""
-        assert self._device is not None
-        short = bool(self._away())
-        spare = {}
-        if short:
-            for key, other in list(self._device.sessions.items()):
-                if other is not self and not other._closed and not other._parked:
-                    spare[key] = other._held_bytes() - other._least()
-        giver = self._device.shares.used(id(self), short, spare)
-        if giver is not None:
-            found = self._device.sessions.get(giver)
-            if found is not None:
-                found._yield(sum(unit.nbytes for unit in self._away()))
-
     def _wanted(self, governor: Governor, memory: Memory) -> int | None:
         held, least = self._held_bytes(), self._least()
         if self._failed:
             return governor.short(memory, held, least, self._trains and self._recording)
         if self._reruns is not None and self._reruns.gave:
             return governor.yielded(memory, held, least)
-        alone = self._device is None or len(self._device.sessions) == 1
+        alone = self._mates is None or len(self._mates.sessions) == 1
         return governor.read(
             memory, held, least, self._everything(), self._vram, training=self._trains, alone=alone,
             recording=self._recording,
@@ -312,17 +240,7 @@ class Adapts(Tunes, FollowsRam):
         fell = max(budget, least) < self._vram
         self._among = self._residents() if fell else None
         self._vram = max(budget, least)
-        while True:
-            try:
-                self._again(retry=True)
-                break
-            except OutOfMemory:
-                memory = self._memory()
-                smaller = None if memory is None else self._governor.short(memory, self._vram, least)
-                if smaller is None:
-                    self._detach_for_parking()  # whole, on the host; the next forward tries again
-                    raise
-                self._vram = smaller
+        self._lay_out()
         self._engine.trim()
         if self._learnt is None:
             self._tune_at = _TUNE_AFTER

@@ -208,6 +208,21 @@ class LaysOut(Pools, Parks, Adapts, Adopts, Values):
             self._copies.clear()
         self._closed = True
 
+    def _lay_out(self) -> None:
+        """Attach under the present budget, or under less where the device has not even that."""
+        while True:
+            try:
+                return self._again(retry=True)
+            except OutOfMemory:
+                memory = None if self._governor is None else self._memory()
+                smaller = None
+                if self._governor is not None and memory is not None:
+                    smaller = self._governor.short(memory, self._vram, self._least())
+                if smaller is None:
+                    self._detach_for_parking()  # whole, on the host; the next forward tries again
+                    raise
+                self._vram = smaller
+
     def _again(self, between: Callable[[], None] = lambda: None, retry: bool = False) -> None:
         """Detach and attach under the present settings; ``between`` runs while detached: where it fails, all is laid out
         all the same.

@@ -8,19 +8,19 @@ from __future__ import annotations
 import logging
 import threading
 
-from .adapt import OutOfMemory
 from .attach import Placement
 from .host_copies import HostCopies
 from .in_front import InFront
 from .packed_placement import PackedPlacement
 from .streamer import Streamer
+from .together import Together
 from .transfer import Engine
 from .units import Carving
 
 logger = logging.getLogger("carom")
 
 
-class Parks:
+class Parks(Together):
     """Parks a `Session` (which see for the fields)."""
 
     _engine: Engine
@@ -44,7 +44,7 @@ class Parks:
     def _detach(self, leave: bool = False, keep: bool = False) -> None:
         raise NotImplementedError
 
-    def _again(self, *, retry: bool = False) -> None:
+    def _lay_out(self) -> None:
         raise NotImplementedError
 
     @property
@@ -66,7 +66,9 @@ class Parks:
         with self._lock:
             self._need_open()
             if not self._parked:
+                self._leaves_for_a_while()
                 self._detach_for_parking(keep)
+                self._engine.trim()  # what it held is the device's again, not this process's
 
     def _detach_for_parking(self, keep: bool = False) -> None:
         self._aside = keep
@@ -108,9 +110,6 @@ class Parks:
         """Bring a parked module back to the device."""
         with self._lock:
             if self._parked:
+                self._returns()
                 self._parked = False
-                try:
-                    self._again(retry=True)
-                except OutOfMemory:
-                    self._detach_for_parking()
-                    raise
+                self._lay_out()

@@ -27,6 +27,11 @@ class Shares:
         self._begin_anew()
         self._lead = LEAD
 
+    def returned(self, key: int) -> None:
+        """``key`` was away for a while, and what others did meanwhile is no lead."""
+        if key in self._uses:
+            self._begin_anew()
+
     def leave(self, key: int) -> None:
         """A session ended."""
         if self._uses.pop(key, None) is not None:

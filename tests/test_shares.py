@@ -335,6 +335,163 @@ def test_a_session_can_join_and_leave_a_shared_budget():
         assert budget.held_bytes == first._held_bytes()
 
 
+# -- parked, and back
+
+
+@pytest.fixture
+def looking(monkeypatch):
+    """Memory is looked at before every step, however little time has passed."""
+    monkeypatch.setattr(carom.core.adapt, "_LOOKS", 0.0)
+
+
+@PLACES
+@pytest.mark.usefixtures("looking")
+def test_a_parked_session_that_returns_finds_room_under_the_shared_budget(where):
+    a, b = Net(), Net(seed=1)
+    expected = run(a), run(b)
+    budget = carom.SharedBudget(int(1.5 * size(a)))
+    with shared(a, budget, where) as first, shared(b, budget, where) as second:
+        for _ in range(20):
+            run(a), run(b)
+        before = second._held_bytes()
+        assert before > budget.nbytes // 2
+        for _ in range(3):
+            second.park()
+            for _ in range(100):
+                assert torch.equal(run(a), expected[0])
+            assert first.plan.all_resident, "what a parked session left another takes"
+            assert torch.equal(run(b), expected[1])
+            assert held(first, second) <= budget.nbytes
+            assert second._held_bytes() == before, "who returns comes first, as a new one does"
+            assert torch.equal(run(a), expected[0])
+
+
+@PLACES
+def test_the_least_of_a_parked_session_is_kept_for_its_return(where, monkeypatch):
+    a, b = Net(), Net(seed=1)
+    right = run(b)
+    budget = carom.SharedBudget(int(1.1 * size(a)))
+    with shared(a, budget, where) as first, shared(b, budget, where) as second:
+        run(b)
+        second.park()
+        for _ in range(100):
+            run(a)
+            assert first._held_bytes() + second._least() <= budget.nbytes
+        with monkeypatch.context() as patch:
+            patch.setattr(first, "_yield", lambda nbytes: 0)  # it is in a step of another thread
+            assert torch.equal(run(b), right)
+        assert held(first, second) <= budget.nbytes
+
+
+def test_a_session_that_cannot_return_says_what_is_left_and_returns_later(monkeypatch):
+    a, b = Net(), Net(seed=1)
+    right = run(b)
+    budget = carom.SharedBudget(int(1.5 * size(a)))
+    with shared(a, budget, "cpu") as first, shared(b, budget, "cpu") as second:
+        run(a), run(b)
+        second.park()
+        monkeypatch.setattr(first, "_yield", lambda nbytes: 0)
+        budget.later = budget.nbytes
+        with pytest.raises(carom.BudgetError, match="0 B of SharedBudget.* others hold the rest") as refused:
+            run(b)
+        assert refused.value.least_bytes == second._least() and second.parked
+        budget.later = 0
+        assert torch.equal(run(b), right)
+
+
+@pytest.mark.parametrize("activations", [0, 20 * KB])
+def test_with_auto_a_parked_session_that_returns_runs_out_of_no_memory(activations):
+    a, b = Net(), Net(seed=1)
+    expected = run(a), run(b)
+    device = carom.SimulatedDevice(memory_bytes=int(1.5 * size(a)) + activations, activation_bytes=activations)
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(auto(a, device))
+        for _ in range(12):
+            run(a)
+        second = stack.enter_context(auto(b, device))
+        for _ in range(40):
+            run(a), run(b)
+        before, failed = second._held_bytes(), second._engine.memory().ooms + first._engine.memory().ooms
+        second.park()
+        for _ in range(300):
+            assert torch.equal(run(a), expected[0])
+        grown = first._held_bytes()
+        assert grown > size(a) // 2
+        assert torch.equal(run(b), expected[1])
+        for _ in range(10):
+            assert torch.equal(run(a), expected[0]) and torch.equal(run(b), expected[1])
+        assert second._held_bytes() >= before // 2 and first._held_bytes() < grown
+        assert second._engine.memory().ooms + first._engine.memory().ooms == failed
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_parked_session_leaves_nothing_in_the_allocator_of_this_process(keep, monkeypatch):
+    """Others see what is free on the device; what this process's allocator keeps is not."""
+    net = Net()
+    with carom.stream(net, device=carom.SimulatedDevice(), vram=size(net) // 2, granularity="layer") as session:
+        run(net)
+        kept = []
+        monkeypatch.setattr(session._engine, "trim", lambda: kept.append(session._engine.allocated))
+        session.park(keep=keep)
+        assert kept[-1] == 0
+
+
+def test_a_parked_session_returns_with_less_where_the_device_has_less():
+    """Not to the budget of a device that was emptier, at the price of a failed pass."""
+    net = Net()
+    right = run(net)
+    device = carom.SimulatedDevice(memory_bytes=2 * size(net))
+    with auto(net, device) as session:
+        for _ in range(12):
+            run(net)
+        assert session.plan.all_resident
+        session.park()
+        device.ledger.others = int(1.4 * size(net))  # another program
+        assert torch.equal(run(net), right)
+        assert not session.plan.all_resident and session._engine.memory().ooms == 0
+
+
+# -- by size
+
+
+@pytest.mark.usefixtures("looking")
+def test_by_size_a_new_session_asks_for_its_part_and_no_more():
+    a, b = Net(), Net(seed=1)
+    budget = carom.SharedBudget(size(a), by_size=True)
+    with shared(a, budget, "cpu") as first:
+        for _ in range(8):
+            run(a)
+        alone = first._held_bytes()
+        assert alone > 0.8 * budget.nbytes, "what is not held yet it may have"
+        with shared(b, budget, "cpu") as second:
+            layouts = set()
+            for _ in range(60):
+                run(a), run(b)
+                assert held(first, second) <= budget.nbytes
+                layouts.add((id(first._placement), id(second._placement)))
+            assert 0.35 < first._held_bytes() / budget.nbytes < 0.65
+            assert 0.35 < second._held_bytes() / budget.nbytes < 0.65
+            assert len(layouts) <= 3, "by turns nothing moves"
+            for _ in range(30):
+                run(b)
+            assert second._held_bytes() > 0.7 * budget.nbytes, "to who is used"
+
+
+def test_what_is_kept_for_later_is_given_to_nobody():
+    a, b = Net(), Net(seed=1)
+    budget = carom.SharedBudget(int(1.2 * size(a)))
+    budget.later = size(a) // 2
+    with shared(a, budget, "cpu") as first:
+        for _ in range(40):
+            run(a)
+            assert first._held_bytes() <= budget.nbytes - budget.later
+        assert budget.free_bytes <= budget.nbytes - budget.later
+        budget.later = 0
+        with shared(b, budget, "cpu"):
+            for _ in range(40):
+                run(b)
+
+
 def test_a_shared_budget_below_the_least_is_refused_with_it():
     net = Net()
     with pytest.raises(carom.BudgetError) as refused:
