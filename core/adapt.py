@@ -21,7 +21,7 @@ from .attach import Placement
 from .auto import Governor, Memory
 from .errors import BudgetError
 from .follow_ram import FollowsRam
-from .plan import Plan, resident_cost, round_up
+from .plan import Plan, resident_cost
 from .pooled import Pooled
 from .rerun import Reruns
 from .shared import mates_on

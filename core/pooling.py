@@ -48,6 +48,7 @@ class Pools:
     _vram: int
     _ram: int
     _peak: int
+    _peak_under = 0  # bytes: the budget of that peak
 
     def _chooses_pool(self, pool: str) -> None:
         """``pool`` as given to `stream`."""
@@ -152,16 +153,13 @@ class Pools:
         packed = self._streamer.packed_here.nbytes
         return self._placement.resident_bytes + self._streamer.region.nbytes + staging + packed
 
-    def _promised_bytes(self) -> int:
-        """Device bytes of weights that may be held without asking again."""
-        if self._closed or self._parked:
-            return 0
-        pooled = self._pooled
-        return self._placement.resident_bytes + pooled.most_bytes if pooled else self._held_bytes()
-
     def _account(self) -> None:
-        """Tensors went to the device, or left it."""
+        """Tensors went to the device, or left it; or the budget changed. What is reported as the most is so of this budget,
+        not of a larger one before it."""
         pooled = self._pooled
+        if self._vram < self._peak_under:
+            self._peak = 0
+        self._peak_under = self._vram
         if pooled is None:
             self._peak = max(self._peak, self._held_bytes())
             return

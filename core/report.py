@@ -53,7 +53,8 @@ class Report:
 
     Per-step figures are medians over steps. A step is one root forward or, when training, everything
     from the first forward after a backward to that backward's end. ``vram_*`` count parameters,
-    buffers, slots and scratch held by Carom on the device; ``adapter_bytes`` (trainable) lie apart.
+    buffers, slots and scratch held by Carom on the device, the peak since the budget last fell; ``adapter_bytes``
+    (trainable) lie apart.
     """
 
     vram_budget_bytes: int = 0

@@ -251,9 +251,9 @@ class Session(LaysOut):
             before, among = (self._vram, self._ram, self._kept), self._among
             shared, governed = self._shared, self._governor is not None
             if vram is not None:
-                mine = (
-                    0 if isinstance(vram, SharedBudget) and vram is not self._shared else self._held_bytes()
-                )
+                mine = self._held_bytes()
+                if isinstance(vram, SharedBudget):
+                    mine = self._promised_bytes() if vram is self._shared else 0
                 budget = settings.vram_budget(vram, self._engine, mine)
                 self._vram, self._spill = settings.within_dedicated(budget, self._engine, mine)
                 # What stays under less is a part of what stayed: nothing has to come for a budget that falls.

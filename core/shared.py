@@ -64,24 +64,31 @@ class SharedBudget:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that sessions hold or may hold without asking again."""
-        return sum(session._promised_bytes() for session in list(self.mates.sessions.values()))
+        """Bytes that sessions hold."""
+        return sum(
+            each._promised_bytes() - each._unused_bytes() for each in list(self.mates.sessions.values())
+        )
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that nobody holds, and that are kept for nobody."""
+        """Bytes that nobody holds or may hold without asking again, and that are kept for nobody."""
         return self.free_for(None)
 
     def free_for(self, session: Any) -> int:
-        """As `free_bytes`, and what is kept for ``session``, which is parked."""
-        others = [other for other in self.mates.sessions.values() if other is not session]
-        return max(0, self.nbytes - self.held_bytes - self.later - sum(o._kept_bytes() for o in others))
+        """What ``session`` may take beyond what it holds."""
+        sessions = list(self.mates.sessions.values())
+        taken = sum(each._promised_bytes() for each in sessions)
+        taken += sum(each._kept_bytes() for each in sessions if each is not session)
+        unused = 0 if session is None else session._unused_bytes()
+        return max(0, self.nbytes - self.later - taken + unused)
 
     def part_of(self, session: Any, nbytes: int) -> int:
         """What ``session``, of ``nbytes`` in all, may ask the others to leave it."""
         if not self.by_size:
             return nbytes
-        others = [other for other in self.mates.sessions.values() if other is not session]
+        others = [
+            other for other in self.mates.sessions.values() if other is not session and not other._closed
+        ]
         everything = nbytes + sum(other._everything() for other in others)
         return min(nbytes, self.nbytes * nbytes // max(1, everything))
 

@@ -10,10 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from .attach import Placement
 from .auto import LOW, Governor, Memory
 from .errors import BudgetError
 from .meter import Meter
 from .plan import round_up
+from .pooled import Pooled
 from .shared import Mates, SharedBudget
 from .sizes import format_size
 from .streamed import Streamed
@@ -27,6 +29,7 @@ class Together:
 
     module: nn.Module
     _engine: Any
+    _placement: Placement
     _streamer: Streamer
     _meter: Meter
     _lock: threading.RLock
@@ -36,12 +39,24 @@ class Together:
     _governor: Governor | None
     _shared: SharedBudget | None
     _mates: Mates | None
-    _passing = 0  # bytes: the most that the allocator was seen to keep for passes, when this session was parked
+    _passing = (
+        0  # bytes: the most that the allocator was seen to keep for passes, when this session was parked
+    )
 
     def _memory(self) -> Memory | None:
         raise NotImplementedError
 
     def _held_bytes(self) -> int:
+        raise NotImplementedError
+
+    def _everything(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def _pooled(self) -> Pooled | None:
+        raise NotImplementedError
+
+    def _account(self) -> None:
         raise NotImplementedError
 
     def _least(self) -> int:
@@ -89,13 +104,19 @@ class Together:
                 return 0
             if not streamer.idle or not streamer.unreferenced or self._meter.awaiting:
                 return 0
-            held = self._held_bytes()
-            budget = max(self._least(), held - nbytes)
-            if budget >= held:
+            bounded = self._shared is not None
+            has = self._promised_bytes if bounded else self._held_bytes
+            before = has()
+            budget = max(self._least(), before - nbytes)
+            if budget >= before:
                 return 0
             self._governor.gave()
-            self._resize(budget)
-            return max(0, held - self._held_bytes())
+            if bounded and budget >= self._held_bytes():
+                self._vram = budget  # the rest was not held
+                self._account()
+            else:
+                self._resize(budget)
+            return max(0, before - has())
         finally:
             self._lock.release()
 
@@ -113,6 +134,23 @@ class Together:
             found = self._mates.sessions.get(giver)
             if found is not None:
                 found._yield(sum(unit.nbytes for unit in self._away()))
+
+    # -- of a shared budget
+
+    def _promised_bytes(self) -> int:
+        """Device bytes of weights that are held, or may be under a shared budget without asking again."""
+        if self._closed or self._parked:
+            return 0
+        pooled = self._pooled
+        if pooled is not None:
+            return self._placement.resident_bytes + pooled.most_bytes
+        held = self._held_bytes()
+        return held if self._shared is None else max(held, min(self._vram, self._everything()))
+
+    def _unused_bytes(self) -> int:
+        """Of what is promised, what is not held."""
+        none = self._closed or self._parked or self._pooled is not None
+        return 0 if none else self._promised_bytes() - self._held_bytes()
 
     # -- parked meanwhile
 

@@ -199,10 +199,10 @@ def test_a_budget_that_is_refused_leaves_auto_as_it_was():
     net = Net()
     with auto(net) as session:
         run(net)
-        governor, shares = session._governor, session._device
+        governor, shares = session._governor, session._mates
         with pytest.raises(carom.BudgetError):
             session.set_budget(vram=1)
-        assert session._governor is governor and session._device is shares
+        assert session._governor is governor and session._mates is shares
         run(net)
 
 

@@ -335,6 +335,47 @@ def test_a_session_can_join_and_leave_a_shared_budget():
         assert budget.held_bytes == first._held_bytes()
 
 
+@PLACES
+def test_new_layouts_under_a_shared_budget_never_hold_more_together(where):
+    """What one may hold beyond what it holds is no other's: every layout under the same budgets keeps the sum."""
+    a, b = Net(), Net(depth=9, width=32, seed=1)
+    for nbytes in range(int(0.5 * size(a)), 2 * size(a), 3 * KB - 500):
+        budget = carom.SharedBudget(nbytes)
+        with shared(a, budget, where) as first:
+            run(a)
+            with shared(b, budget, where) as second:
+                for session in (first, second, first):
+                    run(a), run(b)
+                    session.set_budget(ram="auto")
+                    assert held(first, second) <= nbytes
+                    assert sum(min(s._vram, s._everything()) for s in (first, second)) <= nbytes
+
+
+def test_what_was_not_held_is_given_without_a_new_layout():
+    a = Net()
+    with shared(a, carom.SharedBudget(int(0.7 * size(a))), "cpu") as session:
+        run(a)
+        unused, layout = session._unused_bytes(), session._placement
+        assert unused > 100
+        assert session._yield(100) == 100 and session._placement is layout
+        assert session._yield(unused) > unused - 100 and session._placement is not layout
+
+
+def test_the_peak_that_is_reported_is_of_the_present_budget():
+    net = Net()
+    with carom.stream(net, device="cpu", vram=size(net) // 2, granularity="layer") as session:
+        run(net)
+        high = session.report()
+        assert session.plan.slots and high.vram_peak_bytes <= high.vram_budget_bytes
+        session.set_budget(vram=size(net) // 3)
+        run(net)
+        low = session.report()
+        assert 0 < low.vram_peak_bytes <= low.vram_budget_bytes < high.vram_peak_bytes
+        assert "OVER THE BUDGET" not in low.table()
+        session.set_budget(vram=size(net) // 2)
+        assert session.report().vram_peak_bytes >= low.vram_peak_bytes
+
+
 # -- parked, and back
 
 
@@ -403,7 +444,9 @@ def test_a_session_that_cannot_return_says_what_is_left_and_returns_later(monkey
 def test_with_auto_a_parked_session_that_returns_runs_out_of_no_memory(activations):
     a, b = Net(), Net(seed=1)
     expected = run(a), run(b)
-    device = carom.SimulatedDevice(memory_bytes=int(1.5 * size(a)) + activations, activation_bytes=activations)
+    device = carom.SimulatedDevice(
+        memory_bytes=int(1.5 * size(a)) + activations, activation_bytes=activations
+    )
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(auto(a, device))
         for _ in range(12):
@@ -428,7 +471,9 @@ def test_with_auto_a_parked_session_that_returns_runs_out_of_no_memory(activatio
 def test_a_parked_session_leaves_nothing_in_the_allocator_of_this_process(keep, monkeypatch):
     """Others see what is free on the device; what this process's allocator keeps is not."""
     net = Net()
-    with carom.stream(net, device=carom.SimulatedDevice(), vram=size(net) // 2, granularity="layer") as session:
+    with carom.stream(
+        net, device=carom.SimulatedDevice(), vram=size(net) // 2, granularity="layer"
+    ) as session:
         run(net)
         kept = []
         monkeypatch.setattr(session._engine, "trim", lambda: kept.append(session._engine.allocated))

@@ -18,6 +18,7 @@ from ..core.wrapped import LaidOpen
 
 if TYPE_CHECKING:
     from ..core.session import Session
+    from ..core.shared import SharedBudget
 
 LEAF_MARKS = ("_layer_memory_manager", "_memory_management_device")
 
@@ -38,7 +39,7 @@ class Attachment:
         self.unmanaged_modules = list(ignored)
         self.session: Session | None = None
         self.least: dict[str | None, int] = {}  # granularity -> the least budget that works, in bytes
-        self.given: int | str | None = None  # the budget it has or will have
+        self.given: int | str | SharedBudget | None = None  # the budget it has or will have
         self.trains = False  # whether backwards are to go through it
         self._laid_open: LaidOpen | None = None
         self.gone = False

@@ -17,12 +17,13 @@ from torch import nn
 from ..core.errors import BudgetError, CaromError
 from ..core.report import Report
 from ..core.session import Session, stream
+from ..core.shared import SharedBudget
 from ..core.wrapped import LaidOpen
 from . import words
 from .attachment import Attachment, tensors, weight_bytes
 from .ladder import choose
 from .options import Policy
-from .shares import Need, divide
+from .shares import require
 
 logger = logging.getLogger("carom")
 
@@ -41,7 +42,7 @@ class JobOffload:
         self.policy, self.device = policy, torch.device(device)
         self.attachments: list[Attachment] = []
         self._say = say
-        self._auto: int | None = None
+        self._shared: SharedBudget | None = None
         self._reports: dict[str, Report] = {}
         self.choice = choose(policy, self.device)
         for line in (*policy.remarks, *self.choice.lines):
@@ -93,9 +94,13 @@ class JobOffload:
             ):
                 self.attach(module, percent=percent)
         for role in ("unet", "refiner_unet"):
-            attachment = self.of(getattr(sd, role, None))
-            if attachment is not None:
-                attachment.trains = True  # its adapters are the network's, which it knows nothing of
+            root = getattr(sd, role, None)
+            parts = {id(part) for part in root.modules()} if isinstance(root, nn.Module) else set()
+            for (
+                attachment
+            ) in self.attachments:  # of Wan 2.2's root two parts are attached, one for each noise
+                if id(attachment.module) in parts:
+                    attachment.trains = True  # its adapters are the network's, which it knows nothing of
         return result
 
     def of(self, module: nn.Module | None) -> Attachment | None:
@@ -127,14 +132,16 @@ class JobOffload:
     # -- budgets
 
     def open(self, attachment: Attachment) -> Session:
-        """The session of ``attachment``, under its share of the job's budgets; said in one line."""
+        """The session of ``attachment``, under its part of the job's budgets; said in one line."""
         self._least(attachment)
         self._rebalance()
-        session = self._stream(attachment, self._share(attachment))
+        session = self._stream(attachment, self._share(attachment, opening=True))
         self.say(words.start(attachment.name, session.report()))
         return session
 
-    def _stream(self, attachment: Attachment, vram: int | str, granularity: str | None = None) -> Session:
+    def _stream(
+        self, attachment: Attachment, vram: int | str | SharedBudget, granularity: str | None = None
+    ) -> Session:
         policy = self.policy
         return Session(
             attachment.module, device=engine_device(self.device), vram=vram, ram=self._ram(attachment), weights=None,
@@ -145,8 +152,8 @@ class JobOffload:
     def _sharing(self) -> list[Attachment]:
         return [a for a in self.attachments if a.percent is None]
 
-    def _share(self, attachment: Attachment) -> int | str:
-        """Bytes, or the YAML's own word where nobody shares it."""
+    def _share(self, attachment: Attachment, opening: bool = False) -> int | str | SharedBudget:
+        """Bytes; the YAML's own word where nobody shares it; or what several models hold together."""
         if self.choice.alone:
             return 2 * weight_bytes(attachment.module) + ROOM
         if attachment.percent is not None:
@@ -155,10 +162,13 @@ class JobOffload:
         sharing = self._sharing()
         if len(sharing) == 1:
             return self.policy.vram
-        needs = [
-            Need(a.name, self._least(a), weight_bytes(a.module) * 33 // 32 + ROOM) for a in sharing
-        ]  # full: a little over the bytes, for what allocators round up
-        return divide(self._total(), needs)[sharing.index(attachment)]
+        if self._shared is None:
+            self._shared = SharedBudget(self._total(), by_size=True)
+        require(self._shared.nbytes, {a.name: self._least(a) for a in sharing})
+        # Others may have what a model that never ran does not hold, but for its least.
+        waiting = [a for a in sharing if a.session is None and not (opening and a is attachment)]
+        self._shared.later = sum(self._least(a) for a in waiting)
+        return self._shared
 
     def _least(self, attachment: Attachment, granularity: str | None = None) -> int:
         """The least budget in bytes that works for a model, as the engine says it; asked before the model streams."""
@@ -174,14 +184,10 @@ class JobOffload:
 
     def _total(self) -> int:
         """The job's budget in bytes; what "auto" and percentages mean is the engine's word, before anything is placed."""
-        if self._auto is None:
-            probe = nn.Module()
-            probe.weight = nn.Parameter(torch.zeros(1), requires_grad=False)
-            with stream(
-                probe, device=engine_device(self.device), vram=self.policy.vram, pool="torch"
-            ) as session:
-                self._auto = session.report().vram_budget_bytes
-        return self._auto
+        probe = nn.Module()
+        probe.weight = nn.Parameter(torch.zeros(1), requires_grad=False)
+        with stream(probe, device=engine_device(self.device), vram=self.policy.vram, pool="torch") as session:
+            return session.report().vram_budget_bytes
 
     def _ram(self, attachment: Attachment) -> int | str:
         from ..core.sizes import parse_size
@@ -195,7 +201,7 @@ class JobOffload:
         return total * weight_bytes(attachment.module) // everything
 
     def _rebalance(self) -> None:
-        """Models that stream already get what is theirs now: more when one left, less before one comes."""
+        """Models that stream already are told whether others share the budget now, or nobody does any more."""
         for attachment in self._sharing():
             share = self._share(attachment)
             if attachment.session is not None and share != attachment.given:

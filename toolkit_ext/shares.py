@@ -1,48 +1,23 @@
-"""PURE. One budget for several models of a job: who gets how much."""
+"""PURE. One budget for several models of a job: whether each of them can run within it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from ..core.errors import BudgetError
 from ..core.sizes import format_size
 
 
-@dataclass(frozen=True)
-class Need:
-    """What a model can use: ``least`` bytes to run at all, ``full`` bytes to stay on the device whole."""
-
-    name: str
-    least: int
-    full: int
-
-
-def divide(total: int, needs: Sequence[Need]) -> list[int]:
-    """Bytes for each of ``needs``, at most ``total`` together: their least, then by size, none beyond its full.
+def require(total: int, leasts: Mapping[str, int]) -> None:
+    """``total`` bytes must hold what each model, by its name, takes to run at all.
 
     Raises BudgetError with the least total that works.
     """
-    least = sum(need.least for need in needs)
+    least = sum(leasts.values())
     if least > total:
-        parts = ", ".join(f"{need.name} {format_size(need.least)}" for need in needs)
+        parts = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in leasts.items())
         raise BudgetError(
             f"vram={format_size(total)} is too small for this job's models together ({parts}); the least budget that "
             f"works is {least} bytes ({format_size(least)})",
             least,
         )
-    shares = [need.least for need in needs]
-    hungry = [i for i, need in enumerate(needs) if need.full > need.least]
-    rest = total - least
-    while hungry and rest > 0:
-        weight = sum(needs[i].full for i in hungry)
-        sated = [i for i in hungry if shares[i] + rest * needs[i].full // weight >= needs[i].full]
-        if not sated:
-            for i in hungry:
-                shares[i] += rest * needs[i].full // weight
-            break
-        for i in sated:  # what they do not need goes to the others
-            rest -= needs[i].full - shares[i]
-            shares[i] = needs[i].full
-        hungry = [i for i in hungry if i not in sated]
-    return shares
