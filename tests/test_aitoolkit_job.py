@@ -229,6 +229,72 @@ def test_a_budget_too_small_for_all_names_the_least_that_works(tmp_path):
     )
 
 
+class Dual(torch.nn.Module):
+    """As Wan 2.2's root: one of two transformers runs, by the noise, and a `.to` of the whole is nobody's."""
+
+    def __init__(self):
+        super().__init__()
+        self.high, self.low = standin.Transformer(depth=8), standin.Transformer(depth=8)
+
+    device = property(lambda self: self.high.device)
+
+    def to(self, *args, **kwargs):
+        return self
+
+    def forward(self, x, text, high=False):
+        return (self.high if high else self.low)(x, text)
+
+
+class Noises(standin.Attaching):
+    def load_model(self):
+        self.make()
+        self.unet, self.text_encoder = Dual(), [self.text_encoder]
+        for part in (self.unet.high, self.unet.low):
+            standin.attaching.MemoryManager.attach(part, self.device_torch)
+
+
+def test_both_transformers_of_a_dual_model_are_laid_out_for_backwards(tmp_path):
+    made = process(tmp_path, BOUNCING, Noises)
+    found = {}
+
+    def one(index):
+        made.sd.unet(standin._noise(0), standin._noise(1))
+        made.sd.unet(standin._noise(0), standin._noise(1), high=True)
+        found.update({id(s().module): s()._backward for s in sessions.values()})
+        raise KeyboardInterrupt
+
+    made.one = one
+    with pytest.raises(KeyboardInterrupt):
+        made.run()
+    assert [found[id(part)] for part in (made.sd.unet.low, made.sd.unet.high)] == [True, True]
+
+
+def test_a_transformer_that_does_not_train_leaves_its_part_to_the_one_that_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(carom.core.adapt, "_LOOKS", 0.0)
+    made = process(tmp_path, BOUNCING, Noises)
+    held = {}
+
+    def one(index):
+        dual = made.sd.unet
+        x, text = standin._noise(0), standin._noise(1)
+        runs = {"alone": (False,) * 40, "both": (False, True) * 40, "again alone": (False,) * 60}
+        for name, noises in runs.items():
+            for high in noises:
+                with torch.no_grad():
+                    dual(x, text, high=high)
+                parts = {id(s().module): s()._held_bytes() for s in sessions.values()}
+                assert sum(parts.values()) <= BUDGET
+            held[name] = parts[id(dual.low)], parts.get(id(dual.high), 0)
+        raise KeyboardInterrupt
+
+    made.one = one
+    with pytest.raises(KeyboardInterrupt):
+        made.run()
+    assert held["alone"][0] > 0.65 * BUDGET and not held["alone"][1]
+    assert 0.25 * BUDGET < held["both"][0] < 0.6 * BUDGET and 0.25 * BUDGET < held["both"][1] < 0.6 * BUDGET
+    assert held["again alone"][0] > 0.6 * BUDGET, "after a sample with both"
+
+
 def test_stock_percents_keep_their_meaning(tmp_path, monkeypatch):
     kept = {}
     real = standin.BaseSDTrainProcess.one

@@ -11,7 +11,7 @@ import pytest
 from carom.core.report import Report
 from carom.core.sizes import GIB
 from carom.toolkit_ext import folder, options, words
-from carom.toolkit_ext.shares import Need, divide
+from carom.toolkit_ext.shares import require
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,30 +90,16 @@ def test_percents_count_where_no_vram_is_given_and_zero_always():
 
 # -- shares
 
-needs = st.lists(
-    st.tuples(st.integers(0, 1 << 34), st.integers(0, 1 << 36)).map(lambda t: Need("m", min(t), max(t))), min_size=1, max_size=6
-)  # fmt: skip
 
-
-@given(needs, st.integers(0, 1 << 38))
-def test_shares_keep_the_budget_the_least_and_the_full(models, total):
-    try:
-        shares = divide(total, models)
-    except carom.BudgetError as error:
-        assert error.least_bytes == sum(need.least for need in models) > total
+@given(st.lists(st.integers(0, 1 << 34), min_size=1, max_size=6), st.integers(0, 1 << 37))
+def test_a_budget_must_hold_the_least_of_every_model(leasts, total):
+    needs = {f"model {index}": least for index, least in enumerate(leasts)}
+    if sum(leasts) <= total:
+        require(total, needs)
         return
-    assert sum(shares) <= total
-    assert all(need.least <= share <= need.full for need, share in zip(models, shares, strict=True))
-
-
-@given(needs)
-def test_everyone_is_full_when_all_fit(models):
-    assert divide(sum(need.full for need in models), models) == [need.full for need in models]
-
-
-def test_what_a_small_model_does_not_need_goes_to_the_large_one():
-    assert divide(1000, [Need("te", 10, 100), Need("unet", 10, 5000)]) == pytest.approx([28, 970], abs=3)
-    assert divide(1000, [Need("te", 100, 100), Need("unet", 10, 5000)]) == [100, 900]
+    with pytest.raises(carom.BudgetError, match="models together .model 0 ") as refused:
+        require(total, needs)
+    assert refused.value.least_bytes == sum(leasts)
 
 
 # -- words

@@ -340,7 +340,7 @@ def test_new_layouts_under_a_shared_budget_never_hold_more_together(where):
     """What one may hold beyond what it holds is no other's: every layout under the same budgets keeps the sum."""
     a, b = Net(), Net(depth=9, width=32, seed=1)
     for nbytes in range(int(0.5 * size(a)), 2 * size(a), 3 * KB - 500):
-        budget = carom.SharedBudget(nbytes)
+        budget = carom.SharedBudget(nbytes, by_size=True)
         with shared(a, budget, where) as first:
             run(a)
             with shared(b, budget, where) as second:
