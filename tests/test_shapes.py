@@ -8,7 +8,7 @@ import struct
 
 import pytest
 import torch
-from carom.core import paper_plan, presets, shape_files, shapes
+from carom.core import paper_plan, presets, shape_configs, shape_files, shapes
 from carom.core.errors import CaromError, UnsupportedError, WeightsError
 from carom.core.paper import Job, Machine
 from carom.core.store.quant import parse_scheme
@@ -167,7 +167,7 @@ def test_a_language_config_gives_the_parameters_transformers_builds():
     )
     with torch.device("meta"):
         built = sum(p.numel() for p in transformers.LlamaForCausalLM(config).parameters() if p.dim() == 2)
-    assert shape_files.shape_of_config(config.to_dict(), "config.json").params == built
+    assert shape_configs.shape_of_config(config.to_dict(), "config.json").params == built
 
 
 def test_an_moe_config_gives_the_parameters_transformers_builds():
@@ -180,7 +180,7 @@ def test_an_moe_config_gives_the_parameters_transformers_builds():
     )  # fmt: skip
     with torch.device("meta"):
         built = sum(p.numel() for p in transformers.Glm4MoeForCausalLM(config).parameters() if p.dim() >= 2)
-    shape = shape_files.shape_of_config(config.to_dict(), "config.json")
+    shape = shape_configs.shape_of_config(config.to_dict(), "config.json")
     assert shape.params == built
     assert [group.count for group in shape.groups if group.repeated] == [1, 2]
 
@@ -193,7 +193,7 @@ def test_an_moe_config_gives_the_parameters_transformers_builds():
     ("ZImageTransformer2DModel", {"n_layers": 2, "n_refiner_layers": 1, "dim": 48}),
 ])  # fmt: skip
 def test_a_diffusers_config_gives_the_layers(cls, settings):
-    shape = shape_files.shape_of_config({"_class_name": cls, **settings}, "transformer/config.json")
+    shape = shape_configs.shape_of_config({"_class_name": cls, **settings}, "transformer/config.json")
     assert shape.layers == {"FluxT": 5, "Flux2": 5, "QwenI": 2, "WanTr": 2, "ZImag": 4}[cls[:5]]
     assert shape.name == "transformer"
 
@@ -380,7 +380,7 @@ def test_a_bad_config_is_a_weights_error(tmp_path, config):
 
 def test_an_unknown_diffusers_class_says_what_to_give_instead():
     with pytest.raises(UnsupportedError, match="safetensors file or folder"):
-        shape_files.shape_of_config({"_class_name": "NewTransformer"}, "config.json")
+        shape_configs.shape_of_config({"_class_name": "NewTransformer"}, "config.json")
 
 
 def test_an_empty_folder_and_an_absent_file_are_weights_errors(tmp_path):
