@@ -9,6 +9,17 @@ from . import shapes
 from .errors import UnsupportedError, WeightsError
 from .shapes import Shape
 
+# How transformers' names end of models that answer a token at a time.
+_GENERATING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+
+
+def generates(config: dict) -> bool | None:
+    """Whether what a transformers config.json describes answers a token at a time; None where it does not say."""
+    names = config.get("architectures")
+    if "_class_name" in config or not isinstance(names, list) or not names:
+        return None
+    return any(str(name).endswith(_GENERATING) for name in names)
+
 
 def _number(config: dict, *names: str, default: int | None = None, most: int = 1 << 24) -> int:
     """A whole number of a config under the first of `names` that is there; WeightsError where absent or absurd."""
@@ -57,7 +68,7 @@ def shape_of_config(config: Any, source: str) -> Shape:
             f"{source}: {cls} is not known by its config; give its .safetensors file or folder"
         )
     text = config.get("text_config")
-    return _language_config(text if isinstance(text, dict) else config, name, read)
+    return _text_config(text if isinstance(text, dict) else config, name, read, generates(config) is False)
 
 
 def _layers(config: dict, *names: str) -> int:
@@ -67,7 +78,7 @@ def _layers(config: dict, *names: str) -> int:
     return count
 
 
-def _language_config(config: dict, name: str, source: str) -> Shape:
+def _text_config(config: dict, name: str, source: str, encodes: bool) -> Shape:
     hidden, layers = (
         _number(config, "hidden_size", "d_model"),
         _layers(config, "num_hidden_layers", "num_layers"),
@@ -85,10 +96,13 @@ def _language_config(config: dict, name: str, source: str) -> Shape:
     dense = min(
         layers, _number(config, "first_k_dense_replace", default=0 if experts else layers, most=10_000)
     )
+    gated = not encodes or config.get("is_gated_act") is True  # a decoder's MLP is; T5 says so of its encoder
     groups = []
     if dense or not experts:
         groups.append(
-            shapes.language_layer("dense layer", dense or layers, hidden, heads, kv_heads, head_dim, ff)
+            shapes.language_layer(
+                "dense layer", dense or layers, hidden, heads, kv_heads, head_dim, ff, gated=gated
+            )
         )
     if experts and layers > dense:
         groups.append(
@@ -97,7 +111,10 @@ def _language_config(config: dict, name: str, source: str) -> Shape:
                 experts=experts, used=used, expert_ff=expert_ff, shared_ff=shared,
             )
         )  # fmt: skip
+    vocabulary = _number(config, "vocab_size", default=0)
+    if encodes:
+        return shapes.encoder(name, name, source, tuple(groups), hidden, vocabulary)
     return shapes.language_model(
-        name, name, source, tuple(groups), hidden, _number(config, "vocab_size", default=0), kv_heads * head_dim,
+        name, name, source, tuple(groups), hidden, vocabulary, kv_heads * head_dim,
         tied=config.get("tie_word_embeddings") is True,
     )  # fmt: skip

@@ -11,12 +11,13 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from . import shapes
 from .errors import UnsupportedError, WeightsError
-from .shape_configs import shape_of_config
+from .shape_configs import generates, shape_of_config
 from .shapes import Group, Shape
 
 MAX_HEADER = 100_000_000  # the safetensors format's own limit
@@ -43,7 +44,14 @@ _ASIDE = re.compile(
     r"(?:^|[._])(?:txt_(?:attn|mlp|mod)|add_[qkv]_proj|to_add_out|ff_context|(?:img_)?mod(?:ulation)?\.|adaLN|"
     r"norm1(?:_context)?\.linear|norm\.linear|attn2\.to_[kv]\.|cross_attn\.[kv]\.)"
 )
-_LANGUAGE = ("embed_tokens", "lm_head", "tok_embeddings", "shared.weight", "wte.weight")
+# What looks words up, or gives a probability to each.
+_WORDS = ("embed_tokens", "lm_head", "tok_embeddings", "word_embeddings", "shared.weight", "wte.weight")
+# Tokens of one sample of a kind, and what it is.
+_SAMPLES = {
+    "diffusion": (4096 + 512, "1024 x 1024 image with 512 text tokens"),
+    "language": (1024, "1024-token sequence"),
+    "encoder": (512, "512-token sequence"),
+}
 _EXPERT = re.compile(r"\.experts?\.")
 
 
@@ -247,28 +255,38 @@ def _shape_of_tensors(name: str, source: str, tensors: dict, config: dict) -> Sh
     # The width most matrices share is what passes from layer to layer; ties go to the larger.
     hidden = max(widths, key=lambda width: (widths[width], width)) if widths else 1
     used = config.get("num_experts_per_tok")
-    language = any(any(word in tensor for word in _LANGUAGE) for tensor in tensors)
-    kinds: dict[tuple, list] = defaultdict(list)
+    kind = _kind(tensors, {prefix for prefix, _ in layers}, config)
+    alike_by: dict[tuple, list] = defaultdict(list)
     for (prefix, _), members in sorted(layers.items()):
-        kinds[prefix, tuple(sorted((size, dims) for _, size, dims in members))].append(members)
+        alike_by[prefix, tuple(sorted((size, dims) for _, size, dims in members))].append(members)
     groups = [
-        _group(prefix.rpartition(".")[2] or "layers", len(alike), alike[0], hidden, used, language)
-        for (prefix, _), alike in kinds.items()
+        _group(prefix.rpartition(".")[2] or "layers", len(alike), alike[0], hidden, used, kind)
+        for (prefix, _), alike in alike_by.items()
     ]
     if outside:
         rows = sum(math.prod(dims) for tensor, _, dims in outside if "head" in tensor and len(dims) == 2)
         size, params = sum(size for _, size, _ in outside), sum(math.prod(dims) for _, _, dims in outside)
         groups.append(Group("outside the layers", 1, params, rows, repeated=False, stored_bytes=size))
-    tokens = 1024 if language else 4096 + 512
     return Shape(
-        name, name, f"read from {source}", "language" if language else "diffusion", tuple(groups), hidden, tokens,
-        "1024-token sequence" if language else "1024 x 1024 image with 512 text tokens",
+        name, name, f"read from {source}", kind, tuple(groups), hidden, *_SAMPLES[kind],
         note="" if used or not any(group.expert_params for group in groups)
         else "Experts found but no num_experts_per_tok beside the file: all are counted as in use.",
     )  # fmt: skip
 
 
-def _group(name: str, count: int, members: list, hidden: int, used: Any, language: bool) -> Group:
+def _kind(names: Collection[str], lists: set[str], config: dict) -> str:
+    """`Shape.kind` of tensors so named, in lists of layers so named; ``config`` says it best where there is one."""
+    answers = generates(config)
+    if answers is None:
+        encodes = bool(lists) and all("encoder" in path.split(".") for path in lists)
+        if not encodes and not any(word in name for word in _WORDS for name in names):
+            return "diffusion"
+        answers = not encodes
+    # Whatever a model's class is called, with a head over words it answers.
+    return "language" if answers or any(name.endswith("lm_head.weight") for name in names) else "encoder"
+
+
+def _group(name: str, count: int, members: list, hidden: int, used: Any, kind: str) -> Group:
     params = active = expert = routed = adapters = widest = 0
     stored = sum(size for _, size, _ in members)
     indices = set()
@@ -281,16 +299,22 @@ def _group(name: str, count: int, members: list, hidden: int, used: Any, languag
             indices.add(match[1] if match else "all")
             routed = max(routed, dims[0] if match is None and len(dims) == 3 else 0)
         elif len(dims) >= 2:
-            active += elements if language or not _ASIDE.search(tensor) else 0
+            active += elements if kind != "diffusion" or not _ASIDE.search(tensor) else 0
             adapters += dims[0] + math.prod(dims[1:])
             widest = max(widest, *dims[:2])
     experts = max(len(indices), routed)
     if expert:
         share = used / experts if type(used) is int and 0 < used <= experts else 1.0
         active += int(expert * share)
-    kept = shapes.widths(
-        hidden, hidden, hidden // 4 if language else hidden, widest, gated=language, modulated=not language
+    # Keys of a decoder serve several queries each, and its MLP has a gate; T5's encoder calls that wi_1.
+    language, gates = (
+        kind == "language",
+        any("gate" in tensor or "wi_1" in tensor for tensor, _, _ in members),
     )
+    kept = shapes.widths(
+        hidden, hidden, hidden // 4 if language else hidden, widest,
+        gated=language or (kind == "encoder" and gates), modulated=kind == "diffusion",
+    )  # fmt: skip
     return Group(
         name, count, params, active, expert, attention_width=hidden, adapter_width=adapters, stored_bytes=stored, **kept
     )  # fmt: skip

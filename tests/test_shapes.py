@@ -113,6 +113,68 @@ def test_a_safetensors_file_is_read_by_its_header(tmp_path):
     assert shape.bytes_in(None) == 2 * shape.params
 
 
+BERT = ("embeddings.word_embeddings.weight", "encoder.layer.{}.attention.self.query.weight")
+CLIP = (
+    "text_model.embeddings.token_embedding.weight",
+    "text_model.encoder.layers.{}.self_attn.q_proj.weight",
+)
+T5 = ("shared.weight", "encoder.block.{}.layer.0.SelfAttention.q.weight")
+WHOLE_T5 = (*T5, "decoder.block.{}.layer.0.SelfAttention.q.weight")
+DISTILBERT = ("embeddings.word_embeddings.weight", "transformer.layer.{}.attention.q_lin.weight")
+BLOOM = ("word_embeddings.weight", "h.{}.self_attention.dense.weight")
+NEOX = ("embed_in.weight", "layers.{}.attention.dense.weight")
+HEADED = ("model.embed_tokens.weight", "model.layers.{}.self_attn.q_proj.weight", "lm_head.weight")
+PLAIN = ("x_embedder.weight", "blocks.{}.attn.to_q.weight")
+
+
+@pytest.mark.parametrize("names, architecture, kind", [
+    (BERT, "BertModel", "encoder"), (BERT, None, "encoder"), (CLIP, None, "encoder"), (T5, None, "encoder"),
+    (T5, "T5EncoderModel", "encoder"), (DISTILBERT, "DistilBertForMaskedLM", "encoder"),
+    (WHOLE_T5, None, "language"), (WHOLE_T5, "T5ForConditionalGeneration", "language"), (BLOOM, None, "language"),
+    (NEOX, "GPTNeoXForCausalLM", "language"), (HEADED, "SomebodysModel", "language"), (PLAIN, None, "diffusion"),
+])  # fmt: skip
+def test_what_generates_what_encodes_and_what_samples_are_told_apart(tmp_path, names, architecture, kind):
+    tensors = {name.format(layer): torch.zeros(16, 16) for name in names for layer in range(2)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    if architecture is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    assert shape_files.read_shape(tmp_path).kind == kind
+    assert shape_files.read_shape(tmp_path / "m.safetensors").kind == kind
+
+
+@pytest.mark.parametrize("architectures", [3, "BertModel", {}, [], [None], [["a"]]])
+def test_architectures_of_any_kind_are_read_or_ignored(tmp_path, architectures):
+    tiny_llama(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": architectures}))
+    assert shape_files.read_shape(tmp_path).kind == "language"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_encoders_layers_are_those_that_transformers_builds(gated):
+    import transformers
+
+    if gated:
+        config = transformers.T5Config(
+            d_model=64, d_kv=16, num_heads=4, d_ff=160, num_layers=3, vocab_size=99, feed_forward_proj="gated-gelu"
+        )  # fmt: skip
+        build = transformers.T5EncoderModel
+    else:
+        config = transformers.BertConfig(
+            hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, vocab_size=99
+        )  # fmt: skip
+        build = transformers.BertModel
+    with torch.device("meta"):
+        model = build(config)
+    told = {**config.to_dict(), "architectures": [build.__name__]}
+    shape = shape_configs.shape_of_config(told, "config.json")
+    built = sum(
+        p.numel() for n, p in model.named_parameters()
+        if p.dim() == 2 and n.startswith("encoder.") and "embed" not in n and "relative" not in n
+    )  # fmt: skip
+    assert shape.kind == "encoder" and shape.layers == 3
+    assert sum(group.count * group.params for group in shape.groups if group.repeated) == built
+
+
 def test_a_sharded_folder_and_its_index_are_the_same_shape(tmp_path):
     save_file(
         {"transformer_blocks.0.a.weight": torch.zeros(8, 8), "x_embedder.weight": torch.zeros(8, 2)},
