@@ -13,12 +13,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol
 
 from .case import Case
 
 LAUNCH = Path(__file__).resolve().parent / "launch.py"
 STDERR_KEPT = 4000  # characters of a failed worker's stderr that go into the record
+
+
+class Lines(Protocol):
+    """Where progress is told: a text stream, or what stands for one. Each write is one line, whole."""
+
+    def write(self, line: str, /) -> object: ...
+
+    def flush(self) -> object: ...
 
 
 def run_case(case: Case, limit_s: float | None = None) -> dict[str, Any]:
@@ -119,13 +127,20 @@ def run_cases(
     *,
     time_limit_s: float | None = None,
     least_s: float = 20.0,
-    progress: TextIO | None = None,
+    progress: Lines | None = None,
+    on_start: Callable[[str, Case], None] | None = None,
     on_result: Callable[[str, dict[str, Any]], None] | None = None,
 ) -> tuple[dict[str, dict[str, Any]], bool]:
-    """Results by key, in order, and whether it was interrupted.
+    """Results by key, in order, and whether it was interrupted. ``on_start`` is called before a case that does run.
 
     With a time limit, cases that would start with less than `least_s` seconds left are skipped with that reason.
     """
+
+    def say(line: str) -> None:
+        if progress:
+            progress.write(line + "\n")
+            progress.flush()
+
     results: dict[str, dict[str, Any]] = {}
     began = time.perf_counter()
     with terminate_as_interrupt():
@@ -138,14 +153,14 @@ def run_cases(
                 elif left is not None and left < least_s:
                     result = {"status": "skipped", "reason": "the time limit was reached", "seconds": 0.0}
                 else:
+                    if on_start:
+                        on_start(key, case)
                     result = run_case(case, left)
             except KeyboardInterrupt:
-                if progress:
-                    print("interrupted; what is done is kept", file=progress, flush=True)
+                say("interrupted; what is done is kept")
                 return results, True
             results[key] = result
-            if progress:
-                print(f"[{number}/{len(cases)}] {case.label()}: {outcome(result)}", file=progress, flush=True)
+            say(f"[{number}/{len(cases)}] {case.label()}: {outcome(result)}")
             if on_result:
                 on_result(key, result)
     return results, False

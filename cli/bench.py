@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from ..benchmarks.record import add_result, new_record, write_record
-    from ..benchmarks.runner import run_cases
+    from ..benchmarks.runner import run_cases, unavailable
     from ..benchmarks.tables import chart, rows, table
 
     if args.show:
@@ -122,12 +125,25 @@ def run(args: argparse.Namespace) -> int:
     record = new_record("carom bench", sys.argv[1:])
     path = args.out / "bench.json" if args.out else None
 
-    def keep(key: str, result: dict[str, Any]) -> None:
-        add_result(record, key, cases[key], result)
-        if path:
-            write_record(record, path)
+    if not args.json:
+        able = sum(unavailable(case) is None for case in cases.values())
+        print(
+            f"carom bench: {_count(len(cases), 'case')} on {device}, {'all' if able == len(cases) else able} of which can "
+            f"run here, one after the other, each in a process of its own for {args.timeout:.0f} s at most",
+            file=sys.stderr,
+            flush=True,
+        )
+    with _progress(len(cases), quiet=args.json or not sys.stderr.isatty()) as bar:
 
-    _, record["interrupted"] = run_cases(cases, progress=sys.stderr, on_result=keep)
+        def keep(key: str, result: dict[str, Any]) -> None:
+            add_result(record, key, cases[key], result)
+            if path:
+                write_record(record, path)
+            bar.done()
+
+        _, record["interrupted"] = run_cases(
+            cases, progress=bar, on_start=lambda _, case: bar.begins(case), on_result=keep
+        )
     found = rows(record["cases"])
     record["rooflines"] = {row["key"]: row["roofline"].to_dict() for row in found if row["roofline"]}
     record["bit_exact"] = {row["key"]: row["bit_exact"] for row in found if row["bit_exact"] is not None}
@@ -153,6 +169,43 @@ def run(args: argparse.Namespace) -> int:
     if nothing:
         print("carom bench: no case could run; the reasons stand above", file=sys.stderr)
     return 1 if bad or wrong or nothing or record["interrupted"] else 0
+
+
+class _Bar:
+    """What runs now, beneath the lines of what has run, on stderr."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+
+    def begins(self, case: Case) -> None:
+        self._bar.set_description_str(case.label())
+
+    def done(self) -> None:
+        self._bar.update()
+
+    def write(self, line: str) -> None:
+        with self._bar.external_write_mode(file=sys.stderr):
+            sys.stderr.write(line)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _progress(total: int, quiet: bool) -> Iterator[_Bar]:
+    """A tqdm bar over ``total`` cases; where ``quiet``, lines alone."""
+    from tqdm import tqdm
+
+    # No clock: it would stand still while a case runs.
+    layout, columns = "{desc} |{bar}| {n_fmt}/{total_fmt}", min(shutil.get_terminal_size().columns, 100)
+    with tqdm(
+        total=total, disable=quiet, file=sys.stderr, bar_format=layout, leave=False, ncols=columns
+    ) as bar:
+        yield _Bar(bar)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -76,11 +76,7 @@ def run(args: argparse.Namespace) -> int:
     folder = os.path.dirname(args.plot or "") or "."
     if not os.path.isdir(folder):
         raise ValueError(f"--plot {args.plot!r}: there is no folder {folder}; make it, or name another")
-    shape = (
-        shape_files.read_shape(args.model)
-        if shape_files.is_path(args.model)
-        else shapes.find_shape(args.model)
-    )
+    shape = _shape(args.model)
     machine, remarks = machine_of(args)
     job = Job(
         args.mode, args.tokens, _quant(args.quant, shape),
@@ -111,6 +107,18 @@ def run(args: argparse.Namespace) -> int:
         if args.plot:
             print(f"\nDrawn: {args.plot}")
     return 0
+
+
+def _shape(model: str) -> shapes.Shape:
+    if shape_files.is_path(model):
+        return shape_files.read_shape(model)
+    try:
+        return shapes.find_shape(model)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Or give a path to a checkpoint: a .safetensors file, its folder, an index.json or a config.json "
+            f"(no file or folder here is called {model[:80]!r})"
+        ) from None
 
 
 def _quant(asked: str | None, shape: shapes.Shape) -> presets.Quant | None:

@@ -131,7 +131,7 @@ WAITS = {
 
 def _speed(plan: PaperPlan) -> str:
     step, rates = plan.outcome.step, plan.machine.rates(plan.job)
-    name = "sampling step" if plan.shape.kind == "diffusion" else "pass"
+    name = "sampling step" if plan.shape.kind == "diffusion" else "forward pass"
     name = "training step" if plan.job.mode == "train" else name
     line = f"One {name} over {_sample(plan, plan.outcome.tokens)} takes about {seconds(step.seconds)}."
     if plan.outcome.placement.streamed_wire == 0 and step.overhead >= 0.005:

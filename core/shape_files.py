@@ -11,11 +11,13 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from . import shapes
 from .errors import UnsupportedError, WeightsError
+from .shape_configs import generates, shape_of_config
 from .shapes import Group, Shape
 
 MAX_HEADER = 100_000_000  # the safetensors format's own limit
@@ -42,7 +44,14 @@ _ASIDE = re.compile(
     r"(?:^|[._])(?:txt_(?:attn|mlp|mod)|add_[qkv]_proj|to_add_out|ff_context|(?:img_)?mod(?:ulation)?\.|adaLN|"
     r"norm1(?:_context)?\.linear|norm\.linear|attn2\.to_[kv]\.|cross_attn\.[kv]\.)"
 )
-_LANGUAGE = ("embed_tokens", "lm_head", "tok_embeddings", "shared.weight", "wte.weight")
+# What looks words up, or gives a probability to each.
+_WORDS = ("embed_tokens", "lm_head", "tok_embeddings", "word_embeddings", "shared.weight", "wte.weight")
+# Tokens of one sample of a kind, and what it is.
+_SAMPLES = {
+    "diffusion": (4096 + 512, "1024 x 1024 image with 512 text tokens"),
+    "language": (1024, "1024-token sequence"),
+    "encoder": (512, "512-token sequence"),
+}
 _EXPERT = re.compile(r"\.experts?\.")
 
 
@@ -246,28 +255,38 @@ def _shape_of_tensors(name: str, source: str, tensors: dict, config: dict) -> Sh
     # The width most matrices share is what passes from layer to layer; ties go to the larger.
     hidden = max(widths, key=lambda width: (widths[width], width)) if widths else 1
     used = config.get("num_experts_per_tok")
-    language = any(any(word in tensor for word in _LANGUAGE) for tensor in tensors)
-    kinds: dict[tuple, list] = defaultdict(list)
+    kind = _kind(tensors, {prefix for prefix, _ in layers}, config)
+    alike_by: dict[tuple, list] = defaultdict(list)
     for (prefix, _), members in sorted(layers.items()):
-        kinds[prefix, tuple(sorted((size, dims) for _, size, dims in members))].append(members)
+        alike_by[prefix, tuple(sorted((size, dims) for _, size, dims in members))].append(members)
     groups = [
-        _group(prefix.rpartition(".")[2] or "layers", len(alike), alike[0], hidden, used, language)
-        for (prefix, _), alike in kinds.items()
+        _group(prefix.rpartition(".")[2] or "layers", len(alike), alike[0], hidden, used, kind)
+        for (prefix, _), alike in alike_by.items()
     ]
     if outside:
         rows = sum(math.prod(dims) for tensor, _, dims in outside if "head" in tensor and len(dims) == 2)
         size, params = sum(size for _, size, _ in outside), sum(math.prod(dims) for _, _, dims in outside)
         groups.append(Group("outside the layers", 1, params, rows, repeated=False, stored_bytes=size))
-    tokens = 1024 if language else 4096 + 512
     return Shape(
-        name, name, f"read from {source}", "language" if language else "diffusion", tuple(groups), hidden, tokens,
-        "1024-token sequence" if language else "1024 x 1024 image with 512 text tokens",
+        name, name, f"read from {source}", kind, tuple(groups), hidden, *_SAMPLES[kind],
         note="" if used or not any(group.expert_params for group in groups)
         else "Experts found but no num_experts_per_tok beside the file: all are counted as in use.",
     )  # fmt: skip
 
 
-def _group(name: str, count: int, members: list, hidden: int, used: Any, language: bool) -> Group:
+def _kind(names: Collection[str], lists: set[str], config: dict) -> str:
+    """`Shape.kind` of tensors so named, in lists of layers so named; ``config`` says it best where there is one."""
+    answers = generates(config)
+    if answers is None:
+        encodes = bool(lists) and all("encoder" in path.split(".") for path in lists)
+        if not encodes and not any(word in name for word in _WORDS for name in names):
+            return "diffusion"
+        answers = not encodes
+    # Whatever a model's class is called, with a head over words it answers.
+    return "language" if answers or any(name.endswith("lm_head.weight") for name in names) else "encoder"
+
+
+def _group(name: str, count: int, members: list, hidden: int, used: Any, kind: str) -> Group:
     params = active = expert = routed = adapters = widest = 0
     stored = sum(size for _, size, _ in members)
     indices = set()
@@ -280,109 +299,22 @@ def _group(name: str, count: int, members: list, hidden: int, used: Any, languag
             indices.add(match[1] if match else "all")
             routed = max(routed, dims[0] if match is None and len(dims) == 3 else 0)
         elif len(dims) >= 2:
-            active += elements if language or not _ASIDE.search(tensor) else 0
+            active += elements if kind != "diffusion" or not _ASIDE.search(tensor) else 0
             adapters += dims[0] + math.prod(dims[1:])
             widest = max(widest, *dims[:2])
     experts = max(len(indices), routed)
     if expert:
         share = used / experts if type(used) is int and 0 < used <= experts else 1.0
         active += int(expert * share)
-    kept = shapes.widths(
-        hidden, hidden, hidden // 4 if language else hidden, widest, gated=language, modulated=not language
+    # Keys of a decoder serve several queries each, and its MLP has a gate; T5's encoder calls that wi_1.
+    language, gates = (
+        kind == "language",
+        any("gate" in tensor or "wi_1" in tensor for tensor, _, _ in members),
     )
+    kept = shapes.widths(
+        hidden, hidden, hidden // 4 if language else hidden, widest,
+        gated=language or (kind == "encoder" and gates), modulated=kind == "diffusion",
+    )  # fmt: skip
     return Group(
         name, count, params, active, expert, attention_width=hidden, adapter_width=adapters, stored_bytes=stored, **kept
-    )  # fmt: skip
-
-
-def _number(config: dict, *names: str, default: int | None = None, most: int = 1 << 24) -> int:
-    """A whole number of a config under the first of `names` that is there; WeightsError where absent or absurd."""
-    for name in names:
-        value = config.get(name)
-        if value is not None:
-            if type(value) is not int or not 0 <= value <= most:
-                raise WeightsError(
-                    f"config.json: {name}={str(value)[:40]!r} is no whole number from 0 to {most}"
-                )
-            return value
-    if default is None:
-        raise WeightsError(f"config.json: {names[0]} is missing, so the model's shape is not known")
-    return default
-
-
-def shape_of_config(config: Any, source: str) -> Shape:
-    """The shape a transformers or diffusers config.json describes."""
-    if not isinstance(config, dict):
-        raise WeightsError(f"{source}: not a JSON object")
-    cls, read = str(config.get("_class_name", ""))[:80], f"read from {source}"
-    name = Path(source).parent.name if source.endswith(".json") else Path(source).name
-    name = name or "model"
-    if cls in ("FluxTransformer2DModel", "Flux2Transformer2DModel"):
-        hidden = _number(config, "num_attention_heads", most=4096) * _number(
-            config, "attention_head_dim", most=4096
-        )
-        build = shapes.flux1 if cls.startswith("FluxT") else shapes.flux2
-        return build(
-            name, name, read, _layers(config), _number(config, "num_single_layers", most=10_000), hidden
-        )
-    if cls in ("QwenImageTransformer2DModel", "WanTransformer3DModel"):
-        hidden = _number(config, "num_attention_heads", most=4096) * _number(
-            config, "attention_head_dim", most=4096
-        )
-        if cls.startswith("Qwen"):
-            return shapes.qwen_image(name, name, read, _layers(config), hidden)
-        return shapes.wan(name, name, read, _layers(config), hidden, _number(config, "ffn_dim"))
-    if cls == "ZImageTransformer2DModel":
-        hidden, refiners = _number(config, "dim"), 2 * _number(config, "n_refiner_layers", most=10_000)
-        return shapes.z_image(
-            name, name, read, _layers(config, "n_layers"), refiners, hidden, hidden * 8 // 3
-        )
-    if cls:
-        raise UnsupportedError(
-            f"{source}: {cls} is not known by its config; give its .safetensors file or folder"
-        )
-    text = config.get("text_config")
-    return _language_config(text if isinstance(text, dict) else config, name, read)
-
-
-def _layers(config: dict, *names: str) -> int:
-    count = _number(config, *(names or ("num_layers",)), most=10_000)
-    if not count:
-        raise WeightsError("config.json: a model without layers")
-    return count
-
-
-def _language_config(config: dict, name: str, source: str) -> Shape:
-    hidden, layers = (
-        _number(config, "hidden_size", "d_model"),
-        _layers(config, "num_hidden_layers", "num_layers"),
-    )
-    heads = _number(config, "num_attention_heads", "num_heads", most=1 << 16)
-    if not hidden or not heads:
-        raise WeightsError("config.json: hidden_size and num_attention_heads must be at least 1")
-    kv_heads = _number(config, "num_key_value_heads", default=heads, most=1 << 16)
-    head_dim = _number(config, "head_dim", "d_kv", default=hidden // heads, most=1 << 16)
-    ff = _number(config, "intermediate_size", "d_ff")
-    experts = _number(config, "n_routed_experts", "num_local_experts", "num_experts", default=0, most=1 << 16)
-    used = min(_number(config, "num_experts_per_tok", default=experts, most=1 << 16), experts)
-    expert_ff = _number(config, "moe_intermediate_size", default=ff)
-    shared = _number(config, "n_shared_experts", default=0, most=1 << 10) * expert_ff
-    dense = min(
-        layers, _number(config, "first_k_dense_replace", default=0 if experts else layers, most=10_000)
-    )
-    groups = []
-    if dense or not experts:
-        groups.append(
-            shapes.language_layer("dense layer", dense or layers, hidden, heads, kv_heads, head_dim, ff)
-        )
-    if experts and layers > dense:
-        groups.append(
-            shapes.language_layer(
-                "MoE layer", layers - dense, hidden, heads, kv_heads, head_dim, ff,
-                experts=experts, used=used, expert_ff=expert_ff, shared_ff=shared,
-            )
-        )  # fmt: skip
-    return shapes.language_model(
-        name, name, source, tuple(groups), hidden, _number(config, "vocab_size", default=0), kv_heads * head_dim,
-        tied=config.get("tie_word_embeddings") is True,
     )  # fmt: skip

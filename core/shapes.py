@@ -46,7 +46,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model. `kind`: "diffusion" or "language"; `sample_tokens`: tokens of one sample (an image, a clip, a sequence);
+    """A model. `kind`: "diffusion", "language" (answers a token at a time) or "encoder" (all tokens pass once, as in text
+    encoders and embedding models); `sample_tokens`: tokens of one sample (an image, a clip, a sequence);
     `hidden`: width of what passes from layer to layer; `vocabulary`: rows of the output head that training computes a
     loss over (0: none, or not counted); `kv_width`: elements a token leaves in each layer's KV cache."""
 
@@ -107,19 +108,20 @@ def widths(
 
 def language_layer(
     name: str, count: int, hidden: int, heads: int, kv_heads: int, head_dim: int, ff: int,
-    *, experts: int = 0, used: int = 0, expert_ff: int = 0, shared_ff: int = 0,
+    *, experts: int = 0, used: int = 0, expert_ff: int = 0, shared_ff: int = 0, gated: bool = True,
 ) -> Group:  # fmt: skip
-    """A decoder layer: grouped-query attention and a gated MLP, or (with `experts`) an MoE of gated experts."""
+    """A decoder's or encoder's layer: grouped-query attention and an MLP, or (with `experts`) an MoE of gated experts."""
     query, kv = heads * head_dim, kv_heads * head_dim
     attention = 2 * hidden * query + 2 * hidden * kv
     dense_ff = shared_ff if experts else ff
-    dense = attention + 3 * hidden * dense_ff + hidden * experts
+    matrices = 3 if gated else 2
+    dense = attention + matrices * hidden * dense_ff + hidden * experts
     routed = experts * 3 * hidden * expert_ff
-    adapters = 2 * (hidden + query) + 2 * (hidden + kv) + (3 * (hidden + dense_ff) if dense_ff else 0)
+    adapters = 2 * (hidden + query) + 2 * (hidden + kv) + (matrices * (hidden + dense_ff) if dense_ff else 0)
     return Group(
         name, count, dense + routed, dense + used * 3 * hidden * expert_ff, routed,
         attention_width=query, adapter_width=adapters,
-        **widths(hidden, query, kv, dense_ff + used * expert_ff, gated=True, copies=2 * used),
+        **widths(hidden, query, kv, dense_ff + used * expert_ff, gated=gated, copies=2 * used),
     )  # fmt: skip
 
 
@@ -139,6 +141,14 @@ def language_model(
         name, title, source, "language", groups + outside, hidden, 1024, "1024-token sequence",
         vocabulary=vocabulary, kv_width=2 * kv, note=note,
     )  # fmt: skip
+
+
+def encoder(
+    name: str, title: str, source: str, groups: tuple[Group, ...], hidden: int, vocabulary: int
+) -> Shape:
+    """Layers and an embedding; what it gives is what the last layer gives."""
+    outside = (Group("embedding", 1, hidden * vocabulary, 0, repeated=False),) if vocabulary else ()
+    return Shape(name, title, source, "encoder", groups + outside, hidden, 512, "512-token sequence")
 
 
 def diffusion_layer(

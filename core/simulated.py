@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .auto import Memory
 from .errors import CaromError, UnsupportedError
 from .plain_engine import host_alias, host_memory_at
 from .slots import ALIGN
 from .store.arena import Pinner
+from .watched import Watched
+
+_COPIES = {torch.ops.aten.clone.default, torch.ops.aten.empty_like.default}
 
 
 class SimulatedRaceError(CaromError):
@@ -98,13 +98,14 @@ class _Decoding:
     copied: int  # the copy it comes after
 
 
-class SimulatedEngine:
+class SimulatedEngine(Watched):
     """An `Engine` over CPU tensors. Also counts what crossed, for tests: ``copies`` and ``bytes_in``."""
 
     blocking = False
     grain = ALIGN
 
     def __init__(self, config: SimulatedDevice) -> None:
+        super().__init__()
         self.config = config
         self.device = torch.device("cpu")
         self.name = f"simulated({config.timing}, seed={config.seed})"
@@ -120,7 +121,6 @@ class SimulatedEngine:
         self._reads: dict[tuple[int, int, str], int] = {}
         self._regions: list[tuple[int, int]] = []
         self._guarded: dict[int, tuple[int, int, str]] = {}
-        self._local = threading.local()
         self.ledger = config.ledger
         self.allocated = 0  # of it by this engine
         self.activations = config.activation_bytes
@@ -325,29 +325,7 @@ class SimulatedEngine:
                     )
                 del self._reads[(start, end, name)]
 
-    # -- watching operators
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        if getattr(self._local, "watching", False):
-            yield
-            return
-        self._local.watching = True
-        try:
-            with _Watch(self):
-                yield
-        finally:
-            self._local.watching = False
-
-    @contextlib.contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """The engine's own work is not the model's."""
-        before = getattr(self._local, "quiet", False)
-        self._local.quiet = True
-        try:
-            yield
-        finally:
-            self._local.quiet = before
+    # -- what operators may compute with, and what they take
 
     def _operator(self, func: Any, tensors: list[torch.Tensor]) -> None:
         view = func.is_view
@@ -375,35 +353,3 @@ class SimulatedEngine:
         if self.activations:
             self._need(self.activations)
             self._cached = max(self._cached, self.activations)
-
-
-class _Watch(TorchDispatchMode):
-    """Sees every operator of a step."""
-
-    def __init__(self, engine: SimulatedEngine) -> None:
-        super().__init__()
-        self._engine = engine
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        engine = self._engine
-        if getattr(engine._local, "quiet", False):
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            leaves = tree_leaves((args, kwargs))
-            tensors = [t for t in leaves if isinstance(t, torch.Tensor) and _plain(t)]
-            engine._operator(func, tensors)
-        result = func(*args, **kwargs)
-        if not func.is_view:
-            engine._spend(func, args, kwargs, result)
-        return result
-
-
-_COPIES = {torch.ops.aten.clone.default, torch.ops.aten.empty_like.default}
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has CPU storage of its own (wrapper subclasses have not)."""
-    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
-    own = dispatch is None or dispatch is torch._C._disabled_torch_dispatch_impl
-    return own and tensor.device.type == "cpu" and tensor.layout == torch.strided

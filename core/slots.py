@@ -7,7 +7,7 @@ clock, because the copy that overwrites it waits on the device for the events of
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -148,3 +148,31 @@ class Region:
 
     def remove(self, slot: Slot) -> None:
         self.slots.remove(slot)
+
+
+class Tails:
+    """Stretches whose slot is gone, with the events of its last reads: the next copy there waits for them."""
+
+    def __init__(self, tails: Iterable[tuple[int, int, list[Any]]] = ()) -> None:
+        self._tails = list(tails)
+
+    def leave(self, slot: Slot) -> None:
+        """The slot gives its stretch up."""
+        # What was not read may still be on its way: copies are in order among themselves, but not with what is unpacked.
+        self._tails.append((slot.offset, slot.end, list(slot.reads.values()) or [slot.copied]))
+
+    def over(self, low: int, high: int) -> tuple[list[Any], Tails]:
+        """What a copy to the bytes from ``low`` to ``high`` waits for, and the tails once it was issued."""
+        after, left = [], []
+        for tail in self._tails:
+            begin, end, events = tail
+            if begin >= high or low >= end:
+                left.append(tail)
+                continue
+            after += events
+            # What sticks out on either side keeps its events.
+            if begin < low:
+                left.append((begin, low, events))
+            if high < end:
+                left.append((high, end, events))
+        return after, Tails(left)

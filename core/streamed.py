@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .streamer import Streamer
 
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_VIEW_SETS = 64  # slot positions whose views a unit remembers
 # Of a cached view that nobody else has, as `kept_elsewhere` counts them: its list's, and those of the counting.
 _OWN_REFERENCES = max(map(sys.getrefcount, [object()]))
 
@@ -178,6 +179,13 @@ class Streamed:
         for owner in self.owners:
             version += owner.host._version
         return version
+
+    def remember(self, offset: int, views: Views) -> None:
+        """``views`` are the unit's in a slot at ``offset``; of many places, the one remembered longest is forgotten."""
+        while len(self.views) >= _VIEW_SETS:
+            oldest = next(iter(self.views))
+            del self.views[oldest]
+        self.views[offset] = views
 
 
 def make_views(unit: Streamed, base: torch.Tensor) -> Views:

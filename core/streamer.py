@@ -26,7 +26,7 @@ from .meter import Meter
 from .packed_here import PackedHere
 from .runs import Runs, hand_back
 from .schedule import Order
-from .slots import Region, Slot, SlotState
+from .slots import Region, Slot, SlotState, Tails
 from .staging import Staging
 from .store.arena import Block, HostArena
 from .streamed import Owner, Streamed, Views, make_views
@@ -35,7 +35,6 @@ from .units import Unit
 from .waiting import Waiting
 
 _OFFSET_BITS = 48
-_VIEW_SETS = 64  # slot positions whose views a unit remembers
 
 
 class Streamer:
@@ -56,8 +55,7 @@ class Streamer:
         self.region = Region(region_bytes, 0)
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.low = self.high = 0
-        # Stretches whose slot is gone, with the events of its last reads: the next copy there waits for them.
-        self._tails: list[tuple[int, int, list[Any]]] = []
+        self._tails = Tails()
         self.held: list[Slot] = []
         self.last: Streamed | None = None  # that was used, where not for gradients
         self.ahead = LookAhead(self, self.remembers)
@@ -207,10 +205,7 @@ class Streamer:
             with torch.inference_mode(False), torch.no_grad():
                 base = self.engine.alias(self.memory, slot.offset, unit.nbytes)
             found = make_views(unit, base)
-            while len(unit.views) >= _VIEW_SETS:
-                oldest = next(iter(unit.views))
-                del unit.views[oldest]
-            unit.views[slot.offset] = found
+            unit.remember(slot.offset, found)
         slot.views = found
         return found
 
@@ -262,18 +257,7 @@ class Streamer:
         for victim in victims:
             self._evict(victim)
         slot = Slot(unit, offset, unit.nbytes, unit.version(), unit.index << _OFFSET_BITS | offset)
-        end, after, left = slot.end, [], []
-        for tail in self._tails:
-            low, high, events = tail
-            if low >= end or offset >= high:
-                left.append(tail)
-                continue
-            after += events
-            # What sticks out on either side keeps its events.
-            if low < offset:
-                left.append((low, offset, events))
-            if end < high:
-                left.append((end, high, events))
+        after, left = self._tails.over(offset, slot.end)
         slot.copied = self._bring(unit, self.views(slot).target, after)
         self._tails = left
         self.ahead.changed()
@@ -296,8 +280,7 @@ class Streamer:
     def _evict(self, slot: Slot) -> None:
         self.ahead.changed()
         self.region.remove(slot)
-        # What was not read may still be on its way: copies are in order among themselves, but not with what is unpacked.
-        self._tails.append((slot.offset, slot.end, list(slot.reads.values()) or [slot.copied]))
+        self._tails.leave(slot)
         if slot.unit.slot is slot:
             slot.unit.slot = None
         self.engine.freed(self.memory, slot.offset, slot.end)

@@ -487,6 +487,64 @@ class TestCommand:
         assert main(["bench", "--engines", "musubi", "--device", "cpu", "--mode", "infer"]) == 1
         assert "no case could run" in capsys.readouterr().err
 
+    LINE = [
+        "bench",
+        "--engines",
+        "none,carom,musubi",
+        "--device",
+        "cpu",
+        "--mode",
+        "infer",
+        "--timeout",
+        "60",
+    ]
+
+    @pytest.fixture
+    def heard(self, monkeypatch, capsys):
+        """What stderr got before each case that ran, and in the end; no case runs in earnest."""
+        heard = []
+
+        def run_case(case, limit_s=None):
+            heard.append(capsys.readouterr().err)
+            return (
+                _result(1.0)
+                if case.kind == "step"
+                else {"status": "ok", "seconds": 0.0, "link_bytes_per_second": 1e9}
+            )
+
+        monkeypatch.delenv("MUSUBI_PATH", raising=False)
+        monkeypatch.setattr(runner, "run_case", run_case)
+        monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((100, 24)))
+        return heard
+
+    def test_what_is_going_to_run_is_said_before_it_runs(self, heard, capsys):
+        assert main(self.LINE) == 0
+        first = heard[0].splitlines()
+        assert len(first) == 1, "one line before the first case"
+        assert "4 cases on cpu, 3 of which can run here" in first[0] and "60 s at most" in first[0]
+        after = "".join(heard[1:]) + capsys.readouterr().err
+        assert [line[:5] for line in after.splitlines()] == [f"[{n}/4]" for n in range(1, 5)]
+
+    def test_on_a_terminal_a_bar_names_the_case_that_runs(self, heard, capsys, monkeypatch):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        assert main(self.LINE) == 0
+        assert len(heard) == 3
+        assert "link |" in heard[0].split("\r")[-1] and heard[0].endswith("0/4")
+        for before, name in zip(heard[1:], ("none infer", "carom infer"), strict=True):
+            lines = before.split("\n")
+            blank, line = lines[-2].split("\r")[-2:]
+            assert not blank.strip() and line.startswith("["), "a line of what has run stands alone"
+            assert lines[-1].split("\r")[-1].startswith(name)
+        assert capsys.readouterr().err.split("\r")[-1].strip() == "", "the bar is taken away in the end"
+
+    def test_with_json_neither_is_there(self, heard, capsys, monkeypatch):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        assert main([*self.LINE, "--json"]) == 0
+        assert heard[0] == ""
+        out = capsys.readouterr()
+        assert "\r" not in "".join(heard) + out.err
+        assert len(json.loads(out.out)["cases"]) == 4
+
     def test_a_record_that_is_not_there_is_named(self, tmp_path, capsys):
         assert main(["bench", "--show", str(tmp_path / "nofile")]) == 2
         assert "nofile cannot be read (No such file or directory)" in capsys.readouterr().err

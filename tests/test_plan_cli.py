@@ -108,6 +108,36 @@ def test_an_unknown_name_is_bad_use_and_gives_the_nearest(capsys, line, near):
     assert near in answer(capsys, line, code=2)["message"]
 
 
+@pytest.mark.parametrize("asked", ["nosuch", "flux3-dev"])
+def test_a_model_that_is_neither_a_name_nor_a_path_is_told_that_both_are_possible(capsys, asked):
+    said = ask(capsys, f"plan {asked} --gpu rtx4090", code=2).err
+    assert "flux2-dev" in said
+    assert "path to a checkpoint" in said and "folder" in said and f"called '{asked}'" in said
+
+
+def test_an_encoder_makes_a_forward_pass_and_generates_nothing(capsys, tmp_path):
+    tensors = {"embeddings.word_embeddings.weight": torch.zeros(100, 64)}
+    for layer in range(2):
+        tensors[f"encoder.layer.{layer}.attention.self.query.weight"] = torch.zeros(64, 64)
+        tensors[f"encoder.layer.{layer}.output.dense.weight"] = torch.zeros(64, 256)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"model_type": "bert", "architectures": ["BertModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = ask(capsys, f"plan {tmp_path} --gpu rtx4090").out
+    assert "One forward pass over 512 tokens (512-token sequence)" in " ".join(text.split())
+    for word in ("sampling", "image", "VAE", "new token", "KV cache"):
+        assert word not in text, word
+
+
+@pytest.mark.parametrize("model, said, unsaid", [
+    ("llama3-8b", ("One forward pass over 1,024 tokens", "one new token takes", "KV cache"), ("sampling", "VAE")),
+    ("flux1-dev", ("One sampling step over 4,608 tokens", "VAE"), ("forward pass", "new token", "KV cache")),
+])  # fmt: skip
+def test_each_kind_of_model_is_spoken_of_in_its_own_words(capsys, model, said, unsaid):
+    text = " ".join(ask(capsys, f"plan {model} --gpu rtx4090").out.split())
+    assert all(words in text for words in said) and not any(words in text for words in unsaid), text
+
+
 @pytest.mark.parametrize("more", [
     "--tokens 0", "--tokens -5", "--tokens 99999999999", "--rank 0", "--ram lots", "--vram=-1GiB", "--link 3", "--nvme 7XB",
     "--gds", "--compute nvfp4", "--plot picture.txt", "--quant nf4+nf2+nf3",

@@ -341,6 +341,7 @@ OWN = {
     "rocm_packages",
     "rocm_proof",
     "rocm_install",
+    "rocm_wheels",
 }
 
 

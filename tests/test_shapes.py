@@ -8,7 +8,7 @@ import struct
 
 import pytest
 import torch
-from carom.core import paper_plan, presets, shape_files, shapes
+from carom.core import paper_plan, presets, shape_configs, shape_files, shapes
 from carom.core.errors import CaromError, UnsupportedError, WeightsError
 from carom.core.paper import Job, Machine
 from carom.core.store.quant import parse_scheme
@@ -113,6 +113,68 @@ def test_a_safetensors_file_is_read_by_its_header(tmp_path):
     assert shape.bytes_in(None) == 2 * shape.params
 
 
+BERT = ("embeddings.word_embeddings.weight", "encoder.layer.{}.attention.self.query.weight")
+CLIP = (
+    "text_model.embeddings.token_embedding.weight",
+    "text_model.encoder.layers.{}.self_attn.q_proj.weight",
+)
+T5 = ("shared.weight", "encoder.block.{}.layer.0.SelfAttention.q.weight")
+WHOLE_T5 = (*T5, "decoder.block.{}.layer.0.SelfAttention.q.weight")
+DISTILBERT = ("embeddings.word_embeddings.weight", "transformer.layer.{}.attention.q_lin.weight")
+BLOOM = ("word_embeddings.weight", "h.{}.self_attention.dense.weight")
+NEOX = ("embed_in.weight", "layers.{}.attention.dense.weight")
+HEADED = ("model.embed_tokens.weight", "model.layers.{}.self_attn.q_proj.weight", "lm_head.weight")
+PLAIN = ("x_embedder.weight", "blocks.{}.attn.to_q.weight")
+
+
+@pytest.mark.parametrize("names, architecture, kind", [
+    (BERT, "BertModel", "encoder"), (BERT, None, "encoder"), (CLIP, None, "encoder"), (T5, None, "encoder"),
+    (T5, "T5EncoderModel", "encoder"), (DISTILBERT, "DistilBertForMaskedLM", "encoder"),
+    (WHOLE_T5, None, "language"), (WHOLE_T5, "T5ForConditionalGeneration", "language"), (BLOOM, None, "language"),
+    (NEOX, "GPTNeoXForCausalLM", "language"), (HEADED, "SomebodysModel", "language"), (PLAIN, None, "diffusion"),
+])  # fmt: skip
+def test_what_generates_what_encodes_and_what_samples_are_told_apart(tmp_path, names, architecture, kind):
+    tensors = {name.format(layer): torch.zeros(16, 16) for name in names for layer in range(2)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    if architecture is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    assert shape_files.read_shape(tmp_path).kind == kind
+    assert shape_files.read_shape(tmp_path / "m.safetensors").kind == kind
+
+
+@pytest.mark.parametrize("architectures", [3, "BertModel", {}, [], [None], [["a"]]])
+def test_architectures_of_any_kind_are_read_or_ignored(tmp_path, architectures):
+    tiny_llama(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": architectures}))
+    assert shape_files.read_shape(tmp_path).kind == "language"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_encoders_layers_are_those_that_transformers_builds(gated):
+    import transformers
+
+    if gated:
+        config = transformers.T5Config(
+            d_model=64, d_kv=16, num_heads=4, d_ff=160, num_layers=3, vocab_size=99, feed_forward_proj="gated-gelu"
+        )  # fmt: skip
+        build = transformers.T5EncoderModel
+    else:
+        config = transformers.BertConfig(
+            hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, vocab_size=99
+        )  # fmt: skip
+        build = transformers.BertModel
+    with torch.device("meta"):
+        model = build(config)
+    told = {**config.to_dict(), "architectures": [build.__name__]}
+    shape = shape_configs.shape_of_config(told, "config.json")
+    built = sum(
+        p.numel() for n, p in model.named_parameters()
+        if p.dim() == 2 and n.startswith("encoder.") and "embed" not in n and "relative" not in n
+    )  # fmt: skip
+    assert shape.kind == "encoder" and shape.layers == 3
+    assert sum(group.count * group.params for group in shape.groups if group.repeated) == built
+
+
 def test_a_sharded_folder_and_its_index_are_the_same_shape(tmp_path):
     save_file(
         {"transformer_blocks.0.a.weight": torch.zeros(8, 8), "x_embedder.weight": torch.zeros(8, 2)},
@@ -167,7 +229,7 @@ def test_a_language_config_gives_the_parameters_transformers_builds():
     )
     with torch.device("meta"):
         built = sum(p.numel() for p in transformers.LlamaForCausalLM(config).parameters() if p.dim() == 2)
-    assert shape_files.shape_of_config(config.to_dict(), "config.json").params == built
+    assert shape_configs.shape_of_config(config.to_dict(), "config.json").params == built
 
 
 def test_an_moe_config_gives_the_parameters_transformers_builds():
@@ -180,7 +242,7 @@ def test_an_moe_config_gives_the_parameters_transformers_builds():
     )  # fmt: skip
     with torch.device("meta"):
         built = sum(p.numel() for p in transformers.Glm4MoeForCausalLM(config).parameters() if p.dim() >= 2)
-    shape = shape_files.shape_of_config(config.to_dict(), "config.json")
+    shape = shape_configs.shape_of_config(config.to_dict(), "config.json")
     assert shape.params == built
     assert [group.count for group in shape.groups if group.repeated] == [1, 2]
 
@@ -193,7 +255,7 @@ def test_an_moe_config_gives_the_parameters_transformers_builds():
     ("ZImageTransformer2DModel", {"n_layers": 2, "n_refiner_layers": 1, "dim": 48}),
 ])  # fmt: skip
 def test_a_diffusers_config_gives_the_layers(cls, settings):
-    shape = shape_files.shape_of_config({"_class_name": cls, **settings}, "transformer/config.json")
+    shape = shape_configs.shape_of_config({"_class_name": cls, **settings}, "transformer/config.json")
     assert shape.layers == {"FluxT": 5, "Flux2": 5, "QwenI": 2, "WanTr": 2, "ZImag": 4}[cls[:5]]
     assert shape.name == "transformer"
 
@@ -380,7 +442,7 @@ def test_a_bad_config_is_a_weights_error(tmp_path, config):
 
 def test_an_unknown_diffusers_class_says_what_to_give_instead():
     with pytest.raises(UnsupportedError, match="safetensors file or folder"):
-        shape_files.shape_of_config({"_class_name": "NewTransformer"}, "config.json")
+        shape_configs.shape_of_config({"_class_name": "NewTransformer"}, "config.json")
 
 
 def test_an_empty_folder_and_an_absent_file_are_weights_errors(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from carom.core.slots import ALIGN, Region, Slot, SlotState
+from carom.core.slots import ALIGN, Region, Slot, SlotState, Tails
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,3 +132,37 @@ def test_one_large_unit_leaves_small_ones_their_room(small, times, extra, seed):
     assert len(region.slots) >= 2 * ((largest - part) // part), "all but what would leave the largest no room"
     for used in list(region.slots):
         assert region.place(largest, [None if slot is used else 1.0 for slot in region.slots]) is not None
+
+
+def gone(offset: int, nbytes: int, *reads: str, copied: str = "copied") -> Slot:
+    slot = Slot(object(), offset, nbytes)
+    slot.copied = copied
+    slot.reads = dict(enumerate(reads))
+    return slot
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=12), st.integers(0, 10**6))
+def test_a_copy_waits_for_whoever_last_read_each_of_its_bytes(slots, seed):
+    """Beside a table of single bytes: what is overwritten is waited for once, all around it still."""
+    chance = random.Random(seed)
+    tails, table = Tails(), {byte: set() for byte in range(64)}
+    for number, (offset, nbytes) in enumerate(slots):
+        low = chance.randrange(50)
+        high = low + chance.randint(1, 12)
+        after, left = tails.over(low, high)
+        assert set(after) == set().union(*(table[byte] for byte in range(low, high)))
+        assert set(tails.over(low, high)[0]) == set(after), "a copy that was not issued took them away"
+        tails = left
+        table.update({byte: set() for byte in range(low, high)})
+        tails.leave(gone(offset, nbytes, f"read {number}"))
+        for byte in range(offset, offset + nbytes):
+            table[byte].add(f"read {number}")
+
+
+def test_bytes_that_nobody_read_are_waited_for_until_they_are_there():
+    tails = Tails()
+    tails.leave(gone(0, 512))
+    tails.leave(gone(512, 512, "left", "right", copied="long since"))
+    assert tails.over(0, 512)[0] == ["copied"]
+    assert tails.over(512, 1024)[0] == ["left", "right"]

@@ -14,7 +14,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from typing import Any
 
 import torch
@@ -25,12 +25,12 @@ from .eviction import Keeper
 from .expected import NEVER, Expected
 from .handle import SubmittedRead
 from .held import Buffer, CacheFigures, Totals
+from .inspecting import Inspectors
 from .pieces import Buffers, Piece
 from .reader import DiskReader, as_bytes
 
 _POLL = 0.0005  # seconds between looks at copies that are under way
 _NAP = 0.1
-_INSPECTORS = 4  # threads: on one, checksums of 1 to 6 GB/s could hold up a fast drive
 
 
 class HostCache:
@@ -61,10 +61,7 @@ class HostCache:
         self._failed: dict[int, BaseException] = {}
         self._expected = Expected(units)
         self._arrivals = 0
-        self._inspect = inspect
-        self._inspectors = (
-            None if inspect is None else ThreadPoolExecutor(_INSPECTORS, thread_name_prefix="carom-check")
-        )
+        self._inspectors = None if inspect is None else Inspectors(inspect)
         self._looking = 0  # buffers that were read and are being inspected
         self.complete = False  # everything is here and stays: nothing is to be expected or read any more
         self._closed = False
@@ -192,7 +189,7 @@ class HostCache:
             self._cond.notify_all()
         self._reader.close()
         if self._inspectors is not None:
-            self._inspectors.shutdown(wait=True)
+            self._inspectors.close()
         with self._cond:
             for buffer in self._buffers:
                 buffer.block.unpin()
@@ -357,7 +354,7 @@ class HostCache:
                 self._totals.came(piece, buffer.began, now)
                 if self._inspectors is not None and not self._closed:
                     try:
-                        self._inspectors.submit(self._look, buffer)
+                        self._inspectors.look(buffer, self._looked)
                     except RuntimeError as failure:  # the interpreter ends
                         buffer.error = failure
                     else:
@@ -365,13 +362,8 @@ class HostCache:
                         return
             self._arrived(buffer)
 
-    def _look(self, buffer: Buffer) -> None:
-        """The buffer's bytes are read (on an inspector's thread)."""
-        assert self._inspect is not None and buffer.piece is not None
-        try:
-            buffer.found = self._inspect(buffer.piece, buffer.block.data[: buffer.piece.nbytes])
-        except BaseException as error:  # noqa: BLE001 - who needs the piece is told
-            buffer.error = error
+    def _looked(self, buffer: Buffer) -> None:
+        """The buffer's bytes were inspected (on an inspector's thread)."""
         with self._cond:
             self._looking -= 1
             self._arrived(buffer)

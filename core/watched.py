@@ -1,0 +1,79 @@
+"""Every operator of a step seen: what the simulated device looks on through."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Watched:
+    """Base of an engine that is told of the operators between the beginning and the end of a step, on any thread."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def _operator(self, func: Any, tensors: list[torch.Tensor]) -> None:
+        """``func`` is about to run on ``tensors``."""
+        raise NotImplementedError
+
+    def _spend(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """``func``, which is no view, has run."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """What this thread computes inside is seen."""
+        if getattr(self._local, "watching", False):
+            yield
+            return
+        self._local.watching = True
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            self._local.watching = False
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """The engine's own work is not the model's."""
+        before = getattr(self._local, "quiet", False)
+        self._local.quiet = True
+        try:
+            yield
+        finally:
+            self._local.quiet = before
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operator of a step."""
+
+    def __init__(self, engine: Watched) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        engine = self._engine
+        if getattr(engine._local, "quiet", False):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            leaves = tree_leaves((args, kwargs))
+            tensors = [t for t in leaves if isinstance(t, torch.Tensor) and _plain(t)]
+            engine._operator(func, tensors)
+        result = func(*args, **kwargs)
+        if not func.is_view:
+            engine._spend(func, args, kwargs, result)
+        return result
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has CPU storage of its own (wrapper subclasses have not)."""
+    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
+    own = dispatch is None or dispatch is torch._C._disabled_torch_dispatch_impl
+    return own and tensor.device.type == "cpu" and tensor.layout == torch.strided
