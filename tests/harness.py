@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,6 +60,11 @@ def some_vram(
     """Between the least budget (one slot, or ``slots``) and everything, by ``share``."""
     least = least_vram(model, device, granularity, training) * slots
     return least + int(max(0, everything_vram(model, training) - least) * share)
+
+
+def heed_interrupts() -> None:
+    """``preexec_fn`` of a child: from a shell's background job it would inherit that Ctrl-C is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

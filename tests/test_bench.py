@@ -22,6 +22,7 @@ from carom.benchmarks.record import SCHEMA, new_record, read_record, write_recor
 from carom.benchmarks.roofline import crossing_bytes, roofline
 from carom.benchmarks.tables import chart, compare_fingerprints, rows, table
 from carom.cli.main import main
+from tests_harness import heed_interrupts
 
 torch = pytest.importorskip("torch")
 
@@ -326,6 +327,7 @@ class TestRunner:
         run = subprocess.Popen(
             command, env={**os.environ, "PYTHONPATH": str(shim)}, cwd=shim,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            preexec_fn=heed_interrupts,
         )  # fmt: skip
         try:
             _wait_for(lambda: (out / "bench.json").exists(), 60)  # the link is measured
@@ -439,7 +441,8 @@ class TestRecord:
 
 class TestCommand:
     def test_a_run_in_which_nothing_ran_fails(self, carom_cli):
-        done = carom_cli("bench", "--device", "cuda:77", "--d", "64", "--depth", "1", "--engines", "none")
+        one = ("--d", "64", "--depth", "1", "--tokens", "8", "--mode", "infer", "--engines", "none")
+        done = carom_cli("bench", "--device", "cuda:77", *one)
         assert done.returncode == 1 and "no case could run" in done.stderr
 
     SMALL_RUN = ("bench", "--d", "256", "--depth", "4", "--tokens", "8", "--rank", "2", "--steps", "2", "--warmup", "1",

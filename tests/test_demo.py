@@ -20,6 +20,7 @@ from carom.cli import demo, demo_model, demo_trial
 from carom.cli import main as cli
 from carom.core.errors import UnsupportedError
 from safetensors import safe_open
+from tests_harness import heed_interrupts
 
 CPU = torch.device("cpu")
 SMALL = demo_model.config_for(2 << 20, torch.float32)
@@ -391,6 +392,7 @@ def test_ctrl_c_leaves_no_files(tmp_path, root):
     process = subprocess.Popen(
         [sys.executable, "-m", "carom", "demo", "--device", "cpu", "--dir", str(work), "--out", str(work / "out")],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "path")}, cwd=work, stderr=subprocess.PIPE, text=True,
+        preexec_fn=heed_interrupts,
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while not list(work.glob("carom-demo-*")) and process.poll() is None and time.monotonic() < deadline:
