@@ -295,6 +295,7 @@ class Session(LaysOut):
                 self._ungovern()
                 self._shared = vram if isinstance(vram, SharedBudget) else None
                 self._govern(vram == "auto" or self._shared is not None)
+                self._keeps = self._least() if self._parked and self._shared is not None else 0
             taking.close()
             less = self._ram < before[1]
             if self._parked:  # the next forward lays it out so

@@ -240,7 +240,7 @@ class Together:
             budget = min(budget, room(memory) - Governor.headroom(memory))
         if self._shared is not None:
             part = self._shared.part_of(self, self._everything())
-            short = min(self._vram, part) - self._shared.free_for(self)
+            short = max(self._least(), min(self._vram, part)) - self._shared.free_for(self)
             asked = asked or short > 0
             self._ask(short)
         self._comes_back(max(self._least(), budget))

@@ -281,7 +281,7 @@ def test_a_parked_session_may_take_part_anew_with_what_is_kept_for_it():
 
 def test_what_is_kept_for_a_parked_session_follows_it_into_a_shared_budget():
     a, b = Net(), Net(seed=1)
-    budget = carom.SharedBudget(int(1.2 * size(a)))
+    budget = carom.SharedBudget(int(0.8 * size(a)))
     with under(budget, a) as first, under(size(b) // 2, b) as second:
         run(b)
         second.park()
@@ -293,14 +293,17 @@ def test_what_is_kept_for_a_parked_session_follows_it_into_a_shared_budget():
 
 def test_what_came_while_a_session_was_parked_counts_for_its_least():
     a, b = Net(), Net(seed=1)
-    budget = carom.SharedBudget(int(1.5 * size(a)))
-    with under(budget, a) as first, under(budget, b) as second:
-        run(a), run(b)
+    budget = carom.SharedBudget(size(a))
+    budget.later = int(1.1 * size(b) / 12)
+    with under(budget, a) as first, under(size(b), b) as second:
+        for _ in range(100):
+            run(a)
+        budget.later = 0
+        second.set_budget(vram=budget)
+        assert second._vram < size(b) // 6
         second.park()
         b.blocks.append(nn.Linear(32, 32 * 6).requires_grad_(False))
         right = run_plain(b)
-        for _ in range(100):
-            run(a)
         assert torch.equal(run(b), right)
         assert held(first, second) <= budget.nbytes
 
