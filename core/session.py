@@ -269,6 +269,8 @@ class Session(LaysOut):
             self._need_open()
             if isinstance(vram, SharedBudget):
                 taking.enter_context(vram.mates.lock)
+                if vram is not self._shared:
+                    self._make_room(vram.free_bytes, vram)
             before, among = (self._vram, self._ram, self._kept), self._among
             shared, governed = self._shared, self._governor is not None
             if vram is not None:

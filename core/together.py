@@ -74,23 +74,28 @@ class Together:
     def _away(self) -> list[Streamed]:
         raise NotImplementedError
 
-    def _make_room(self, budget: int) -> bool:
-        """A new session has ``budget`` bytes for its weights: where that is short, let others give way first."""
+    def _make_room(self, budget: int, among: SharedBudget | None = None) -> bool:
+        """A new session has ``budget`` bytes for its weights: where that is short, let others give way first. ``among``: those
+        that it is about to join, with other than its present ones."""
         everything = sum(
             round_up(tensor.numel() * tensor.element_size(), 512)
             for tensor in (*self.module.parameters(), *self.module.buffers())
         )
         most = int(everything * _ROUNDING)
-        if self._shared is not None:
-            most = self._shared.part_of(self, most)
-        return self._ask(most - budget)
+        shared = among or self._shared
+        if shared is not None:
+            most = shared.part_of(self, most)
+        if among is None:
+            return self._ask(most - budget)
+        return self._ask(max(most, self._least()) - budget, mates=among.mates)
 
-    def _ask(self, missing: int, of_device: bool = False) -> bool:
+    def _ask(self, missing: int, of_device: bool = False, mates: Mates | None = None) -> bool:
         """Let others give ``missing`` bytes, as far as they can; whether any did. ``of_device``: as in `_yield`."""
         given = False
-        if self._mates is not None and missing > 0:
-            for key in self._mates.shares.before_all(id(self)):
-                other = self._mates.sessions.get(key)
+        mates = mates or self._mates
+        if mates is not None and missing > 0:
+            for key in mates.shares.before_all(id(self)):
+                other = mates.sessions.get(key)
                 if other is not None and missing > 0:
                     got = other._yield(missing, of_device)
                     missing -= got
