@@ -164,7 +164,9 @@ class Session(LaysOut):
                     self._ask(least - shared.free_bytes)
                 free = self._engine.free_bytes() if shared is None else shared.free_bytes
                 if least > free:
-                    raise error if shared is None or least > shared.nbytes else self._too_little(free, least)
+                    if shared is None or least > shared.nbytes:
+                        raise
+                    raise self._too_little(free, least) from error
                 self._vram = least
                 self._laying = 0 if shared is None else least
                 self._attach()
