@@ -356,3 +356,44 @@ def test_an_optimizers_state_is_given_memory_and_not_what_of_a_budget_is_not_hel
         assert not wanted.missing(session._engine.memory()), "the step finds what it needs"
         device.ledger.others = 0
         assert torch.equal(run(net, x), right)
+
+
+# -- who is asked
+
+
+@pytest.mark.parametrize("lock", ["session", "streamer"])
+def test_who_is_busy_in_another_thread_gives_nothing_and_is_not_waited_for(lock):
+    net = Net()
+    with under(carom.SharedBudget(int(1.2 * size(net))), net) as first:
+        run(net)
+        taken, over = threading.Event(), threading.Event()
+
+        def busy():
+            with first._lock if lock == "session" else first._streamer.lock:
+                taken.set()
+                over.wait(30)
+
+        thread = threading.Thread(target=busy)
+        thread.start()
+        try:
+            assert taken.wait(30)
+            layout = first._placement
+            assert first._spare() == 0 and first._yield(8 * KB) == 0 and first._placement is layout
+        finally:
+            over.set()
+            thread.join()
+        assert first._spare() > 0 and first._yield(8 * KB) > 0
+
+
+def test_what_was_read_as_left_is_taken_only_as_far_as_it_still_is():
+    """Between a session's reading and its taking another one took some."""
+    a, b = Net(), Net(seed=1)
+    budget = carom.SharedBudget(size(a))
+    with under(budget, a) as first, under(size(b) // 4, b) as second:
+        budget.later = size(a) // 2
+        first.set_budget(vram=budget)
+        budget.later = 0
+        left = first._held_bytes() + budget.free_bytes
+        second.set_budget(vram=budget)
+        first._resize(left)
+        assert promised(first, second) <= budget.nbytes and held(first, second) <= budget.nbytes
