@@ -196,9 +196,11 @@ class Adapts(Together, Tunes, FollowsRam):
             return governor.short(memory, held, least, self._trains and self._recording)
         if self._reruns is not None and self._reruns.gave:
             return governor.yielded(memory, held, least)
+        everything = self._everything()
+        everything = min(everything, self._most(everything))
         alone = self._mates is None or len(self._mates.sessions) == 1
         return governor.read(
-            memory, held, least, self._everything(), self._vram, training=self._trains, alone=alone,
+            memory, held, least, everything, self._vram, training=self._trains, alone=alone,
             recording=self._recording,
         )  # fmt: skip
 
@@ -232,14 +234,14 @@ class Adapts(Together, Tunes, FollowsRam):
         logger.info(
             "carom: vram='auto': %s for weights instead of %s", format_size(budget), format_size(self._vram)
         )
-        least = self._least()
-        assert self._governor is not None
-        if self._move_watermark(max(budget, least), self._everything()):
+        before = self._vram
+        with self._taking():
+            self._allot(max(budget, self._least()))
+            moved = self._move_watermark(self._vram, self._everything())
+        if moved:
             self._engine.trim()
             return
-        fell = max(budget, least) < self._vram
-        self._among = self._residents() if fell else None
-        self._vram = max(budget, least)
+        self._among = self._residents() if self._vram < before else None
         self._lay_out()
         self._engine.trim()
         if self._learnt is None:

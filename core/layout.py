@@ -229,6 +229,10 @@ class LaysOut(Pools, Parks, Adapts, Adopts, Values):
 
         ``retry``: whoever calls comes again with other settings where the device's memory does not suffice.
         """
+        with self._laying_out():
+            self._lay_anew(between, retry)
+
+    def _lay_anew(self, between: Callable[[], None], retry: bool) -> None:
         self._detach(leave=retry and self._simple, keep=True)
         failure: BaseException | None = None
         try:

@@ -71,6 +71,11 @@ class Parks(Together):
                 self._engine.trim()  # what it held is the device's again, not this process's
 
     def _detach_for_parking(self, keep: bool = False) -> None:
+        with self._laying_out():
+            self._keeps = 0 if self._shared is None else self._least()
+            self._leave_the_device(keep)
+
+    def _leave_the_device(self, keep: bool) -> None:
         self._aside = keep
         keep = keep and self._simple and not self._placement.came_on_device
         self._detach(leave=keep, keep=keep)
@@ -110,6 +115,9 @@ class Parks(Together):
         """Bring a parked module back to the device."""
         with self._lock:
             if self._parked:
-                self._returns()
-                self._parked = False
-                self._lay_out()
+                try:
+                    self._returns()
+                    self._parked = False
+                    self._lay_out()
+                finally:
+                    self._laying = 0

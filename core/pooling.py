@@ -25,6 +25,7 @@ from .simulated import SimulatedEngine
 from .sizes import format_size
 from .streamed import Streamed
 from .streamer import Streamer
+from .together import Together
 from .transfer import Engine
 from .units import Carving, Unit
 
@@ -33,7 +34,7 @@ _LOOKS = 0.25  # seconds between readings of a device's memory
 _TINY = 8  # a resident unit smaller than the largest by this factor is not worth a home
 
 
-class Pools:
+class Pools(Together):
     """The pool of a `Session` (which see for the fields)."""
 
     plan: Plan
@@ -122,7 +123,8 @@ class Pools:
             self._governor is not None
         ):  # a budget that is found, not given: a slot of whole pages is the least
             room = max(room, _pages(max(unit.nbytes for unit in units)))
-            self._vram = max(self._vram, self._placement.resident_bytes + room)
+            if not self._claims(max(self._vram, self._placement.resident_bytes + room)):
+                raise NativeError(f"no page of {format_size(aimdo.PAGE)} is left of {self._shared}")
         homes = lay_out([unit.nbytes for unit in units], resident, region, room)
         if homes is None:
             raise NativeError(
@@ -151,15 +153,13 @@ class Pools:
             return self._placement.resident_bytes + pooled.held_bytes
         staging = 0 if self._streamer.staging is None else self._streamer.staging.nbytes
         packed = self._streamer.packed_here.nbytes
-        return self._placement.resident_bytes + self._streamer.region.nbytes + staging + packed
+        region = 0 if self._streamer.closed else self._streamer.region.nbytes
+        return self._placement.resident_bytes + region + staging + packed
 
     def _account(self) -> None:
-        """Tensors went to the device, or left it; or the budget changed. What is reported as the most is so of this budget,
-        not of a larger one before it."""
+        """Tensors went to the device, or left it; or the budget changed."""
         pooled = self._pooled
-        if self._vram < self._peak_under:
-            self._peak = 0
-        self._peak_under = self._vram
+        self._peak_anew()
         if pooled is None:
             self._peak = max(self._peak, self._held_bytes())
             return
@@ -168,6 +168,12 @@ class Pools:
             pooled.limit(room)
         self._peak = max(self._peak, self._placement.resident_bytes + pooled.most_bytes)
         self._follow_pool(pooled)
+
+    def _peak_anew(self) -> None:
+        """What is reported as the most is so of the present budget, not of a larger one before it."""
+        if self._vram < self._peak_under:
+            self._peak = 0
+        self._peak_under = self._vram
 
     def _follow_pool(self, pooled: Pooled) -> None:
         """The plan says what lives on the device now."""

@@ -5,6 +5,7 @@ Where its weights wait meanwhile, and how they get there: `layout.py`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -145,17 +146,37 @@ class Session(LaysOut):
     # -- attach and close
 
     def _first_attach(self, vram: int | str | SharedBudget) -> None:
-        if self._governor is not None and self._make_room(self._vram):
-            self._vram = settings.vram_budget(vram, self._engine)
-        try:
-            self._attach()
-        except BudgetError as error:
-            # What activations take is not known yet: begin with the least, if it is there at all.
-            free = self._engine.free_bytes() if self._shared is None else self._shared.free_bytes
-            if (vram != "auto" and self._shared is None) or not 0 < (error.least_bytes or 0) <= free:
-                raise
-            self._vram = error.least_bytes or 0
-            self._attach()
+        shared = self._shared
+        with self._taking():  # until it is laid out: another that comes at once waits, and is given room then
+            try:
+                if shared is not None:
+                    self._first_budget(vram)
+                if self._governor is not None and self._make_room(self._vram):
+                    self._first_budget(vram)
+                self._laying = 0 if shared is None else self._vram
+                self._attach()
+            except BudgetError as error:
+                # What activations take is not known yet: begin with the least, if it is there at all.
+                least, self._laying = error.least_bytes or 0, 0
+                if (vram != "auto" and shared is None) or not least:
+                    raise
+                if shared is not None:
+                    self._ask(least - shared.free_bytes)
+                free = self._engine.free_bytes() if shared is None else shared.free_bytes
+                if least > free:
+                    if shared is None or least > shared.nbytes:
+                        raise
+                    raise self._too_little(free, least) from error
+                self._vram = least
+                self._laying = 0 if shared is None else least
+                self._attach()
+            finally:
+                self._laying = 0
+
+    def _first_budget(self, vram: int | str | SharedBudget) -> None:
+        """What is there by now."""
+        budget = settings.vram_budget(vram, self._engine)
+        self._vram, self._spill = settings.within_dedicated(budget, self._engine)
 
     def close(self, *, discard: bool = False) -> None:
         """Give the module back as it was: objects, classes, devices; values as they are now. Idempotent.
@@ -168,13 +189,13 @@ class Session(LaysOut):
                 give_back(self._shelf)  # what found no memory last time
                 return
             self._final = self._report()
-            self._ungovern()
             packed = self._placement if isinstance(self._placement, PackedPlacement) else None
             if packed is not None and not self._parked and not discard:
                 packed.unpack(self._streamer, packed.streamed, pin=False)
             if discard:
                 self._placement.here.given()  # stays there: nobody wants it back
             self._detach()
+            self._ungovern()  # only now is what it held others'
             if packed is not None and discard:
                 packed.wear()
                 self._shelf = {}
@@ -246,14 +267,18 @@ class Session(LaysOut):
 
         Raises BudgetError with the least budget that works.
         """
-        with self._lock:
+        with self._lock, contextlib.ExitStack() as taking:
             self._need_open()
+            if isinstance(vram, SharedBudget):
+                taking.enter_context(vram.mates.lock)
+                if vram is not self._shared:
+                    self._make_room(vram.free_bytes, vram)
             before, among = (self._vram, self._ram, self._kept), self._among
             shared, governed = self._shared, self._governor is not None
             if vram is not None:
                 mine = self._held_bytes()
                 if isinstance(vram, SharedBudget):
-                    mine = self._promised_bytes() if vram is self._shared else 0
+                    mine = self._promised_bytes() + self._kept_bytes() if vram is self._shared else 0
                 budget = settings.vram_budget(vram, self._engine, mine)
                 self._vram, self._spill = settings.within_dedicated(budget, self._engine, mine)
                 # What stays under less is a part of what stayed: nothing has to come for a budget that falls.
@@ -274,8 +299,11 @@ class Session(LaysOut):
                 self._ungovern()
                 self._shared = vram if isinstance(vram, SharedBudget) else None
                 self._govern(vram == "auto" or self._shared is not None)
+                self._keeps = self._least() if self._parked and self._shared is not None else 0
+            taking.close()
             less = self._ram < before[1]
             if self._parked:  # the next forward lays it out so
+                self._peak_anew()
                 if ram is not None:
                     self._follow_ram(ram == "auto")
                     self._set_look()

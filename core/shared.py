@@ -5,6 +5,7 @@ Who gives way to whom, and when a move is worth the copies, is `shares.py`'s; `t
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Hashable
 from typing import Any
@@ -19,6 +20,7 @@ class Mates:
     """Sessions whose budgets follow the same memory."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()  # from reading what is left to saying what of it is taken
         self.shares = Shares()
         self.sessions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 

@@ -171,7 +171,7 @@ def fresh_in(optimizer: torch.optim.Optimizer, coming: bool = False) -> set[int]
 class Gives(Protocol):
     """A session that holds less where memory is short."""
 
-    def _yield(self, nbytes: int) -> int: ...
+    def _yield(self, nbytes: int, of_device: bool = False) -> int: ...
 
 
 class Place(Protocol):
@@ -285,7 +285,7 @@ def _give(members: list[tuple[Any, _Member]], wanted: Needs) -> None:
             # The first reading says it: pieces of what gave way since are no room for activations either.
             activations = max(activations, before.cached - memory.cached)
             missing = wanted.missing(memory, activations)
-            given = session._yield(missing) if missing else 0
+            given = session._yield(missing, of_device=True) if missing else 0
             if not given:
                 break
             logger.info("carom: %s of weights gave way to an optimizer's state", format_size(given))

@@ -656,3 +656,20 @@ def test_the_doctors_probe_runs_the_sessions_own_detection(root, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "neither a CUDA nor a ROCm device" in json.loads(done.stdout)["reason"]
+
+
+def test_a_pool_takes_no_page_that_a_shared_budget_does_not_have(card):
+    """Slots of torch's allocator fit where whole pages do not."""
+    device, _ = card()
+    net = Net()
+    right = run(net)
+    budget = carom.SharedBudget(LAYER + 100)
+    assert budget.nbytes < -(-LAYER // PAGE) * PAGE
+    with carom.stream(net, device=device, vram=budget, pool="aimdo", granularity="layer") as session:
+        assert torch.equal(run(net), right)
+        assert session._promised_bytes() <= budget.nbytes and device.ledger.allocated <= budget.nbytes
+        assert session.report().pool == "torch" and "SharedBudget" in session.report().pool_reason
+    roomy = carom.SharedBudget(2 * LAYER)
+    with carom.stream(net, device=device, vram=roomy, pool="aimdo", granularity="layer") as session:
+        assert torch.equal(run(net), right) and session.report().pool == "aimdo"
+        assert session._promised_bytes() <= roomy.nbytes

@@ -14,6 +14,7 @@ import tests_aitoolkit as standin
 import torch
 from carom.core.sessions import _sessions as sessions
 from carom.toolkit_ext.job import JobOffload
+from carom.toolkit_ext.options import read
 from tests_harness import assert_same
 
 BUDGET = 400_000  # bytes: about a third of the stand-in's transformer and text encoder
@@ -379,3 +380,26 @@ def test_a_kept_report_has_the_peaks_of_every_session_that_the_model_had():
         JobOffload._keep_report(job, again)
     kept = job._reports["model"]
     assert (kept.kind, kept.steps, kept.vram_peak_bytes, kept.ram_peak_bytes) == ("train", 9, 70, 8)
+
+
+def test_the_jobs_budget_is_of_what_was_free_before_the_first_model_came(monkeypatch):
+    """A model that is attached late shares all of the budget, not a part of what the first one left."""
+    device = carom.SimulatedDevice(memory_bytes=3 << 29)
+    monkeypatch.setattr("carom.toolkit_ext.job.engine_device", lambda _: device)
+    whole = int(0.7 * device.memory_bytes) - (1 << 30)
+    said: list[str] = []
+    job = JobOffload(read({"offload": "bouncing"}), "cpu", said.append)
+    first, second = (torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(n))) for n in (10, 5))
+    for model in (first, second):
+        model.requires_grad_(False)
+        job.attach(model)
+        for _ in range(8):
+            with torch.no_grad():
+                model(torch.zeros(1, 1024))
+    shared = job.attachments[0].given
+    job.attachments[1].session.park()
+    said.clear()
+    job.progress(3)
+    job.close()
+    assert isinstance(shared, carom.SharedBudget) and whole - 4096 <= shared.nbytes <= whole
+    assert said[0].endswith("parked, all of it waits on the host")

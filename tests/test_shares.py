@@ -382,7 +382,7 @@ def test_the_peak_that_is_reported_is_of_the_present_budget():
 @pytest.fixture
 def looking(monkeypatch):
     """Memory is looked at before every step, however little time has passed."""
-    monkeypatch.setattr(carom.core.adapt, "_LOOKS", 0.0)
+    monkeypatch.setattr("carom.core.adapt._LOOKS", 0.0)
 
 
 @PLACES
@@ -419,7 +419,7 @@ def test_the_least_of_a_parked_session_is_kept_for_its_return(where, monkeypatch
             run(a)
             assert first._held_bytes() + second._least() <= budget.nbytes
         with monkeypatch.context() as patch:
-            patch.setattr(first, "_yield", lambda nbytes: 0)  # it is in a step of another thread
+            patch.setattr(first, "_yield", lambda *_: 0)  # it is in a step of another thread
             assert torch.equal(run(b), right)
         assert held(first, second) <= budget.nbytes
 
@@ -431,7 +431,7 @@ def test_a_session_that_cannot_return_says_what_is_left_and_returns_later(monkey
     with shared(a, budget, "cpu") as first, shared(b, budget, "cpu") as second:
         run(a), run(b)
         second.park()
-        monkeypatch.setattr(first, "_yield", lambda nbytes: 0)
+        monkeypatch.setattr(first, "_yield", lambda *_: 0)
         budget.later = budget.nbytes
         with pytest.raises(carom.BudgetError, match="0 B of SharedBudget.* others hold the rest") as refused:
             run(b)

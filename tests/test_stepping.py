@@ -197,7 +197,7 @@ def test_more_gives_way_where_what_gave_way_lies_in_pieces():
         settle(net, session)
         given, inner = [], session._yield
 
-        def half_of_it_is_of_use(nbytes):
+        def half_of_it_is_of_use(nbytes, of_device=False):
             given.append(inner(nbytes))
             card.ledger.others += given[-1] // 2
             return given[-1]
@@ -621,7 +621,7 @@ class InPieces:
     def uses(self, key):
         return 0
 
-    def _yield(self, nbytes):
+    def _yield(self, nbytes, of_device=False):
         given = min(nbytes, self.held)
         self.held -= given
         self.free += given - int(self.scattered * given)

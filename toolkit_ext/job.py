@@ -43,6 +43,7 @@ class JobOffload:
         self.attachments: list[Attachment] = []
         self._say = say
         self._shared: SharedBudget | None = None
+        self._bytes: int | None = None  # the job's budget
         self._reports: dict[str, Report] = {}
         self.choice = choose(policy, self.device)
         for line in (*policy.remarks, *self.choice.lines):
@@ -134,6 +135,8 @@ class JobOffload:
     def open(self, attachment: Attachment) -> Session:
         """The session of ``attachment``, under its part of the job's budgets; said in one line."""
         self._least(attachment)
+        if self._bytes is None and attachment.percent is None and not self.choice.alone:
+            self._bytes = self._total()  # of what is free before the first one is there
         self._rebalance()
         session = self._stream(attachment, self._share(attachment, opening=True))
         self.say(words.start(attachment.name, session.report()))
@@ -163,7 +166,7 @@ class JobOffload:
         if len(sharing) == 1:
             return self.policy.vram
         if self._shared is None:
-            self._shared = SharedBudget(self._total(), by_size=True)
+            self._shared = SharedBudget(self._total() if self._bytes is None else self._bytes, by_size=True)
         require(self._shared.nbytes, {a.name: self._least(a) for a in sharing})
         # Others may have what a model that never ran does not hold, but for its least.
         waiting = [a for a in sharing if a.session is None and not (opening and a is attachment)]
@@ -228,8 +231,10 @@ class JobOffload:
         lines = []
         for attachment in self.attachments:
             self._keep_report(attachment)
-            if attachment.session is not None:
-                lines.append(words.progress(attachment.name, self._reports[attachment.name]))
+            session = attachment.session
+            if session is not None:
+                report = self._reports[attachment.name]
+                lines.append(words.progress(attachment.name, report, parked=session.parked))
         if lines:
             self.say(f"step {step}: " + "; ".join(lines))
 

@@ -35,8 +35,10 @@ def _places(report: Report) -> tuple[int, int]:
     return stay, sum(place.nbytes for place in report.places if not place.resident)
 
 
-def progress(name: str, report: Report) -> str:
+def progress(name: str, report: Report, parked: bool = False) -> str:
     """Residency, stall per step and what would help, for the line at a sample."""
+    if parked:
+        return f"{name}: parked, all of it waits on the host"
     stay, stream = _places(report)
     places = f"{name}: {format_size(stay)} resident, {format_size(stream)} streamed"
     if report.step_seconds is None or report.stall_seconds is None:
