@@ -159,7 +159,9 @@ def test_what_is_laid_out_is_promised_meanwhile(monkeypatch):
             session.set_budget(ram="auto")
             session.park()
             run(session.module)
-    assert seen and all(before <= after for before, after in seen), "what is on its way to the device is not free"
+    assert seen and all(before <= after for before, after in seen), (
+        "what is on its way to the device is not free"
+    )
 
 
 # -- those that begin
