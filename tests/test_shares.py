@@ -8,22 +8,9 @@ import carom
 import pytest
 import torch
 from carom.core.shares import LEAD, Shares
-from torch import nn
+from tests_models import Chain as Net
 
 KB = 1024
-
-
-class Net(nn.Module):
-    def __init__(self, depth: int = 12, width: int = 32, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-        self.requires_grad_(False)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
 
 
 def size(net):

@@ -10,22 +10,10 @@ import pytest
 import torch
 from carom.core import stepping
 from carom.core.auto import Governor, Memory
+from tests_models import Chain as Net
 from torch import nn
 
 KB, GIB = 1024, 1 << 30
-
-
-class Net(nn.Module):
-    def __init__(self, depth: int = 12, seed: int = 0, width: int = 32) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-        self.requires_grad_(False)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
 
 
 X = torch.linspace(-1, 1, 64).reshape(2, 32)
