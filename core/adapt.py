@@ -27,7 +27,6 @@ from .rerun import Reruns
 from .shared import mates_on
 from .simulated import SimulatedEngine
 from .sizes import format_size
-from .streamed import Streamed
 from .together import Together
 from .tune import OutOfMemory, Tunes
 from .units import Carving, Unit
@@ -48,13 +47,6 @@ class Adapts(Together, Tunes, FollowsRam):
     _kept: str | None  # ``training`` where nothing else was asked for and the budget follows the device
 
     def _decide(self) -> tuple[Carving, Plan]:
-        raise NotImplementedError
-
-    def _away(self) -> list[Streamed]:
-        raise NotImplementedError
-
-    @property
-    def _pooled(self) -> Pooled | None:
         raise NotImplementedError
 
     def _least_in_pool(self) -> int:

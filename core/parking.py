@@ -6,15 +6,11 @@ A mixin of `Session`.
 from __future__ import annotations
 
 import logging
-import threading
 
-from .attach import Placement
 from .host_copies import HostCopies
 from .in_front import InFront
 from .packed_placement import PackedPlacement
-from .streamer import Streamer
 from .together import Together
-from .transfer import Engine
 from .units import Carving
 
 logger = logging.getLogger("carom")
@@ -23,15 +19,9 @@ logger = logging.getLogger("carom")
 class Parks(Together):
     """Parks a `Session` (which see for the fields)."""
 
-    _engine: Engine
-    _streamer: Streamer
-    _placement: Placement
     _copies: HostCopies
     _carving: Carving
-    _lock: threading.RLock
     _front: InFront
-    _closed: bool
-    _parked: bool
     _aside: bool  # parked to ``keep``
 
     @property

@@ -13,12 +13,11 @@ import time
 from . import aimdo
 from .account import Held
 from .aimdo import Native, NativeError
-from .attach import Placement, wanted_residents
-from .auto import Governor, Regrowth
+from .attach import wanted_residents
+from .auto import Regrowth
 from .disk import Disk
 from .disk_streamer import DiskStreamer
 from .homes import lay_out
-from .meter import Meter
 from .plan import Plan
 from .pooled import Pooled, PooledDiskStreamer, PooledStreamer
 from .simulated import SimulatedEngine
@@ -26,7 +25,6 @@ from .sizes import format_size
 from .streamed import Streamed
 from .streamer import Streamer
 from .together import Together
-from .transfer import Engine
 from .units import Carving, Unit
 
 logger = logging.getLogger("carom")
@@ -38,15 +36,7 @@ class Pools(Together):
     """The pool of a `Session` (which see for the fields)."""
 
     plan: Plan
-    _engine: Engine
-    _streamer: Streamer
-    _placement: Placement
-    _meter: Meter
     _carving: Carving
-    _governor: Governor | None
-    _closed: bool
-    _parked: bool
-    _vram: int
     _ram: int
     _peak: int
     _peak_under = 0  # bytes: the budget of that peak

@@ -22,6 +22,7 @@ from .shared import Mates, SharedBudget
 from .sizes import format_size
 from .streamed import Streamed
 from .streamer import Streamer
+from .transfer import Engine
 
 _ROUNDING = 1.03  # of a model's bytes, for what allocators round up
 
@@ -30,7 +31,7 @@ class Together:
     """What a `Session` (which see for the fields) gives to others, and asks of them."""
 
     module: nn.Module
-    _engine: Any
+    _engine: Engine
     _placement: Placement
     _streamer: Streamer
     _meter: Meter
