@@ -25,6 +25,17 @@ def same_latents(record: dict[str, Any]) -> bool:
     return same and all(run["second"]["finite"] for run in runs)
 
 
+def verdict(record: dict[str, Any]) -> str:
+    """`same_latents` in words; where nothing ended that could be compared, that."""
+    if not same_latents(record):
+        return "DIFFERENT"
+    done = [run for run in record["runs"] if run["status"] == "ok"]
+    # Two models taking turns are compared from turn to turn, everything else from run to run.
+    if len(done) < 2 and not any(run.get("alternating") for run in done):
+        return "not compared, which takes two runs that end"
+    return "equal, bit for bit"
+
+
 def limit_of(run: dict[str, Any]) -> str:
     return "no limit" if run["limit"] is None else f"{run['limit'] / GIB:g} GiB"
 
@@ -82,5 +93,5 @@ def table(record: dict[str, Any]) -> str:
         for run in turns
         if run["status"] == "ok"
     ]
-    lines.append("latents: " + ("equal, bit for bit" if same_latents(record) else "DIFFERENT"))
+    lines.append(f"latents: {verdict(record)}")
     return "\n".join(lines)

@@ -54,6 +54,13 @@ def test_comfy_table_compares_with_stock_of_the_same_limit():
     assert "no such codec" in lines[4] and lines[-1] == "latents: equal, bit for bit"
 
 
+@pytest.mark.parametrize("ended", [0, 1])
+def test_comfy_latents_are_not_called_equal_where_nothing_was_compared(ended):
+    failed = {"status": "failed", "reason": "no module", "limit": None, "loader": "raw"}
+    record = {"file_bytes": 1, "runs": [sampled(0.1)] * ended + [failed]}
+    assert comfy_table.table(record).splitlines()[-1].startswith("latents: not compared")
+
+
 @pytest.mark.parametrize("change", [{"hash": "bb"}, {"finite": False}])
 def test_comfy_latents_that_differ_or_are_not_finite_are_named(change):
     other = sampled(0.1)
