@@ -94,7 +94,7 @@ def needed(configs: Sequence[Config], stock_known: bool) -> str:
 @dataclass(frozen=True)
 class Shape:
     """Of every job: ``pixels`` a side, LoRA ``rank``, whether blocks are checkpointed, its ``device``; ``mode`` and
-    ``granularity``: of `offload`."""
+    ``granularity``: of `offload`; ``cached_text``: captions are encoded once, before the first step."""
 
     pixels: int
     rank: int
@@ -102,6 +102,7 @@ class Shape:
     device: str = "cuda"
     mode: str = "bouncing"
     granularity: str = "auto"
+    cached_text: bool = True
 
 
 def job(
@@ -139,7 +140,7 @@ def job(
             "batch_size": 1, "steps": steps, "gradient_checkpointing": shape.checkpointing,
             "train_unet": True, "train_text_encoder": False, "noise_scheduler": "flowmatch", "optimizer": "adamw",
             "lr": 1e-4, "dtype": "float32" if cpu else "bf16", "disable_sampling": True,
-            "cache_text_embeddings": True,
+            "cache_text_embeddings": shape.cached_text,
         },
         "model": section,
         "sample": {

@@ -7,9 +7,9 @@ says what it needs). The job trains a LoRA on a Z-Image-shaped random model (--l
 bf16, checkpointing on, latents and captions cached by a first job of a small model. A configuration is `plain`, `stock`
 (layer_offloading) or BUDGET/CODEC for bouncing, where BUDGET is a size, `auto`, `all` (everything streams: what stock's peak
 leaves beside the activations; `--stock-peak` where stock does not run) or `half` (of plain's peak, activations included); "float8-" before it quantises the model,
-"@RANK" and "#STEPS" after it are of this one job. A configuration named twice runs twice: the second `plain` tells how far
-a job is from itself. `--limit` leaves so much of the card to configurations whose BUDGET is `auto`, the rest is held by
-another process; `fit` is what weights, adapters, gradients and optimizer take together.
+"@RANK" and "#STEPS" after it are of this one job; `--text-layers` gives the jobs a second model at work in every step.
+A configuration named twice runs twice: the second `plain` tells how far a job is from itself. `--limit` leaves so much of
+the card to configurations whose BUDGET is `auto`, the rest is held by another process; `fit` is what weights, adapters, gradients and optimizer take together.
 Seconds per step: from the end of a step to the end of the next, median of the warm ones; peaks: of torch's allocator
 over the same steps. Without a GPU: `--tiny --cpu`, which proves the path and measures nothing.
 """
@@ -58,7 +58,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         lib = bench.lib = load_checkout()
         record = lib["record"].new_record("aitoolkit_gpu", sys.argv[1:] if argv is None else argv)
-        record |= {"layers": arguments.layers, "steps": arguments.steps, "rank": arguments.rank, "runs": []}
+        record |= {
+            "layers": arguments.layers,
+            "text_layers": arguments.text_layers,
+            "steps": arguments.steps,
+            "rank": arguments.rank,
+            "runs": [],
+        }
         record["prepared"] = bench.prepare()
         print(f"ready after {time.monotonic() - started:.0f} s: {record['prepared']}", flush=True)
         for config in configs:
@@ -85,6 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--pixels", type=int, default=512)
+    parser.add_argument(
+        "--text-layers", type=int, default=0, metavar="N",
+        help="captions are encoded in every step, by a Qwen3 of N layers of the real widths (default: cached ones)",
+    )  # fmt: skip
     parser.add_argument("--no-checkpointing", action="store_true")
     parser.add_argument("--mode", default="bouncing", help="of offload, where a configuration has a budget")
     parser.add_argument("--granularity", default="auto", help="of offload_kwargs")
@@ -148,12 +158,12 @@ class Bench:
         self.shape = Shape(
             64 if arguments.tiny else arguments.pixels, arguments.rank, not arguments.no_checkpointing,
             "cpu" if arguments.cpu else arguments.device,
-            arguments.mode, arguments.granularity,
+            arguments.mode, arguments.granularity, not arguments.text_layers,
         )  # fmt: skip
         self._began = time.monotonic()
         copied(checkout, self.place)
         self._ready = Ready(self.python, self.place, self.env, folder / "imports.txt", processes(jobs + 1))
-        self._writing = {part: self._write(part) for part in ("rest", "transformer")}
+        self._writing = {part: self._write(part) for part in ("rest", "encoder", "transformer")}
         code = "import numpy, sys; numpy.empty(int(sys.argv[1]), numpy.uint8).fill(1)"
         pieces = int(arguments.touch_gb * 1e9 / 2**30) + 1 if arguments.touch_gb else 0
         self._touching = [
@@ -165,6 +175,7 @@ class Bench:
         """Part of what is trained, on its way to the disk."""
         layers = 0 if self.arguments.tiny else self.arguments.layers
         target = [str(TESTS), str(self.folder / "models"), str(layers), str(self.shape.pixels)]
+        target.append(str(self.arguments.text_layers))
         return subprocess.Popen(
             [self.python, str(HERE / "aitoolkit_shape.py"), part, *target], env=self.env, text=True,
             stdout=subprocess.DEVNULL, stderr=(self.folder / f"{part}.txt").open("w"),
@@ -193,6 +204,7 @@ class Bench:
                 f"the job that fills the caches failed: {warm['reason']}\n{warm['log']}\n{imports}"
             )
         done("caches filled")
+        self._written("encoder")
         self._written("transformer")
         done("model written")
         for process in self._touching:
@@ -268,7 +280,9 @@ class Bench:
         return self.lib["card"].Card(fits(self._shapes(), self._weights(), config.rank or self.shape.rank))
 
     def _weights(self) -> int:
-        return sum(file.stat().st_size for file in self._files())
+        encoder = (self.folder / "models" / "zimage" / "text_encoder").glob("*.safetensors")
+        streams = encoder if self.arguments.text_layers else ()
+        return sum(file.stat().st_size for file in (*self._files(), *streams))
 
     def _files(self) -> list[Path]:
         return sorted((self.folder / "models" / "zimage" / "transformer").glob("*.safetensors"))

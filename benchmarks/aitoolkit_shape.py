@@ -1,9 +1,12 @@
-"""Writes what the benchmark trains: ``python aitoolkit_shape.py PART TESTS_FOLDER TARGET LAYERS PIXELS``, by ai-toolkit's Python.
+"""Writes what the benchmark trains: ``python aitoolkit_shape.py PART TESTS_FOLDER TARGET LAYERS PIXELS TEXT_LAYERS``, by
+ai-toolkit's Python.
 
 A Z-Image in diffusers' format with random bf16 weights and the real model's widths (3840; 2 + 2 refiners; captions of
 2560), LAYERS deep (12: 2.9 B parameters), beside a tiny text encoder and VAE, and four PIXELS-sized pictures with captions.
-LAYERS 0: the tests' tiny one. PART "transformer" is TARGET/zimage/transformer, PART "rest" everything else, and
-TARGET/small: the same model with a transformer of one thin layer, for the job that only fills caches.
+LAYERS 0: the tests' tiny one. TEXT_LAYERS: layers of the encoder in the real one's widths (Qwen3-4B's: 2560, 9728; it has
+36), 0 for the tiny one. PART "transformer" is TARGET/zimage/transformer, PART "encoder" TARGET/zimage/text_encoder where it
+is not tiny, PART "rest" everything else, and TARGET/small: the same model with a transformer of one thin layer and the tiny
+encoder, for the job that only fills caches.
 """
 
 # mypy: ignore-errors
@@ -15,7 +18,7 @@ from pathlib import Path
 WIDTH = 2560
 
 
-def main(part: str, tests: str, target: str, layers: int, pixels: int) -> None:
+def main(part: str, tests: str, target: str, layers: int, pixels: int, text_layers: int) -> None:
     sys.path.insert(0, tests)
     import torch
 
@@ -25,6 +28,10 @@ def main(part: str, tests: str, target: str, layers: int, pixels: int) -> None:
             write(
                 folder / "zimage" / "transformer", dim=3840, n_layers=layers, n_refiner_layers=2, n_heads=30
             )
+        return
+    if part == "encoder":
+        if layers and text_layers:
+            write_encoder(folder / "zimage" / "text_encoder", text_layers)
         return
     import aitoolkit_models
 
@@ -37,25 +44,49 @@ def main(part: str, tests: str, target: str, layers: int, pixels: int) -> None:
         aitoolkit_models.zimage(model)
         small.symlink_to(model, target_is_directory=True)
         return
-    aitoolkit_models.zimage_rest(model, width=WIDTH)
     small.mkdir()
-    for item in model.iterdir():
-        if item.name != "transformer":
-            (small / item.name).symlink_to(item)
+    aitoolkit_models.zimage_rest(small, width=WIDTH)
+    for item in small.iterdir():
+        if item.name != "text_encoder" or not text_layers:
+            (model / item.name).symlink_to(item)
     write(small / "transformer", dim=512, n_layers=1, n_refiner_layers=1, n_heads=4)
 
 
 def write(folder: Path, *, n_heads: int, **shape: int) -> None:
-    """A transformer with random weights, made on the GPU where there is one: on the host they would take minutes."""
+    """A transformer with random weights."""
     import torch
     from diffusers import ZImageTransformer2DModel
-    from safetensors.torch import save_file
 
     with torch.device("meta"):
         model = ZImageTransformer2DModel(
             **shape, n_heads=n_heads, n_kv_heads=n_heads, cap_feat_dim=WIDTH,
             axes_dims=[32, 48, 48], axes_lens=[1536, 512, 512],
         )  # fmt: skip
+    fill(model, folder / "diffusion_pytorch_model.safetensors")
+    model.save_config(folder)
+
+
+def write_encoder(folder: Path, layers: int) -> None:
+    """A Qwen3 of the real encoder's widths with random weights; the tests' words are all that it knows."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=WIDTH, intermediate_size=9728, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=1024, tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+    config.architectures = ["Qwen3ForCausalLM"]
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    fill(model, folder / "model.safetensors")
+    config.save_pretrained(folder)
+
+
+def fill(model, file: Path) -> None:
+    """Save ``model`` with random bf16 weights, made on the GPU where there is one: on the host they would take minutes."""
+    import torch
+    from safetensors.torch import save_file
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(1)
     weights = {}
@@ -64,10 +95,10 @@ def write(folder: Path, *, n_heads: int, **shape: int) -> None:
         if "norm" in name and tensor.dim() == 1 and not name.endswith("bias"):
             value += 1
         weights[name] = value.to(torch.bfloat16).cpu()
-    model.save_config(folder)
-    save_file(weights, folder / "diffusion_pytorch_model.safetensors", {"format": "pt"})
-    print(f"{folder.parent.name}: {sum(t.numel() for t in weights.values()) / 1e9:.2f} B parameters")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(weights, file, {"format": "pt"})
+    print(f"{file.parent}: {sum(t.numel() for t in weights.values()) / 1e9:.2f} B parameters")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5]))
+    main(*sys.argv[1:4], *map(int, sys.argv[4:7]))
