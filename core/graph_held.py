@@ -10,6 +10,7 @@ landed back in their place.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +35,11 @@ class _Object:
     attributes: dict[str, Any]
 
 
-def let_go(streamer: Streamer, result: Any, given: Any) -> None:
+def let_go(streamer: Streamer, result: Any, given: Sequence[Any]) -> None:
     """What the graph from ``given`` to ``result`` keeps of slots in nodes' attributes is kept as handles."""
-    stops = {leaf.grad_fn for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
-    waiting = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    seen: set[Any] = {None, *stops}
+    waiting = [leaf.grad_fn for leaf in _leaves((result,)) if isinstance(leaf, torch.Tensor)]
+    seen: set[Any] = {None}
+    seen.update(leaf.grad_fn for leaf in _leaves(given) if isinstance(leaf, torch.Tensor))
     while waiting and len(seen) < _MOST:
         node: Any = waiting.pop()
         if node in seen:
@@ -48,6 +49,11 @@ def let_go(streamer: Streamer, result: Any, given: Any) -> None:
         kept = getattr(node, "__dict__", None)
         if kept:
             _scrub(streamer, node, kept)
+
+
+def _leaves(values: Sequence[Any]) -> Sequence[Any]:
+    """Also of what lies deeper; quickly where there is nothing but tensors."""
+    return values if all(isinstance(value, torch.Tensor) for value in values) else tree_leaves(values)
 
 
 def _scrub(streamer: Streamer, node: Any, kept: dict[str, Any]) -> None:

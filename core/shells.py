@@ -157,15 +157,20 @@ def can_be_filled(tensor: Any) -> bool:
         shell, tensors = lay_open(tensor)
         if any(not _plain(part) or part.layout != torch.strided or part.requires_grad for part in tensors):
             return False
-        elsewhere = []
-        for number, part in enumerate(tensors, 1):  # memory that is never touched takes none
-            room = torch.empty(part.numel() + 16 * number, dtype=part.dtype)[16 * number :]
-            elsewhere.append(room.as_strided(part.shape, part.stride(), 16 * number))
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            made = shell.fill(iter(elsewhere))
+            made = shell.fill(iter(elsewhere(tensors)))
         return type(made) is type(tensor) and made.shape == tensor.shape
     except Exception:  # noqa: BLE001 - whatever it is that the class wants: it stays as it is, and is reported
         return False
+
+
+def elsewhere(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Others like them, each at its own place of a storage, in memory that is not touched and so takes none."""
+    found = []
+    for number, part in enumerate(tensors, 1):
+        room = torch.empty(part.numel() + 16 * number, dtype=part.dtype)[16 * number :]
+        found.append(room.as_strided(part.shape, part.stride(), 16 * number))
+    return found
 
 
 def hold(value: Any, tensors: list[torch.Tensor]) -> Held | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,18 +14,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .codec.unit import UnitDecoder
 from .errors import UnsupportedError
+from .made_once import Around, Where, alone
 from .slots import Slot
 from .store.arena import Block
 from .transfer import storage_uses
 from .units import Entry, Unit
+from .wrapped import is_inner
 
 if TYPE_CHECKING:
     from .streamer import Streamer
 
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _VIEW_SETS = 64  # slot positions whose views a unit remembers
-# Of a cached view that nobody else has, as `kept_elsewhere` counts them: its list's, and those of the counting.
-_OWN_REFERENCES = max(map(sys.getrefcount, [object()]))
 
 
 class Owner:
@@ -92,6 +91,7 @@ class Views:
     uses: int | None  # of the storage, when nobody but us holds it
     addresses: list[int] = field(default_factory=list)  # of the tensors, when made
     saved: dict[tuple, torch.Tensor] = field(default_factory=dict)  # views that autograd asked for, by place
+    around: Around | None = None  # wrappers made of the tensors, where any are a quantised weight's
 
     @property
     def version(self) -> int:
@@ -115,7 +115,7 @@ class Views:
         """Whether anybody else holds one of the tensors, or another tensor of their storage."""
         if self.uses is not None and (storage_uses(self.base) or 0) > self.uses:
             return True
-        return max(map(sys.getrefcount, self.tensors), default=0) > _OWN_REFERENCES
+        return not alone(self.tensors) if self.around is None else self.around.kept_elsewhere()
 
 
 def _view(base: torch.Tensor, place: tuple) -> torch.Tensor:
@@ -199,6 +199,13 @@ def make_views(unit: Streamed, base: torch.Tensor) -> Views:
             is_parameter = isinstance(owner.tensor, nn.Parameter)
             tensors.append(nn.Parameter(view, requires_grad=False) if is_parameter else view)
     del piece, view
-    return Views(
+    views = Views(
         base, base.data, tensors, storage_uses(base), addresses=[tensor.data_ptr() for tensor in tensors]
     )
+    inner = [index for index, owner in enumerate(unit.owners) if is_inner(owner.entry.name)]
+    if inner:
+        views.around = Around(tensors)
+        where = Where(views.around)
+        for index in inner:
+            tensors[index]._carom_around = where  # type: ignore[attr-defined]
+    return views

@@ -11,9 +11,10 @@ tensors: handles, while a unit runs.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch import nn
 from . import ops
 from .errors import UnsupportedError
 from .graph_held import let_go
+from .made_once import Grip, filled, grip_of
 from .shells import (
     Dress,
     Held,
@@ -35,6 +37,10 @@ from .shells import (
     set_data,
 )
 
+if TYPE_CHECKING:
+    from .streamer import Streamer
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 INNER = "__inner_"  # in the names of buffers that hold inner tensors
 
 
@@ -140,6 +146,8 @@ class _Weight:
     companions: dict[str, Held] = field(
         default_factory=dict
     )  # attributes of the module, filled after the shell
+    grip: Grip | None = None  # of a wrapper that may be kept, None where it is made anew for every run
+    key: object = field(default_factory=object)
 
 
 class _Leaf:
@@ -148,6 +156,7 @@ class _Leaf:
     def __init__(self, module: nn.Module, names: list[str]) -> None:
         self.module = module
         self.weights: dict[str, _Weight] = {}
+        self._kept: dict[str, tuple[Any, Any, Any]] = {}  # inner tensors, device, the wrapper around them
         self._order = list(module._parameters)
         self._not_saved = set(module._non_persistent_buffers_set)
         for name in names:
@@ -161,7 +170,8 @@ class _Leaf:
                 module.register_buffer(buffer, tensor, persistent=False)
             del module._parameters[name]
             module.__dict__[name] = wrapper
-            self.weights[name] = _Weight(wrapper, shell, buffers, companions)
+            grip = grip_of(shell, tensors) if isinstance(shell, Shell) else None
+            self.weights[name] = _Weight(wrapper, shell, buffers, companions, grip)
             # The bytes are the buffer's now: kept twice they would take host memory twice.
             _let_go(self.weights[name], torch.empty(0, dtype=tensors[0].dtype))
         self._hooks = [
@@ -193,6 +203,36 @@ class _Leaf:
                 made = nn.Parameter(made, requires_grad=False)
             more = {key: held.fill(parts[0], tensors) for key, held in weight.companions.items()}
         return {name: made, **more}
+
+    def stand(self, name: str) -> Any:
+        """The module has the weight, and what goes with it, made of what stands in the buffers now; returns the weight."""
+        weight, module = self.weights[name], self.module
+        if weight.grip is None:
+            module.__dict__.update(self.made(name))
+        else:
+            parts = [module._buffers[buffer] for buffer in weight.buffers]
+            module.__dict__[name] = self._around(name, weight, parts, weight.grip)
+        return module.__dict__[name]
+
+    def _around(self, name: str, weight: _Weight, parts: list[Any], grip: Grip) -> Any:
+        """The wrapper around ``parts``: the one that was made of these very objects before, or a new one."""
+        where = getattr(parts[0], "_carom_around", None)
+        if where is None:  # residents: the same objects wherever their bytes are
+            kept, device, made = self._kept.get(name, (None, None, None))
+            if kept is not None and device == parts[0].device and all(map(operator.is_, kept, parts)):
+                return made
+            if not all(type(part) in _PLAIN and not hasattr(part, "_carom_around") for part in parts):
+                return self.made(name)[name]  # some stream
+            made = filled(weight.shell, parts)
+            self._kept[name] = (parts, parts[0].device, made)
+            return made
+        around = where.around()
+        made = around and around.get(weight.key)
+        if made is None:
+            made = filled(weight.shell, parts)
+            if around:
+                around.add(weight.key, made, parts, grip)
+        return made
 
     def host(self, name: str) -> dict[str, Any]:
         """What stands there outside a run."""
@@ -230,6 +270,7 @@ class _Leaf:
     def close(self) -> None:
         module, table = self.module, self.module._parameters
         self._front.live = False
+        self._kept.clear()
         if module.__dict__.get("forward") is self._front:
             if self._had is None:
                 del module.__dict__["forward"]
@@ -294,19 +335,21 @@ class _Front:
         if not self.live or not leaf.whole:
             return self._inner(*args, **kwargs)
         table = leaf.module.__dict__
-        saved = _Saved() if torch.is_grad_enabled() else None
+        streamer = ops.streaming() if torch.is_grad_enabled() else None
+        saved = False
         try:
-            for name in leaf.weights:
-                table.update(leaf.made(name))
-            if saved is not None:
-                saved.push([table[name] for name in leaf.weights])
+            weights = [leaf.stand(name) for name in leaf.weights]
+            if streamer is not None:
+                keep_inner(streamer, weights)
+                saved = True
+            del weights
             result = self._inner(*args, **kwargs)
-            if saved is not None and saved.streamer is not None:
-                let_go(saved.streamer, result, (args, kwargs))
+            if streamer is not None:
+                let_go(streamer, result, (*args, *kwargs.values()))
             return result
         finally:
-            if saved is not None:
-                saved.pop()
+            if saved:
+                ops.pop_handles()
             for name in leaf.weights:
                 table.update(leaf.host(name))
 
@@ -323,39 +366,24 @@ class _Packed:
     unpack: Callable
 
 
-class _Saved:
-    """While pushed, what autograd saves of given wrappers is kept as what the hook below keeps of their inner tensors."""
+def keep_inner(streamer: Streamer, wrappers: list[Any]) -> None:
+    """From here to `ops.pop_handles`, what autograd saves of ``wrappers`` is kept as what the hook below, which is
+    ``streamer``'s, keeps of their inner tensors."""
+    pack_below, unpack_below = ops._top_hooks(False)  # type: ignore[misc]
+    shapes = {type(wrapper) for wrapper in wrappers}
 
-    def __init__(self) -> None:
-        self._pushed = False
-        self.streamer = ops.streaming()
+    def pack(tensor: torch.Tensor) -> Any:
+        if type(tensor) in shapes or is_wrapper(tensor):
+            shell, parts = lay_open(tensor)
+            return _Packed(shell, tuple(pack_below(part) for part in parts), unpack_below)
+        return pack_below(tensor)
 
-    def push(self, wrappers: list[Any]) -> None:
-        below: Any = ops._top_hooks(False) if ops._top_hooks is not None else None
-        # Without a unit's hook nothing below would become a handle; a checkpoint's hook counts what it is shown.
-        if below is None or not ops.hooks_are_ours():
-            return
-        pack_below, unpack_below = below
-        shapes = {type(wrapper) for wrapper in wrappers}
+    def unpack(packed: Any) -> Any:
+        if type(packed) is not _Packed:
+            return unpack_below(packed)
+        parts = [packed.unpack(part) for part in packed.parts]  # a checkpoint recomputes in here
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return packed.shell.fill(iter(parts))
 
-        def pack(tensor: torch.Tensor) -> Any:
-            if type(tensor) in shapes or is_wrapper(tensor):
-                shell, parts = lay_open(tensor)
-                return _Packed(shell, tuple(pack_below(part) for part in parts), unpack_below)
-            return pack_below(tensor)
-
-        def unpack(packed: Any) -> Any:
-            if type(packed) is not _Packed:
-                return unpack_below(packed)
-            parts = [packed.unpack(part) for part in packed.parts]  # a checkpoint recomputes in here
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                return packed.shell.fill(iter(parts))
-
-        pack._carom = self.streamer  # type: ignore[attr-defined]
-        ops._push_hooks(pack, unpack)
-        self._pushed = True
-
-    def pop(self) -> None:
-        if self._pushed:
-            ops.pop_handles()
-            self._pushed = False
+    pack._carom = streamer  # type: ignore[attr-defined]
+    ops._push_hooks(pack, unpack)

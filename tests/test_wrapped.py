@@ -1,4 +1,7 @@
-"""Wrapped quantised weights laid open: streamed by their inner tensors, exact, and put back as the same objects."""
+"""Wrapped quantised weights laid open: streamed by their inner tensors, exact, and put back as the same objects.
+
+They are put together once for every place of their inner tensors, and who keeps one keeps its slot.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import carom
 import pytest
 import torch
 from carom.core.wrapped import LaidOpen, is_wrapper, lay_open
-from tests_harness import DEVICES, assert_same, some_vram, streamed
+from tests_harness import DEVICES, assert_same, on_simulated_devices, some_vram, streamed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -217,3 +220,126 @@ def test_without_room_for_what_autograd_keeps_the_budget_is_named():
     model = net()
     with contextlib.closing(LaidOpen(model)), pytest.raises(carom.BudgetError):
         carom.stream(model, device="cpu", vram=1000)
+
+
+def open_vram(model, device, **share):
+    with contextlib.closing(LaidOpen(model)):
+        return some_vram(model, device, **share)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Counts wrappers that are put together of inner tensors."""
+    count, plain = [0], Quantised.__tensor_unflatten__.__func__
+
+    def unflatten(cls, *args):
+        count[0] += 1
+        return plain(cls, *args)
+
+    monkeypatch.setattr(Quantised, "__tensor_unflatten__", classmethod(unflatten))
+    return count
+
+
+def infer(model, passes):
+    seen = []
+    for index in range(passes):
+        with torch.no_grad():
+            seen.append(model(torch.randn(4, D, generator=torch.Generator().manual_seed(index))))
+    return seen
+
+
+@pytest.mark.parametrize("vram", ["1GiB", None], ids=["resident", "streamed"])
+def test_once_a_layout_has_settled_no_pass_puts_a_weight_together(made, vram):
+    expected, model = infer(net(), 12), net()
+    with carom.stream(model, device="cpu", vram=vram or open_vram(model, "cpu", slots=2)) as session:
+        assert bool(session.report().streamed_bytes) == (vram is None)
+        seen = infer(model, 8)
+        before = made[0]
+        seen += infer(model, 12)[8:]
+        assert made[0] == before
+    assert_same(expected, seen)
+
+
+def test_what_was_made_for_inference_trains():
+    model = net()
+    expected = steps(net(), 2)
+    with streamed(model, "cpu", open_vram(model, "cpu", slots=2)):
+        with torch.inference_mode():
+            for _ in range(3):
+                model(torch.zeros(4, D))
+        assert_same(expected, steps(model, 2))
+
+
+def test_a_parked_models_weights_are_right_when_it_returns():
+    model = net()
+    expected = infer(net(), 6)
+    with carom.stream(model, device="cpu", vram="1GiB"):
+        seen = infer(model, 3)
+        model.to("cpu")
+        assert_same(expected, [*seen, *infer(model, 6)[3:]])
+
+
+KEPT = {
+    "the weight": lambda weight: weight,
+    "the wrapper within": lambda weight: weight.impl,
+    "an inner tensor": lambda weight: weight.impl.codes,
+    "an alias": lambda weight: weight.detach(),
+    "an alias of an inner tensor": lambda weight: weight.impl.codes.detach(),
+}
+
+
+class Keeping(nn.Linear):
+    def forward(self, x):
+        self.keep(self.weight)
+        return super().forward(x)
+
+
+class Keeps(nn.Module):
+    """Its first block's weight, or part of it, is still used when all the others ran."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.blocks, self.keeps = net().blocks, []
+        up = self.blocks[0].up
+        up.__class__, up.keep = Keeping, lambda weight: self.keeps.append(kept(weight))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        kept = self.keeps.pop()
+        value = kept.dequantize() if isinstance(kept, (Quantised, Codes)) else kept.float()
+        return x + value.sum()
+
+
+@on_simulated_devices
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+def test_who_keeps_a_weight_beyond_its_run_keeps_its_slot(device, kept):
+    expected, model = infer(Keeps(kept), 4), Keeps(kept)
+    with streamed(
+        model, device, open_vram(model, device, share=0.3, slots=3), granularity="block"
+    ) as session:
+        assert_same(expected, infer(model, 4))
+        region = session._streamer.region
+        assert not [slot for slot in region.slots if slot.users]
+
+
+class Aliases(Quantised):
+    """Does not stand around what it is made of, but around aliases."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return super().__tensor_unflatten__({"impl": inner["impl"].detach()}, context, size, stride)
+
+
+def test_a_wrapper_that_aliases_its_inner_tensors_is_made_anew():
+    def aliasing():
+        model = net()
+        for part in model.modules():
+            if isinstance(part, nn.Linear):
+                part.weight = nn.Parameter(Aliases(part.weight.impl, part.weight.kind), requires_grad=False)
+        return model
+
+    expected, model = steps(aliasing()), aliasing()
+    with streamed(model, "cpu", open_vram(model, "cpu", slots=2)) as session:
+        assert_same(expected, steps(model))
+        assert all(w.grip is None for leaf in session._laid_open._leaves for w in leaf.weights.values())
