@@ -31,10 +31,16 @@ def alone(objects: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Grip:
-    """References that a kept wrapper has on each inner tensor, and what is counted of each wrapper in it while only it is kept."""
+    """References that a kept wrapper of ``shell`` has on each inner tensor, and what is counted of each wrapper in it while
+    nobody else has one."""
 
+    shell: Shell
     tensors: tuple[int, ...]
     wrappers: tuple[int, ...]
+
+    def around(self, tensors: list[Any]) -> Any:
+        """A frozen parameter around ``tensors`` themselves."""
+        return filled(self.shell, tensors)
 
 
 def grip_of(shell: Shell, tensors: list[torch.Tensor]) -> Grip | None:
@@ -53,7 +59,7 @@ def grip_of(shell: Shell, tensors: list[torch.Tensor]) -> Grip | None:
     same = len(found) == len(stand_ins) and all(map(operator.is_, found, stand_ins))
     if not same or [storage_uses(part) for part in stand_ins] != uses:
         return None
-    return Grip(tuple(map(operator.sub, counts, before)), of_wrappers)
+    return Grip(shell, tuple(map(operator.sub, counts, before)), of_wrappers)
 
 
 def filled(shell: Shell, tensors: list[Any]) -> Any:

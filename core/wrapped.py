@@ -22,7 +22,7 @@ from torch import nn
 from . import ops
 from .errors import UnsupportedError
 from .graph_held import let_go
-from .made_once import Grip, filled, grip_of
+from .made_once import Grip, grip_of
 from .shells import (
     Dress,
     Held,
@@ -223,13 +223,13 @@ class _Leaf:
                 return made
             if not all(type(part) in _PLAIN and not hasattr(part, "_carom_around") for part in parts):
                 return self.made(name)[name]  # some stream
-            made = filled(weight.shell, parts)
+            made = grip.around(parts)
             self._kept[name] = (parts, parts[0].device, made)
             return made
         around = where.around()
         made = around and around.get(weight.key)
         if made is None:
-            made = filled(weight.shell, parts)
+            made = grip.around(parts)
             if around:
                 around.add(weight.key, made, parts, grip)
         return made
