@@ -153,7 +153,7 @@ class Adapts(Together, Tunes, FollowsRam):
         if not often and now - self._looked < _LOOKS:
             return
         self._looked = now
-        with self._lock:
+        with self._lock, self._growing():
             memory = self._memory()
             if (
                 memory is None
@@ -166,7 +166,13 @@ class Adapts(Together, Tunes, FollowsRam):
                 if governor.settled and budget > self._vram:
                     self._use_what_was_learnt()
                 self._resize(budget)
-            self._failed = False
+            self._answered()
+
+    def _answered(self) -> None:
+        """What failed, if anything did, was looked at."""
+        if self._failed and self._shared is not None:
+            self._shared.fall()
+        self._failed = False
 
     def _use_what_was_learnt(self) -> None:
         """A new layout comes anyway: let it be the one that is predicted to be fastest."""
@@ -189,12 +195,15 @@ class Adapts(Together, Tunes, FollowsRam):
         if self._reruns is not None and self._reruns.gave:
             return governor.yielded(memory, held, least)
         everything = self._everything()
-        everything = min(everything, self._most(everything))
+        most = self._most(everything)
         alone = self._mates is None or len(self._mates.sessions) == 1
-        return governor.read(
-            memory, held, least, everything, self._vram, training=self._trains, alone=alone,
-            recording=self._recording,
+        budget = governor.read(
+            memory, held, least, min(everything, self._most_grown(memory, most, everything)), self._vram,
+            training=self._trains, alone=alone, recording=self._recording,
         )  # fmt: skip
+        if budget is not None and self._shared is not None:
+            self._shared.rise(budget - most)
+        return budget
 
     @property
     def _trains(self) -> bool:
@@ -309,5 +318,5 @@ class Adapts(Together, Tunes, FollowsRam):
             # The failed pass's frames would keep its activations, and weights that are to leave.
             traceback.clear_frames(error.__traceback__)
             self._resize(budget)
-            self._failed = False
+            self._answered()
             return True

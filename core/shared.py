@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 from .auto import Governor, Memory
@@ -49,15 +50,17 @@ class SharedBudget:
     ``size``: bytes, "12GiB" or "12GB". Each session holds what the others leave; a new one comes first and others give
     way to it, down to one slot each; later, bytes go where a session is short and used much more than others. A session
     that is parked holds nothing, and its least is kept for its return. ``by_size``: a new session asks of the others no
-    more than its part by size, which suits models that are used by turns. Raises BudgetError for a size that is none.
+    more than its part by size, which suits models that are used by turns. ``grows``: ``size`` is a guess to begin with, and
+    rises by what passes leave of the device, as with ``vram="auto"``. Raises BudgetError for a size that is none.
     """
 
-    def __init__(self, size: int | str, *, by_size: bool = False) -> None:
+    def __init__(self, size: int | str, *, by_size: bool = False, grows: bool = False) -> None:
         try:
             self.nbytes = parse_size(size, setting="SharedBudget")
         except ValueError as error:
             raise BudgetError(str(error)) from error
-        self.by_size = by_size
+        self.by_size, self.grows = by_size, grows
+        self.first = self.nbytes  # bytes, to which it returns where a new session's passes are yet to be seen
         self.later = 0  # bytes kept for sessions that are still to come
         self.mates = Mates()
 
@@ -78,25 +81,59 @@ class SharedBudget:
 
     def free_for(self, session: Any) -> int:
         """What ``session`` may take beyond what it holds."""
+        return max(0, self.nbytes - self._spoken_for(session))
+
+    def _spoken_for(self, session: Any) -> int:
+        """Bytes that ``session`` cannot have, or holds: promised, kept for who returns, for who is still to come."""
         sessions = list(self.mates.sessions.values())
         taken = sum(each._promised_bytes() for each in sessions)
         taken += sum(each._kept_bytes() for each in sessions if each is not session)
-        unused = 0 if session is None else session._unused_bytes()
-        return max(0, self.nbytes - self.later - taken + unused)
+        return self.later + taken - (0 if session is None else session._unused_bytes())
 
-    def part_of(self, session: Any, nbytes: int) -> int:
-        """What ``session``, of ``nbytes`` in all, may ask the others to leave it."""
+    def part_of(self, session: Any, nbytes: int, of: int | None = None) -> int:
+        """What ``session``, of ``nbytes`` in all, may ask the others to leave it; ``of`` the budget, or of so many bytes."""
         if not self.by_size:
             return nbytes
         others = [
             other for other in self.mates.sessions.values() if other is not session and not other._closed
         ]
         everything = nbytes + sum(other._everything() for other in others)
-        return min(nbytes, self.nbytes * nbytes // max(1, everything))
+        return min(nbytes, (self.nbytes if of is None else of) * nbytes // max(1, everything))
 
     def memory(self, device: Memory | None, session: Any = None) -> Memory:
-        """What ``session`` may take: of the budget, or of ``device`` where that has less left."""
+        """What ``session`` may take: of the budget, or of ``device`` where that has less left, or more to grow into."""
         free = self.free_for(session)
-        if device is not None and device.free - Governor.headroom(device) < free:
-            return device
+        if device is not None:
+            left = device.free - Governor.headroom(device)
+            if left < free:
+                return device
+            if self.grows:
+                unheld = max(0, self._spoken_for(session) - self.held_bytes)  # free as yet, but others'
+                if left - unheld > free:
+                    return replace(device, free=device.free - unheld)
         return Memory(self.nbytes, free, 0, 0 if device is None else device.ooms, weights_only=True)
+
+    # -- one that grows
+
+    def could_be(self, memory: Memory, session: Any) -> int:
+        """Bytes that the budget can rise to by what ``memory``, which `memory` told ``session``, leaves."""
+        more = memory.free - Governor.headroom(memory) - self.free_for(session)
+        return self.nbytes + (max(0, more) if self.grows and not memory.weights_only else 0)
+
+    def rise(self, nbytes: int) -> None:
+        """It is ``nbytes`` larger."""
+        self.nbytes += max(0, nbytes)
+
+    @property
+    def grown(self) -> int:
+        """Bytes that it rose by."""
+        return self.nbytes - self.first
+
+    def fall(self) -> None:
+        """A pass ran out of memory: what was given up for that is nobody's until the device is seen to have it."""
+        if self.grows:
+            self.nbytes = min(self.nbytes, self._spoken_for(None))
+
+    def fall_back(self, least: int) -> None:
+        """A new session's passes are yet to be seen: as at first, but for what is held, and ``least`` bytes for that one."""
+        self.nbytes = max(self.first, min(self.nbytes, self._spoken_for(None) + least))

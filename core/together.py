@@ -86,9 +86,13 @@ class Together:
         shared = among or self._shared
         if shared is not None:
             most = shared.part_of(self, most)
-        if among is None:
-            return self._ask(most - budget)
-        return self._ask(max(most, self._least()) - budget, mates=among.mates)
+        if among is not None:
+            return self._ask(max(most, self._least()) - budget, mates=among.mates)
+        grown = 0 if shared is None else shared.grown
+        given = self._ask(most - budget + grown)
+        if shared is not None and grown:
+            shared.fall_back(budget)
+        return given or grown > 0
 
     def _ask(self, missing: int, of_device: bool = False, mates: Mates | None = None) -> bool:
         """Let others give ``missing`` bytes, as far as they can; whether any did. ``of_device``: as in `_yield`."""
@@ -171,6 +175,18 @@ class Together:
         if self._shared is None:
             return otherwise
         return self._promised_bytes() - self._unused_bytes() + self._shared.free_for(self)
+
+    def _most_grown(self, memory: Memory, most: int, everything: int) -> int:
+        """``most``, or more where a shared budget can rise by what ``memory`` leaves."""
+        shared = self._shared
+        if shared is None or self._pooled is not None:
+            return most
+        total = shared.could_be(memory, self)
+        return max(most, min(most + total - shared.nbytes, shared.part_of(self, everything, total)))
+
+    def _growing(self) -> contextlib.AbstractContextManager[Any]:
+        """Between reading what the device leaves and taking of it, nobody else of a budget that grows does."""
+        return self._taking() if self._shared is not None and self._shared.grows else contextlib.nullcontext()
 
     def _claims(self, budget: int) -> bool:
         """A layout under way needs ``budget`` bytes, rather than those it began with; False where they are not there."""

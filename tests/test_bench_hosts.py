@@ -217,7 +217,7 @@ def test_aitoolkit_code_is_copied_so_that_the_checkout_stays_as_it_is(tmp_path):
 
 def test_aitoolkit_budgets_leave_room_for_what_is_not_weights(tmp_path):
     bench = object.__new__(aitoolkit.Bench)
-    bench.folder, bench.arguments = tmp_path, SimpleNamespace(cpu=False, stock_peak=None)
+    bench.folder, bench.arguments = tmp_path, SimpleNamespace(cpu=False, stock_peak=None, text_layers=0)
     bench.lib = {"sizes": sizes}
     weights = tmp_path / "models" / "zimage" / "transformer"
     weights.mkdir(parents=True)
@@ -235,6 +235,13 @@ def test_aitoolkit_budgets_leave_room_for_what_is_not_weights(tmp_path):
     bench.done = {"plain#300": bench.done["plain"]}  # of other length, of the same size
     assert bench._budget(aitoolkit.Config("all/raw")) == 140
     assert bench._budget(aitoolkit.Config("half/raw")) == 250
+    (weights.parent / "text_encoder").mkdir()
+    (weights.parent / "text_encoder" / "w.safetensors").write_bytes(bytes(60))
+    assert (
+        bench._budget(aitoolkit.Config("half/raw")) == 250
+    )  # one that is not at work in a step takes nothing then
+    bench.arguments.text_layers = 12
+    assert bench._budget(aitoolkit.Config("half/raw")) == 310
     bench.done["float8-plain"] = {"status": "failed"}
     assert bench.run(aitoolkit.Config("float8-half/raw")) == {
         "status": "skipped", "reason": "needs float8-plain run before it",

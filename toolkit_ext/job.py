@@ -166,7 +166,8 @@ class JobOffload:
         if len(sharing) == 1:
             return self.policy.vram
         if self._shared is None:
-            self._shared = SharedBudget(self._total() if self._bytes is None else self._bytes, by_size=True)
+            total = self._total() if self._bytes is None else self._bytes
+            self._shared = SharedBudget(total, by_size=True, grows=self.policy.vram == "auto")
         require(self._shared.nbytes, {a.name: self._least(a) for a in sharing})
         # Others may have what a model that never ran does not hold, but for its least.
         waiting = [a for a in sharing if a.session is None and not (opening and a is attachment)]
