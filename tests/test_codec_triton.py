@@ -5,6 +5,7 @@ In a subprocess, because TRITON_INTERPRET must be set before triton is imported,
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -17,7 +18,39 @@ import pytest
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def interpret(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess:
+LOOP = """
+import torch, triton, triton.language as tl
+
+@triton.jit
+def count(x, n):
+    for i in range(0, n):
+        tl.store(x + i, i)
+
+x = torch.zeros(4, dtype=torch.int32)
+count[(1,)](x, 4)
+assert x.tolist() == [0, 1, 2, 3]
+"""
+
+
+@functools.cache
+def interpreter_fails(folder: Path) -> str:
+    """What Triton's interpreter says to a loop, "" where it runs one: that of 3.6 does not with NumPy 2.4 and newer."""
+    script = folder / "loop.py"
+    script.write_text(LOOP, "utf-8")
+    done = run(str(script))
+    return "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def interpret(tmp_path_factory):
+    """Runs a script with kernels interpreted on the CPU."""
+    failure = interpreter_fails(tmp_path_factory.getbasetemp())
+    if failure:
+        pytest.skip(f"Triton's interpreter runs no loop here: {failure}")
+    return run
+
+
+def run(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
@@ -28,7 +61,7 @@ def interpret(*arguments: str, timeout: float = 240) -> subprocess.CompletedProc
     )
 
 
-def test_every_kind_of_tensor_is_decoded_bit_for_bit_in_one_launch_a_kind(root: Path):
+def test_every_kind_of_tensor_is_decoded_bit_for_bit_in_one_launch_a_kind(root: Path, interpret):
     """Several tensors a launch, escapes of both widths, NaN, tails, two tile sizes; nothing is written beyond a tensor."""
     done = interpret(str(root / "benchmarks" / "codec_gpu.py"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -56,7 +89,7 @@ print(sum(line.startswith("triton") for line in wrong), sum(line.startswith("tor
 """
 
 
-def test_the_check_above_notices_a_kernel_that_decodes_one_exponent_wrong(root: Path):
+def test_the_check_above_notices_a_kernel_that_decodes_one_exponent_wrong(root: Path, interpret):
     done = interpret("-c", DAMAGE, str(root / "benchmarks" / "codec_gpu.py"))
     assert done.returncode == 0, done.stderr
     triton, torch = map(int, done.stdout.split())
@@ -155,7 +188,7 @@ print("; ".join(wrong) or "nothing")
 """
 
 
-def test_no_bytes_lead_a_decoder_out_of_the_blob_or_the_tensor(root: Path):
+def test_no_bytes_lead_a_decoder_out_of_the_blob_or_the_tensor(root: Path, interpret):
     """What streams from a file is decoded with a checked header and a checksum that whoever made the file could write: the
     tile table and the planes may say anything. (Without bounds the interpreter reads at any address, and dies of it.)"""
     done = interpret("-c", HOSTILE, str(root / "benchmarks" / "codec_gpu.py"))
