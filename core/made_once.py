@@ -10,11 +10,12 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from .shells import Shell, elsewhere, is_wrapper, lay_open
 from .transfer import storage_uses
@@ -22,6 +23,8 @@ from .transfer import storage_uses
 # Of an object that nobody has but a list, as `alone` counts them: its list's, and those of the counting.
 OWN_REFERENCES = max(map(sys.getrefcount, [object()]))
 _LOCK = threading.Lock()
+_CONTAINERS = (dict, list, tuple)
+_DEPTH = 8  # objects within objects, and what they keep their attributes in
 
 
 def alone(objects: Sequence[Any]) -> bool:
@@ -31,12 +34,12 @@ def alone(objects: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Grip:
-    """References that a kept wrapper of ``shell`` has on each inner tensor, and what is counted of each wrapper in it while
+    """References that a kept wrapper of ``shell`` has on each inner tensor, and what is counted of each of its holders while
     nobody else has one."""
 
     shell: Shell
     tensors: tuple[int, ...]
-    wrappers: tuple[int, ...]
+    holders: tuple[int, ...]
 
     def around(self, tensors: list[Any]) -> Any:
         """A frozen parameter around ``tensors`` themselves."""
@@ -46,49 +49,87 @@ class Grip:
 def grip_of(shell: Shell, tensors: list[torch.Tensor]) -> Grip | None:
     """What a wrapper of ``shell`` takes hold of, measured on stand-ins for ``tensors`` that nobody else has.
 
-    None where it does not stand around the very objects that it is made of: a copy or an alias would not be where they go.
+    None where it does not stand around the very objects that it is made of (a copy or an alias would not be where they go),
+    where it has tensors besides, or has one through something that is not known: who keeps that could not be told.
     """
     stand_ins = elsewhere(tensors)
     uses = [storage_uses(part) for part in stand_ins]
     before = list(map(sys.getrefcount, stand_ins))
-    kept = {0: filled(shell, stand_ins)}
-    counts = list(map(sys.getrefcount, stand_ins))
-    wrappers = list(_wrappers(kept[0]))
-    of_wrappers = tuple(map(sys.getrefcount, wrappers))
-    found = lay_open(kept[0])[1]
+    made = [filled(shell, stand_ins)]
+    taken = list(map(operator.sub, map(sys.getrefcount, stand_ins), before))
+    found = lay_open(made[0])[1]
     same = len(found) == len(stand_ins) and all(map(operator.is_, found, stand_ins))
+    del found
     if not same or [storage_uses(part) for part in stand_ins] != uses:
         return None
-    return Grip(shell, tuple(map(operator.sub, counts, before)), of_wrappers)
+    kept = Kept(made.pop(), stand_ins)
+    if kept.others or list(map(kept.times, stand_ins)) != taken:
+        return None
+    counts = map(operator.sub, map(sys.getrefcount, stand_ins), before)
+    return Grip(shell, tuple(counts), tuple(map(sys.getrefcount, kept.holders)))
 
 
 def filled(shell: Shell, tensors: list[Any]) -> Any:
     """A frozen parameter around ``tensors`` themselves, good within inference mode and without."""
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         made = shell.fill(iter(tensors))
-    made._is_param = True  # what nn.Parameter makes of it, but for an alias of every inner tensor
+        made._is_param = True  # what nn.Parameter makes of it, but for an alias of every inner tensor
     return made
 
 
-def _wrappers(made: Any) -> Iterator[Any]:
-    """``made`` and the wrappers in it."""
-    yield made
-    for name in made.__tensor_flatten__()[0]:
-        part = getattr(made, name)
-        if is_wrapper(part):
-            yield from _wrappers(part)
+class Kept:
+    """A wrapper that is kept; every object through which it has its tensors (a model may keep any), and what these held."""
+
+    def __init__(self, made: Any, tensors: Sequence[Any]) -> None:
+        self.made = made
+        found: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        lead = {id(tensor) for tensor in tensors}
+        self.others = _explore(made, lead, found, 0)  # whether it has tensors besides, or may have
+        more = True
+        while more:  # there are few, and may be circles
+            new = {one for one, (_, inner) in found.items() if not lead.isdisjoint(map(id, inner))} - lead
+            more = bool(new)
+            lead |= new
+        self.holders = [value for one, (value, _) in found.items() if one in lead]
+        self._held = [(holder, _held(holder)) for holder in self.holders if type(holder) in _CONTAINERS]
+
+    def times(self, tensor: Any) -> int:
+        """How often the holders have ``tensor``."""
+        return sum(part is tensor for _, held in self._held for part in held)
+
+    @property
+    def changed(self) -> bool:
+        """Whether a run put something else there: what a class remembers of one run is not for the next."""
+        for holder, held in self._held:
+            if len(holder) != len(held) or not all(map(operator.is_, _parts(holder), held)):
+                return True
+        return False
 
 
-class Where:
-    """Leads from a view to the `Around` of its place; a copy of the view, in a file or not, leads nowhere."""
+def _explore(value: Any, known: set[int], found: dict[int, tuple[Any, tuple]], depth: int) -> bool:
+    """Add to ``found`` what ``value`` is and has, and what that has; whether there are tensors that are not ``known``."""
+    if id(value) in known or id(value) in found:
+        return False
+    inner: tuple[Any, ...] = ()
+    if type(value) in _CONTAINERS:
+        inner = _held(value)
+    elif isinstance(value, torch.Tensor) and not is_wrapper(value):
+        return True
+    elif not isinstance(value, (type, nn.Module)) and isinstance(getattr(value, "__dict__", None), dict):
+        inner = (value.__dict__,)
+    if depth == _DEPTH:
+        return bool(inner)
+    found[id(value)] = value, inner
+    others = [_explore(part, known, found, depth + 1) for part in inner]
+    return any(others)
 
-    __slots__ = ("around",)
 
-    def __init__(self, around: Around) -> None:
-        self.around = weakref.ref(around)
+def _parts(container: Any) -> Any:
+    return container.values() if type(container) is dict else container
 
-    def __reduce__(self) -> Any:
-        return type(None), ()
+
+def _held(container: Any) -> tuple[Any, ...]:
+    return tuple(_parts(container))
 
 
 class Around:
@@ -96,29 +137,53 @@ class Around:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
-        self._own = [OWN_REFERENCES] * len(tensors)
-        self._made: dict[Any, Any] = {}
-        self._wrappers: list[Any] = []
-        self._of_wrappers: list[int] = []
+        self._own: list[int] = []
+        self._made: dict[Any, tuple[Kept, Grip, list[int]]] = {}
+        self._count()
+        for tensor in tensors:  # no attribute of theirs: it would go where copies of them go, into files too
+            _PLACES[id(tensor)] = self
 
     def get(self, key: Any) -> Any:
-        return self._made.get(key)
+        found = self._made.get(key)
+        return None if found is None or found[0].changed else found[0].made
 
     def add(self, key: Any, made: Any, parts: Sequence[Any], grip: Grip) -> None:
-        """Keep ``made`` of ``parts``; not where another thread was first, or some part is none of the tensors."""
+        """Keep ``made`` of ``parts``, some of the tensors; not where another thread was first."""
         places = {id(tensor): index for index, tensor in enumerate(self._tensors)}
+        kept = Kept(made, parts)
         with _LOCK:
-            if key in self._made or not all(id(part) in places for part in parts):
-                return
-            for part, references in zip(parts, grip.tensors, strict=True):
-                self._own[places[id(part)]] += references
-            self._wrappers += _wrappers(made)
-            self._of_wrappers += grip.wrappers
-            self._made[key] = made
+            if key not in self._made and len(kept.holders) == len(grip.holders) and not kept.others:
+                self._made[key] = kept, grip, [places[id(part)] for part in parts]
+                self._count()
+
+    def _count(self) -> None:
+        own = [OWN_REFERENCES] * len(self._tensors)
+        for _, grip, places in self._made.values():
+            for place, references in zip(places, grip.tensors, strict=True):
+                own[place] += references
+        self._own = own
+
+    def let_go(self, changed: bool = False) -> None:
+        """Keep none of the wrappers, or none that has ``changed``."""
+        with _LOCK:
+            self._made = {key: it for key, it in self._made.items() if changed and not it[0].changed}
+            self._count()
 
     def kept_elsewhere(self) -> bool:
-        """Whether anybody else has one of the tensors, or of the wrappers."""
+        """Whether anybody else has one of the tensors, or of what leads to them."""
         count = sys.getrefcount
+        if any(kept.changed for kept, _, _ in self._made.values()):
+            self.let_go(changed=True)
         return any(map(operator.gt, map(count, self._tensors), self._own)) or any(
-            map(operator.gt, map(count, self._wrappers), self._of_wrappers)
+            any(map(operator.gt, map(count, kept.holders), grip.holders))
+            for kept, grip, _ in self._made.values()
         )
+
+
+# By the view's id: it lives as long as what it leads to.
+_PLACES: weakref.WeakValueDictionary[int, Around] = weakref.WeakValueDictionary()
+
+
+def around_of(tensor: Any) -> Around | None:
+    """What stands around ``tensor``, where that is a view of a place in a region."""
+    return _PLACES.get(id(tensor))

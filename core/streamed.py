@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .codec.unit import UnitDecoder
 from .errors import UnsupportedError
-from .made_once import Around, Where, alone
+from .made_once import Around, alone
 from .slots import Slot
 from .store.arena import Block
 from .transfer import storage_uses
@@ -202,10 +202,6 @@ def make_views(unit: Streamed, base: torch.Tensor) -> Views:
     views = Views(
         base, base.data, tensors, storage_uses(base), addresses=[tensor.data_ptr() for tensor in tensors]
     )
-    inner = [index for index, owner in enumerate(unit.owners) if is_inner(owner.entry.name)]
-    if inner:
+    if any(is_inner(owner.entry.name) for owner in unit.owners):
         views.around = Around(tensors)
-        where = Where(views.around)
-        for index in inner:
-            tensors[index]._carom_around = where  # type: ignore[attr-defined]
     return views

@@ -188,8 +188,11 @@ class Streamer:
             raise failure
 
     def _kept_by_others(self, slot: Slot) -> bool:
-        """Whether anybody still keeps a view once modules that list their weights have the host's back."""
+        """Whether anybody still keeps a view once modules that list their weights have the host's back, and wrappers, which
+        may remember views of their own, are kept no more."""
         views, owners = slot.views, slot.unit.owners
+        if views.around is not None:
+            views.around.let_go()
         hand_back(slot.unit, {id(view): o.tensor for view, o in zip(views.tensors, owners, strict=True)})
         return views.kept_elsewhere()
 

@@ -22,7 +22,7 @@ from torch import nn
 from . import ops
 from .errors import UnsupportedError
 from .graph_held import let_go
-from .made_once import Grip, grip_of
+from .made_once import Grip, Kept, around_of, grip_of
 from .shells import (
     Dress,
     Held,
@@ -156,7 +156,7 @@ class _Leaf:
     def __init__(self, module: nn.Module, names: list[str]) -> None:
         self.module = module
         self.weights: dict[str, _Weight] = {}
-        self._kept: dict[str, tuple[Any, Any, Any]] = {}  # inner tensors, device, the wrapper around them
+        self._kept: dict[str, tuple[list[Any], Any, Kept]] = {}  # inner tensors, device, what is around them
         self._order = list(module._parameters)
         self._not_saved = set(module._non_persistent_buffers_set)
         for name in names:
@@ -216,23 +216,32 @@ class _Leaf:
 
     def _around(self, name: str, weight: _Weight, parts: list[Any], grip: Grip) -> Any:
         """The wrapper around ``parts``: the one that was made of these very objects before, or a new one."""
-        where = getattr(parts[0], "_carom_around", None)
-        if where is None:  # residents: the same objects wherever their bytes are
-            kept, device, made = self._kept.get(name, (None, None, None))
-            if kept is not None and device == parts[0].device and all(map(operator.is_, kept, parts)):
-                return made
-            if not all(type(part) in _PLAIN and not hasattr(part, "_carom_around") for part in parts):
-                return self.made(name)[name]  # some stream
+        places = set(map(around_of, parts))
+        around = places.pop()
+        if places or (around is None and not all(type(part) in _PLAIN for part in parts)):
+            return self.made(name)[name]  # some stream, or wait on the host
+        if around is None:  # residents: the same objects wherever their bytes are
+            found = self._kept.get(name)
+            if found is not None:
+                of, device, kept = found
+                if device == parts[0].device and all(map(operator.is_, of, parts)) and not kept.changed:
+                    return kept.made
             made = grip.around(parts)
-            self._kept[name] = (parts, parts[0].device, made)
+            self._kept[name] = (parts, parts[0].device, Kept(made, parts))
             return made
-        around = where.around()
-        made = around and around.get(weight.key)
+        made = around.get(weight.key)
         if made is None:
             made = grip.around(parts)
-            if around:
-                around.add(weight.key, made, parts, grip)
+            around.add(weight.key, made, parts, grip)
         return made
+
+    def ran(self) -> None:
+        """A run is over: what stands there outside one, and what the run left in a resident's wrapper is let go of."""
+        for name in self.weights:
+            self.module.__dict__.update(self.host(name))
+            found = self._kept.get(name)
+            if found is not None and found[2].changed:
+                self._kept.pop(name, None)
 
     def host(self, name: str) -> dict[str, Any]:
         """What stands there outside a run."""
@@ -334,7 +343,6 @@ class _Front:
         leaf = self._leaf
         if not self.live or not leaf.whole:
             return self._inner(*args, **kwargs)
-        table = leaf.module.__dict__
         streamer = ops.streaming() if torch.is_grad_enabled() else None
         saved = False
         try:
@@ -350,8 +358,7 @@ class _Front:
         finally:
             if saved:
                 ops.pop_handles()
-            for name in leaf.weights:
-                table.update(leaf.host(name))
+            leaf.ran()
 
     def __deepcopy__(self, memo: dict) -> Any:
         raise UnsupportedError(
