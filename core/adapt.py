@@ -294,7 +294,8 @@ class Adapts(Together, Tunes, FollowsRam):
         if len(self._asked) >= _SIZES:
             self._asked.clear()
         self._asked.add(self._asking)
-        return Before(self.module, args, kwargs)
+        with self._lock:  # another thread may be laying it out anew for its own session's sake
+            return Before(self.module, args, kwargs)
 
     def _gives_way(self, error: BaseException, before: Before | None) -> bool:
         """A forward ran out of memory: hold less from now on; True when the forward may run again."""
@@ -308,7 +309,7 @@ class Adapts(Together, Tunes, FollowsRam):
         held = format_size(self._held_bytes())
         note = getattr(error, "add_note", lambda text: None)
         note(f"carom held {held} of weights with vram='auto'; it holds less from the next step on, if it can")
-        with self._lock, self._streamer.lock:
+        with self._lock, self._streamer.lock, self._growing():
             memory = self._memory()
             if before is None or memory is None or not self._streamer.idle or not self._streamer.unreferenced:
                 return False

@@ -148,6 +148,7 @@ class Session(LaysOut):
     def _first_attach(self, vram: int | str | SharedBudget) -> None:
         shared = self._shared
         with self._taking():  # until it is laid out: another that comes at once waits, and is given room then
+            had = 0 if shared is None else shared.nbytes
             try:
                 if shared is not None:
                     self._first_budget(vram)
@@ -162,6 +163,7 @@ class Session(LaysOut):
                     raise
                 if shared is not None:
                     self._ask(least - shared.free_bytes)
+                    shared.fall_back(least, had)
                 free = self._engine.free_bytes() if shared is None else shared.free_bytes
                 if least > free:
                     if shared is None or least > shared.nbytes:

@@ -23,17 +23,25 @@ class Mates:
     def __init__(self) -> None:
         self.lock = threading.RLock()  # from reading what is left to saying what of it is taken
         self.shares = Shares()
+        # Another one with every change: who goes through it in a thread of its own is not disturbed.
         self.sessions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._changing = threading.RLock()
 
     def join(self, session: Any) -> None:
         """``session`` is the newest one now."""
-        self.sessions[id(session)] = session
-        self.shares.join(id(session))
+        with self._changing:
+            sessions = self.sessions.copy()
+            sessions[id(session)] = session
+            self.sessions = sessions
+            self.shares.join(id(session))
 
     def leave(self, session: Any) -> None:
         """``session`` ended, or is bounded otherwise."""
-        self.sessions.pop(id(session), None)
-        self.shares.leave(id(session))
+        with self._changing:
+            sessions = self.sessions.copy()
+            sessions.pop(id(session), None)
+            self.sessions = sessions
+            self.shares.leave(id(session))
 
 
 _devices: dict[Hashable, Mates] = {}
@@ -105,15 +113,17 @@ class SharedBudget:
         free = self.free_for(session)
         if device is not None:
             left = device.free - Governor.headroom(device)
-            if left < free:
-                return device
-            if self.grows:
-                unheld = max(0, self._spoken_for(session) - self.held_bytes)  # free as yet, but others'
-                if left - unheld > free:
-                    return replace(device, free=device.free - unheld)
+            unheld = min(max(0, left), self._unheld(session)) if self.grows else 0
+            if left - unheld < free or (self.grows and left - unheld > free):
+                return replace(device, free=device.free - unheld)
         return Memory(self.nbytes, free, 0, 0 if device is None else device.ooms, weights_only=True)
 
     # -- one that grows
+
+    def _unheld(self, session: Any) -> int:
+        """Bytes that may be free on the device as yet, but are others' than ``session``'s."""
+        others = [each for each in list(self.mates.sessions.values()) if each is not session]
+        return self.later + sum(each._kept_bytes() + each._unheld_bytes() for each in others)
 
     def could_be(self, memory: Memory, session: Any) -> int:
         """Bytes that the budget can rise to by what ``memory``, which `memory` told ``session``, leaves."""
@@ -126,14 +136,17 @@ class SharedBudget:
 
     @property
     def grown(self) -> int:
-        """Bytes that it rose by."""
-        return self.nbytes - self.first
+        """Bytes that it rose by; below zero where a pass ran out of memory."""
+        return self.nbytes - self.first if self.grows else 0
 
     def fall(self) -> None:
         """A pass ran out of memory: what was given up for that is nobody's until the device is seen to have it."""
         if self.grows:
             self.nbytes = min(self.nbytes, self._spoken_for(None))
 
-    def fall_back(self, least: int) -> None:
-        """A new session's passes are yet to be seen: as at first, but for what is held, and ``least`` bytes for that one."""
-        self.nbytes = max(self.first, min(self.nbytes, self._spoken_for(None) + least))
+    def fall_back(self, least: int = 0, of: int | None = None) -> None:
+        """A new session's passes are yet to be seen: as at first, or, where others hold more, ``least`` bytes for that one
+        of those that it had grown to (or of ``of``)."""
+        if self.grows:
+            most = self.nbytes if of is None else of
+            self.nbytes = max(self.first, min(most, self._spoken_for(None) + least))

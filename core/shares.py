@@ -23,8 +23,7 @@ class Shares:
 
     def join(self, key: int) -> None:
         """A new session; all begin anew."""
-        self._uses[key] = 0
-        self._begin_anew()
+        self._uses = dict.fromkeys((*self._uses, key), 0)
         self._lead = LEAD
 
     def returned(self, key: int) -> None:
@@ -34,8 +33,8 @@ class Shares:
 
     def leave(self, key: int) -> None:
         """A session ended."""
-        if self._uses.pop(key, None) is not None:
-            self._begin_anew()
+        if key in self._uses:
+            self._uses = dict.fromkeys((other for other in tuple(self._uses) if other != key), 0)
 
     def uses(self, key: int) -> int:
         """Steps of ``key`` since the last move."""
@@ -43,22 +42,23 @@ class Shares:
 
     def before_all(self, key: int) -> list[int]:
         """The others in the order in which they give way to a new session."""
-        others = [other for other in self._uses if other != key]
-        return sorted(others, key=lambda other: self._uses[other])
+        uses = self._uses  # threads join and leave meanwhile
+        return sorted((other for other in uses if other != key), key=lambda other: uses[other])
 
     def used(self, key: int, short: bool, spare: Mapping[int, int]) -> int | None:
         """A step of ``key`` begins; who gives way to it now, None for nobody.
 
         ``short``: not all of its weights are resident. ``spare``: bytes that others could give.
         """
-        if key not in self._uses:
+        uses = self._uses
+        if key not in uses:
             return None
-        self._uses[key] += 1
+        uses[key] += 1
         if not short:
             return None
-        givers = [other for other in self._uses if other != key and spare.get(other, 0) > 0]
-        giver = min(givers, key=lambda other: self._uses[other], default=None)
-        if giver is None or self._uses[key] - self._uses[giver] < self._lead:
+        givers = [other for other in uses if other != key and spare.get(other, 0) > 0]
+        giver = min(givers, key=lambda other: uses[other], default=None)
+        if giver is None or uses[key] - uses[giver] < self._lead:
             return None
         self._lead = min(MOST, 2 * self._lead)
         self._begin_anew()

@@ -84,15 +84,13 @@ class Together:
         )
         most = int(everything * _ROUNDING)
         shared = among or self._shared
-        if shared is not None:
-            most = shared.part_of(self, most)
-        if among is not None:
-            return self._ask(max(most, self._least()) - budget, mates=among.mates)
-        grown = 0 if shared is None else shared.grown
-        given = self._ask(most - budget + grown)
-        if shared is not None and grown:
-            shared.fall_back(budget)
-        return given or grown > 0
+        if shared is None:
+            return self._ask(most - budget)
+        grown, least = shared.grown, 0 if among is None else self._least()
+        most = max(least, shared.part_of(self, most, shared.nbytes - grown))
+        given = self._ask(most - budget + grown, mates=shared.mates)
+        shared.fall_back(least)
+        return given or grown != 0
 
     def _ask(self, missing: int, of_device: bool = False, mates: Mates | None = None) -> bool:
         """Let others give ``missing`` bytes, as far as they can; whether any did. ``of_device``: as in `_yield`."""
@@ -185,7 +183,7 @@ class Together:
         return max(most, min(most + total - shared.nbytes, shared.part_of(self, everything, total)))
 
     def _growing(self) -> contextlib.AbstractContextManager[Any]:
-        """Between reading what the device leaves and taking of it, nobody else of a budget that grows does."""
+        """Between reading what the device leaves and taking of it, nobody else of a budget that grows takes or leaves any."""
         return self._taking() if self._shared is not None and self._shared.grows else contextlib.nullcontext()
 
     def _claims(self, budget: int) -> bool:
@@ -201,13 +199,15 @@ class Together:
 
     @contextlib.contextmanager
     def _laying_out(self) -> Iterator[None]:
-        """What is promised now is so until the layout is done, whatever is held meanwhile."""
-        before = self._laying
-        self._laying = before or self._promised_bytes()
-        try:
-            yield
-        finally:
-            self._laying = before
+        """What is promised now is so until the layout is done, whatever is held meanwhile; none of it looks free on the device
+        to others of a budget that grows."""
+        with self._growing():
+            before = self._laying
+            self._laying = before or self._promised_bytes()
+            try:
+                yield
+            finally:
+                self._laying = before
 
     def _promised_bytes(self) -> int:
         """Device bytes of weights that are held, or may be under a shared budget without asking again."""
@@ -225,6 +225,12 @@ class Together:
         """Of what is promised, what is not held."""
         none = self._laying or self._closed or self._parked or self._pooled is not None
         return 0 if none else self._promised_bytes() - self._held_bytes()
+
+    def _unheld_bytes(self) -> int:
+        """Of what is promised, what may not be on the device as yet: of a layout that is about to begin, all of it."""
+        return self._laying or (
+            0 if self._closed or self._parked else max(0, self._promised_bytes() - self._held_bytes())
+        )
 
     # -- parked meanwhile
 

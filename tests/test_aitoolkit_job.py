@@ -403,3 +403,78 @@ def test_the_jobs_budget_is_of_what_was_free_before_the_first_model_came(monkeyp
     job.close()
     assert isinstance(shared, carom.SharedBudget) and whole - 4096 <= shared.nbytes <= whole
     assert said[0].endswith("parked, all of it waits on the host")
+
+
+class Models:
+    """A job with two models on a device that holds both, and what they took of it."""
+
+    def __init__(self, monkeypatch, vram):
+        self.device = carom.SimulatedDevice(memory_bytes=3 << 29)
+        monkeypatch.setattr("carom.toolkit_ext.job.engine_device", lambda _: self.device)
+        monkeypatch.setattr("carom.core.adapt._LOOKS", 0.0)
+        options = {"offload": "bouncing", "offload_kwargs": {"vram": vram}}
+        self.job = JobOffload(read(options), "cpu", lambda line: None)
+        self.models = [
+            torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(count))).requires_grad_(False)
+            for count in (12, 8)
+        ]
+        for model in self.models:
+            self.job.attach(model)
+
+    def turns(self, rounds):
+        x = torch.zeros(1, 1024)
+        for _ in range(rounds):
+            for attachment in self.job.attachments:
+                with torch.no_grad():
+                    attachment.module(x)
+
+    def held(self):
+        return [attachment.session._held_bytes() for attachment in self.job.attachments]
+
+
+def test_models_that_share_auto_take_what_steps_leave_and_a_size_that_was_asked_for_stays(monkeypatch):
+    whole = [4 * 1024 * 1025 * count for count in (12, 8)]
+    for vram, grows in (("auto", True), (f"{50 << 20}", False)):
+        made = Models(monkeypatch, vram)
+        made.turns(24)
+        shared = made.job.attachments[0].given
+        assert isinstance(shared, carom.SharedBudget) and shared.grows is grows
+        if grows:
+            assert shared.grown > 0 and all(h >= w for h, w in zip(made.held(), whole, strict=True))
+        else:
+            assert sum(made.held()) <= shared.nbytes == 50 << 20
+        made.job.close()
+
+
+def test_who_is_left_of_two_models_follows_the_device_alone_and_shares_again_with_the_next(monkeypatch):
+    made = Models(monkeypatch, "auto")
+    made.turns(16)
+    first, second = made.job.attachments
+    shared = first.given
+    made.job.release(made.models[1])
+    made.turns(8)
+    assert first.given == "auto" and first.session._shared is None and not list(shared.mates.sessions)
+    made.job.attach(made.models[1])
+    made.turns(1)
+    assert made.job.attachments[0].given is made.job.attachments[1].given is shared
+    assert sum(made.held()) <= shared.nbytes
+    made.turns(24)
+    assert shared.grown > 0
+    made.job.close()
+
+
+def test_a_model_that_comes_after_a_step_ran_out_of_memory_is_not_refused(monkeypatch):
+    """What was given up is out of the sum, and comes back where nobody has seen that it must not."""
+    made = Models(monkeypatch, "auto")
+    made.turns(4)
+    shared = made.job.attachments[0].given
+    for attachment in made.job.attachments:
+        session = attachment.session
+        session._failed = True
+        session._governor.short = lambda memory, held, least, training: least
+        made.turns(1)
+    assert shared.nbytes < shared.first
+    made.job.attach(torch.nn.Sequential(torch.nn.Linear(1024, 1024)).requires_grad_(False))
+    made.turns(1)
+    assert sum(made.held()) <= shared.nbytes
+    made.job.close()

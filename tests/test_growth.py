@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import threading
+
 import carom
 import pytest
+import tests_aimdo as aimdo
 import torch
 from carom.core.auto import Governor
 from carom.core.simulated import Ledger
@@ -40,12 +45,12 @@ class Card:
     def __init__(self, memory, activations=0):
         self.memory, self.ledger, self.activations = memory, Ledger(), activations
 
-    def session(self, net, budget, activations=None):
+    def session(self, net, budget, activations=None, pool="auto"):
         device = carom.SimulatedDevice(
             timing="random", memory_bytes=self.memory, ledger=self.ledger,
             activation_bytes=self.activations if activations is None else activations,
         )  # fmt: skip
-        return carom.stream(net, device=device, vram=budget, granularity="layer")
+        return carom.stream(net, device=device, vram=budget, granularity="layer", pool=pool)
 
     def left(self, *sessions):
         """Bytes that nobody uses, not even passes."""
@@ -164,3 +169,274 @@ def test_who_ran_out_of_memory_in_training_is_not_followed_by_who_did_not():
         now = held(first, second)
         assert now[0] < before[0] and now[1] <= max(before[1], budget.nbytes // 2)
         assert sum(held(first, second)) <= budget.nbytes
+
+
+def promised(*sessions):
+    return sum(session._promised_bytes() + session._kept_bytes() for session in sessions)
+
+
+def grown_alone(card, budget, net):
+    """A session that has grown into what its own passes leave."""
+    session = card.session(net, budget)
+    turns((net,), 16)
+    assert budget.grown > 0
+    return session
+
+
+# -- those that come
+
+
+def test_a_new_session_does_not_begin_with_what_one_that_has_left_grew_into():
+    net, other = Net(depth=12), Net(depth=12, seed=1)
+    card = Card(2 * size(net))
+    budget = carom.SharedBudget(size(net) // 3, by_size=True, grows=True)
+    grown_alone(card, budget, net).close()
+    with card.session(other, budget) as second:
+        assert sum(held(second)) <= second._vram <= budget.nbytes == budget.first
+
+
+@pytest.mark.parametrize("leaves", ["park", "auto"])
+def test_a_new_session_does_not_begin_with_what_one_that_is_away_grew_into(leaves):
+    net, other = Net(depth=12), Net(depth=12, seed=1)
+    card = Card(2 * size(net))
+    budget = carom.SharedBudget(size(net) // 3, by_size=True, grows=True)
+    with grown_alone(card, budget, net) as first:
+        if leaves == "park":
+            first.park()
+        else:
+            first.set_budget(vram=8 * KB)
+        with card.session(other, budget) as second:
+            assert second._vram <= budget.nbytes == budget.first
+            turns((net, other), 8)
+
+
+def test_a_new_session_gets_its_part_of_the_guess_and_leaves_the_others_theirs():
+    net, other = Net(depth=12), Net(depth=12, seed=1)
+    card = Card(2 * size(net))
+    budget = carom.SharedBudget(size(net) // 2, by_size=True, grows=True)
+    with grown_alone(card, budget, net) as first, card.session(other, budget) as second:
+        assert budget.nbytes == budget.first
+        assert abs(held(first)[0] - budget.first // 2) <= 5 * KB
+        assert abs(held(second)[0] - budget.first // 2) <= 5 * KB
+
+
+def test_who_joins_a_budget_that_has_grown_is_a_new_session_there():
+    net, other = Net(depth=12), Net(depth=12, seed=1)
+    card = Card(2 * size(net) + 64 * KB)
+    budget = carom.SharedBudget(size(net) // 2, by_size=True, grows=True)
+    with grown_alone(card, budget, net) as first, card.session(other, 8 * KB) as second:
+        second.set_budget(vram=budget)
+        assert budget.nbytes == budget.first
+        assert promised(first, second) <= budget.nbytes
+        assert min(held(first, second)) > 0.3 * budget.first
+        turns((net, other), 16)
+        assert budget.grown > 0 and promised(first, second) <= budget.nbytes
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_after_a_pass_that_ran_out_of_memory_a_new_session_finds_its_part_of_the_guess_all_the_same(joins):
+    net, other = Net(depth=12), Net(depth=12, seed=1)
+    card = Card(3 * size(net))
+    budget = carom.SharedBudget(size(net), by_size=True, grows=True)
+    with card.session(net, budget) as first:
+        turns((net,), 2)
+        first._failed = True
+        for parameter in net.parameters():
+            parameter.requires_grad_()
+        first._governor.short = lambda memory, held, least, training: least
+        turns((net,), 1)
+        assert budget.nbytes < budget.first, "what was given up is out of the sum"
+        with card.session(other, 8 * KB if joins else budget) as second:
+            if joins:
+                second.set_budget(vram=budget)
+            assert held(second)[0] > 0.4 * budget.first
+            assert promised(first, second) <= budget.nbytes
+
+
+# -- what others are about to hold
+
+
+@pytest.mark.parametrize("how", ["returns", "is laid out anew"])
+def test_what_another_one_is_about_to_lay_out_is_not_free_to_grow_into(monkeypatch, how):
+    """Between its old layout and its new one the device looks free."""
+    net, other = Net(depth=12), Net(depth=12, seed=1)
+    card = Card(int(1.2 * size(net)))
+    budget = carom.SharedBudget(size(net) // 2, grows=True)
+    with card.session(net, budget) as first, card.session(other, budget) as second:
+        turns((net, other), 16)
+        wanted = second._vram
+        if how == "returns":
+            second.park()
+        monkeypatch.setattr(second, "_yield", lambda *_: 0)  # nor is it given
+        thread = threading.Thread(target=turns, args=((net,), 16), daemon=True)
+        attach = type(second)._attach_with_pool
+
+        def attached(self):
+            if self is second and thread.ident is None:
+                thread.start()
+                thread.join(1)  # as far as it comes meanwhile
+            attach(self)
+
+        monkeypatch.setattr(type(second), "_attach_with_pool", attached)
+        if how == "returns":
+            run(other)
+        else:
+            second.set_budget(ram="auto")
+        thread.join(30)
+        assert not thread.is_alive()
+        assert second._vram >= 0.9 * wanted and promised(first, second) <= budget.nbytes
+        assert card.left(first) >= Governor.headroom(first._engine.memory())
+
+
+def test_what_rises_while_another_ones_failure_is_answered_stays_in_the_sum(monkeypatch):
+    net, other = Net(depth=12), Net(depth=12, seed=1)
+    card = Card(2 * size(net))
+    budget = carom.SharedBudget(size(net) // 2, by_size=True, grows=True)
+    with card.session(net, budget) as first, card.session(other, budget) as second:
+        turns((net, other), 2)
+        thread = threading.Thread(target=turns, args=((other,), 16), daemon=True)
+        spoken, answered = carom.SharedBudget._spoken_for, first._answered
+
+        def slowly(self, session):
+            found = spoken(self, session)
+            if session is None and thread.ident is None:
+                thread.start()
+                thread.join(1)
+            return found
+
+        def fits():
+            if first._failed:
+                first._engine.activations = 0
+            answered()
+
+        monkeypatch.setattr(carom.SharedBudget, "_spoken_for", slowly)
+        monkeypatch.setattr(first, "_answered", fits)
+        first._engine.activations = card.memory  # a pass without gradients fails, and runs again
+        turns((net,), 1)
+        thread.join(30)
+        assert not thread.is_alive() and promised(first, second) <= budget.nbytes
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_in_whatever_order_the_sum_is_kept(seed):
+    drawn = random.Random(seed)
+    nets = [Net(depth=drawn.choice([2, 6, 12, 20]), seed=number) for number in range(4)]
+    everything = sum(map(size, nets))
+    card = Card(int(everything * drawn.choice([0.6, 0.9, 1.4])), drawn.choice([0, everything // 10]))
+    budget = carom.SharedBudget(int(0.3 * card.memory), by_size=seed % 2 == 0, grows=True)
+    sessions = {}
+    for _ in range(100):
+        number = drawn.randrange(4)
+        net, session = nets[number], sessions.get(number)
+        weights = {"run": 9, "all": 4, "close": 1, "park": 2, "leave": 1, "join": 2, "others": 2, "fail": 1}
+        action = drawn.choices(list(weights), list(weights.values()))[0]
+        with contextlib.suppress(carom.BudgetError, torch.OutOfMemoryError):
+            if action == "others":
+                card.ledger.others = drawn.choice([0, 0, card.memory // 4, card.memory // 3])
+            elif session is None:
+                sessions[number] = card.session(net, budget)
+            elif action == "close":
+                sessions.pop(number).close()
+            elif action == "park":
+                session.park(keep=drawn.random() < 0.5)
+            elif action in ("leave", "join"):
+                session.set_budget(vram=budget if action == "join" else 8 * KB)
+            else:
+                session._failed = action == "fail"
+                turns([nets[n] for n in sessions] if action == "all" else [net], 1)
+        members = list(budget.mates.sessions.values())
+        assert sum(held(*(m for m in members if not m.parked))) <= promised(*members) <= budget.nbytes
+    for session in sessions.values():
+        session.close()
+    turns(nets, 1)
+
+
+def test_a_program_that_comes_and_goes_again_and_again_is_not_followed_each_time(monkeypatch):
+    nets = [Net(depth=12), Net(depth=12, seed=1)]
+    card = Card(2 * size(nets[0]))
+    budget = carom.SharedBudget(size(nets[0]) // 2, by_size=True, grows=True)
+    layouts = []
+    attach = carom.core.session.Session._attach_with_pool
+    monkeypatch.setattr(
+        carom.core.session.Session, "_attach_with_pool", lambda self: (layouts.append(self), attach(self))
+    )
+    with card.session(nets[0], budget), card.session(nets[1], budget):
+        counts = []
+        for _ in range(32):
+            before = len(layouts)
+            for others in (0, size(nets[0])):
+                card.ledger.others = others
+                turns(nets, 8)
+            counts.append(len(layouts) - before)
+        assert sum(counts[16:]) <= 4, counts
+
+
+def test_what_is_kept_for_one_to_come_is_left_where_the_device_has_less_than_the_sum_too():
+    net = Net(depth=12)
+    card = Card(int(1.2 * size(net)))
+    budget = carom.SharedBudget(size(net) // 3, grows=True)
+    with grown_alone(card, budget, net) as session:
+        card.ledger.others = size(net) // 2
+        turns((net,), 4)
+        budget.later = 9 * KB
+        card.ledger.others = size(net) // 4
+        turns((net,), 40)
+        assert budget.free_bytes > 0, "the sum was not what it was short of"
+        assert card.left(session) - Governor.headroom(session._engine.memory()) >= budget.later
+
+
+# -- threads
+
+
+def test_who_reads_who_is_there_is_not_disturbed_by_one_that_leaves():
+    net, other = Net(depth=6), Net(depth=6, seed=1)
+    card, budget = Card(4 * size(net)), carom.SharedBudget(size(net), grows=True)
+    with card.session(net, budget) as first:
+        second = card.session(other, budget)
+        going = iter(budget.mates.sessions.values())
+        assert next(going) is first
+        second.close()
+        assert list(going) == [second]
+
+
+def test_what_a_pass_finds_is_noted_while_nobody_lays_it_out_anew(monkeypatch):
+    net = Net(depth=6)
+    before, noted = carom.core.adapt.Before, []
+    with Card(4 * size(net)).session(net, carom.SharedBudget(size(net))) as session:
+
+        def noting(*args):
+            noted.append(session._lock._is_owned())
+            return before(*args)
+
+        monkeypatch.setattr("carom.core.adapt.Before", noting)
+        turns((net,), 2)
+    assert noted and all(noted)
+
+
+# -- pools
+
+
+def test_room_that_a_pool_lost_for_a_while_is_not_taken_by_who_grows(monkeypatch):
+    big, small = Net(depth=40, seed=1), Net(depth=40)
+    card = Card(int(1.2 * size(big)))
+    driver = aimdo.Driver(carom.SimulatedDevice(memory_bytes=card.memory, ledger=card.ledger))
+    aimdo.install(monkeypatch, driver)
+    budget = carom.SharedBudget(int(0.8 * size(big)), grows=True)
+    with (
+        card.session(small, budget, pool="torch") as plain,
+        card.session(big, budget, pool="aimdo") as pooled,
+    ):
+        assert pooled.report().pool == "aimdo"
+        turns((big, small), 4)
+        room = pooled._pooled.most_bytes
+        taken = card.left(plain) + room // 2
+        driver.pressure(taken)  # another program comes
+        card.ledger.others = taken
+        assert pooled._pooled.held_bytes < room
+        turns((small,), 2)
+        card.ledger.others = 0
+        monkeypatch.setattr(pooled, "_yield", lambda *_: 0)  # nor is it given
+        turns((small,), 40)
+        memory = plain._engine.memory()
+        left = memory.free - Governor.headroom(memory)
+        assert left >= pooled._promised_bytes() - pooled._held_bytes() > 0

@@ -168,7 +168,8 @@ class JobOffload:
         if self._shared is None:
             total = self._total() if self._bytes is None else self._bytes
             self._shared = SharedBudget(total, by_size=True, grows=self.policy.vram == "auto")
-        require(self._shared.nbytes, {a.name: self._least(a) for a in sharing})
+        # One that fell is as at first for a model that comes.
+        require(max(self._shared.first, self._shared.nbytes), {a.name: self._least(a) for a in sharing})
         # Others may have what a model that never ran does not hold, but for its least.
         waiting = [a for a in sharing if a.session is None and not (opening and a is attachment)]
         self._shared.later = sum(self._least(a) for a in waiting)
