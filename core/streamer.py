@@ -188,8 +188,7 @@ class Streamer:
             raise failure
 
     def _kept_by_others(self, slot: Slot) -> bool:
-        """Whether anybody still keeps a view once modules that list their weights have the host's back, and wrappers, which
-        may remember views of their own, are kept no more."""
+        """Whether anybody keeps a view once modules that list weights have the host's, and no wrapper is kept (it may remember one)."""
         views, owners = slot.views, slot.unit.owners
         if views.around is not None:
             views.around.let_go()
