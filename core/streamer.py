@@ -188,9 +188,9 @@ class Streamer:
             raise failure
 
     def _kept_by_others(self, slot: Slot) -> bool:
-        """Whether anybody keeps a view once modules that list weights have the host's, and no wrapper is kept (it may remember one)."""
+        """Whether anybody keeps a view once modules that list their weights have the host's back, and wrappers are let go."""
         views, owners = slot.views, slot.unit.owners
-        if views.around is not None:
+        if views.around is not None:  # a wrapper may remember views
             views.around.let_go()
         hand_back(slot.unit, {id(view): o.tensor for view, o in zip(views.tensors, owners, strict=True)})
         return views.kept_elsewhere()
