@@ -8,6 +8,7 @@ import weakref
 
 import carom
 import pytest
+import tests_wrappers
 import torch
 from carom.core import made_once
 from tests_harness import assert_same, on_simulated_devices, streamed
@@ -16,39 +17,16 @@ from torch import nn
 D = 48
 
 
-class Codes(torch.Tensor):
-    """A library's quantised weight: 8-bit codes and a scale for each row."""
-
-    @staticmethod
-    def __new__(cls, codes, scale):
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
-
-    def __init__(self, codes, scale):
-        self.codes, self.scale = codes, scale
-
-    def __tensor_flatten__(self):
-        return ["codes", "scale"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner, context, size, stride):
-        return cls(inner["codes"], inner["scale"])
-
-    def value(self):
-        return self.codes * self.scale
+class Codes(tests_wrappers.Codes):
+    """With a linear of its own, as libraries have."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is nn.functional.linear:
             x, weight, bias = args
-            return x @ weight.value().T + bias
+            return x @ weight.dequantize().T + bias
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return cls(func(args[0].codes), func(args[0].scale))
-        raise NotImplementedError(func)
 
 
 class Pair:
@@ -88,14 +66,14 @@ class Derives(Codes):
         super().__init__(codes, scale)
         self.ready = codes * scale
 
-    def value(self):
+    def dequantize(self):
         return self.ready
 
 
 class Remembers(Codes):
     """Keeps a view of its codes once it was used."""
 
-    def value(self):
+    def dequantize(self):
         if not hasattr(self, "turned"):
             self.turned = self.codes.T
         return self.turned.T * self.scale
@@ -106,16 +84,16 @@ class RemembersDeeper(Codes):
         super().__init__(codes, scale)
         self.cache = {}
 
-    def value(self):
+    def dequantize(self):
         return self.cache.setdefault("turned", self.codes.T).T * self.scale
 
 
 class Replaces(Codes):
     """Puts its codes elsewhere once it is used."""
 
-    def value(self):
+    def dequantize(self):
         self.codes = self.codes.clone()
-        return super().value()
+        return super().dequantize()
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +158,7 @@ def layers_vram(kind, device):
 
 def codes_once_used(weight):
     codes = weight.codes
-    weight.value()
+    weight.dequantize()
     return codes
 
 
@@ -217,8 +195,8 @@ def test_what_a_run_leaves_in_a_weight_goes_with_the_run(vram):
     left = []
 
     class Leaves(Codes):
-        def value(self):
-            self.ready = super().value()
+        def dequantize(self):
+            self.ready = super().dequantize()
             left.append(weakref.ref(self.ready))
             return self.ready
 

@@ -12,37 +12,11 @@ import pytest
 import torch
 from carom.core.wrapped import LaidOpen, is_wrapper, lay_open
 from tests_harness import DEVICES, assert_same, on_simulated_devices, some_vram, streamed
+from tests_wrappers import Codes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 D = 48
-
-
-class Codes(torch.Tensor):
-    """What a library's quantised storage looks like: 8-bit codes and a scale for each row."""
-
-    @staticmethod
-    def __new__(cls, codes, scale):
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
-
-    def __init__(self, codes, scale):
-        self.codes, self.scale = codes, scale
-
-    def __tensor_flatten__(self):
-        return ["codes", "scale"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner, context, size, stride):
-        return cls(inner["codes"], inner["scale"])
-
-    def dequantize(self):
-        return self.codes.to(self.scale.dtype) * self.scale
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return cls(func(args[0].codes), func(args[0].scale))
-        raise NotImplementedError(func)
 
 
 class Quantised(torch.Tensor):
