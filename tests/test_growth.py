@@ -288,6 +288,59 @@ def test_what_another_one_is_about_to_lay_out_is_not_free_to_grow_into(monkeypat
         assert card.left(first) >= Governor.headroom(first._engine.memory())
 
 
+def test_what_the_device_has_left_is_not_read_in_the_middle_of_another_ones_layout(monkeypatch):
+    """It would be taken for free once that layout is done, and nothing of it is said to be on its way any more."""
+    net, other = Net(depth=12), Net(depth=12, seed=1)
+    card = Card(int(1.2 * size(net)))
+    budget = carom.SharedBudget(size(net) // 2, grows=True)
+    with card.session(net, budget) as first, card.session(other, budget) as second:
+        turns((net, other), 16)
+        second.park()
+        monkeypatch.setattr(second, "_yield", lambda *_: 0)
+        thread, done = threading.Thread(target=turns, args=((net,), 16), daemon=True), threading.Event()
+        attach, memory = type(second)._attach_with_pool, first._engine.memory
+
+        def attached(self):
+            if self is second and thread.ident is None:
+                first._governor._quiet = first._governor._patience  # this reading counts
+                thread.start()
+                thread.join(0.5)
+            attach(self)
+
+        def read():
+            found = memory()
+            done.wait(20)
+            return found
+
+        monkeypatch.setattr(type(second), "_attach_with_pool", attached)
+        monkeypatch.setattr(first._engine, "memory", read)
+        run(other)
+        done.set()
+        thread.join(30)
+        assert not thread.is_alive() and promised(first, second) <= budget.nbytes
+        assert card.left(first) >= Governor.headroom(memory())
+
+
+def test_what_one_that_returns_is_about_to_lay_out_is_not_free_to_grow_into(monkeypatch):
+    net, other = Net(depth=12), Net(depth=12, seed=1)
+    card = Card(int(1.2 * size(net)))
+    budget = carom.SharedBudget(size(net) // 2, grows=True)
+    with card.session(net, budget) as first, card.session(other, budget) as second:
+        turns((net, other), 16)
+        wanted, comes_back = second._vram, second._comes_back
+        second.park()
+        monkeypatch.setattr(second, "_yield", lambda *_: 0)
+
+        def between(nbytes):
+            comes_back(nbytes)
+            turns((net,), 16)
+
+        monkeypatch.setattr(second, "_comes_back", between)
+        run(other)
+        assert second._vram >= 0.9 * wanted and promised(first, second) <= budget.nbytes
+        assert card.left(first) >= Governor.headroom(first._engine.memory())
+
+
 def test_what_rises_while_another_ones_failure_is_answered_stays_in_the_sum(monkeypatch):
     net, other = Net(depth=12), Net(depth=12, seed=1)
     card = Card(2 * size(net))
