@@ -1,7 +1,7 @@
 """Wrappers that are made once for the tensors they stand around, and found again at every run.
 
-Putting one together takes Python some 30 us, which a step pays twice for every quantised weight where the host sets the
-pace. A wrapper that is kept has references on a slot's views, which tell whether a model kept any: they are counted.
+Putting one together takes Python tens of microseconds, which a step pays twice for every quantised weight where the host
+sets the pace. A wrapper that is kept has references on a slot's views, which tell whether a model kept any: they are counted.
 """
 
 from __future__ import annotations

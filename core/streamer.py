@@ -197,8 +197,7 @@ class Streamer:
 
     def views(self, slot: Slot) -> Views:
         """The unit's tensors in ``slot``."""
-        found: Views | None = slot.views
-        return self._made(slot) if found is None else found
+        return slot.views or self._made(slot)
 
     def _made(self, slot: Slot) -> Views:
         unit = slot.unit
