@@ -41,6 +41,7 @@ class Adopts:
     _governor: Governor | None
     _kept: str | None
     _laid_open: LaidOpen | None
+    _no_room_for: tuple[int, Any] | None = None  # a budget, and names of weights that it had no room for
 
     def _decide(self) -> Any:
         raise NotImplementedError
@@ -54,18 +55,21 @@ class Adopts:
     def _account(self) -> None:
         raise NotImplementedError
 
-    def _keep_written(self) -> None:
-        """Weights that the model writes to are safe, but slow, when streamed: from now on they stay."""
+    def _let_stay(self) -> None:
+        """Weights that are safe, but slow, when streamed stay from now on, where the budget allows."""
         with self._lock:
-            fresh = {o.entry.name: "the model writes to it" for o in self._streamer.runs.written}
-            self._streamer.runs.written.clear()
-            if fresh.keys() <= self._stay.keys():
+            to_stay = self._streamer.runs.to_stay
+            fresh = {name: why for name, why in to_stay.items() if name not in self._stay}
+            to_stay.clear()
+            if not fresh or self._no_room_for == (self._vram, fresh.keys()):
                 return
+            before = dict(self._stay)
             self._stay.update(fresh)
             try:
                 self._decide()
-            except BudgetError:
-                return  # no room: they go on streaming, written back after every run
+            except BudgetError:  # they go on streaming
+                self._stay, self._no_room_for = before, (self._vram, fresh.keys())
+                return
             self._again()
 
     def _adopt(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from . import on_device
+from .deliver import call_as_usual, call_when_landed
 from .filling import Filling
 from .host_copies import HostCopies, HostCopy, clear_of, fingerprint
 from .on_device import Lot, Moved, OnDevice, is_plain, lots_of
@@ -272,6 +273,8 @@ class Placement:
             streamed.owners.append(owner)
             tensor._carom = owner  # type: ignore[attr-defined]
             tensor.__class__ = HostParameter if isinstance(tensor, nn.Parameter) else HostTensor
+            if owner.trainable:
+                call_when_landed(tensor)
         streamed.trainable = any(owner.trainable for owner in streamed.owners)
 
     # -- the way back
@@ -337,6 +340,7 @@ class Placement:
         for tensor, worn, home in reversed(self._worn):
             tensor.__class__ = worn
             tensor.__dict__.pop("_carom", None)
+            call_as_usual(tensor)
             if home.type != "cpu":
                 on_device.replace(tensor, tensor.detach().to(home))
         self._worn.clear()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from . import ops
+from .asked import ForOperators
 from .ops import HostParameter, HostTensor
 from .streamed import Owner
 
@@ -44,17 +45,18 @@ class AwayOwner(Owner):
         raise NotImplementedError
 
     def set_data(self, new: torch.Tensor) -> None:
-        device = self.streamer.engine.device
-        if isinstance(new, LazyTensor) and new._carom is not self:
-            new = new._carom.read()
-        if new.is_meta:
-            return
-        if new.device.type != "cpu" and new.device == device:
-            # A submodule's .to moved it to where it computes already, or a value was made there (a merge).
-            other = (new.shape, new.dtype) != (self.host.shape, self.host.dtype)
-            new = new if other or self.streamer.runs.computing() else new.cpu()
-            if new.device == device or torch.equal(new, self.read()):
+        if isinstance(new, LazyTensor):
+            if new._carom is self:
                 return
+            new = new._carom.read()
+        streamer = self.streamer
+        if new.is_meta or streamer.low <= new.data_ptr() < streamer.high:
+            return
+        if new.device == streamer.engine.device:
+            new = new.cpu()  # a submodule's .to moved it to where it computes already, or a value was made there
+        if (new.shape, new.dtype) == (self.host.shape, self.host.dtype) and torch.equal(new, self.read()):
+            return
+        self.refuse_in_graphs()
         self.replace(new)
 
 
@@ -84,6 +86,8 @@ def _function(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: A
         return ops.plain(func, args, kwargs)
     streamer = found[0].streamer
     writes = isinstance(owner, AwayOwner) and ops.writes(name, kwargs)
+    if func == _DATA and owner is not None and streamer.runs.computing():
+        return lazy(owner)
     if not streamer.closed and (
         streamer.runs.computing() or (ops.on_device(streamer, leaves) and not writes)
     ):
@@ -110,17 +114,13 @@ def _written(owner: AwayOwner, name: str, func: Callable, args: tuple, kwargs: d
 
 def lazy(owner: AwayOwner) -> torch.Tensor:
     """The weight's value, read when it is used: what state dicts hold."""
-    with torch._C.DisableTorchFunctionSubclass():
-        tensor = owner.host.detach()
-    tensor.__class__ = LazyTensor
-    tensor._carom = owner  # type: ignore[attr-defined]
-    return tensor
+    return ops.value_of(owner, LazyTensor)
 
 
 class AwayParameter(HostParameter):
     """The class a meta Parameter wears while its value is elsewhere."""
 
-    __torch_function__: Any = classmethod(_function)
+    __torch_function__: Any = ForOperators(_function)
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         copy = nn.Parameter(self._carom.read(), self.requires_grad)
@@ -134,7 +134,7 @@ class AwayParameter(HostParameter):
 class AwayTensor(HostTensor):
     """The same for buffers."""
 
-    __torch_function__: Any = classmethod(_function)
+    __torch_function__: Any = ForOperators(_function)
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         copy = self._carom.read()
@@ -145,5 +145,5 @@ class AwayTensor(HostTensor):
         return self._carom.read().__reduce_ex__(proto)
 
 
-class LazyTensor(AwayTensor):
+class LazyTensor(AwayTensor, ops.Value):
     """A value that is read when it is used."""

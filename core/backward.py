@@ -87,8 +87,13 @@ class Backward:
 
     # -- a pass
 
+    def begins(self) -> None:
+        """A gradient reached the root's result."""
+        with self._streamer.lock:
+            self.note()
+
     def note(self) -> None:
-        """Learn of a pass at its first use of anything here, and be told of its end."""
+        """Learn of a pass at its first use of anything here, and be told of its end. Called under the streamer's lock."""
         task = graph_task()
         if task == -1 or task in self._tasks or self._streamer.closed:
             return

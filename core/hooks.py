@@ -217,7 +217,7 @@ def _notice_backward(session: Session, streamer: Streamer, given: Any, result: A
     leaves = tree_leaves(result)
     begins = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     for leaf in begins:
-        leaf.register_hook(lambda _: streamer.backward.note())
+        leaf.register_hook(lambda _: streamer.backward.begins())
     # The result may be an object that is not looked into, what trains may be others' adapters, a loss may be kept elsewhere.
     if begins or (session._backward and not all(isinstance(leaf, torch.Tensor) for leaf in leaves)):
         return

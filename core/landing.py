@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .deliver import accumulate
 from .store.arena import Block, HostArena
 from .transfer import Engine
 
@@ -34,7 +35,12 @@ class Landed(list[_Flight]):
             else:
                 sums[id(flight.owner)] = flight.owner, flight.landing
         for owner, gradient in sums.values():
-            _accumulate(owner, gradient)
+            runs = owner.streamer.runs
+            runs.hosting(True)  # within a backward, but it is the host's values that an optimizer in a hook steps
+            try:
+                accumulate(owner.tensor, gradient)
+            finally:
+                runs.hosting(False)
 
 
 class Landings:
@@ -92,26 +98,3 @@ class Landings:
         self._flights.clear()
         for block in self._blocks:
             block.unpin()
-
-
-def _accumulate(owner: Owner, gradient: torch.Tensor) -> None:
-    """Add a landed gradient as autograd's own accumulation would, hooks included."""
-    parameter = owner.tensor
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        for hook in list((parameter._backward_hooks or {}).values()):
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad.add_(gradient)
-    hooks = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
-    if not hooks:
-        return
-    runs = owner.streamer.runs
-    runs.hosting(True)  # within a backward, but it is the host's values that an optimizer in a hook steps
-    try:
-        for hook in hooks:
-            hook(parameter)
-    finally:
-        runs.hosting(False)

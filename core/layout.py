@@ -161,6 +161,7 @@ class LaysOut(Pools, Parks, Adapts, Adopts, Values):
                 self._placement.notes += without_codec(streamed)
             if self._laid_open is not None:
                 self._laid_open.follow()
+            self._streamer.fixed_bytes = self.plan.vram_budget_bytes - self.plan.region_bytes
             self._streamer.start(self._arena)
             self._streamer.stay_packed(self._stay_packed())
             self._streamer.packed_here.left = self._follow_packed

@@ -24,12 +24,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .asked import ForOperators
+from .deliver import REGISTER_HOOKS, call_when_landed
 from .errors import UnsupportedError
 from .hooks import quiet
 
 if TYPE_CHECKING:
     from .backward import Backward
-    from .streamed import Streamed
+    from .streamed import Owner, Streamed
     from .streamer import Streamer
 
 _hooks_api = torch._C._autograd
@@ -42,10 +44,11 @@ HANDLES_SUPPORTED = _top_hooks is not None
 class Handle:
     """What autograd keeps of a streamed weight: where it is in its unit, never its bytes."""
 
-    __slots__ = ("backward", "unit", "place")
+    __slots__ = ("backward", "unit", "place", "_graph")
 
     def __init__(self, backward: Backward, unit: Streamed, saved: torch.Tensor, start: int) -> None:
         self.backward, self.unit = backward, unit
+        self._graph = unit.in_graphs.token()  # alive for as long as the graph may ask for the unit
         # dtype, shape, stride in elements, start in bytes from the unit's beginning
         self.place = (saved.dtype, saved.shape, saved.stride(), start)
 
@@ -131,6 +134,7 @@ _ATTRIBUTES = {
     "register_post_accumulate_grad_hook", "__deepcopy__", "__reduce_ex__", "get_device", "is_inference",
     "is_set_to", "has_names", "is_same_size", "_is_view", "is_shared", "share_memory_", "zero_grad", "is_conj", "is_neg",
 }  # fmt: skip
+_GIVE_MEMORY = {"untyped_storage", "storage", "numpy", "__array__", "__dlpack__"}  # somebody may write to it unseen
 _INPLACE = {"__setitem__", *(f"__i{name}__" for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
 ))}  # fmt: skip
@@ -150,23 +154,32 @@ def _bounced(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: An
     kwargs = kwargs or {}
     name = getattr(func, "__name__", "")
     streamed = getattr(args[0], "_carom", None) if args else None
+    value = isinstance(args[0], Value) if args else False  # what is set of it is not set of the parameter
     if streamed is not None and name in ("__get__", "__set__"):
         streamer = streamed.streamer
-        if func in (_GET_DEVICE, _GET_IS_CUDA) and not streamed.trainable:
+        if func in (_GET_DEVICE, _GET_IS_CUDA) and (value or not streamed.trainable):
             # Hosts place inputs by the first parameter's device: say where the model computes.
             return streamer.engine.device if func == _GET_DEVICE else streamer.engine.device.type == "cuda"
-        if func == _SET_DATA:
+        if func == _SET_DATA and not value:
             return streamed.set_data(args[1])
-        if func == _GET_DATA and not streamer.runs.computing():
+        if func == _GET_DATA:
+            if streamer.runs.computing():
+                return value_of(streamed, HostValue)
             streamed.unit.epoch += 1  # may be written through: what is kept is no longer trusted
-        if func == _SET_REQUIRES_GRAD:
+        if func == _SET_REQUIRES_GRAD and not value:
             streamed.set_trainable(bool(args[1]))
         if func not in _VIEW_GETTERS or not streamer.runs.computing():
             return plain(func, args, kwargs)
     elif name in _ATTRIBUTES:
-        if streamed is not None and name == "requires_grad_":
-            streamed.set_trainable(bool((*args, kwargs.get("requires_grad", True))[1]))
-        return plain(func, args, kwargs)
+        if streamed is not None:
+            if name == "requires_grad_" and not value:
+                streamed.set_trainable(bool((*args, kwargs.get("requires_grad", True))[1]))
+            if name in _GIVE_MEMORY:
+                streamed.unit.epoch += 1
+        result = plain(func, args, kwargs)
+        if name in REGISTER_HOOKS and streamed is not None:
+            call_when_landed(args[0])
+        return result
     leaves = tree_leaves((args, kwargs))
     found = [
         leaf for leaf in leaves if isinstance(leaf, _Bounced) and getattr(leaf, "_carom", None) is not None
@@ -175,8 +188,10 @@ def _bounced(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: An
         return plain(func, args, kwargs)
     streamer = found[0]._carom.streamer
     computing = streamer.runs.computing()
+    if func is torch.autograd.grad:
+        refuse_grad(found)
     if streamer.closed or not (computing or on_device(streamer, leaves)):
-        return plain(func, args, kwargs)
+        return _plain_outside(func, args, kwargs, name, found)
     if (
         not computing
         and writes(name, kwargs)
@@ -184,6 +199,36 @@ def _bounced(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: An
     ):
         return plain(func, *_on_host(args, kwargs))  # outside a step a weight is where it lives
     return _bounce(streamer, func, args, kwargs, found)
+
+
+def _plain_outside(func: Callable, args: tuple, kwargs: dict, name: str, found: list) -> Any:
+    """``func`` on host tensors. Where it gives their memory away, what is kept of them is no longer trusted."""
+    result = plain(func, args, kwargs)
+    for tensor in found:
+        if name in _GIVE_MEMORY or (isinstance(result, torch.Tensor) and _shares(result, tensor._carom.host)):
+            tensor._carom.unit.epoch += 1
+    return result
+
+
+def _shares(tensor: torch.Tensor, host: torch.Tensor) -> bool:
+    """Whether ``tensor`` lies in the memory of ``host``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            start = host.data_ptr()
+            return start != 0 and start <= tensor.data_ptr() < start + host.numel() * host.element_size()
+        except RuntimeError:  # no storage of its own
+            return False
+
+
+def refuse_grad(found: list) -> None:
+    """Raises UnsupportedError for torch.autograd.grad with respect to streamed parameters."""
+    for tensor in found:
+        if tensor._carom.trainable:
+            raise UnsupportedError(
+                f"torch.autograd.grad cannot return the gradient of {tensor._carom.entry.name}, which streams: its gradient "
+                "arrives in .grad on the host at the end of a backward; call backward(inputs=[...]), or keep the parameter "
+                "resident with training='resident'"
+            )
 
 
 def on_device(streamer: Streamer, leaves: list) -> bool:
@@ -231,7 +276,7 @@ class _Bounced:
 
     _carom: Any
 
-    __torch_function__: Any = classmethod(_bounced)
+    __torch_function__: Any = ForOperators(_bounced)
 
 
 class HostParameter(_Bounced, nn.Parameter):
@@ -262,6 +307,23 @@ class HostTensor(_Bounced, torch.Tensor):
             return self.detach().__reduce_ex__(proto)
 
 
+class Value:
+    """Marks what ``parameter.data`` gives within a step: the parameter's value, without its gradient."""
+
+
+class HostValue(HostTensor, Value):
+    """The value of a weight that waits in host memory. Operators read and write its slot, as they do of the weight."""
+
+
+def value_of(owner: Owner, cls: type) -> torch.Tensor:
+    """A tensor of class ``cls`` that stands for the value of ``owner``'s weight."""
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor = owner.host.detach()
+    tensor.__class__ = cls
+    tensor._carom = owner  # type: ignore[attr-defined]
+    return tensor
+
+
 def substitute(args: tuple, kwargs: dict, slots: dict[int, torch.Tensor]) -> tuple[tuple, dict]:
     """``args`` and ``kwargs`` with streamed host tensors replaced by their slots, by identity."""
 
@@ -269,24 +331,6 @@ def substitute(args: tuple, kwargs: dict, slots: dict[int, torch.Tensor]) -> tup
         return slots.get(id(leaf), leaf)
 
     return tree_map(replace, (args, kwargs))
-
-
-# -- gradients of trainable streamed weights
-
-
-class Deliver(torch.autograd.Function):
-    """Stands between a trainable streamed weight's slot and its operators; sends the gradient to the host."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, slot: torch.Tensor, owner: Any) -> torch.Tensor:
-        ctx.owner = owner
-        return slot.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (gradient,) = grads
-        ctx.owner.streamer.backward.deliver(ctx.owner, gradient)
-        return None, None, None
 
 
 def in_backward() -> bool:

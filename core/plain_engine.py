@@ -39,6 +39,9 @@ class PlainEngine(Unwatched):
     def at(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
         return host_memory_at(address, nbytes, owner)
 
+    def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
+        return host_alias(data, 0, data.numel()) if self.device.type == "cpu" else None
+
     def copy_in(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
     ) -> tuple[Any, Any]:

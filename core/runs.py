@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import ops
 from .errors import UnsupportedError
+from .from_host import NOWHERE
 from .slots import Slot
 from .store.arena import storage_bytes
 
@@ -25,11 +26,14 @@ if TYPE_CHECKING:
 
 
 class _Mine(threading.local):
-    """What each thread counts of its own."""
+    """What each thread knows of its own runs."""
 
-    runs = 0  # of units and roots
-    users = 0  # slots that they use
-    hosting = False
+    def __init__(self) -> None:
+        self.runs = 0  # of units and roots
+        self.entered: list[tuple[Streamed, Slot]] = []  # units' runs in progress
+        self.bounced = 0  # slots of operators in progress
+        self.roots: list[tuple[int, int]] = []  # root forwards in progress: what ``entered`` and ``runs`` were before
+        self.hosting = False
 
 
 class Runs:
@@ -41,8 +45,7 @@ class Runs:
         self._roots = 0  # root forwards
         self._local = _Mine()
         self._hosts: set[int] = set()  # threads that see the host tensors: they may keep views for a moment
-        self._anchor = torch.zeros(0, requires_grad=True)
-        self.written: list[Owner] = []  # whose slots the model wrote to
+        self.to_stay: dict[str, str] = {}  # weights that better stay resident from the next layout on, and why
 
     @property
     def active(self) -> bool:
@@ -51,7 +54,7 @@ class Runs:
 
     def mine(self) -> int:
         """Slots that this thread's runs use."""
-        return self._local.users
+        return len(self._local.entered) + self._local.bounced
 
     def elsewhere(self) -> bool:
         """Whether another thread is in a forward, or takes a state dict."""
@@ -81,6 +84,7 @@ class Runs:
             if self._roots == 0 and not streamer.backward.running:
                 streamer.meter.forward_begins(torch.is_grad_enabled())
             self._roots += 1
+            self._local.roots.append((len(self._local.entered), self._local.runs))
             self._local.runs += 1
 
     def no_backward(self) -> None:
@@ -90,25 +94,25 @@ class Runs:
                 self._streamer.meter.no_backward()
 
     def root_ends(self, failed: bool) -> None:
-        self._local.runs = max(0, self._local.runs - 1)
-        streamer = self._streamer
+        streamer, mine = self._streamer, self._local
         with streamer.lock:
             self._roots -= 1
+            entered, mine.runs = mine.roots.pop() if mine.roots else (0, 0)
+            # An interrupt may hit between any two lines: leave no unit of this thread half swapped.
+            for unit, slot in reversed(mine.entered[entered:]):
+                self._leave(unit, slot)
+            if streamer.held:
+                streamer.settle()
             if self._roots or streamer.backward.running:
                 return
             if not failed:
                 streamer.meter.forward_ends()
                 return
             streamer.meter.abandon()
-            if self._under_way:  # an interrupt may hit between any two lines: leave no unit half swapped
-                self._clean()
-
-    def _clean(self) -> None:
-        self._under_way = 0
-        for unit in self._streamer.units:
-            unit.depth = 0
-            _swap_out(unit)
-        self._streamer.free_all()
+            if not self._under_way:
+                for unit in streamer.units:
+                    _swap_out(unit)
+                streamer.free_all()
 
     # -- a unit's own forward
 
@@ -121,9 +125,9 @@ class Runs:
         with streamer.lock:
             streamer.backward.note()
             slot = streamer.acquire(unit)
+            self._local.entered.append((unit, slot))
             unit.depth += 1
             self._under_way += 1
-            self._local.users += 1
             if unit.depth == 1 or (gradient and unit.trainable and not unit.differentiable):
                 try:
                     if unit.standing:
@@ -156,27 +160,27 @@ class Runs:
             meter.spent(time.perf_counter() - began)
 
     def _leave(self, unit: Streamed, slot: Slot, gradient: bool = False) -> None:
-        if unit.depth == 0:
+        entered = self._local.entered
+        if (unit, slot) not in entered:
             return  # an interrupted pass was cleaned up meanwhile
+        entered.reverse()  # the last such run ends
+        entered.remove((unit, slot))
+        entered.reverse()
         unit.depth -= 1
         self._under_way -= 1
-        self._local.users = max(0, self._local.users - 1)
         goes_on = False
         try:
             if unit.depth == 0:
                 if unit.differentiable:
                     hand_back(unit, {id(ours): host for _, _, ours, host in unit.standing})
                 _swap_out(unit)
-                self._keep_writes(unit, slot)
+                self.keep_writes(slot)
                 goes_on = gradient and self._streamer.backward.goes_on(slot)
         finally:
             if not goes_on:
                 self._streamer.release(slot)
 
     def _swap_in(self, unit: Streamed, tensors: list[torch.Tensor], gradient: bool) -> None:
-        if unit.depth == 1:
-            assert unit.slot is not None
-            unit.entered = unit.slot.views.version
         unit.differentiable = gradient and unit.trainable
         standing, owners = unit.standing, unit.owners
         if not unit.trainable:
@@ -200,35 +204,53 @@ class Runs:
                 standing.append((table, name, ours, host))
 
     def _differentiable(self, owner: Owner, view: torch.Tensor) -> torch.Tensor:
-        return ops.Deliver.apply(self._anchor, view, owner)
+        """``view`` as the result of the owner's `Deliver` node: the same tensor for all runs, wherever the slot is."""
+        sink = owner.sink
+        if sink is None:
+            sink = owner.sink = ops.Deliver.apply(owner.tensor, view)
+            owner.sink_version = sink._version
+        elif sink.data_ptr() != view.data_ptr():
+            sink.data = view
+        return sink
 
-    def _keep_writes(self, unit: Streamed, slot: Slot) -> None:
-        """What the model wrote to its slot during the run goes to the host, where the weight lives."""
-        streamer, views = self._streamer, slot.views
-        if views.version == unit.entered and not views.moved():
+    def keep_writes(self, slot: Slot, perhaps: bool = False) -> None:
+        """What the model wrote to the slot goes to the host, where the weights live.
+
+        ``perhaps``: an operator that writes to some of its arguments may have written to the slot without raising the
+        version (under a dispatch mode ``_foreach`` operators do not). Raises UnsupportedError for weights that stream from a file.
+        """
+        unit, views = slot.unit, slot.views
+        if views is None or not (views.written(unit.owners) or (perhaps and all(o.keeps_writes for o in unit.owners))):
             return
+        views.kept_version = views.version
         if not all(owner.keeps_writes for owner in unit.owners):
             unit.epoch += 1
             raise UnsupportedError(
-                f"the model writes to weights of unit {unit.name!r} while it runs, and they stream from a file; load the "
+                f"the model writes to weights of unit {unit.name!r} within a step, and they stream from a file; load the "
                 "module first and stream it without weights="
             )
         for owner, view in zip(unit.owners, views.tensors, strict=True):
+            if owner.sink is not None and owner.sink.numel():
+                view, owner.sink_version = owner.sink, owner.sink._version
             # One counter for the whole slot does not tell which tensor it was: look.
             with _disable_current_modes(), torch.no_grad():
                 if view.shape != owner.host.shape or view.dtype != owner.host.dtype:
                     continue
                 now = torch.empty_like(owner.host, device="cpu")
-                streamer.engine.synchronize(streamer.engine.copy_out(now, view.detach()))
+                self._streamer.engine.synchronize(self._streamer.engine.copy_out(now, view.detach()))
                 if torch.equal(storage_bytes(now), storage_bytes(owner.read())):
                     continue
                 owner.keep(now)
-            if owner not in self.written:
-                self.written.append(owner)
-        unit.epoch += 1
-        unit.views.pop(slot.offset, None)
-        slot.views = None
-        streamer.views(slot)
+            self.to_stay[owner.entry.name] = "the model writes to it"
+        if slot.offset == NOWHERE:
+            unit.epoch += 1
+        elif views.moved():
+            unit.epoch += 1
+            unit.views.pop(slot.offset, None)
+            slot.views = None
+            self._streamer.views(slot)
+        else:
+            slot.version = unit.version()
 
     # -- single operators
 
@@ -238,6 +260,7 @@ class Runs:
         gradient = torch.is_grad_enabled()
         ops.refuse_transforms(found[0]._carom.unit.name)
         owners: list[Owner] = [tensor._carom for tensor in found]
+        perhaps = ops.writes(getattr(func, "__name__", ""), kwargs)
         slots: dict[int, tuple[Streamed, Slot]] = {}
         view: torch.Tensor | None = None
         replaced: dict[int, torch.Tensor] = {}
@@ -247,12 +270,13 @@ class Runs:
                 for owner in owners:
                     if id(owner.unit) not in slots:
                         slots[id(owner.unit)] = (owner.unit, streamer.acquire(owner.unit))
+                        self._local.bounced += 1
                 for tensor, owner in zip(found, owners, strict=True):
                     unit, slot = slots[id(owner.unit)]
                     view = streamer.views(slot).tensors[unit.owners.index(owner)]
-                    replaced[id(tensor)] = (
-                        self._differentiable(owner, view) if gradient and owner.trainable else view
-                    )
+                    if gradient and owner.trainable and not isinstance(tensor, ops.Value):
+                        view = self._differentiable(owner, view)
+                    replaced[id(tensor)] = view
             args, kwargs = ops.substitute(args, kwargs, replaced)
             if not gradient or not ops.hooks_are_ours():
                 return func(*args, **kwargs)
@@ -263,12 +287,21 @@ class Runs:
                 ops.pop_handles()
         finally:
             replaced, args, kwargs, view = {}, (), {}, None  # only the result may hold on to a slot
-            streamer.release_all([(slot, None) for _, slot in slots.values()])
+            self._local.bounced -= len(slots)
+            with streamer.lock:
+                try:
+                    for unit, slot in slots.values():
+                        if unit.depth == 0:  # else the unit's run does it when it ends
+                            self.keep_writes(slot, perhaps)
+                finally:
+                    streamer.release_all([(slot, None) for _, slot in slots.values()])
 
     def close(self) -> None:
         for unit in self._streamer.units:
             _swap_out(unit)
             unit.depth = 0
+            for owner in unit.owners:
+                owner.sink = None
 
 
 def _swap_out(unit: Streamed) -> None:

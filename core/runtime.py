@@ -56,6 +56,7 @@ class Runtime:
         self._query = bind("EventQuery", pointer)
         self._synchronize = bind("EventSynchronize", pointer)
         self._last_error = bind("GetLastError")
+        self._device_pointer = bind("HostGetDevicePointer", ctypes.POINTER(pointer), pointer, flags)
         self._free: list[int] = []
 
     def event(self) -> Event:
@@ -67,6 +68,14 @@ class Runtime:
         if code:
             _failed(code, "EventCreate")
         return Event(handle.value or 0, self._free)
+
+    def device_pointer(self, address: int) -> int | None:
+        """Where the device addresses registered host memory; None where it does not."""
+        found = ctypes.c_void_p()
+        if self._device_pointer(ctypes.byref(found), address, 0):
+            self._last_error()
+            return None
+        return found.value
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """``nbytes`` between two addresses, on ``stream``."""
@@ -166,6 +175,19 @@ class RuntimeEngine(StreamEngine):
             self.synchronize(after)
             if not (self.landed(copied) and torch.equal(target.cpu(), source)):
                 raise RuntimeError("what a copy of the runtime brought is not what was sent")
+
+    def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
+        if not pinned:
+            return None
+        with self._on():
+            address = self._runtime.device_pointer(data.data_ptr())
+            if address is None:
+                return None
+            try:
+                found = self.at(address, data.numel(), data)
+            except RuntimeError:  # torch does not take it for memory of the device
+                return None
+        return found if found.device == self.device and found.data_ptr() == address else None
 
     def stream(self) -> int:
         return self._raw_stream(self.device.index)  # type: ignore[misc]

@@ -256,8 +256,8 @@ class Session(LaysOut):
                 if streamer.idle:  # during a pass slots stand in the tree, and nothing may move
                     if self._tree.changed():
                         self._adopt()
-                    elif streamer.runs.written:
-                        self._keep_written()
+                    elif streamer.runs.to_stay:
+                        self._let_stay()
                     elif self._meter.settled >= self._look_at:
                         self._look()
             return True

@@ -161,6 +161,10 @@ class SimulatedEngine(Watched):
         self._regions.append((address, address + nbytes))
         return host_memory_at(address, nbytes, owner)
 
+    def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
+        with self.unwatched(), torch.inference_mode(False):
+            return data.clone() if pinned else None
+
     def guard(self, data: torch.Tensor, name: str) -> None:
         """Operators that compute with these host bytes during a step raise."""
         self._guarded[data.data_ptr()] = (data.data_ptr(), data.data_ptr() + data.numel(), name)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
+import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,13 +34,15 @@ _VIEW_SETS = 64  # slot positions whose views a unit remembers
 class Owner:
     """What a streamed host tensor leads to: its entry, its unit, its streamer."""
 
-    __slots__ = ("streamer", "unit", "entry", "host", "tensor", "trainable", "landing")
+    __slots__ = ("streamer", "unit", "entry", "host", "tensor", "trainable", "landing", "sink", "sink_version")
 
     def __init__(self, streamer: Streamer, unit: Streamed, entry: Entry, host: torch.Tensor) -> None:
         self.streamer, self.unit, self.entry, self.host = streamer, unit, entry, host
         self.tensor = entry.tensor
         self.trainable = entry.trainable
         self.landing: list[torch.Tensor] = []  # pinned host buffers gradients land in
+        self.sink: torch.Tensor | None = None  # `Deliver`'s result: what differentiable runs use as the weight
+        self.sink_version = 0  # of it, when the host's bytes were last made the same
 
     keeps_writes = True  # whether what the model writes to the weight can be kept
 
@@ -61,24 +66,72 @@ class Owner:
     def set_data(self, new: torch.Tensor) -> None:
         """``parameter.data = new`` while streamed: the host bytes change, their place does not.
 
-        Raises UnsupportedError for another shape, dtype or device.
+        Raises UnsupportedError for another shape, dtype or device, and while a graph needs the old value.
         """
-        device = self.streamer.engine.device
-        if new.device.type != "cpu" and new.device == device:
-            # A submodule's .to moved it to where it computes already: it stays streamed. Or a value was made there (a
-            # merge): it goes where the weight lives.
-            if self.streamer.runs.computing() or (new.shape, new.dtype) != (self.host.shape, self.host.dtype):
-                return
-            new = new.cpu()
-        if new.shape != self.host.shape or new.dtype != self.host.dtype or new.device.type != "cpu":
+        streamer = self.streamer
+        device = streamer.engine.device
+        if new.device.type not in ("cpu", device.type) or (new.shape, new.dtype) != (self.host.shape, self.host.dtype):
             raise UnsupportedError(
                 f"{self.entry.name} is streamed as {self.host.dtype} {tuple(self.host.shape)}; it cannot become "
                 f"{new.dtype} {tuple(new.shape)} on {new.device} while attached: close the session first"
             )
+        if getattr(new, "_carom", None) is self or streamer.low <= _address(new) < streamer.high:
+            return  # a submodule's .to moved it to where it computes already: it stays streamed
+        self.refuse_in_graphs()
         self.unit.epoch += 1
-        if new.data_ptr() != self.host.data_ptr():
+        if _address(new) != _address(self.host):
             with torch.no_grad():
                 self.host.copy_(new)
+
+    def refuse_in_graphs(self) -> None:
+        """Raises UnsupportedError while an autograd graph still needs the value that is to be replaced."""
+        if self.unit.in_graphs:
+            raise UnsupportedError(
+                f"{self.entry.name}.data is replaced while a graph that was made before still needs the old value: call "
+                "backward() first, drop what keeps the graph, or run that forward under torch.no_grad()"
+            )
+
+
+class InGraphs:
+    """Whether autograd graphs are left that will ask for a unit: each of their handles keeps the token alive."""
+
+    __slots__ = ("_reference",)
+
+    def __init__(self) -> None:
+        self._reference: Callable[[], Any] = _nothing
+
+    def token(self) -> Any:
+        token = self._reference()
+        if token is None:
+            token = _Token()
+            self._reference = weakref.ref(token)
+        return token
+
+    def __bool__(self) -> bool:
+        return self._reference() is not None
+
+
+class _Token:
+    __slots__ = ("__weakref__",)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _references(owner: Any) -> tuple[int, int]:
+    """How many references there are to an owner's sink: Python's, and all of torch's."""
+    return sys.getrefcount(owner.sink), owner.sink._use_count()
+
+
+class _StandIn:
+    __slots__ = ("sink",)
+
+    def __init__(self) -> None:
+        self.sink = torch.zeros(1, requires_grad=True) * 1
+
+
+_ALONE = _references(_StandIn())  # of a sink that only its owner has
 
 
 @dataclass(eq=False)
@@ -92,6 +145,7 @@ class Views:
     addresses: list[int] = field(default_factory=list)  # of the tensors, when made
     saved: dict[tuple, torch.Tensor] = field(default_factory=dict)  # views that autograd asked for, by place
     around: Around | None = None  # wrappers made of the tensors, where any are a quantised weight's
+    kept_version: int = 0  # `version` when the host's bytes were last made the same
 
     @property
     def version(self) -> int:
@@ -101,6 +155,12 @@ class Views:
     def moved(self) -> bool:
         """Whether a tensor's data was replaced."""
         return list(map(_address, self.tensors)) != self.addresses
+
+    def written(self, owners: list[Owner]) -> bool:
+        """Whether the model has written to any of the tensors since the host's bytes were the same."""
+        if self.version != self.kept_version or self.moved():
+            return True
+        return any(owner.sink is not None and owner.sink._version != owner.sink_version for owner in owners)
 
     def view(self, place: tuple) -> torch.Tensor:
         """The view of a handle's place; the caller takes an alias of its own."""
@@ -155,7 +215,7 @@ class Streamed:
     trainable: bool = False
     sites: list[tuple[dict, str, int]] = field(default_factory=list)  # table, name, which owner
     standing: list[tuple[dict, str, Any, Any]] = field(default_factory=list)  # table, name, ours, the host's
-    entered: int = 0  # the slot's version when it was swapped in
+    in_graphs: InGraphs = field(default_factory=InGraphs)
     packed: list[Any] = field(
         default_factory=list
     )  # of a unit that may be packed: PackedTensor or None by owner
@@ -167,6 +227,16 @@ class Streamed:
     @property
     def name(self) -> str:
         return self.unit.name
+
+    def park_sinks(self) -> None:
+        """Let the weights that differentiable runs use point nowhere; one that somebody keeps stays as it is."""
+        for owner in self.owners:
+            if owner.sink is None:
+                continue
+            if any(map(operator.gt, _references(owner), _ALONE)):
+                owner.sink = None
+            elif owner.sink.numel():
+                owner.sink.data = owner.sink.new_empty(0)
 
     @property
     def host(self) -> torch.Tensor:
@@ -200,8 +270,9 @@ def make_views(unit: Streamed, base: torch.Tensor) -> Views:
             tensors.append(nn.Parameter(view, requires_grad=False) if is_parameter else view)
     del piece, view
     views = Views(
-        base, base.data, tensors, storage_uses(base), addresses=[tensor.data_ptr() for tensor in tensors]
-    )
+        base, base.data, tensors, storage_uses(base), addresses=[tensor.data_ptr() for tensor in tensors],
+        kept_version=base._version,
+    )  # fmt: skip
     if any(is_inner(owner.entry.name) for owner in unit.owners):
         views.around = Around(tensors)
     return views

@@ -8,7 +8,6 @@ the events of its last reads, wherever those were issued (backward and recomputa
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -19,11 +18,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import ops
 from .backward import Backward
 from .crossing import bring, prepare
-from .errors import BudgetError, CaromError
+from .errors import BudgetError, CaromError, UnsupportedError
+from .from_host import FromHost
 from .landing import Landings
 from .lookahead import LookAhead
 from .meter import Meter
 from .packed_here import PackedHere
+from .plan import round_up
 from .runs import Runs, hand_back
 from .schedule import Order
 from .slots import Region, Slot, SlotState, Tails
@@ -63,7 +64,8 @@ class Streamer:
         self._landings = Landings(engine)
         self.backward = Backward(self, self._landings)
         self.runs = Runs(self)
-        self._references = 0
+        self.from_host = FromHost(self)
+        self.fixed_bytes = 0  # device bytes of the plan beside the region
 
     def add(self, unit: Unit, index: int, block: Block) -> Streamed:
         """Take a unit whose bytes are in ``block``; its owners are added by the caller, before `start`."""
@@ -74,6 +76,7 @@ class Streamer:
     def start(self, arena: HostArena) -> None:
         """All units are known: make the region. Memory for gradients will come from ``arena``."""
         self._landings.start(arena)
+        self.from_host.start(arena)
         for unit in self.units:
             unit.sites = [
                 (site.table, site.name, which)
@@ -91,7 +94,6 @@ class Streamer:
             prepare(self.staging, self.units, self.engine)
         # Memory that other streams were still using when it was freed must not be copied into early.
         self.engine.synchronize()
-        self._references = sys.getrefcount(self.backward)
 
     def _reserve(self) -> torch.Tensor:
         return self.engine.allocate(self.region.nbytes)
@@ -166,6 +168,8 @@ class Streamer:
                 if slot.users == 0:
                     slot.state = SlotState.KEPT
                 self._waiting.slot_freed()
+            if slot.users == 0 and slot.unit.trainable:
+                slot.unit.park_sinks()
             if slot.users == 0 and slot.unit.slot is slot:
                 if slot.views.kept_elsewhere() and self._kept_by_others(slot):
                     slot.state = SlotState.HELD
@@ -237,7 +241,7 @@ class Streamer:
             freed = self._freed_soon(give_up)
             self._need_open(unit)  # the region went while this thread slept
             if not freed:
-                raise BudgetError(self._no_room(unit))
+                return self._beside(unit)
             if unit.slot is not None:  # another thread wanted the same unit
                 return unit.slot
             self.settle(unit)
@@ -247,6 +251,21 @@ class Streamer:
             return self.fill(unit, *place)
         finally:
             self.ahead.busy = False
+
+    def _beside(self, unit: Streamed) -> Slot:
+        """A slot for a unit that finds no room in the region. Raises BudgetError where there can be none."""
+        slot = self.from_host.slot(unit)
+        stuck = [other for other in self.region.slots if other.users or other.state is SlotState.HELD]
+        if slot is None:
+            needed = unit.nbytes + sum(other.nbytes for other in stuck)
+            least = self.fixed_bytes + round_up(needed, self.engine.grain)
+            raise BudgetError(self._no_room(unit, stuck, least), least)
+        held = [other.unit for other in stuck if other.state is SlotState.HELD]
+        for other in held or [unit]:
+            reason = "the model keeps it beyond its unit's run" if held else "used together with other units"
+            for owner in other.owners:
+                self.runs.to_stay.setdefault(owner.entry.name, reason)
+        return slot
 
     def _freed_soon(self, give_up: float) -> bool:
         """Wait for another thread's slot; False when none will be freed by waiting."""
@@ -303,12 +322,13 @@ class Streamer:
         """Ask for what is expected next, as far as that evicts nothing needed sooner."""
         self.ahead.look()
 
-    def _no_room(self, unit: Streamed) -> str:
-        stuck = [slot.unit.name for slot in self.region.slots if slot.users or slot.state is SlotState.HELD]
+    def _no_room(self, unit: Streamed, stuck: list[Slot], least: int) -> str:
+        names = ", ".join(repr(slot.unit.name) for slot in stuck)
         return (
             f"no slot for unit {unit.name!r} ({unit.nbytes} bytes): the region of {self.region.nbytes} bytes is taken "
-            f"by {', '.join(repr(name) for name in stuck)}, in use at the same time or kept by the model beyond "
-            "their run; raise vram, use a finer granularity, or enable gradient checkpointing"
+            f"by {names}, in use at the same time or kept by the model beyond their run, and {self.engine.name} cannot read "
+            f"host memory that is not pinned; raise vram to {least} bytes or ram, use a finer granularity, or enable "
+            "gradient checkpointing"
         )
 
     # -- uses that end
@@ -317,7 +337,10 @@ class Streamer:
         """End uses that are over: another unit's turn in this thread's backward, views dropped at last."""
         self.release_all(self.backward.settle(unit))
         if self.held:
-            for slot in [slot for slot in self.held if not self.views(slot).kept_elsewhere()]:
+            gone = [slot for slot in self.held if not self.views(slot).kept_elsewhere()]
+            for slot in self.held:
+                self.runs.keep_writes(slot)
+            for slot in gone:
                 self.held.remove(slot)
                 if slot.users == 0:
                     slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())
@@ -349,7 +372,7 @@ class Streamer:
     @property
     def unreferenced(self) -> bool:
         """Whether no autograd graph is left that would ask for today's units."""
-        return sys.getrefcount(self.backward) <= self._references
+        return not any(unit.in_graphs for unit in self.units)
 
     def true_values(self, state: dict[str, Any], names: dict[str, Owner]) -> None:
         """Replace slot views in a state dict (taken while units run) by the host tensors they stand for."""
@@ -369,16 +392,25 @@ class Streamer:
 
     # -- end
 
+    def _keep_last_writes(self) -> None:
+        """What the model wrote through views that it still keeps."""
+        for slot in self.held:
+            with contextlib.suppress(UnsupportedError):
+                self.runs.keep_writes(slot)
+
     def close(self) -> None:
         """Wait for the device and give the region up. Runs in progress keep their views alive."""
         with self.lock:
             self.engine.synchronize()
+            if not self.closed:
+                self._keep_last_writes()
             self.closed = True
             self._waiting.slot_freed()  # whoever waits for one is told that there will be none
             self.runs.close()
             self.backward.close()
             self._landings.close()
             self.packed_here.close()
+            self.from_host.close()
             for unit in self.units:
                 unit.slot = unit.decoder = None
                 unit.views.clear()

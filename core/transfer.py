@@ -53,6 +53,9 @@ class Engine(Protocol):
     def at(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
         """uint8 device memory that is not the allocator's; ``owner`` is kept alive with every tensor over it."""
 
+    def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
+        """The host bytes ``data`` (uint8) as a tensor that operators on the device can read; None where they cannot."""
+
     def copy_in(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
     ) -> tuple[Any, Any]:
@@ -113,6 +116,9 @@ class Unwatched:
     """A real device: nobody looks on."""
 
     unpacks = False
+
+    def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
+        return None
 
     def freed(self, memory: torch.Tensor, start: int, end: int) -> None:
         pass
