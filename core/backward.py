@@ -85,6 +85,10 @@ class Backward:
         """Slots that ``thread`` reads, and those it read that autograd has not let go of yet."""
         return (thread in self._reading) + sum(reading.thread == thread for reading in self._lingering)
 
+    def readings(self, slot: Slot) -> int:
+        """How many uses of ``slot`` are under way, or not yet known to be over."""
+        return sum(reading.slot is slot for reading in (*self._reading.values(), *self._lingering))
+
     # -- a pass
 
     def begins(self) -> None:

@@ -326,10 +326,7 @@ class Pooled(Streamer):
     def free_all(self) -> None:
         super().free_all()
         for slot in self._home_slots:
-            if slot.users:
-                slot.users = 0
-                slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())
-                slot.state = SlotState.KEPT
+            self._free(slot)
         self._unpin_idle()
 
     # -- end

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import ops
+from .deliver import Deliver
 from .errors import UnsupportedError
 from .from_host import NOWHERE
 from .slots import Slot
@@ -42,6 +43,7 @@ class Runs:
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
         self._under_way = 0  # units' runs
+        self._bounced = 0  # slots that operators outside their units' runs use
         self._roots = 0  # root forwards
         self._local = _Mine()
         self._hosts: set[int] = set()  # threads that see the host tensors: they may keep views for a moment
@@ -109,8 +111,10 @@ class Runs:
                 streamer.meter.forward_ends()
                 return
             streamer.meter.abandon()
-            if not self._under_way:
+            self._bounced, mine.bounced = self._bounced - mine.bounced, 0
+            if not self._under_way and not self._bounced:  # nor does another thread use any
                 for unit in streamer.units:
+                    unit.depth = 0
                     _swap_out(unit)
                 streamer.free_all()
 
@@ -207,7 +211,7 @@ class Runs:
         """``view`` as the result of the owner's `Deliver` node: the same tensor for all runs, wherever the slot is."""
         sink = owner.sink
         if sink is None:
-            sink = owner.sink = ops.Deliver.apply(owner.tensor, view)
+            sink = owner.sink = Deliver.apply(owner.tensor, view)
             owner.sink_version = sink._version
         elif sink.data_ptr() != view.data_ptr():
             sink.data = view
@@ -271,6 +275,7 @@ class Runs:
                     if id(owner.unit) not in slots:
                         slots[id(owner.unit)] = (owner.unit, streamer.acquire(owner.unit))
                         self._local.bounced += 1
+                        self._bounced += 1
                 for tensor, owner in zip(found, owners, strict=True):
                     unit, slot = slots[id(owner.unit)]
                     view = streamer.views(slot).tensors[unit.owners.index(owner)]
@@ -287,8 +292,9 @@ class Runs:
                 ops.pop_handles()
         finally:
             replaced, args, kwargs, view = {}, (), {}, None  # only the result may hold on to a slot
-            self._local.bounced -= len(slots)
             with streamer.lock:
+                self._local.bounced -= len(slots)
+                self._bounced -= len(slots)
                 try:
                     for unit, slot in slots.values():
                         if unit.depth == 0:  # else the unit's run does it when it ends

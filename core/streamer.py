@@ -299,8 +299,8 @@ class Streamer:
 
     def _evict(self, slot: Slot) -> None:
         self.ahead.changed()
+        self._tails.leave(slot)  # first: an interrupt between the two must not lose its events
         self.region.remove(slot)
-        self._tails.leave(slot)
         if slot.unit.slot is slot:
             slot.unit.slot = None
         self.engine.freed(self.memory, slot.offset, slot.end)
@@ -355,13 +355,18 @@ class Streamer:
                 self._evict(slot)
 
     def free_all(self) -> None:
-        """End every use: what was under way has been given up."""
+        """End the uses of forwards: what was under way has been given up. Backwards end theirs themselves."""
         self.ahead.changed()
         self.ahead.busy = False
         for slot in self.region.slots:
-            if slot.users:
-                slot.users = 0
-                slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())
+            self._free(slot)
+
+    def _free(self, slot: Slot) -> None:
+        users = self.backward.readings(slot)
+        if slot.users != users:
+            slot.users = users
+            slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())
+            if not users:
                 slot.state = SlotState.KEPT
 
     @property

@@ -138,15 +138,7 @@ def test_sampling_between_training_steps_is_exact(name, device):
 
 @on_some_devices
 @pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.smooth])
-def test_double_backward_is_exact(name, device, request):
-    if name == "inner checkpoint":
-        request.applymarker(
-            pytest.mark.xfail(
-                strict=True,
-                reason="known limit: a checkpoint inside a block keeps its slots through a double backward",
-            )
-        )
-
+def test_double_backward_is_exact(name, device):
     def run(model, case, where):
         seen = []
         for index in range(2):
