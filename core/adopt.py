@@ -75,6 +75,8 @@ class Adopts:
     def _adopt(self) -> None:
         """The tree changed: adapters and small tensors that came move to the device; weights are laid out anew."""
         with self._lock:
+            if self._tree.lent():
+                return
             self._follow_replaced()
             if self._laid_open is not None and self._laid_open.stale:
                 logger.info("carom: quantised weights came or were replaced; laying them out anew")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from .errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from .streamed import Streamed
 
 
 class Deliver(torch.autograd.Function):
@@ -31,6 +37,20 @@ class Deliver(torch.autograd.Function):
         else:
             owner.streamer.backward.deliver(owner, gradient)
         return None, None
+
+
+def refuse_data_parallel(units: Sequence[Streamed]) -> None:
+    """Raises UnsupportedError where DistributedDataParallel runs the module and trainable weights of it stream."""
+    distributed = sys.modules.get("torch.nn.parallel.distributed")
+    if distributed is None or distributed.DistributedDataParallel._active_ddp_module is None:
+        return
+    for unit in units:
+        if unit.trainable:
+            raise UnsupportedError(
+                f"DistributedDataParallel averages gradients as autograd accumulates them, and those of unit {unit.name!r} arrive "
+                "on the host at the end of a backward, because it streams: keep trainable parameters resident "
+                "(training='resident'), or average .grad yourself after backward()"
+            )
 
 
 REGISTER_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}

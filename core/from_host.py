@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from .slots import Slot
 from .store.arena import Block, HostArena, storage_bytes
 from .streamed import Streamed, Views, make_views
@@ -46,11 +48,12 @@ class FromHost:
         known = self._known.get(unit.index)
         if known is not None and known[0] == unit.version():
             return known[1]
-        block = self._block(unit)
-        base = self._streamer.engine.mapped(block.data, block.pinned)
-        if base is None:
-            return None
-        views = make_views(unit, base[: unit.nbytes])
+        with torch.inference_mode(False), torch.no_grad():
+            block = self._block(unit)
+            base = self._streamer.engine.mapped(block.data, block.pinned)
+            if base is None:
+                return None
+            views = make_views(unit, base[: unit.nbytes])
         self._known[unit.index] = unit.version(), views, block
         return views
 

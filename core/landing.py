@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .deliver import accumulate
+from .made_once import alone
 from .store.arena import Block, HostArena
-from .transfer import Engine
+from .transfer import Engine, storage_uses
 
 if TYPE_CHECKING:
     from .streamed import Owner
@@ -21,6 +22,22 @@ class _Flight:
     landing: torch.Tensor
     event: Any  # the copy is done
     task: int  # the backward pass it belongs to
+
+
+class Buffer:
+    """Host memory that gradients of one weight land in: ``tensor``, over the bytes of ``block``."""
+
+    def __init__(self, tensor: torch.Tensor, block: Block) -> None:
+        self._alone, self.block = [tensor], block
+        self._uses = storage_uses(tensor)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self._alone[0]
+
+    def kept_elsewhere(self) -> bool:
+        """Whether anybody else has the tensor, or another tensor of its memory."""
+        return not alone(self._alone) or storage_uses(self.tensor) != self._uses
 
 
 class Landed(list[_Flight]):
@@ -59,7 +76,8 @@ class Landings:
     def send(self, owner: Owner, gradient: torch.Tensor, task: int) -> None:
         """Start the copy of a gradient of pass ``task``; the host does not wait."""
         landing = self._free_buffer(owner)
-        event = self._engine.copy_out(landing, gradient.to(landing.dtype))
+        with torch.no_grad():
+            event = self._engine.copy_out(landing, gradient.detach().to(landing.dtype))
         self._flights.append(_Flight(owner, landing, event, task))
 
     def arrive(self, task: int) -> Landed:
@@ -74,24 +92,27 @@ class Landings:
         self._flights = [flight for flight in self._flights if flight.task != task]
 
     def _free_buffer(self, owner: Owner) -> torch.Tensor:
-        """A buffer that neither a pending copy nor ``.grad`` uses."""
+        """A buffer that no pending copy uses, and nobody else: neither ``.grad`` nor who kept an earlier one."""
         taken = {flight.landing.data_ptr() for flight in self._flights}
-        if owner.tensor.grad is not None:
-            taken.add(owner.tensor.grad.data_ptr())
-        for buffer in owner.landing:
-            if buffer.data_ptr() not in taken:
-                return buffer
+        for buffer in list(owner.landing):
+            if buffer.tensor.data_ptr() in taken:
+                continue
+            if not buffer.kept_elsewhere():
+                return buffer.tensor
+            if owner.tensor.grad is None or owner.tensor.grad.data_ptr() != buffer.tensor.data_ptr():
+                owner.landing.remove(buffer)  # somebody keeps an earlier gradient: the memory is theirs now
+                buffer.block.unpin()
         owner.landing.append(self._new_buffer(owner))
-        return owner.landing[-1]
+        return owner.landing[-1].tensor
 
-    def _new_buffer(self, owner: Owner) -> torch.Tensor:
+    def _new_buffer(self, owner: Owner) -> Buffer:
         """Pinned host memory laid out like the weight."""
         assert self._arena is not None
         block = self._arena.allocate(owner.entry.nbytes)
         self._arena.pin(block)
         self._blocks.append(block)
         with torch.inference_mode(False):
-            return block.data.view(owner.host.dtype).as_strided(owner.host.shape, owner.host.stride())
+            return Buffer(block.data.view(owner.host.dtype).as_strided(owner.host.shape, owner.host.stride()), block)
 
     def close(self) -> None:
         """Give up what is on its way and unpin; ``.grad`` keeps its memory."""

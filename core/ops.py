@@ -278,6 +278,14 @@ class _Bounced:
 
     __torch_function__: Any = ForOperators(_bounced)
 
+    def set_(self, *source: Any) -> Any:  # no operator that __torch_function__ sees; `parametrize` assigns by it
+        if len(source) == 1 and isinstance(source[0], torch.Tensor):
+            self._carom.set_data(source[0])
+            return self
+        raise UnsupportedError(
+            f"{self._carom.entry.name} is streamed; it cannot be given another storage while attached: close the session first"
+        )
+
 
 class HostParameter(_Bounced, nn.Parameter):
     """The class a streamed Parameter wears while attached; the object stays the same."""

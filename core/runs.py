@@ -212,6 +212,8 @@ class Runs:
         sink = owner.sink
         if sink is None:
             sink = owner.sink = Deliver.apply(owner.tensor, view)
+            sink._is_param = isinstance(owner.tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
+            owner.dress(sink)
             owner.sink_version = sink._version
         elif sink.data_ptr() != view.data_ptr():
             sink.data = view

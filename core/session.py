@@ -18,6 +18,7 @@ from .account import make_report
 from .adapt import OutOfMemory
 from .attach import wanted_residents
 from .checkpoint import Checkpoint
+from .deliver import refuse_data_parallel
 from .disk_streamer import DiskStreamer
 from .errors import BudgetError, CaromError
 from .host_copies import HostCopies
@@ -234,6 +235,8 @@ class Session(LaysOut):
                 return None, None
             self._note_recording()
             streamer = self._streamer
+            if torch.is_grad_enabled():
+                refuse_data_parallel(streamer.units)
             with streamer.lock:
                 if isinstance(streamer, DiskStreamer) and streamer.residents.waiting:
                     streamer.begins(compiling or decide.compiled(self.module))

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .codec.unit import UnitDecoder
+from .deliver import call_when_landed
 from .errors import UnsupportedError
 from .made_once import Around, alone
 from .slots import Slot
@@ -25,6 +26,7 @@ from .units import Entry, Unit
 from .wrapped import is_inner
 
 if TYPE_CHECKING:
+    from .landing import Buffer
     from .streamer import Streamer
 
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
@@ -34,13 +36,14 @@ _VIEW_SETS = 64  # slot positions whose views a unit remembers
 class Owner:
     """What a streamed host tensor leads to: its entry, its unit, its streamer."""
 
-    __slots__ = ("streamer", "unit", "entry", "host", "tensor", "trainable", "landing", "sink", "sink_version")
+    __slots__ = ("streamer", "unit", "entry", "host", "tensor", "trainable", "landing", "sink", "sink_version", "_no_swap")
 
     def __init__(self, streamer: Streamer, unit: Streamed, entry: Entry, host: torch.Tensor) -> None:
         self.streamer, self.unit, self.entry, self.host = streamer, unit, entry, host
         self.tensor = entry.tensor
         self.trainable = entry.trainable
-        self.landing: list[torch.Tensor] = []  # pinned host buffers gradients land in
+        self.landing: list[Buffer] = []  # pinned host memory that gradients land in
+        self._no_swap = weakref.ref(self.tensor)  # torch.utils.swap_tensors refuses what has weak references
         self.sink: torch.Tensor | None = None  # `Deliver`'s result: what differentiable runs use as the weight
         self.sink_version = 0  # of it, when the host's bytes were last made the same
 
@@ -58,9 +61,15 @@ class Owner:
         """The model has written ``value`` (on the CPU)."""
         self.host.copy_(value)
 
+    def dress(self, view: torch.Tensor) -> None:
+        """Give ``view``, which stands for the weight, the attributes that the model set on the weight."""
+        view.__dict__.update({name: value for name, value in self.tensor.__dict__.items() if name != "_carom"})
+
     def set_trainable(self, trainable: bool) -> None:
         """``requires_grad`` was set: from the next run on its gradients go to the host, or no longer do."""
         self.trainable = trainable
+        if trainable:
+            call_when_landed(self.tensor)
         self.unit.trainable = any(owner.trainable for owner in self.unit.owners)
 
     def set_data(self, new: torch.Tensor) -> None:
@@ -236,7 +245,7 @@ class Streamed:
             if any(map(operator.gt, _references(owner), _ALONE)):
                 owner.sink = None
             elif owner.sink.numel():
-                owner.sink.data = owner.sink.new_empty(0)
+                owner.sink.data = torch.empty(0, dtype=owner.sink.dtype, device=owner.sink.device)
 
     @property
     def host(self) -> torch.Tensor:
@@ -268,6 +277,7 @@ def make_views(unit: Streamed, base: torch.Tensor) -> Views:
             view = piece.as_strided(owner.host.shape, owner.host.stride(), piece.storage_offset())
             is_parameter = isinstance(owner.tensor, nn.Parameter)
             tensors.append(nn.Parameter(view, requires_grad=False) if is_parameter else view)
+            owner.dress(tensors[-1])
     del piece, view
     views = Views(
         base, base.data, tensors, storage_uses(base), addresses=[tensor.data_ptr() for tensor in tensors],

@@ -8,6 +8,7 @@ serves the CPU and accelerators without streams; the simulated device is in simu
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -307,8 +308,12 @@ _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def storage_uses(tensor: torch.Tensor) -> int | None:
-    """How many tensors share ``tensor``'s storage, None where torch cannot tell."""
-    return None if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
+    """References to ``tensor``'s storage, from tensors and from Python, None where torch cannot tell. To be compared with an
+    earlier count."""
+    if _use_count is None:
+        return None
+    storage = tensor.untyped_storage()
+    return _use_count(storage._cdata) + sys.getrefcount(storage)
 
 
 def _runtime_pinner() -> Pinner:

@@ -27,6 +27,14 @@ class Tree:
         """Whether any table's members are others than when the fingerprint was taken."""
         return list(map(len, self._members)) != self._sizes or self._now() != self._ids
 
+    def lent(self) -> bool:
+        """Whether something other than a parameter stands in a parameter's place for a while, as `torch.func.functional_call` does."""
+        return any(
+            value is not None and not isinstance(value, nn.Parameter)
+            for module in self._root.modules()
+            for value in module._parameters.values()
+        )
+
     def entries(self) -> list[Entry]:
         """The tree's tensors as they are now."""
         return collect(self._root)
