@@ -19,7 +19,7 @@ from torch import nn
 from .errors import BudgetError
 from .packing import EXPECTED, packs
 from .plan import SMALL_UNIT, Plan, UnitSize, Wish, plan_residency, resident_cost, round_up
-from .sizes import MIB
+from .sizes import MIB, format_size
 from .slots import ALIGN
 from .units import Carving, Unit, carve
 
@@ -56,25 +56,44 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
     """
     limits = _limits(module, settings)
     error: BudgetError | None = None
-    for limit in limits:
-        carving = cut(module, settings, limit)
-        try:
-            plan = with_staging(
-                carving,
-                settings,
-                grain,
-                functools.partial(by_rule, problem(carving, settings, grain), carving, settings, grain),
-            )
-        except BudgetError as reason:
-            error = reason
-            continue
-        # One slot overlaps nothing: prefer finer units while there are any, also to those that find no room to cross packed.
-        crosses = plan.staging_bytes > 0 or limit is not None or compiled(module)
-        if (plan.slots >= 2 and crosses) or plan.all_resident or limit == limits[-1]:
+    # Trainable weights stay where they fit, and stream where they do not.
+    for training in ("resident", "stream") if settings.training is None else (settings.training,):
+        for limit in limits:
+            carving = cut(module, replace(settings, training=training), limit)
+            adapters = sum(entry.nbytes for entry in carving.adapters) if settings.training is None else 0
+            try:
+                plan = with_staging(
+                    carving,
+                    settings,
+                    grain,
+                    functools.partial(by_rule, problem(carving, settings, grain), carving, settings, grain),
+                )
+                if adapters > settings.vram:
+                    raise _adapters_too_large(adapters, settings.vram)
+            except BudgetError as reason:
+                if adapters > (reason.least_bytes or 0):
+                    reason = _adapters_too_large(adapters, settings.vram)
+                if error is None or (reason.least_bytes or 0) < (error.least_bytes or 0):
+                    error = reason
+                continue
+            # One slot overlaps nothing: prefer finer units while there are any, also to those that find no room to cross packed.
+            crosses = plan.staging_bytes > 0 or limit is not None or compiled(module)
+            if (plan.slots >= 2 and crosses) or plan.all_resident or limit == limits[-1]:
+                return carving, plan
+        if error is None:
             return carving, plan
-    if error is None:
-        return carving, plan
+        if not carving.adapters:
+            break
     raise error
+
+
+def _adapters_too_large(nbytes: int, vram: int) -> BudgetError:
+    """Trainable weights that are to stay resident alone exceed the budget."""
+    return BudgetError(
+        f"vram={format_size(vram)} is too small: trainable weights of {format_size(nbytes)} stay resident; the least budget "
+        f"that works is {nbytes} bytes",
+        nbytes,
+    )
 
 
 def _limits(module: nn.Module, settings: Settings) -> list[int | None]:

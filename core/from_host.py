@@ -27,7 +27,9 @@ class FromHost:
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
         self._arena: HostArena | None = None
-        self._known: dict[int, tuple[int, Views, Block]] = {}  # unit -> its version, views of its bytes, the bytes
+        self._known: dict[
+            int, tuple[int, Views, Block]
+        ] = {}  # unit -> its version, views of its bytes, the bytes
 
     def start(self, arena: HostArena) -> None:
         """Memory for units whose plain bytes are not on the host (packed ones, and those of files) comes from ``arena``."""

@@ -53,7 +53,9 @@ class Landed(list[_Flight]):
                 sums[id(flight.owner)] = flight.owner, flight.landing
         for owner, gradient in sums.values():
             runs = owner.streamer.runs
-            runs.hosting(True)  # within a backward, but it is the host's values that an optimizer in a hook steps
+            runs.hosting(
+                True
+            )  # within a backward, but it is the host's values that an optimizer in a hook steps
             try:
                 accumulate(owner.tensor, gradient)
             finally:
@@ -112,7 +114,9 @@ class Landings:
         self._arena.pin(block)
         self._blocks.append(block)
         with torch.inference_mode(False):
-            return Buffer(block.data.view(owner.host.dtype).as_strided(owner.host.shape, owner.host.stride()), block)
+            return Buffer(
+                block.data.view(owner.host.dtype).as_strided(owner.host.shape, owner.host.stride()), block
+            )
 
     def close(self) -> None:
         """Give up what is on its way and unpin; ``.grad`` keeps its memory."""

@@ -134,7 +134,13 @@ _ATTRIBUTES = {
     "register_post_accumulate_grad_hook", "__deepcopy__", "__reduce_ex__", "get_device", "is_inference",
     "is_set_to", "has_names", "is_same_size", "_is_view", "is_shared", "share_memory_", "zero_grad", "is_conj", "is_neg",
 }  # fmt: skip
-_GIVE_MEMORY = {"untyped_storage", "storage", "numpy", "__array__", "__dlpack__"}  # somebody may write to it unseen
+_GIVE_MEMORY = {
+    "untyped_storage",
+    "storage",
+    "numpy",
+    "__array__",
+    "__dlpack__",
+}  # somebody may write to it unseen
 _INPLACE = {"__setitem__", *(f"__i{name}__" for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
 ))}  # fmt: skip
@@ -278,7 +284,9 @@ class _Bounced:
 
     __torch_function__: Any = ForOperators(_bounced)
 
-    def set_(self, *source: Any) -> Any:  # no operator that __torch_function__ sees; `parametrize` assigns by it
+    def set_(
+        self, *source: Any
+    ) -> Any:  # no operator that __torch_function__ sees; `parametrize` assigns by it
         if len(source) == 1 and isinstance(source[0], torch.Tensor):
             self._carom.set_data(source[0])
             return self

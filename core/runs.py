@@ -33,7 +33,9 @@ class _Mine(threading.local):
         self.runs = 0  # of units and roots
         self.entered: list[tuple[Streamed, Slot]] = []  # units' runs in progress
         self.bounced = 0  # slots of operators in progress
-        self.roots: list[tuple[int, int]] = []  # root forwards in progress: what ``entered`` and ``runs`` were before
+        self.roots: list[
+            tuple[int, int]
+        ] = []  # root forwards in progress: what ``entered`` and ``runs`` were before
         self.hosting = False
 
 
@@ -47,7 +49,9 @@ class Runs:
         self._roots = 0  # root forwards
         self._local = _Mine()
         self._hosts: set[int] = set()  # threads that see the host tensors: they may keep views for a moment
-        self.to_stay: dict[str, str] = {}  # weights that better stay resident from the next layout on, and why
+        self.to_stay: dict[
+            str, str
+        ] = {}  # weights that better stay resident from the next layout on, and why
 
     @property
     def active(self) -> bool:
@@ -226,7 +230,9 @@ class Runs:
         version (under a dispatch mode ``_foreach`` operators do not). Raises UnsupportedError for weights that stream from a file.
         """
         unit, views = slot.unit, slot.views
-        if views is None or not (views.written(unit.owners) or (perhaps and all(o.keeps_writes for o in unit.owners))):
+        if views is None or not (
+            views.written(unit.owners) or (perhaps and all(o.keeps_writes for o in unit.owners))
+        ):
             return
         views.kept_version = views.version
         if not all(owner.keeps_writes for owner in unit.owners):

@@ -36,7 +36,18 @@ _VIEW_SETS = 64  # slot positions whose views a unit remembers
 class Owner:
     """What a streamed host tensor leads to: its entry, its unit, its streamer."""
 
-    __slots__ = ("streamer", "unit", "entry", "host", "tensor", "trainable", "landing", "sink", "sink_version", "_no_swap")
+    __slots__ = (
+        "streamer",
+        "unit",
+        "entry",
+        "host",
+        "tensor",
+        "trainable",
+        "landing",
+        "sink",
+        "sink_version",
+        "_no_swap",
+    )
 
     def __init__(self, streamer: Streamer, unit: Streamed, entry: Entry, host: torch.Tensor) -> None:
         self.streamer, self.unit, self.entry, self.host = streamer, unit, entry, host
@@ -44,7 +55,9 @@ class Owner:
         self.trainable = entry.trainable
         self.landing: list[Buffer] = []  # pinned host memory that gradients land in
         self._no_swap = weakref.ref(self.tensor)  # torch.utils.swap_tensors refuses what has weak references
-        self.sink: torch.Tensor | None = None  # `Deliver`'s result: what differentiable runs use as the weight
+        self.sink: torch.Tensor | None = (
+            None  # `Deliver`'s result: what differentiable runs use as the weight
+        )
         self.sink_version = 0  # of it, when the host's bytes were last made the same
 
     keeps_writes = True  # whether what the model writes to the weight can be kept
@@ -63,7 +76,9 @@ class Owner:
 
     def dress(self, view: torch.Tensor) -> None:
         """Give ``view``, which stands for the weight, the attributes that the model set on the weight."""
-        view.__dict__.update({name: value for name, value in self.tensor.__dict__.items() if name != "_carom"})
+        view.__dict__.update(
+            {name: value for name, value in self.tensor.__dict__.items() if name != "_carom"}
+        )
 
     def set_trainable(self, trainable: bool) -> None:
         """``requires_grad`` was set: from the next run on its gradients go to the host, or no longer do."""
@@ -79,7 +94,10 @@ class Owner:
         """
         streamer = self.streamer
         device = streamer.engine.device
-        if new.device.type not in ("cpu", device.type) or (new.shape, new.dtype) != (self.host.shape, self.host.dtype):
+        if new.device.type not in ("cpu", device.type) or (new.shape, new.dtype) != (
+            self.host.shape,
+            self.host.dtype,
+        ):
             raise UnsupportedError(
                 f"{self.entry.name} is streamed as {self.host.dtype} {tuple(self.host.shape)}; it cannot become "
                 f"{new.dtype} {tuple(new.shape)} on {new.device} while attached: close the session first"

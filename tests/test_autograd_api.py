@@ -160,7 +160,9 @@ def test_hooks_of_parameters_run_once_a_backward_with_the_gradient(device):
         model[2].weight.register_post_accumulate_grad_hook(lambda p: seen.append(("post", p.grad.clone())))
         session = attach(model, device) if around else None
         model[3].weight.register_hook(lambda g: seen.append(("while", g.clone())))
-        kept = model[4].weight.register_post_accumulate_grad_hook(lambda p: seen.append(("there", p.grad.clone())))
+        kept = model[4].weight.register_post_accumulate_grad_hook(
+            lambda p: seen.append(("there", p.grad.clone()))
+        )
         for step in range(3):
             model(X).square().sum().backward()
             if step == 0:
