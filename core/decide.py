@@ -84,6 +84,7 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
             return carving, plan
         if not carving.adapters:
             break
+    assert error is not None
     raise error
 
 

@@ -241,7 +241,7 @@ class Streamer:
             freed = self._freed_soon(give_up)
             self._need_open(unit)  # the region went while this thread slept
             if not freed:
-                return self._beside(unit)
+                return self._outside_region(unit)
             if unit.slot is not None:  # another thread wanted the same unit
                 return unit.slot
             self.settle(unit)
@@ -252,7 +252,7 @@ class Streamer:
         finally:
             self.ahead.busy = False
 
-    def _beside(self, unit: Streamed) -> Slot:
+    def _outside_region(self, unit: Streamed) -> Slot:
         """A slot for a unit that finds no room in the region. Raises BudgetError where there can be none."""
         slot = self.from_host.slot(unit)
         stuck = [other for other in self.region.slots if other.users or other.state is SlotState.HELD]
