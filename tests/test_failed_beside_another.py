@@ -20,10 +20,11 @@ class Waits(nn.Linear):
     go_on: threading.Event | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight, self.bias
         if self.entered is not None and threading.current_thread() is not threading.main_thread():
             self.entered.set()
             assert self.go_on is not None and self.go_on.wait(20)
-        return super().forward(x)
+        return nn.functional.linear(x, weight, bias)
 
 
 class Model(nn.Module):
