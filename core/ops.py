@@ -209,10 +209,11 @@ def _bounced(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: An
 
 def _plain_outside(func: Callable, args: tuple, kwargs: dict, name: str, found: list) -> Any:
     """``func`` on host tensors. Where it gives their memory away, what is kept of them is no longer trusted."""
-    result = plain(func, args, kwargs)
-    for tensor in found:
-        if name in _GIVE_MEMORY or (isinstance(result, torch.Tensor) and _shares(result, tensor._carom.host)):
-            tensor._carom.unit.epoch += 1
+    owners = [owner for tensor in found if (owner := getattr(tensor, "_carom", None)) is not None]
+    result = plain(func, args, kwargs)  # another thread may close the session meanwhile
+    for owner in owners:
+        if name in _GIVE_MEMORY or (isinstance(result, torch.Tensor) and _shares(result, owner.host)):
+            owner.unit.epoch += 1
     return result
 
 
