@@ -141,7 +141,7 @@ class StreamEngine(Unwatched):
             self._out = self._api.Stream(device=device)
             self._decode = self._api.Stream(device=device, priority=-1)
         self.unpacks = device.type == "cuda" and triton_works()
-        self.pinner = _runtime_pinner() if device.type == "cuda" else None
+        self.pinner = runtime_pinner(device) if device.type == "cuda" else None
         self._countable = device.type == "cuda"
         self._set_stream = getattr(self._api, "set_stream", None)
         # The current stream by its handle: a tenth of the price of asking for the object each time.
@@ -305,16 +305,22 @@ def storage_uses(tensor: torch.Tensor) -> int | None:
     return None if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
 
 
-def _runtime_pinner() -> Pinner:
-    """Registers memory with the CUDA or HIP runtime that torch loaded (the same names on both)."""
+def runtime_pinner(device: torch.device) -> Pinner:
+    """Registers memory with the CUDA or HIP runtime that torch loaded (the same names on both), for work on ``device``."""
+    from .runtime import forget_error
+
     runtime: Any = torch.cuda.cudart()
 
     def register(address: int, size: int) -> str | None:
         code = int(runtime.cudaHostRegister(address, size, 0))
-        return None if code == 0 else f"cudaHostRegister of {size} bytes failed with error {code}"
+        if code == 0:
+            return None
+        forget_error(device)
+        return f"cudaHostRegister of {size} bytes failed with error {code}"
 
     def unregister(address: int) -> None:
-        runtime.cudaHostUnregister(address)
+        if int(runtime.cudaHostUnregister(address)):
+            forget_error(device)
 
     return Pinner(register, unregister)
 
