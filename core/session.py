@@ -98,7 +98,7 @@ class Session(LaysOut):
         self._vram, self._spill = settings.within_dedicated(
             settings.vram_budget(vram, self._engine, waiting=waiting), self._engine, waiting
         )
-        self._ram = settings.ram_budget(ram, self._on_device(), waiting)
+        self._ram = self._ram_budget(ram, waiting)
         self._lock = threading.RLock()
         self._closed = True  # until attached
         self._parked = False
@@ -182,12 +182,13 @@ class Session(LaysOut):
         budget = settings.vram_budget(vram, self._engine, waiting=waiting)
         self._vram, self._spill = settings.within_dedicated(budget, self._engine, waiting)
 
-    def _on_device(self) -> int:
-        """What weights on the device take of host memory."""
+    def _ram_budget(self, ram: int | str, waiting: int, held: int = 0) -> int:
+        """Beside what weights take of the same memory on a device that shares it, less what they ``held`` there already."""
         if not self._engine.shares_host:
-            return 0
+            return settings.ram_budget(ram)
         tensors = (*self.module.parameters(), *self.module.buffers())
-        return min(self._vram, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+        on_device = min(self._vram, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+        return settings.ram_budget(ram, max(0, on_device - held), waiting)
 
     def close(self, *, discard: bool = False) -> None:
         """Give the module back as it was: objects, classes, devices; values as they are now. Idempotent.
@@ -297,9 +298,7 @@ class Session(LaysOut):
                 self._among = self._residents() if fell else None
                 self._kept = None
             if ram is not None:
-                self._ram = settings.ram_budget(
-                    ram, max(0, self._on_device() - self._held_bytes()), self._waiting_bytes()
-                )
+                self._ram = self._ram_budget(ram, self._waiting_bytes(), self._held_bytes())
             try:
                 carving, plan = self._decide()
                 if self._checkpoint is not None:
