@@ -15,10 +15,10 @@ from collections.abc import Hashable
 
 import torch
 
-from . import decide, stepping
+from . import decide, settings, stepping
 from .again import Before, sizes
 from .attach import Placement
-from .auto import Governor, Memory
+from .auto import Governor, Memory, wherever
 from .errors import BudgetError
 from .follow_ram import FollowsRam
 from .plan import Plan, resident_cost
@@ -103,7 +103,18 @@ class Adapts(Together, Tunes, FollowsRam):
         if device is not None and pooled is not None and not isinstance(self._engine, SimulatedEngine):
             # A VBAR's pages are not the allocator's, and so not among what this process has.
             device = dataclasses.replace(device, total=device.total + pooled.held_bytes)
+        if device is not None and self._engine.shares_host and self._checkpoint is None:
+            device = wherever(device, self._waiting_bytes())
         return device if self._shared is None else self._shared.memory(device, self)
+
+    def _waiting_bytes(self) -> int:
+        """Host memory of streamed weights that a device which shares it could have instead; of a file's, none."""
+        if not self._engine.shares_host or self._checkpoint is not None:
+            return 0
+        placement = self.__dict__.get("_placement")
+        return (
+            settings.waiting_bytes(self.module) if placement is None or self._parked else placement.wire_bytes
+        )
 
     def _note_recording(self) -> None:
         """A pass begins, and what failed before it was looked at: unless that could not be answered yet, it is forgotten."""

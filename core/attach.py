@@ -94,6 +94,7 @@ class Placement:
             and self._holds(copy)
             and not any(here)
             and (copy.block.pinned or not self._arena.pins)
+            and not self._engine.shares_host  # there the weight would lie in one memory twice
         )
         self._together(unit.entries)
         if copy is None or self._copies is None:

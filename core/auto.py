@@ -10,11 +10,15 @@ What is left free (the headroom) is for what has not been seen yet: other progra
 allocator cannot use because it lies in pieces. Once nothing has moved for a while (`CALM`), less of it is enough; the
 first sign that it is not (free memory below half of it, an allocation that failed or had to be tried twice) brings the
 first headroom back.
+
+An integrated device computes in the host's memory: one budget for both, of which the device's weights come first, because
+what is there need not be copied. A loaded module's weights lie in that memory wherever they wait: what streams of them can
+move to the device, and nothing is free because one moves back.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .sizes import GIB, MIB
 
@@ -27,6 +31,10 @@ CAREFUL = 1.5  # times as many where the session trains: a step that fails there
 SETTLED_WORTH = 0.005  # of the device: the one rise of a settled session is worth a new layout from here on
 QUIET, MOST_QUIET = 3, 1 << 10  # readings before a rise; doubled by every fall
 GIVEN_UP = 0.25  # of what is held, when a pass without gradients ran out of memory
+APART = (
+    9 / 8
+)  # of the system's memory: an integrated device with more has a part that the system does not see
+HOSTS_LEAST = 8  # the part of a shared budget that is the host's at least: files are read through it
 
 
 @dataclass(frozen=True)
@@ -159,6 +167,29 @@ class Governor:
         self.gave()
         target = max(least, target)
         return target if target < held else None
+
+
+# -- devices that compute in the host's memory
+
+
+def shares_host(total: int, host_total: int) -> bool:
+    """Whether an integrated device of ``total`` bytes computes in the memory of a host that has ``host_total``.
+
+    Integrated NVIDIA devices have the host's total. For an AMD APU the firmware may set a part aside, which the system does
+    not count as its own: where the device has clearly more than the system, it is that part, and the two are apart.
+    """
+    return total <= APART * host_total
+
+
+def beside(whole: int, on_device: int) -> int:
+    """Of ``whole`` bytes for weights in a shared memory, those for the host beside ``on_device`` for the device."""
+    return max(whole // HOSTS_LEAST, whole - on_device)
+
+
+def wherever(memory: Memory, waiting: int) -> Memory:
+    """``memory``, shared, as a session of a loaded module reads it, of whose weights ``waiting`` bytes are on the host: it can
+    have them on the device instead, and would free nothing by giving way."""
+    return replace(memory, free=max(memory.free + waiting, Governor.headroom(memory)))
 
 
 class Regrowth:

@@ -247,29 +247,39 @@ class DiskStreamer(Streamer):
     # -- bytes
 
     def _bring(self, unit: Streamed, target: torch.Tensor, after: list[Any]) -> Any:
-        """The unit's pieces, each as soon as it is there, unpacked where they are packed; the event that ends it."""
-        decoder, engine = unit.decoder, self.engine
+        """The unit's pieces, each as soon as it is there, unpacked where they are packed, and values that were written from
+        where they are kept: each byte crosses once. The event that ends it."""
+        engine, meter, backward = self.engine, self.meter, ops.in_backward()
+        wire = self._disk.wires[unit.index]
+        written = [which for which, owner in enumerate(_owners(unit)) if owner.stand.changed is not None]
+        spans, decoder = wire.without(frozenset(written)) if written else (None, unit.decoder)
         if decoder is None:
-            event, _ = self._copy_pieces(unit, target, after)
+            event, _ = self._copy_pieces(unit, target, after, spans)
         else:
             assert self.staging is not None
-            wire = self._disk.wires[unit.index]
             staged, free = self.staging.take(wire.nbytes)
-            copied, found = self._copy_pieces(unit, staged, free)
+            copied, found = self._copy_pieces(unit, staged, free, spans)
             self.staging.given(copied)
             self._judge(unit, found)
-            event, times = engine.decode(decoder, staged, target, (copied, *after), self.meter.timing)
+            event, times = engine.decode(decoder, staged, target, (copied, *after), meter.timing)
             self.staging.given(event)
-            self.meter.decoded(times)
+            meter.decoded(times)
             after = [event]
-        for owner in _owners(unit):
-            if owner.stand.changed is not None:
-                start, end = owner.entry.offset, owner.entry.offset + owner.entry.nbytes
-                event, _ = engine.copy_in(target[start:end], storage_bytes(owner.stand.changed), after, False)
+        for owner in map(_owners(unit).__getitem__, written):
+            value = owner.stand.changed
+            assert value is not None
+            start, end = owner.entry.offset, owner.entry.offset + owner.entry.nbytes
+            event, marks = engine.copy_in(target[start:end], storage_bytes(value), after, meter.timing)
+            self._count(unit, marks, end - start, backward)
+        # One transfer, in however many copies.
+        meter.copied(unit.name, None, 0, unit.unit.raw_bytes, backward)
         return event
 
-    def _copy_pieces(self, unit: Streamed, to: torch.Tensor, after: list[Any]) -> tuple[Any, list[Sums]]:
-        """Copy the unit's bytes as they wait to ``to`` on the device: the last copy's event, and what was found of them."""
+    def _copy_pieces(
+        self, unit: Streamed, to: torch.Tensor, after: list[Any], spans: list[tuple[int, int]] | None
+    ) -> tuple[Any, list[Sums]]:
+        """Copy the unit's bytes as they wait to ``to`` on the device, all of them or those in ``spans``: the last copy's event,
+        and what was found of them."""
         cache, engine, meter, backward = self.cache, self.engine, self.meter, ops.in_backward()
         assert cache is not None
         event: Any = None
@@ -281,18 +291,23 @@ class DiskStreamer(Streamer):
             source = cache.need(piece)
             if before is not None:
                 meter.waited(before, engine.mark(), unit.name, backward)
+            copied = None
             try:
                 found.append(cache.found(piece))
-                # No name for the slice: a traceback would keep it, and with it the slot.
-                event, marks = engine.copy_in(
-                    to[piece.start : piece.start + piece.nbytes], source, after, meter.timing
-                )
+                for start, end in ((0, piece.nbytes),) if spans is None else piece.within(spans):
+                    # No name for the slice: a traceback would keep it, and with it the slot.
+                    copied, marks = engine.copy_in(
+                        to[piece.start + start : piece.start + end], source[start:end], after, meter.timing
+                    )
+                    self._count(unit, marks, end - start, backward)
+                    event, after = copied, []
             except BaseException:
-                cache.forget(piece)
+                if copied is None:
+                    cache.forget(piece)
+                else:  # a part of it is on its way
+                    cache.used(piece, copied)
                 raise
-            cache.used(piece, event)
-            self._count(unit, marks, piece.nbytes, backward, piece.number == 0)
-            after = []
+            cache.used(piece, copied)
         return event, found
 
     def _judge(self, unit: Streamed, found: Sequence[Sums]) -> None:
@@ -317,11 +332,11 @@ class DiskStreamer(Streamer):
             return False
         return found is not None
 
-    def _count(self, unit: Streamed, marks: Any, nbytes: int, backward: bool, first: bool) -> None:
+    def _count(self, unit: Streamed, marks: Any, nbytes: int, backward: bool) -> None:
+        """A part of the unit crosses."""
         if self.engine.blocking and marks is not None:
             self.meter.waited(marks[0], marks[1], unit.name, backward)
-        raw = unit.unit.raw_bytes if first else 0
-        self.meter.copied(unit.name, marks, nbytes, raw, backward, int(first))
+        self.meter.copied(unit.name, marks, nbytes, 0, backward, 0)
 
     # -- looking ahead
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from .codec.lossless_format import HEADER_BYTES, Header, parse_header
 from .codec.registry import LosslessCodec
 from .codec.registry import codec_of as codec_named
 from .codec.unit import Entry as WireEntry
-from .codec.unit import UnitDecoder
+from .codec.unit import RawEntry, UnitDecoder
 from .errors import CaromError
 from .packed_tensors import Laid, lay_headers
 from .store.blob_check import Blob
@@ -48,6 +48,39 @@ class Wire:
     placed: tuple[Placed, ...]
     blobs: tuple[Blob, ...] = ()
     decoder: UnitDecoder | None = None
+
+    _without: dict[frozenset[int], tuple[list[tuple[int, int]], UnitDecoder | None]] = field(
+        default_factory=dict
+    )
+
+    def without(self, tensors: frozenset[int]) -> tuple[list[tuple[int, int]], UnitDecoder | None]:
+        """Where the bytes of all but ``tensors`` (places in ``placed``) lie, with the padding behind them, and what unpacks
+        those: None where nothing is left, or nothing is packed."""
+        if tensors not in self._without:
+            self._without.clear()
+            spans = self._spans(tensors)
+            gone = {self.placed[index].at for index in tensors}
+            # Raw bytes that did not cross may be decoded all the same: their tensors are copied to the slot afterwards.
+            left = [
+                entry
+                for entry in (self.decoder.entries if self.decoder is not None and spans else ())
+                if isinstance(entry, RawEntry) or entry.wire_at not in gone
+            ]
+            self._without[tensors] = spans, UnitDecoder(left) if left else None
+        return self._without[tensors]
+
+    def _spans(self, without: frozenset[int]) -> list[tuple[int, int]]:
+        order = sorted(range(len(self.placed)), key=lambda index: self.placed[index].at)
+        ends = [*(self.placed[index].at for index in order[1:]), self.nbytes]
+        spans: list[tuple[int, int]] = []
+        for index, end in zip(order, ends, strict=True):
+            start = self.placed[index].at
+            if index in without or start == end:
+                continue
+            if spans and spans[-1][1] == start:
+                start = spans.pop()[0]
+            spans.append((start, end))
+        return spans
 
 
 def plain_wire(unit: Unit, stand_of: Callable[[torch.Tensor], Stand | None]) -> Wire:

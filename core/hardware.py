@@ -288,9 +288,11 @@ def _pin_rates(torch, size: int) -> tuple[float, float | None]:
     start = time.perf_counter()
     failed = int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
     registered = time.perf_counter() - start
-    if failed:
+    if failed or int(runtime.cudaHostUnregister(buffer.data_ptr())):
+        from .runtime import forget_error
+
+        forget_error(torch.device("cuda", torch.cuda.current_device()))
         return size / took, None
-    runtime.cudaHostUnregister(buffer.data_ptr())
     return size / took, size / registered
 
 

@@ -24,6 +24,7 @@ class PlainEngine(Unwatched):
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.name = device, str(device)
+        self.shares_host = device.type == "mps"
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):

@@ -7,6 +7,7 @@ interpreter's lock meanwhile. Where it cannot be found, or does not answer as it
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import sys
@@ -23,6 +24,25 @@ _DISABLE_TIMING = 2
 _DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
 _NOT_READY = 600
 _PROOF = 4096  # bytes
+
+
+class Handles(list[int]):
+    """Handles of events that nobody has any more: used again, and destroyed with this list.
+
+    Not while the interpreter exits: the driver gives back everything then, and its library may be unloaded already.
+    """
+
+    def __init__(self, destroy: Callable[[int], object]) -> None:
+        super().__init__()
+        self._destroy, self._exiting = destroy, sys.is_finalizing
+
+    def __del__(self) -> None:
+        if self._exiting():
+            return
+        # Events that die in the same cycle may be finalized later than this list.
+        self.append = self._destroy  # type: ignore[method-assign,assignment]
+        while self:
+            self._destroy(self.pop())
 
 
 class Event:
@@ -57,16 +77,22 @@ class Runtime:
         self._synchronize = bind("EventSynchronize", pointer)
         self._last_error = bind("GetLastError")
         self._device_pointer = bind("HostGetDevicePointer", ctypes.POINTER(pointer), pointer, flags)
-        self._free: list[int] = []
+        destroy, forget = bind("EventDestroy", pointer), self._last_error
+        # Events keep the list and not the runtime, so the list goes with the last of them.
+        self._free = Handles(lambda handle: destroy(handle) and forget())
 
     def event(self) -> Event:
         """An event without timing, of the current device."""
-        if self._free:
+        try:  # not `if self._free`: another thread may take the last one meanwhile
             return Event(self._free.pop(), self._free)
+        except IndexError:
+            return self._new_event()
+
+    def _new_event(self) -> Event:
         handle = ctypes.c_void_p()
         code = self._create(ctypes.byref(handle), _DISABLE_TIMING)
         if code:
-            _failed(code, "EventCreate")
+            self._failed(code, "EventCreate")
         return Event(handle.value or 0, self._free)
 
     def device_pointer(self, address: int) -> int | None:
@@ -81,37 +107,41 @@ class Runtime:
         """``nbytes`` between two addresses, on ``stream``."""
         code = self._copy(target, source, nbytes, _DEFAULT, stream)
         if code:
-            _failed(code, "MemcpyAsync")
+            self._failed(code, "MemcpyAsync")
 
     def record(self, event: Event, stream: int) -> None:
         code = self._record(event.handle, stream)
         if code:
-            _failed(code, "EventRecord")
+            self._failed(code, "EventRecord")
 
     def wait(self, stream: int, event: Event) -> None:
         code = self._wait(stream, event.handle, 0)
         if code:
-            _failed(code, "StreamWaitEvent")
+            self._failed(code, "StreamWaitEvent")
 
     def reached(self, event: Event) -> bool:
         code = self._query(event.handle)
         if code == _NOT_READY:
-            self._last_error()  # or torch finds it, and takes it for its own
+            self.forget_error()
             return False
         if code:
-            _failed(code, "EventQuery")
+            self._failed(code, "EventQuery")
         return True
 
     def synchronize(self, event: Event) -> None:
         code = self._synchronize(event.handle)
         if code:
-            _failed(code, "EventSynchronize")
+            self._failed(code, "EventSynchronize")
 
+    def forget_error(self) -> None:
+        """Clear the error that the last failed call left on this thread: torch would raise it from its next launch."""
+        self._last_error()
 
-def _failed(code: int, name: str) -> NoReturn:
-    raise RuntimeError(
-        f"{name} failed with error {code} of the device's runtime; the device may be in no state to go on"
-    )
+    def _failed(self, code: int, name: str) -> NoReturn:
+        self.forget_error()
+        raise RuntimeError(
+            f"{name} failed with error {code} of the device's runtime; the device may be in no state to go on"
+        )
 
 
 def find() -> Runtime | None:
@@ -123,6 +153,20 @@ def find() -> Runtime | None:
     except (OSError, AttributeError) as error:
         logger.debug("carom: the device's runtime is called through torch: %s", error)
         return None
+
+
+def forget_error(device: torch.device) -> None:
+    """Clear the error that a failed call of the runtime left on this thread.
+
+    The runtime keeps it until somebody asks for it. torch asks after its next launch on the thread, and would raise it from
+    an operator that has nothing to do with it. torch has no call that clears it.
+    """
+    runtime = find()
+    if runtime is not None:
+        runtime.forget_error()
+        return
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)  # raises the error, which clears it
 
 
 def _loaded(stem: str) -> Any:

@@ -95,10 +95,11 @@ class Session(LaysOut):
         self._checkpoint: Checkpoint | None = None
         self._engine: Engine = make_engine(device)
         self._shared = vram if isinstance(vram, SharedBudget) else None
+        waiting = self._waiting_bytes() if weights is None else 0
         self._vram, self._spill = settings.within_dedicated(
-            settings.vram_budget(vram, self._engine), self._engine
+            settings.vram_budget(vram, self._engine, waiting=waiting), self._engine, waiting
         )
-        self._ram = settings.ram_budget(ram)
+        self._ram = self._ram_budget(ram, waiting)
         self._lock = threading.RLock()
         self._closed = True  # until attached
         self._parked = False
@@ -178,8 +179,17 @@ class Session(LaysOut):
 
     def _first_budget(self, vram: int | str | SharedBudget) -> None:
         """What is there by now."""
-        budget = settings.vram_budget(vram, self._engine)
-        self._vram, self._spill = settings.within_dedicated(budget, self._engine)
+        waiting = self._waiting_bytes()
+        budget = settings.vram_budget(vram, self._engine, waiting=waiting)
+        self._vram, self._spill = settings.within_dedicated(budget, self._engine, waiting)
+
+    def _ram_budget(self, ram: int | str, waiting: int, held: int = 0) -> int:
+        """Beside what weights take of the same memory on a device that shares it, less what they ``held`` there already."""
+        if not self._engine.shares_host:
+            return settings.ram_budget(ram)
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        on_device = min(self._vram, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+        return settings.ram_budget(ram, max(0, on_device - held), waiting)
 
     def close(self, *, discard: bool = False) -> None:
         """Give the module back as it was: objects, classes, devices; values as they are now. Idempotent.
@@ -281,17 +291,17 @@ class Session(LaysOut):
             before, among = (self._vram, self._ram, self._kept), self._among
             shared, governed = self._shared, self._governor is not None
             if vram is not None:
-                mine = self._held_bytes()
+                mine, waiting = self._held_bytes(), self._waiting_bytes()
                 if isinstance(vram, SharedBudget):
                     mine = self._promised_bytes() + self._kept_bytes() if vram is self._shared else 0
-                budget = settings.vram_budget(vram, self._engine, mine)
-                self._vram, self._spill = settings.within_dedicated(budget, self._engine, mine)
+                budget = settings.vram_budget(vram, self._engine, mine, waiting)
+                self._vram, self._spill = settings.within_dedicated(budget, self._engine, mine + waiting)
                 # What stays under less is a part of what stayed: nothing has to come for a budget that falls.
                 fell = self._vram < before[0] and not self._parked
                 self._among = self._residents() if fell else None
                 self._kept = None
             if ram is not None:
-                self._ram = settings.ram_budget(ram)
+                self._ram = self._ram_budget(ram, self._waiting_bytes(), self._held_bytes())
             try:
                 carving, plan = self._decide()
                 if self._checkpoint is not None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
 import torch
 from torch import nn
 
+from .auto import beside
 from .checkpoint import Weights
 from .errors import BudgetError, UnsupportedError
 from .host import host_memory, on_windows
 from .packing import Packing
 from .shared import SharedBudget
 from .sizes import GIB, format_size, parse_size
+from .store.mapped import Mapped
 from .transfer import Engine
 
 DEDICATED = 0.95  # of a card's free memory that may be asked for where more would spill
@@ -64,14 +67,32 @@ def packing(codec: str, host: str, weights: Any, engine: Engine) -> Packing | No
     return None
 
 
-def vram_budget(value: int | str | SharedBudget, engine: Engine, mine: int = 0) -> int:
-    """Bytes for weights on the device; ``mine``: bytes held there already that may be used again."""
+def vram_budget(value: int | str | SharedBudget, engine: Engine, mine: int = 0, waiting: int = 0) -> int:
+    """Bytes for weights on the device; ``mine``: bytes held there already that may be used again; ``waiting``: of host memory
+    that the device shares, which weights give back as they move there."""
     if isinstance(value, SharedBudget):
         return min(value.nbytes, value.free_bytes + mine)
-    free = engine.free_bytes() + mine
+    free = engine.free_bytes() + mine + waiting
     if value == "auto":
-        return max(0, int(free * 0.7) - GIB)
+        most = max(0, int(free * 0.7) - GIB)
+        return min(most, _auto_ram() + mine + waiting) if engine.shares_host else most
     return _size(value, free, "vram")
+
+
+def waiting_bytes(module: nn.Module) -> int:
+    """Host memory that is given back as ``module``'s weights move to a device that shares it: storages of one tensor
+    each. A mapped file's pages are the system's already; where that is not known, nothing is counted."""
+    mapped = Mapped()
+    if not mapped.known:
+        return 0
+    found: dict[int, int] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type == "cpu":
+            with contextlib.suppress(RuntimeError):  # wrappers have no storage
+                storage = tensor.untyped_storage()
+                twice = storage.data_ptr() in found
+                found[storage.data_ptr()] = 0 if twice else storage.nbytes()
+    return sum(nbytes for address, nbytes in found.items() if not mapped.holds(address, nbytes))
 
 
 def within_dedicated(budget: int, engine: Engine, mine: int = 0) -> tuple[int, str]:
@@ -92,25 +113,37 @@ def within_dedicated(budget: int, engine: Engine, mine: int = 0) -> tuple[int, s
 
 
 def device_note(engine: Engine) -> str:
-    """What this device lacks of what streaming is fast by, "" where nothing."""
+    """What this device has not of what streaming is fast by, or shares, "" where nothing."""
     if engine.blocking and engine.device.type != "cpu":
         return (
             f"torch has no streams for {engine.device}: every copy is waited for, none runs beside computing"
         )
+    if engine.shares_host:
+        return f"{engine.name} computes in the host's memory: vram and ram are parts of one budget"
     if engine.device.type not in ("cpu", "cuda"):
         return f"{engine.device} streams by torch's generic interface, on which Carom was never run: report what you see"
     return ""
 
 
-def ram_budget(value: int | str) -> int:
-    """Bytes that may be pinned, or held by the host cache of weights from disk."""
+def ram_budget(value: int | str, on_device: int = 0, waiting: int = 0) -> int:
+    """Bytes that may be pinned, or held by the host cache of weights from disk. Where the device shares that memory:
+    ``on_device``: what its weights take of it; ``waiting``: as in `vram_budget`."""
+    if value == "auto":
+        return beside(_auto_ram() + waiting, on_device) if on_device else _auto_ram()
+    return _size(value, _available(), "ram")
+
+
+def _auto_ram() -> int:
+    """Bytes that weights may take of host memory."""
+    # A container's limit counts too; where little is left, a quarter is taken all the same.
+    available = _available()
+    return min(int(available * 0.8), max(host_memory().usable, available // 4))
+
+
+def _available() -> int:
     import psutil
 
-    available = psutil.virtual_memory().available
-    if value == "auto":
-        # A container's limit counts too; where little is left, a quarter is pinned all the same.
-        return min(int(available * 0.8), max(host_memory().usable, available // 4))
-    return _size(value, available, "ram")
+    return psutil.virtual_memory().available
 
 
 def _size(value: int | str, whole: int, setting: str) -> int:

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import torch
 
-from .auto import Memory
+from .auto import Memory, shares_host
 from .codec.backends import triton_works
 from .errors import UnsupportedError
-from .host import on_windows
+from .host import HostMemory, host_memory, on_windows
 from .plan import GRAIN
 from .store.arena import Pinner
 
@@ -44,6 +44,7 @@ class Engine(Protocol):
     blocking: bool  # copies are done when the call returns: the host waits for each
     grain: int  # bytes the device's allocator rounds large buffers up to
     unpacks: bool  # whether packed weights are decoded faster than plain ones would cross
+    shares_host: bool  # whether the device computes in the host's memory: what it holds is gone for the host
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8 device memory, contents undefined."""
@@ -117,6 +118,7 @@ class Unwatched:
     """A real device: nobody looks on."""
 
     unpacks = False
+    shares_host = False
 
     def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
         return None
@@ -148,8 +150,9 @@ class StreamEngine(Unwatched):
             self._out = self._api.Stream(device=device)
             self._decode = self._api.Stream(device=device, priority=-1)
         self.unpacks = device.type == "cuda" and triton_works()
-        self.pinner = _runtime_pinner() if device.type == "cuda" else None
+        self.pinner = runtime_pinner(device) if device.type == "cuda" else None
         self._countable = device.type == "cuda"
+        self.shares_host = self._integrated()
         self._set_stream = getattr(self._api, "set_stream", None)
         # The current stream by its handle: a tenth of the price of asking for the object each time.
         self._raw_stream = (
@@ -268,6 +271,21 @@ class StreamEngine(Unwatched):
     def elapsed(self, first: Any, last: Any) -> float:
         return first.elapsed_time(last) / 1e3
 
+    def _integrated(self) -> bool:
+        if self.device.type != "cuda":  # CUDA and ROCm tell
+            return False
+        properties = self._api.get_device_properties(self.device)
+        integrated = bool(getattr(properties, "is_integrated", False))
+        return integrated and shares_host(properties.total_memory, host_memory().total)
+
+    def _free_here(self, free: int, of_host: Callable[[HostMemory], int]) -> int:
+        """``free``, as the runtime counts it; of a memory that is the host's too, what the host has of it."""
+        if not self.shares_host:
+            return free
+        # CUDA counts as used what the system keeps of files and gives up at once; HIP may have a bound of its own.
+        host = of_host(host_memory())
+        return min(free, host) if torch.version.hip else host
+
     def free_bytes(self) -> int:
         reserved = self._api.memory_reserved(self.device)
         if hasattr(self._api, "mem_get_info"):
@@ -275,12 +293,13 @@ class StreamEngine(Unwatched):
         else:  # what other programs hold is not known
             free = self._api.get_device_properties(self.device).total_memory - reserved
         cached = reserved - self._api.memory_allocated(self.device)
-        return free + cached
+        return self._free_here(free, lambda host: host.free) + cached
 
     def memory(self) -> Memory | None:
         if not hasattr(self._api, "mem_get_info") or not hasattr(self._api, "memory_stats"):
             return None
         free, total = self._api.mem_get_info(self.device)
+        free = self._free_here(free, lambda host: host.usable)  # the system's part is nobody's
         stats = self._api.memory_stats(self.device)
         reserved = stats.get("reserved_bytes.all.current", 0)
         cached = reserved - stats.get("allocated_bytes.all.current", 0)
@@ -316,16 +335,22 @@ def storage_uses(tensor: torch.Tensor) -> int | None:
     return _use_count(storage._cdata) + sys.getrefcount(storage)
 
 
-def _runtime_pinner() -> Pinner:
-    """Registers memory with the CUDA or HIP runtime that torch loaded (the same names on both)."""
+def runtime_pinner(device: torch.device) -> Pinner:
+    """Registers memory with the CUDA or HIP runtime that torch loaded (the same names on both), for work on ``device``."""
+    from .runtime import forget_error
+
     runtime: Any = torch.cuda.cudart()
 
     def register(address: int, size: int) -> str | None:
         code = int(runtime.cudaHostRegister(address, size, 0))
-        return None if code == 0 else f"cudaHostRegister of {size} bytes failed with error {code}"
+        if code == 0:
+            return None
+        forget_error(device)
+        return f"cudaHostRegister of {size} bytes failed with error {code}"
 
     def unregister(address: int) -> None:
-        runtime.cudaHostUnregister(address)
+        if int(runtime.cudaHostUnregister(address)):
+            forget_error(device)
 
     return Pinner(register, unregister)
 

@@ -31,7 +31,7 @@ class StandIn:
             return call
 
         for name in ("EventCreateWithFlags", "MemcpyAsync", "EventRecord", "StreamWaitEvent", "EventQuery",
-                     "EventSynchronize", "GetLastError"):  # fmt: skip
+                     "EventSynchronize", "EventDestroy", "HostGetDevicePointer", "GetLastError"):  # fmt: skip
             setattr(self, prefix + name, answer(name))
 
 

@@ -115,12 +115,12 @@ class HostCache:
                     self._totals.late_seconds += time.perf_counter() - waiting
 
     def used(self, piece: Piece, copied: Any) -> None:
-        """Everything that reads the piece has been issued; ``copied`` is reached when it is over."""
+        """Everything that reads the piece has been issued; ``copied`` is reached when it is over (None: nothing was)."""
         with self._cond:
             buffer = self._where[piece.rank]
             buffer.busy = False
             buffer.fresh = False
-            buffer.copied = copied
+            buffer.copied = buffer.copied if copied is None else copied
             if self.complete:
                 return
             self._expected.served(piece)

@@ -40,6 +40,11 @@ class Mapped:
                 self._starts.append(start)
                 self._ends.append(end)
 
+    @property
+    def known(self) -> bool:
+        """Whether the system tells."""
+        return _madvise() is not None
+
     def holds(self, address: int, nbytes: int) -> bool:
         """Whether the bytes from ``address`` lie in a mapped file, all of them."""
         index = bisect.bisect_right(self._starts, address) - 1

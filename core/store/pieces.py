@@ -55,6 +55,11 @@ class Piece:
     nbytes: int
     reads: tuple[Read, ...]
 
+    def within(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The parts of the unit's ``spans`` (start, end) that lie in the piece, from its start."""
+        parts = ((max(low - self.start, 0), min(high - self.start, self.nbytes)) for low, high in spans)
+        return [(start, end) for start, end in parts if start < end]
+
 
 @dataclass(frozen=True)
 class Placed:
