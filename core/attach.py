@@ -140,7 +140,7 @@ class Placement:
 
     def _home(self, tensor: torch.Tensor) -> torch.device:
         """Where it returns to."""
-        return tensor.device
+        return self._engine.locate(tensor)
 
     @cached_property
     def _mapped(self) -> Mapped:
@@ -338,7 +338,7 @@ class Placement:
             tensor.__class__ = worn
             tensor.__dict__.pop("_carom", None)
             if home.type != "cpu":
-                on_device.replace(tensor, tensor.detach().to(home))
+                on_device.replace(tensor, self._engine.move(tensor.detach(), home))
         self._worn.clear()
         self.here.undo()
         for streamed in self.streamed:
