@@ -246,9 +246,7 @@ class SimulatedEngine(Watched, StreamEngine):
         def run() -> None:
             found = kept.take()
             if found is None:
-                raise SimulatedRaceError(
-                    "the memory that a copy reads was given up before the copy was done"
-                )
+                raise SimulatedRaceError("the memory that a copy reads was given up before the copy was done")
             with torch.no_grad():
                 target.copy_(found)
 
@@ -267,9 +265,7 @@ class SimulatedEngine(Watched, StreamEngine):
             target.fill_(255)
         seconds = self.config.kernel_seconds + target.numel() / self.config.decode_bytes_per_second
         if not self._virtual.accesses.read(*_reach(wire), stream, ahead=1):
-            raise SimulatedRaceError(
-                "packed bytes are decoded before the event of the copy that brings them"
-            )
+            raise SimulatedRaceError("packed bytes are decoded before the event of the copy that brings them")
         stream.issue(seconds, lambda: call(wire, target))
 
     def record(self, stream: Any, event: Any = None) -> Any:

@@ -44,7 +44,10 @@ class Engine(Protocol):
     grain: int  # bytes the device's allocator rounds large buffers up to
     unpacks: bool  # whether packed weights are decoded faster than plain ones would cross
     virtual_clock: bool  # whether its times are no real ones
-    location: torch.device  # what `locate` says of a tensor on it
+
+    @property
+    def location(self) -> torch.device:
+        """What `locate` says of a tensor on the device."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8 device memory, contents undefined."""

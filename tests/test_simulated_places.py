@@ -75,7 +75,9 @@ def test_an_operator_that_mixes_host_and_device_names_both_tensors():
     weight, other = engine.move(torch.ones(4, 4), engine.location), torch.ones(3, 4)
     engine.belongs_to_host(other, "blocks.3.weight")
     with engine.step():
-        with pytest.raises(SimulatedPlaceError, match=r"\(4, 4\).*on the device.*\(3, 4\) \(blocks\.3\.weight\)"):
+        with pytest.raises(
+            SimulatedPlaceError, match=r"\(4, 4\).*on the device.*\(3, 4\) \(blocks\.3\.weight\)"
+        ):
             F.linear(other, weight)
         assert torch.equal(F.linear(torch.ones(3, 4), weight), torch.full((3, 4), 4.0))
         number = torch.tensor(2.0)
