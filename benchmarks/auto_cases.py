@@ -102,7 +102,8 @@ class Run:
         began, quiet_since, quiet = time.monotonic(), time.monotonic(), 0
         layouts = steps = failed = 0
         placement = self.session._placement
-        calm = QUIET_SECONDS if isinstance(self.engine, StreamEngine) else 0.0
+        real = isinstance(self.engine, StreamEngine) and not self.engine.virtual_clock
+        calm = QUIET_SECONDS if real else 0.0
         while (quiet < least or time.monotonic() - quiet_since < calm) and (
             time.monotonic() - began < seconds or quiet < 4
         ):

@@ -142,7 +142,7 @@ class Placement:
 
     def _home(self, tensor: torch.Tensor) -> torch.device:
         """Where it returns to."""
-        return tensor.device
+        return self._engine.locate(tensor)
 
     @cached_property
     def _mapped(self) -> Mapped:
@@ -343,7 +343,7 @@ class Placement:
             tensor.__dict__.pop("_carom", None)
             call_as_usual(tensor)
             if home.type != "cpu":
-                on_device.replace(tensor, tensor.detach().to(home))
+                on_device.replace(tensor, self._engine.move(tensor.detach(), home))
         self._worn.clear()
         self.here.undo()
         for streamed in self.streamed:

@@ -27,7 +27,8 @@ class Filling:
         """Copy the unit's tensors to a new block: those on the host by ``pool``, those on the device at once."""
         unit = streamed.unit
         block = arena.allocate(unit.nbytes)
-        if any(entry.tensor.device.type != "cpu" for entry in unit.entries):
+        locate = streamed.streamer.engine.locate
+        if any(locate(entry.tensor).type != "cpu" for entry in unit.entries):
             # Copied at the link's rate where the memory is pinned, which is fast once it was touched.
             for job in touch(block.data, pool):
                 job.result()
@@ -39,7 +40,7 @@ class Filling:
             piece = block.data[entry.offset : entry.offset + entry.nbytes]
             with torch.inference_mode(False), torch.no_grad():
                 view = own_view(piece, tensor)
-                if tensor.device.type == "cpu":
+                if locate(tensor).type == "cpu":
                     pieces.append((piece, storage_bytes(tensor)))
                 else:
                     view.copy_(tensor.detach())

@@ -147,6 +147,10 @@ class LaysOut(Pools, Parks, Adapts, Adopts, Values):
                 self._placement.here.receive(left)
             resident, streamed = self._divide(disk)
             needed = [entry for entry, _ in self._carving.resident]
+            if isinstance(self._engine, SimulatedEngine):
+                in_units = [entry for unit in self._carving.units for entry in unit.entries]
+                for entry in (*in_units, *needed, *self._carving.adapters):
+                    self._engine.belongs_to_host(entry.tensor, entry.name)
             self._placement.keep_received(
                 resident, needed, self._carving.adapters, streamed if self._simple else ()
             )

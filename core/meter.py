@@ -118,7 +118,7 @@ class Meter:
         self.profiling = False  # whether the streamer tells of each unit's turn
         self.timing = True  # whether the present step takes times; the streamer asks before it makes marks
         # Elsewhere copies block the host, or a virtual clock knows nothing of it.
-        self.watches_host = isinstance(engine, StreamEngine)
+        self.watches_host = isinstance(engine, StreamEngine) and not engine.virtual_clock
         self._mark_seconds: float | None = None  # of the host, for a mark
 
     # -- what happens

@@ -53,20 +53,22 @@ class OnDevice:
         if id(tensor) in self.received:
             return True
         # The CPU as a session's device has slots and buffers of its own: its tensors move like any.
-        return self._engine.device.type != "cpu" and tensor.device == self._engine.device
+        engine = self._engine
+        return engine.location.type != "cpu" and engine.locate(tensor) == engine.location
 
     def home_of(self, tensor: torch.Tensor) -> torch.device:
         """Where a tensor that is to stream returns to in the end."""
         left = self.leaving.get(id(tensor))
-        return tensor.device if left is None else left.home
+        return self._engine.locate(tensor) if left is None else left.home
 
     @torch.inference_mode(False)
     def bring(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Have a tensor here, alone; returns what it was elsewhere, None where it was here."""
-        if tensor.device == self._engine.device:
+        engine = self._engine
+        home, before = engine.locate(tensor), tensor.detach()
+        if home == engine.location:
             return None
-        home, before = tensor.device, tensor.detach()
-        relocate(tensor, self._engine.device)
+        relocate(tensor, engine.location, engine)
         self.moved.append(Moved(tensor, home))
         return before
 
@@ -75,8 +77,8 @@ class OnDevice:
         for moved in self.moved:
             if moved.tensor is old:
                 moved.tensor = new
-                if not new.is_inference() and new.device != self._engine.device:
-                    relocate(new, self._engine.device)
+                if not new.is_inference() and self._engine.locate(new) != self._engine.location:
+                    relocate(new, self._engine.location, self._engine)
 
     def let_go(self, tensors: list[torch.Tensor]) -> list[Moved] | None:
         """What is known of tensors that leave within a pass; None where one has to return to a device."""
@@ -175,8 +177,8 @@ class OnDevice:
     def _bring_home(self, moved: Moved) -> None:
         if moved.tensor.is_inference():  # the model's own, made in its inference mode: it may not be touched
             return
-        if moved.tensor.device != moved.home:
-            relocate(moved.tensor, moved.home)
+        if self._engine.locate(moved.tensor) != moved.home:
+            relocate(moved.tensor, moved.home, self._engine)
         else:  # the CPU as device: leave the session's buffer for memory of its own
             moved.tensor.data = moved.tensor.data.clone(memory_format=torch.preserve_format)
 
@@ -198,14 +200,14 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return strided and tensor.numel() > 0 and is_dense(tensor)
 
 
-def relocate(tensor: torch.Tensor, device: torch.device) -> None:
+def relocate(tensor: torch.Tensor, to: torch.device, engine: Engine) -> None:
     """Move values and gradient; the object stays."""
     grad = tensor.grad if tensor.is_leaf else None
     if grad is not None:
         tensor.grad = None
-    replace(tensor, tensor.detach().to(device))
+    replace(tensor, engine.move(tensor.detach(), to))
     if grad is not None:
-        tensor.grad = grad.to(device)
+        tensor.grad = engine.move(grad, to)
 
 
 def replace(tensor: torch.Tensor, new: torch.Tensor) -> None:

@@ -386,7 +386,7 @@ class PackedPlacement(Placement):
         """While parked, packed weights still give their values to who asks."""
         # What was on its way from the device when something failed has no owner yet: it has its bytes back.
         for key in [key for key, packed in self._shelf.items() if "_carom" not in packed.tensor.__dict__]:
-            give_back({key: self._shelf.pop(key)})
+            give_back({key: self._shelf.pop(key)}, self._engine.move)
         for packed in self._shelf.values():
             self._dressed.append((packed.tensor, type(packed.tensor)))
             is_parameter = isinstance(packed.tensor, nn.Parameter)

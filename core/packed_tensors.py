@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -70,11 +71,12 @@ class PackedTensor:
             self.tensor.data = one.as_strided(self.layout.shape, (0,) * self.layout.dim())
 
 
-def give_back(shelf: dict[int, PackedTensor]) -> None:
-    """Every packed weight has its bytes again. Where memory runs short, the rest waits for another call."""
+def give_back(shelf: dict[int, PackedTensor], move: Callable[[torch.Tensor, torch.device], Any]) -> None:
+    """Every packed weight has its bytes again, where ``move`` (of the engine) brings them. Where memory runs short, the
+    rest waits for another call."""
     for key, packed in list(shelf.items()):
         value = packed.value() if packed.header is not None else packed.plain()
-        packed.tensor.data = value if packed.home.type == "cpu" else value.to(packed.home)
+        packed.tensor.data = value if packed.home.type == "cpu" else move(value, packed.home)
         packed.tensor.__dict__.pop("_carom", None)
         # Whoever still refers to it (what the session was made of dies in cycles) must not keep the bytes twice.
         packed.blob = torch.empty(0, dtype=torch.uint8)

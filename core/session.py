@@ -199,7 +199,7 @@ class Session(LaysOut):
         """
         with self._lock:
             if self._closed:
-                give_back(self._shelf)  # what found no memory last time
+                give_back(self._shelf, self._engine.move)  # what found no memory last time
                 return
             self._final = self._report()
             packed = self._placement if isinstance(self._placement, PackedPlacement) else None
@@ -219,7 +219,7 @@ class Session(LaysOut):
     def _unbind(self) -> None:
         """Values that were elsewhere are the module's own again, and calls of it are nobody else's."""
         self._front.leave()
-        give_back(self._shelf)
+        give_back(self._shelf, self._engine.move)
         if self._checkpoint is not None:
             self._checkpoint.unbind()
         if self._laid_open is not None:

@@ -45,6 +45,11 @@ class Engine(Protocol):
     grain: int  # bytes the device's allocator rounds large buffers up to
     unpacks: bool  # whether packed weights are decoded faster than plain ones would cross
     shares_host: bool  # whether the device computes in the host's memory: what it holds is gone for the host
+    virtual_clock: bool  # whether its times are no real ones
+
+    @property
+    def location(self) -> torch.device:
+        """What `locate` says of a tensor on the device."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8 device memory, contents undefined."""
@@ -57,6 +62,12 @@ class Engine(Protocol):
 
     def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
         """The host bytes ``data`` (uint8) as a tensor that operators on the device can read; None where they cannot."""
+
+    def locate(self, tensor: torch.Tensor) -> torch.device:
+        """Where a tensor lives (on the simulated device not what torch says)."""
+
+    def move(self, tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
+        """The tensor's values where `locate` says ``to``; the tensor itself where it is there."""
 
     def copy_in(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
@@ -119,9 +130,21 @@ class Unwatched:
 
     unpacks = False
     shares_host = False
+    virtual_clock = False
+    device: torch.device
 
     def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
         return None
+
+    @property
+    def location(self) -> torch.device:
+        return self.device
+
+    def locate(self, tensor: torch.Tensor) -> torch.device:
+        return tensor.device
+
+    def move(self, tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
+        return tensor.to(to)
 
     def freed(self, memory: torch.Tensor, start: int, end: int) -> None:
         pass
@@ -139,8 +162,9 @@ class StreamEngine(Unwatched):
     blocking = False
     grain = GRAIN
 
-    def __init__(self, device: torch.device) -> None:
-        self._api = torch.get_device_module(device)
+    def __init__(self, device: torch.device, module: Any = None) -> None:
+        """``module``: its device module, where that is not torch's."""
+        self._api: Any = torch.get_device_module(device) if module is None else module
         if device.index is None:
             device = torch.device(device.type, self._api.current_device())
         self.device, self.name = device, str(device)
@@ -226,8 +250,12 @@ class StreamEngine(Unwatched):
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         self._out.wait_event(self.record(self.stream()))
         self._copy(self._out, target, source)
-        source.record_stream(self._out)
+        self._stays_for(source, self._out)
         return self.record(self._out)
+
+    def _stays_for(self, tensor: torch.Tensor, stream: Any) -> None:
+        """The allocator keeps the tensor's memory until ``stream`` is through with it."""
+        tensor.record_stream(stream)
 
     def stream(self) -> Any:
         return self._current()

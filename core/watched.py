@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,12 +20,12 @@ class Watched:
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def _operator(self, func: Any, tensors: list[torch.Tensor]) -> None:
-        """``func`` is about to run on ``tensors``."""
+    def _operator(self, func: Any, tensors: list[torch.Tensor]) -> bool:
+        """``func`` is about to run on ``tensors``; returns whether any of them is on the device."""
         raise NotImplementedError
 
-    def _spend(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """``func``, which is no view, has run."""
+    def _spend(self, func: Any, args: Any, kwargs: Any, result: Any, on_device: bool) -> None:
+        """``func``, which is no view, has run; ``on_device``: as `_operator` said."""
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -65,16 +65,26 @@ class _Watch(TorchDispatchMode):
         if getattr(engine._local, "quiet", False):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            leaves = tree_leaves((args, kwargs))
-            tensors = [t for t in leaves if isinstance(t, torch.Tensor) and _plain(t)]
-            engine._operator(func, tensors)
+            on_device = engine._operator(func, _tensors((*args, *kwargs.values())))
         result = func(*args, **kwargs)
         if not func.is_view:
-            engine._spend(func, args, kwargs, result)
+            engine._spend(func, args, kwargs, result, on_device)
         return result
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """What an operator reads: its arguments are tensors, lists of tensors and plain values."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if plain(value):
+                found.append(value)
+        elif isinstance(value, (list, tuple, dict)):  # (nested for operators of higher order only)
+            found += [t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and plain(t)]
+    return found
+
+
+def plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor has CPU storage of its own (wrapper subclasses have not)."""
     dispatch = getattr(type(tensor), "__torch_dispatch__", None)
     own = dispatch is None or dispatch is torch._C._disabled_torch_dispatch_impl

@@ -178,12 +178,15 @@ def test_a_stale_slot_is_found(monkeypatch):
     assert not same
 
 
-def test_autograd_that_keeps_the_slot_itself_is_found(monkeypatch):
-    """Without handles backward would read views of slots that other units have taken since."""
+def test_a_slot_that_autograd_keeps_itself_is_not_overwritten(monkeypatch):
+    """Without handles the views that autograd keeps hold their slots; units that find none are read from host memory."""
+    outside, real = [], Streamer._outside_region
+    monkeypatch.setattr(Streamer, "_outside_region", lambda self, unit: outside.append(unit) or real(self, unit))
+    assert outcomes(RUNS["training"]) == {"right"} and not outside
     identity = lambda tensor: tensor  # noqa: E731
     push = torch._C._autograd._push_saved_tensors_default_hooks
     monkeypatch.setattr("carom.core.ops._push_hooks", lambda pack, unpack: push(identity, identity))
-    assert "right" not in outcomes(RUNS["training"])
+    assert outcomes(RUNS["training"]) == {"right"} and outside
 
 
 def test_a_handle_to_the_wrong_place_is_found(monkeypatch):
