@@ -29,6 +29,7 @@ _load("carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
 # Helpers of the tests: tests/ is no package, and its folder is not on the path.
 _load("tests_models", ROOT / "tests" / "models.py")
 _load("tests_uneven", ROOT / "tests" / "uneven.py")
+_load("tests_pairwise", ROOT / "tests" / "pairwise.py")
 _load("tests_harness", ROOT / "tests" / "harness.py")
 _load("tests_wrappers", ROOT / "tests" / "wrappers.py")
 _load("tests_disk_harness", ROOT / "tests" / "disk_harness.py")
