@@ -17,7 +17,9 @@ import pytest
 ALSO = {"device": "cuda"}
 
 
-def covering(sizes: Sequence[int], strength: int, allowed: Callable[[tuple[int, ...]], bool]) -> list[tuple[int, ...]]:
+def covering(
+    sizes: Sequence[int], strength: int, allowed: Callable[[tuple[int, ...]], bool]
+) -> list[tuple[int, ...]]:
     """Rows of value numbers, so that every ``strength`` values that an allowed row has together are in a chosen one."""
     rows = [row for row in itertools.product(*map(range, sizes)) if allowed(row)]
     numbers: dict[tuple, int] = {}
@@ -49,14 +51,19 @@ def pairwise(
         axis: dict(values) if isinstance(values, Mapping) else {str(value): value for value in values}
         for axis, values in axes.items()
     }
-    also = {axis: {ALSO[axis]: named[axis].pop(ALSO[axis])} for axis in named if ALSO.get(axis) in named[axis]}
+    also = {
+        axis: {ALSO[axis]: named[axis].pop(ALSO[axis])} for axis in named if ALSO.get(axis) in named[axis]
+    }
     ids = [list(values) for values in named.values()]
 
     def allowed(row: tuple[int, ...]) -> bool:
-        return but is None or not but(**{axis: ids[i][value] for i, (axis, value) in enumerate(zip(named, row, strict=True))})
+        return but is None or not but(
+            **{axis: ids[i][value] for i, (axis, value) in enumerate(zip(named, row, strict=True))}
+        )
 
     rows = [
-        tuple(ids[i][value] for i, value in enumerate(row)) for row in covering([len(v) for v in ids], strength, allowed)
+        tuple(ids[i][value] for i, value in enumerate(row))
+        for row in covering([len(v) for v in ids], strength, allowed)
     ]
     for axis, (value,) in also.items():
         at = list(named).index(axis)
@@ -65,12 +72,16 @@ def pairwise(
     return pytest.mark.parametrize(
         ",".join(named),
         [
-            pytest.param(*(named[axis][value] for axis, value in zip(named, row, strict=True)), id="-".join(row))
+            pytest.param(
+                *(named[axis][value] for axis, value in zip(named, row, strict=True)), id="-".join(row)
+            )
             for row in rows
         ],
     )
 
 
-def each(*, but: Callable[..., bool] | None = None, **axes: Mapping[str, Any] | Sequence[Any]) -> pytest.MarkDecorator:
+def each(
+    *, but: Callable[..., bool] | None = None, **axes: Mapping[str, Any] | Sequence[Any]
+) -> pytest.MarkDecorator:
     """As `pairwise`, with each value in some run."""
     return pairwise(strength=1, but=but, **axes)

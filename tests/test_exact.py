@@ -15,7 +15,6 @@ from tests_harness import (
     SOME,
     assert_same,
     infer,
-    on_every_device,
     on_some_devices,
     place,
     streamed,
