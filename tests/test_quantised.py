@@ -230,7 +230,9 @@ def quanto(kind: str) -> Callable[[Net], None]:
 class GgufParameter(nn.Parameter):
     """A file's bytes that know their kind, as diffusers and ComfyUI's GGUF nodes make them; results of operators know it too."""
 
-    def __new__(cls, data: torch.Tensor, requires_grad: bool = False, quant_type: Any = None) -> GgufParameter:
+    def __new__(
+        cls, data: torch.Tensor, requires_grad: bool = False, quant_type: Any = None
+    ) -> GgufParameter:
         self = torch.Tensor._make_subclass(cls, data, requires_grad)
         self.quant_type = quant_type
         return self
