@@ -398,7 +398,7 @@ def test_without_memory_for_a_slot_the_error_is_torchs_and_the_model_whole(card)
         assert torch.equal(run(net), expected)
 
 
-def test_a_thousand_events_of_pressure_never_exceed_the_budget_nor_change_a_result(card):
+def test_hundreds_of_events_of_pressure_never_exceed_the_budget_nor_change_a_result(card):
     chance = random.Random(11)
     device, driver = card(memory=2 * WHOLE, vendor="rocm")
     net = Net()
@@ -425,7 +425,7 @@ def test_a_thousand_events_of_pressure_never_exceed_the_budget_nor_change_a_resu
     net.within = event
     driver.before_fault = lambda: event() if chance.random() < 0.2 else None
     with pooled(net, device, vram) as session:
-        while events[0] < 1000:
+        while events[0] < 400:
             assert torch.equal(run(net), expected)
             assert session._held_bytes() <= vram
         report = session.report()
