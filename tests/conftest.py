@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -13,6 +14,10 @@ import torch
 
 # Tensors of a few hundred bytes: threads would only wait for each other.
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    # For devices that are not there torch.manual_seed keeps stack traces, each time: 1 ms of pytest's frames.
+    for backend in (torch.cuda, torch.xpu, torch.mtia):
+        backend.manual_seed_all = lambda seed: None
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,6 +34,7 @@ _load("carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
 # Helpers of the tests: tests/ is no package, and its folder is not on the path.
 _load("tests_models", ROOT / "tests" / "models.py")
 _load("tests_uneven", ROOT / "tests" / "uneven.py")
+_load("tests_pairwise", ROOT / "tests" / "pairwise.py")
 _load("tests_harness", ROOT / "tests" / "harness.py")
 _load("tests_wrappers", ROOT / "tests" / "wrappers.py")
 _load("tests_disk_harness", ROOT / "tests" / "disk_harness.py")
@@ -37,6 +43,12 @@ _load("tests_comfy_stand_in", ROOT / "tests" / "comfy_stand_in.py")
 _load("tests_web_page", ROOT / "tests" / "web_page.py")
 _load("tests_aimdo", ROOT / "tests" / "aimdo_standin.py")
 _load("tests_aitoolkit", ROOT / "tests" / "aitoolkit_standin.py")
+
+
+def pytest_collection_finish():
+    """Tests collect garbage to see what is freed: what is here now stays, and need not be looked through each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from carom.toolkit_ext import seams
 from carom.toolkit_ext.job import JobOffload
 from carom.toolkit_ext.options import Policy
 from tests_harness import DEVICES, assert_same
+from tests_pairwise import each
 from torch import nn
 
 BOTH = 400_000  # bytes: about a third of the stand-in's models
@@ -63,12 +64,14 @@ def inputs(step=0):
     return standin._noise(step), standin._noise(50 + step)
 
 
-@pytest.mark.parametrize("device", ["cpu", "simulated-late", "simulated-random"])
-@pytest.mark.parametrize("model_class", [standin.Attaching, standin.Legacy])
-@pytest.mark.parametrize("checkpointing", [True, False])
+@each(
+    device=["cpu", "simulated-late", "simulated-random"],
+    model_class={"Attaching": standin.Attaching, "Legacy": standin.Legacy},
+    checkpointing=[True, False],
+)
 def test_training_is_the_plain_jobs_bit_for_bit(tmp_path, monkeypatch, device, model_class, checkpointing):
     monkeypatch.setattr("carom.toolkit_ext.job.engine_device", lambda _: DEVICES[device])
-    train = {"gradient_checkpointing": checkpointing, "sample_every": 1}
+    train = {"gradient_checkpointing": checkpointing, "sample_every": 1, "steps": 2}
     plain = run(tmp_path, None, model_class, **train)
     assert_same(plain.result, run(tmp_path, "lossless", model_class, **train).result)
 

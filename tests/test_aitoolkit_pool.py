@@ -13,6 +13,7 @@ import torch
 from carom.toolkit_ext import ladder, trial
 from carom.toolkit_ext.options import Policy
 from tests_harness import assert_same
+from tests_pairwise import each
 
 CPU = torch.device("cpu")
 VRAM = 400_000  # bytes: about a third of the stand-in's models
@@ -99,13 +100,15 @@ def test_bouncing_leaves_the_pool_alone(card, tmp_path):
     assert not driver.calls and not any("comfy-aimdo" in line for line in standin.SAID)
 
 
-@pytest.mark.parametrize("mode", ["aimdo", "auto"])
-@pytest.mark.parametrize(
-    ("broken", "why"),
-    [("init", "did not load"), ("hooks", "refused the device"), ("old", "has no get_devctx"), ("narrow", "set_watermark")],
-)  # fmt: skip
-def test_a_pool_that_does_not_work_is_said_in_one_line_and_bounces(card, tmp_path, mode, broken, why):
+BROKEN = {
+    "init": "did not load", "hooks": "refused the device", "old": "has no get_devctx", "narrow": "set_watermark",
+}  # fmt: skip
+
+
+@each(mode=["aimdo", "auto"], broken=list(BROKEN))
+def test_a_pool_that_does_not_work_is_said_in_one_line_and_bounces(card, tmp_path, mode, broken):
     card(broken=broken)
+    why = BROKEN[broken]
     bounced(tmp_path, mode)
     (line,) = said()
     assert line.startswith(f"carom: offload: {mode}: no aimdo pool here (") and why in line and TORCH in line

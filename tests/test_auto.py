@@ -552,8 +552,8 @@ def test_auto_starts_with_the_least_where_the_usual_share_would_not_do():
         assert session._engine.allocated <= 40 * KB
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_thousand_pressure_events_never_break_a_budget_or_a_result(seed):
+@pytest.mark.parametrize("seed", range(2))
+def test_hundreds_of_pressure_events_never_break_a_budget_or_a_result(seed):
     """Others come and go, activations grow and shrink (250 events a seed): exact results, or a clear failure."""
     rng = random.Random(seed)
     net = Net(depth=3)

@@ -31,6 +31,7 @@ def _script():
 auto_gpu = _script()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the miniature is for machines without a GPU")
 def test_the_whole_runs_in_miniature_and_keeps_its_record(tmp_path):
     done = subprocess.run(

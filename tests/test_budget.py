@@ -12,7 +12,8 @@ import tests_models as models
 import torch
 from carom.core.plain_engine import PlainEngine
 from carom.core.simulated import SimulatedEngine
-from tests_harness import on_every_device, place, streamed
+from tests_harness import EVERYWHERE, on_every_device, place, streamed
+from tests_pairwise import each
 
 LATE = carom.SimulatedDevice()
 PAGE = 4096
@@ -48,9 +49,12 @@ class Ledger:
         self.now -= nbytes
 
 
-@pytest.mark.parametrize("granularity", ["auto", "block", "phase", "layer"])
+NAMES = ["stack", "heterogeneous", "conv2d", "attention", "tied", "nested", "buffers"]
+
+
 @pytest.mark.parametrize(
-    "name", ["stack", "heterogeneous", "conv2d", "attention", "tied", "nested", "buffers"]
+    ("name", "granularity"),
+    [(n, g) for i, n in enumerate(NAMES) for g in ("auto", ("block", "phase", "layer")[i % 3])],
 )
 def test_peak_is_within_every_budget(name, granularity, monkeypatch):
     case, model = frozen(name)
@@ -73,8 +77,7 @@ def test_peak_is_within_every_budget(name, granularity, monkeypatch):
             assert ledger.peak <= budget, "more was allocated than the report owns to"
 
 
-@on_every_device
-@pytest.mark.parametrize("granularity", ["auto", "block", "phase", "layer"])
+@each(granularity=["auto", "block", "phase", "layer"], device=EVERYWHERE)
 def test_a_refused_budget_names_unit_and_remedy_and_the_least_works(granularity, device):
     case, model = frozen("stack")
     expected = copy.deepcopy(model).to(place(device))(case.inputs(0, place(device)))

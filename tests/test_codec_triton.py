@@ -174,7 +174,8 @@ for dtype in (torch.bfloat16, torch.float8_e5m2):
     blob = lossless.encode(value.to(dtype), lanes=32, limit=1 << 20)
     header = fmt.parse_header(blob.numpy().data[:128], "x", blob.numel())
     assert header.most_escapes
-    for how in ("random", "end", "far", "wraps", "begin"):
+    # The bounds are of the tile table and the planes, which are alike for every dtype: for the second some of it.
+    for how in ("random", "end", "far", "wraps", "begin") if dtype is torch.bfloat16 else ("random", "wraps"):
         bad = hostile(blob, header, how)
         for method in ("triton", "torch"):
             one, other = decoded(bad, header, method, 0), decoded(bad, header, method, 0x5B)

@@ -10,6 +10,7 @@ import tests_harness as harness
 import tests_models as models
 import torch
 from tests_harness import assert_same, streamed
+from tests_pairwise import pairwise
 
 CASE = models.CASES["stack"]
 # Not on the simulated device: torch compiles nothing under the dispatch mode that watches there.
@@ -49,14 +50,13 @@ def compile_whole(model, backend) -> object:
 WHAT = {"blocks": compile_blocks, "whole": compile_whole}
 
 
-@on_real_devices
-@pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
+@pairwise(
+    what=WHAT, when=["before", "after"], checkpoint=["none", "non-reentrant"], device={d: d for d in DEVICES}
+)
 def test_compiled_models_are_exact(what, when, checkpoint, device):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = models.Stack(4).requires_grad_(False)
+        model = models.Stack(2).requires_grad_(False)
     model.checkpoint = checkpoint
     expected = run(what(copy.deepcopy(model).to(device), "aot_eager"), device)
     torch._dynamo.reset()
@@ -147,7 +147,7 @@ def test_inductor_is_exact():
     """The kernels are generated from the block's graph, so both runs share them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = models.Stack(2).requires_grad_(False)
+        model = models.Stack(1).requires_grad_(False)
     x = CASE.inputs()
     with torch.no_grad():
         expected = compile_blocks(copy.deepcopy(model), "inductor")(x)

@@ -12,7 +12,8 @@ import torch
 from carom.core import decide
 from carom.core.plan import SMALL_UNIT, UnitSize, Wish, plan_residency
 from carom.core.sizes import MIB
-from tests_harness import assert_same, on_every_device, on_simulated_devices, streamed
+from tests_harness import EVERYWHERE, assert_same, on_simulated_devices, streamed
+from tests_pairwise import pairwise
 from torch import nn
 
 
@@ -161,9 +162,7 @@ def split_names(session) -> list[str]:
     return [unit.name for unit in session._placement.streamed if unit.name.endswith((".up", ".down"))]
 
 
-@on_every_device
-@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("blocks", [1.2, 2, 3.4])
+@pairwise(device=EVERYWHERE, checkpoint=["none", "non-reentrant", "reentrant"], blocks=[1.2, 2, 3.4])
 def test_training_in_parts_is_exact(in_parts, device, checkpoint, blocks):
     case = models.CASES["stack"]
     plain, model = stack(checkpoint), stack(checkpoint)

@@ -12,7 +12,8 @@ import pytest
 import tests_harness as harness
 import tests_models as models
 import torch
-from tests_harness import on_every_device, place, streamed
+from tests_harness import EVERYWHERE, on_every_device, on_some_devices, place, streamed
+from tests_pairwise import each, pairwise
 from torch import nn
 
 LATE = carom.SimulatedDevice(seed=3)
@@ -44,8 +45,7 @@ def tables(model) -> dict:
 # -- detach
 
 
-@on_every_device
-@pytest.mark.parametrize("name", models.CASES)
+@each(name=list(models.CASES), device=EVERYWHERE)
 def test_closing_restores_objects_classes_devices_and_values(name, device):
     case = models.CASES[name]
     model = models.freeze(case.build())
@@ -64,7 +64,7 @@ def test_closing_restores_objects_classes_devices_and_values(name, device):
     assert all(tensor.device.type == "cpu" for tensor in model.state_dict().values())
 
 
-@on_every_device
+@on_some_devices
 @pytest.mark.parametrize("share", [0.1, 2.0])
 def test_memory_is_given_back_on_close(share, device):
     model = frozen()
@@ -266,9 +266,7 @@ WRITES = {
 }
 
 
-@on_every_device
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-@pytest.mark.parametrize("slots", [1, 2, 6])
+@pairwise(write=WRITES, slots=[1, 2, 6], device=EVERYWHERE)
 def test_changes_of_host_weights_are_seen_at_the_next_forward(write, slots, device):
     """With many slots the unit is still in its slot when its host tensor changes."""
     where = place(device)
@@ -305,7 +303,7 @@ def test_refresh_invalidates_what_changed_unseen(device):
         assert torch.equal(model(x), plain(x))
 
 
-@on_every_device
+@on_some_devices
 def test_read_and_write_give_and_take_true_values(device):
     where = place(device)
     model, plain = frozen(), frozen().to(where)
@@ -338,8 +336,7 @@ def test_what_is_read_is_a_copy():
 # -- state_dict and copies
 
 
-@on_every_device
-@pytest.mark.parametrize("name", ["stack", "heterogeneous", "tied", "buffers", "batchnorm"])
+@each(name=["stack", "heterogeneous", "tied", "buffers", "batchnorm"], device=EVERYWHERE)
 def test_state_dict_holds_true_plain_tensors(name, device):
     model, plain = frozen(name), frozen(name)
     with session_on(model, device):
@@ -375,7 +372,7 @@ def test_load_state_dict_is_seen(assign, device):
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
-@on_every_device
+@on_some_devices
 def test_a_deep_copy_of_an_attached_module_is_a_module_of_its_own(device):
     where = place(device)
     model, plain = frozen(), frozen()
@@ -412,7 +409,7 @@ def test_device_like_properties_say_where_the_model_computes():
 # -- adoption
 
 
-@on_every_device
+@on_some_devices
 def test_what_appears_after_stream_is_adopted(device):
     where = place(device)
     model, plain = frozen(), frozen()
@@ -452,7 +449,7 @@ def test_blocks_replaced_while_attached_are_laid_out_anew(device):
         assert report.vram_peak_bytes <= report.vram_budget_bytes
 
 
-@on_every_device
+@on_some_devices
 def test_thawed_weights_get_gradients(device):
     where = place(device)
     model, plain = frozen(), frozen().to(where)
@@ -470,7 +467,7 @@ def test_thawed_weights_get_gradients(device):
         assert model.blocks[1].up.weight.grad is None
 
 
-@on_every_device
+@on_some_devices
 def test_discarding_leaves_on_the_device_what_lies_there_and_ends_the_rest(device):
     model = frozen()
     session = carom.stream(model, device=device, vram=harness.some_vram(model, device, 0.5))

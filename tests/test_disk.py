@@ -20,7 +20,16 @@ import tests_models as models
 import torch
 from safetensors.torch import save_file
 from tests_disk_harness import Faults, on_meta, save, some_ram, some_vram, uniform, within_ram
-from tests_harness import assert_same, infer, on_every_device, on_some_devices, place, train
+from tests_harness import (
+    EVERYWHERE,
+    SOME,
+    assert_same,
+    infer,
+    on_some_devices,
+    place,
+    train,
+)
+from tests_pairwise import each, pairwise
 from torch import nn
 
 CASES = models.CASES
@@ -32,9 +41,7 @@ RAMS = {"all of it": 1.5, "half": 0.5, "a tenth": 0.1, "two pages": 0.0}
 # -- exact
 
 
-@on_every_device
-@pytest.mark.parametrize("ram", RAMS.values(), ids=RAMS)
-@pytest.mark.parametrize("packed", [False, True], ids=["plain file", "packed"])
+@pairwise(device=EVERYWHERE, ram=RAMS, packed={"plain file": False, "packed": True})
 def test_a_module_on_meta_computes_what_the_loaded_one_does(tmp_path, device, ram, packed):
     case, where = CASES["stack"], place(device)
     model = case.build().eval()
@@ -49,8 +56,7 @@ def test_a_module_on_meta_computes_what_the_loaded_one_does(tmp_path, device, ra
     assert all(p.is_meta and type(p) is nn.Parameter and p.requires_grad for p in empty.parameters())
 
 
-@on_some_devices
-@pytest.mark.parametrize("name", ON_META)
+@each(name=ON_META, device=EVERYWHERE)
 def test_every_kind_of_module_streams_from_meta(tmp_path, name, device):
     case, where = CASES[name], place(device)
     model = case.build().eval()
@@ -76,8 +82,7 @@ def test_inference_mode_is_exact(tmp_path, device):
         assert_same(expected, infer(empty, case, where, mode=torch.inference_mode))
 
 
-@on_some_devices
-@pytest.mark.parametrize("name", ["stack", "tied", "buffers", "lstm"])
+@each(name=["stack", "tied", "buffers", "lstm"], device=SOME)
 def test_a_module_with_values_computes_with_the_files_and_gets_its_own_back(tmp_path, name, device):
     case, where = CASES[name], place(device)
     model = case.build(seed=0).eval()
@@ -95,9 +100,11 @@ def test_a_module_with_values_computes_with_the_files_and_gets_its_own_back(tmp_
         assert id(parameter) == before[n][0] and torch.equal(parameter, before[n][1])
 
 
-@on_every_device
-@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("ram", [0.6, 0.15], ids=["most of it", "little"])
+@pairwise(
+    device=EVERYWHERE,
+    checkpoint=["none", "non-reentrant", "reentrant"],
+    ram={"most of it": 0.6, "little": 0.15},
+)
 def test_lora_trained_on_a_module_from_disk_is_the_resident_runs(tmp_path, device, checkpoint, ram):
     peft = pytest.importorskip("peft")
     case, where = CASES["stack"], place(device)
@@ -108,7 +115,7 @@ def test_lora_trained_on_a_module_from_disk_is_the_resident_runs(tmp_path, devic
             torch.manual_seed(1)
             wrapped = peft.get_peft_model(model, config)
         model(case.inputs(0, where))  # what appeared is adopted here, before an optimizer takes it
-        return train(wrapped, case, where, sample=True)
+        return train(wrapped, case, where, steps=2, sample=True)
 
     model = case.build(checkpoint)
     path = save(model, tmp_path)

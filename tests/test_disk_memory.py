@@ -90,6 +90,7 @@ def _inside(group: Path, command: list[str]) -> list[str]:
 
 
 @linux
+@pytest.mark.slow
 def test_streaming_fits_into_a_control_group_that_loading_whole_does_not(root, checkpoint):
     whole = (
         "import sys, torch; from safetensors.torch import load_file;"

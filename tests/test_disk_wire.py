@@ -37,7 +37,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests_disk_harness import within_ram
-from tests_harness import assert_same, infer, on_simulated_devices, train
+from tests_harness import SIMULATED, assert_same, infer, on_simulated_devices, train
+from tests_pairwise import each
 from torch import nn
 
 WIDE = 256
@@ -87,7 +88,8 @@ def loaded_and_empty(
 ALL = sum(p.nbytes for p in stack(meta=True).parameters())
 VRAM = ALL * 3 // 5
 RAMS = {"all of it": ALL * 3 // 4, "some": ALL // 3, "two pages": 8192}
-every_ram = pytest.mark.parametrize("ram", RAMS.values(), ids=RAMS)
+# Where the timings were run against the same code already, by the two tests of exactness.
+AT_RANDOM = SIMULATED["simulated-random"]
 
 
 def streams_packed(session: Any) -> None:
@@ -101,8 +103,7 @@ def streams_packed(session: Any) -> None:
 # -- the same bits
 
 
-@on_simulated_devices
-@every_ram
+@each(device=SIMULATED, ram=RAMS)
 def test_what_streams_packed_computes_what_the_loaded_module_does_in_fewer_bytes(tmp_path, device, ram):
     model, path, expected, empty = loaded_and_empty(tmp_path, passes=5)
     with carom.stream(empty, device=device, vram=VRAM, weights=path, ram=ram) as session:
@@ -121,8 +122,7 @@ def test_what_streams_packed_computes_what_the_loaded_module_does_in_fewer_bytes
         assert torch.equal(session.read("blocks.3.up.weight"), model.blocks[3].up.weight)
 
 
-@on_simulated_devices
-@pytest.mark.parametrize("checkpoint", ["non-reentrant", "reentrant"])
+@each(device=SIMULATED, checkpoint=["non-reentrant", "reentrant"])
 def test_lora_trains_on_it_as_on_the_loaded_module(tmp_path, device, checkpoint):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
@@ -132,7 +132,7 @@ def test_lora_trains_on_it_as_on_the_loaded_module(tmp_path, device, checkpoint)
             torch.manual_seed(1)
             wrapped = peft.get_peft_model(model, config)
         model(Case.inputs(0, CPU))
-        return train(wrapped, Case, CPU)
+        return train(wrapped, Case, CPU, steps=2)
 
     model = stack(checkpoint)
     path = packed_file(model, tmp_path)
@@ -146,8 +146,8 @@ def test_lora_trains_on_it_as_on_the_loaded_module(tmp_path, device, checkpoint)
         assert report.transfers_per_weight <= 2
 
 
-@on_simulated_devices
-def test_a_weight_that_was_written_is_used_and_the_others_still_cross_packed(tmp_path, device):
+def test_a_weight_that_was_written_is_used_and_the_others_still_cross_packed(tmp_path):
+    device = SIMULATED["simulated-early"]
     model = stack().eval()
     path = packed_file(model, tmp_path)
     empty = stack(meta=True).eval()
@@ -201,8 +201,8 @@ def test_rows_of_fused_tensors_are_decoded_on_the_host_beside_packed_ones(tmp_pa
         assert report.packed_units and 0.75 < report.waiting_bytes / report.streamed_bytes < 0.9
 
 
-@on_simulated_devices
-def test_lossy_tensors_are_decoded_on_the_host_beside_packed_ones(tmp_path, device):
+def test_lossy_tensors_are_decoded_on_the_host_beside_packed_ones(tmp_path):
+    device = AT_RANDOM
     model = stack().eval()
     path = packed_file(model, tmp_path, codec="lossless", quant="experts=nf4")
     model.load_state_dict(carom.load_file(path))
@@ -285,8 +285,7 @@ MOST = (
 )  # some stay, and there is room to unpack
 
 
-@on_simulated_devices
-@pytest.mark.parametrize("ram", [ALL // 3, 64 << 10, 8192], ids=["some", "little", "two pages"])
+@each(device=SIMULATED, ram={"some": ALL // 3, "little": 64 << 10, "two pages": 8192})
 def test_residents_come_packed_and_are_unpacked_on_the_device(tmp_path, monkeypatch, apart, device, ram):
     """Nothing that is packed is decoded on the host, and each byte of the file is read once for what stays."""
     _, path, expected, empty = loaded_and_empty(tmp_path, depth=8, passes=1)
@@ -307,8 +306,8 @@ def test_residents_come_packed_and_are_unpacked_on_the_device(tmp_path, monkeypa
         within_ram(session)
 
 
-@on_simulated_devices
-def test_residents_that_are_needed_out_of_turn_come_packed_too(tmp_path, apart, device):
+def test_residents_that_are_needed_out_of_turn_come_packed_too(tmp_path, apart):
+    device = AT_RANDOM
     model = stack(depth=8).eval()
     path = packed_file(model, tmp_path)
     empty = stack(meta=True, depth=8).eval()

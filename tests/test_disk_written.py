@@ -16,6 +16,7 @@ from carom.core.checkpoint import Stand
 from carom.core.simulated import SimulatedDevice
 from carom.core.store.arena import HostArena
 from safetensors.torch import save_file
+from tests_pairwise import each, pairwise
 from torch import nn
 
 SIDE = 160
@@ -63,16 +64,13 @@ def write(session: Any, loaded: nn.Module, index: int, factor: float = 2.0) -> N
     loaded[index].weight.copy_(value)
 
 
-devices = pytest.mark.parametrize(
-    "device",
-    ["cpu", SimulatedDevice(timing="late"), SimulatedDevice(timing="random")],
-    ids=["cpu", "late", "random"],
+DEVICES = {"cpu": "cpu", "late": SimulatedDevice(timing="late"), "random": SimulatedDevice(timing="random")}
+devices = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+
+
+@pairwise(
+    device=DEVICES, passes={"before a pass": 0, "after one": 1, "after three": 3}, ram=[3.5, 6.5, 9.5, 14.5]
 )
-
-
-@devices
-@pytest.mark.parametrize("passes", [0, 1, 3], ids=["before a pass", "after one", "after three"])
-@pytest.mark.parametrize("ram", [3.5, 6.5, 9.5, 14.5])
 def test_memory_is_within_ram_whenever_a_value_is_written_and_the_report_says_what_it_was(
     tmp_path, held, device, passes, ram
 ):
@@ -128,8 +126,7 @@ def test_what_is_written_while_parked_is_refused_where_the_next_layout_could_not
     assert torch.equal(empty[9].weight, loaded[9].weight)
 
 
-@devices
-@pytest.mark.parametrize("how", ["park", "layout", "adapter"])
+@each(device=DEVICES, how=["park", "layout", "adapter"])
 def test_residents_that_were_changed_beyond_ram_outlive_every_layout(tmp_path, device, how):
     """On the device they took none of it. They have no other place than host memory on the way: it is said, not refused."""
     loaded, empty, path = pair(tmp_path)

@@ -10,12 +10,22 @@ import tests_harness as harness
 import tests_models as models
 import torch
 import torch.nn.functional as F
-from tests_harness import assert_same, infer, on_every_device, on_some_devices, place, streamed, train
+from tests_harness import (
+    EVERYWHERE,
+    SOME,
+    assert_same,
+    infer,
+    on_some_devices,
+    place,
+    streamed,
+    train,
+)
+from tests_pairwise import each, pairwise
 from torch import nn
 
 CASES = models.CASES
-every_model = pytest.mark.parametrize("name", CASES)
-some_models = pytest.mark.parametrize("name", ["stack", "heterogeneous", "tied", "nested", "outside"])
+SOME_MODELS = ["stack", "heterogeneous", "tied", "nested", "outside"]
+CHECKPOINTS = ["none", "non-reentrant", "reentrant"]
 
 
 def compare(name: str, device: Any, run: Any, *, checkpoint: str = "none", share: float = 0.35) -> Any:
@@ -33,27 +43,26 @@ def compare(name: str, device: Any, run: Any, *, checkpoint: str = "none", share
 # -- inference
 
 
-@on_every_device
-@every_model
+@pairwise(name=list(CASES), device=SOME)
 def test_inference_is_exact(name, device):
     compare(name, device, infer)
 
 
-@on_some_devices
-@every_model
+@each(name=list(CASES), device=EVERYWHERE)
 def test_inference_in_evaluation_mode_is_exact(name, device):
     compare(name, device, lambda model, case, where: infer(model.eval(), case, where, passes=2))
 
 
-@on_some_devices
-@every_model
+@each(name=list(CASES), device=dict(reversed(EVERYWHERE.items())))
 def test_inference_mode_is_exact(name, device):
     compare(name, device, lambda m, c, d: infer(m, c, d, mode=torch.inference_mode, passes=2))
 
 
-@on_some_devices
-@pytest.mark.parametrize("granularity", ["block", "phase", "layer"])
-@pytest.mark.parametrize("name", ["stack", "heterogeneous", "conv2d", "attention", "tied", "nested"])
+@pairwise(
+    name=["stack", "heterogeneous", "conv2d", "attention", "tied", "nested"],
+    granularity=["block", "phase", "layer"],
+    device=SOME,
+)
 def test_every_granularity_is_exact(name, granularity, device):
     def run(model, case, where):
         return infer(model, case, where, passes=2) + train(model, case, where, steps=2)
@@ -67,15 +76,11 @@ def test_every_granularity_is_exact(name, granularity, device):
         assert_same(expected, run(model, case, where))
 
 
-@on_every_device
-@some_models
+@pairwise(name=[name for name in SOME_MODELS if CASES[name].slots == 1], device=EVERYWHERE)
 def test_one_slot_is_exact(name, device):
     """The least budget: nothing overlaps, everything must still be right."""
-    if CASES[name].slots > 1:
-        pytest.skip("uses two units at the same time")
-    compare(
-        name, device, lambda m, c, d: infer(m, c, d) + train(m, c, d), checkpoint="non-reentrant", share=0.0
-    )
+    run = lambda m, c, d: infer(m, c, d, passes=2) + train(m, c, d, steps=2)  # noqa: E731
+    compare(name, device, run, checkpoint="non-reentrant", share=0.0)
 
 
 def test_tensor_subclasses_stay_resident_and_exact():
@@ -100,44 +105,37 @@ def test_tensor_subclasses_stay_resident_and_exact():
 # -- training of adapters
 
 
-@on_every_device
-@every_model
-@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
+@pairwise(
+    name=list(CASES),
+    checkpoint=CHECKPOINTS,
+    device=EVERYWHERE,
+    but=lambda name, checkpoint, device: checkpoint != "none" and name in ("lstm", "buffers", "encoder"),
+)
 def test_training_is_exact(name, checkpoint, device):
-    if checkpoint != "none" and name in ("lstm", "buffers", "encoder"):
-        pytest.skip("this model checkpoints nothing")
     compare(name, device, lambda m, c, d: train(m, c, d, steps=2), checkpoint=checkpoint)
 
 
-@on_some_devices
-@some_models
+@each(name=SOME_MODELS, device=EVERYWHERE)
 def test_accumulation_is_exact(name, device):
     compare(name, device, lambda m, c, d: train(m, c, d, steps=2, accumulate=3), checkpoint="non-reentrant")
 
 
-@on_every_device
-@some_models
-@pytest.mark.parametrize("forwards", [2, 3])
-@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
+@pairwise(name=SOME_MODELS, forwards=[2, 3], checkpoint=["none", "non-reentrant"], device=EVERYWHERE)
 def test_several_forwards_before_a_backward_are_exact(name, forwards, checkpoint, device):
     compare(name, device, lambda m, c, d: train(m, c, d, steps=2, forwards=forwards), checkpoint=checkpoint)
 
 
-@on_some_devices
-@some_models
-@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
+@pairwise(name=SOME_MODELS, checkpoint=CHECKPOINTS, device=SOME)
 def test_autocast_is_exact(name, checkpoint, device):
     compare(name, device, lambda m, c, d: train(m, c, d, steps=2, autocast=True), checkpoint=checkpoint)
 
 
-@on_some_devices
-@some_models
+@each(name=SOME_MODELS, device=EVERYWHERE)
 def test_sampling_between_training_steps_is_exact(name, device):
     compare(name, device, lambda m, c, d: train(m, c, d, sample=True), checkpoint="non-reentrant")
 
 
-@on_some_devices
-@pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.smooth])
+@each(name=[case.name for case in CASES.values() if case.smooth], device=SOME)
 def test_double_backward_is_exact(name, device):
     def run(model, case, where):
         seen = []
@@ -197,9 +195,12 @@ def test_passes_after_a_forward_whose_graph_is_thrown_away_are_exact(device):
 # -- full fine-tuning: trainable weights stream, gradients arrive on the host
 
 
-@on_some_devices
-@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("name", ["stack", "heterogeneous", "conv2d", "attention", "tied", "nested", "lstm"])
+@pairwise(
+    name=["stack", "heterogeneous", "conv2d", "attention", "tied", "nested", "lstm"],
+    checkpoint=CHECKPOINTS,
+    device=SOME,
+    but=lambda name, checkpoint, device: checkpoint != "none" and name == "lstm",  # it checkpoints nothing
+)
 def test_full_fine_tuning_is_exact(name, checkpoint, device):
     if place(device).type != "cpu":
         pytest.skip("the host's optimizer is not the device's: tests/test_gpu.py compares gradients")
@@ -211,6 +212,7 @@ def test_full_fine_tuning_is_exact(name, checkpoint, device):
             model,
             case,
             place(device),
+            steps=2,
             accumulate=2,
             clip=0.5,
             optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2),
@@ -264,16 +266,18 @@ def _wrap(kind: str, model: nn.Module) -> nn.Module:
         return peft.get_peft_model(model, config)
 
 
-@on_some_devices
-@pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant"])
+@pairwise(
+    kind=["lora", "dora", "lokr"],
+    when=["before", "after"],
+    checkpoint=["none", "non-reentrant"],
+    device=SOME,
+)
 def test_peft_training_is_exact(kind, when, checkpoint, device):
     case, where = CASES["stack"], place(device)
 
     def run(model, wrapped):
         model(case.inputs(0, where))  # what appeared is adopted here, before an optimizer takes it
-        return train(wrapped, case, where, sample=True)
+        return train(wrapped, case, where, steps=2, sample=True)
 
     plain = case.build(checkpoint).requires_grad_(False)
     wrapped = _wrap(kind, plain).to(where)

@@ -31,6 +31,7 @@ from carom.core import (
     streamer,
 )
 from carom.core.store import arena
+from tests_pairwise import pairwise
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -74,9 +75,10 @@ FAULTS = {
     "oom": torch.OutOfMemoryError("CUDA out of memory (injected)"),
     "runtime": RuntimeError("injected"),
 }
-faults = pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-kinds = pytest.mark.parametrize("kind", [None, False, True], ids=["plain", "non-reentrant", "reentrant"])
-training = pytest.mark.parametrize("full", [False, True], ids=["adapters", "full"])
+KINDS: dict[str, bool | None] = {"plain": None, "non-reentrant": False, "reentrant": True}
+TRAINING = {"adapters": False, "full": True}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+training = pytest.mark.parametrize("full", TRAINING.values(), ids=TRAINING.keys())
 
 
 @pytest.fixture(params=["cpu", "late"])
@@ -184,9 +186,7 @@ def once(fault: BaseException):
     return hook
 
 
-@faults
-@kinds
-@pytest.mark.parametrize("place", ["in a unit", "between units", "in the root"])
+@pairwise(fault=FAULTS, kind=KINDS, place=["in a unit", "between units", "in the root"])
 def test_a_failing_forward_leaves_a_working_session(fault, kind, place):
     device = carom.SimulatedDevice(timing="late")
     model, twin = pair(kind=kind)
@@ -223,14 +223,15 @@ class Bomb(torch.autograd.Function):
         return gradient
 
 
-@faults
-@kinds
-@training
-@pytest.mark.parametrize("place", ["custom function", "tensor hook", "recomputation"])
+@pairwise(
+    fault=FAULTS,
+    kind=KINDS,
+    full=TRAINING,
+    place=["custom function", "tensor hook", "recomputation"],
+    but=lambda kind, place, **_: place == "recomputation" and kind == "plain",  # nothing is computed again
+)
 def test_a_failing_backward_leaves_a_working_session(fault, kind, full, place):
     device = carom.SimulatedDevice(timing="late")
-    if place == "recomputation" and kind is None:
-        pytest.skip("nothing is recomputed without checkpointing")
     model, twin = pair(kind=kind, trainable=full)
     before, hook = identities(model), once(fault)
 
@@ -318,16 +319,18 @@ ENGINE_FAULTS = [
 ]  # fmt: skip
 
 
+def named(parts: list[tuple]) -> dict[str, tuple]:
+    return {f"{name}, again" if any(name == n for _, n in parts[:i]) else name: (owner, name)
+            for i, (owner, name) in enumerate(parts)}  # fmt: skip
+
+
 def engine_class(device) -> type:
     return plain_engine.PlainEngine if device == "cpu" else simulated.SimulatedEngine
 
 
-@training
-@kinds
-@pytest.mark.parametrize(("owner", "name"), ENGINE_FAULTS, ids=[name for _, name in ENGINE_FAULTS])
-@pytest.mark.parametrize("call", [1, 8])
-def test_an_engine_fault_during_a_step_leaks_nothing(owner, name, call, kind, full):
-    device = carom.SimulatedDevice(timing="late")
+@pairwise(part_=named(ENGINE_FAULTS), call=[1, 8], kind=KINDS, full=TRAINING)
+def test_an_engine_fault_during_a_step_leaks_nothing(part_, call, kind, full):
+    device, (owner, name) = carom.SimulatedDevice(timing="late"), part_
     owner = engine_class(device) if owner == "engine" else owner
     model, twin = pair(kind=kind, trainable=full)
     before = identities(model)
@@ -369,11 +372,13 @@ def odd(model: nn.Module, twin: nn.Module) -> None:
     model.h.weight.grad = torch.ones(WIDTH, WIDTH)
 
 
-@pytest.mark.parametrize("fault", [MemoryError("injected"), KeyboardInterrupt()], ids=["memory", "interrupt"])
-@pytest.mark.parametrize(("owner", "name"), ATTACH, ids=[name for _, name in ATTACH])
-@pytest.mark.parametrize("call", [1, 4])
-def test_a_fault_while_attaching_leaves_the_module_as_it_was(owner, name, call, fault):
-    device = carom.SimulatedDevice()
+@pairwise(
+    part_=named(ATTACH),
+    call=[1, 4],
+    fault={"memory": MemoryError("injected"), "interrupt": KeyboardInterrupt()},
+)
+def test_a_fault_while_attaching_leaves_the_module_as_it_was(part_, call, fault):
+    device, (owner, name) = carom.SimulatedDevice(), part_
     owner = engine_class(device) if owner == "engine" else owner
     model, twin = pair()
     odd(model, twin)
@@ -403,11 +408,11 @@ DETACH = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", [Boom("injected"), KeyboardInterrupt()], ids=["exception", "interrupt"])
-@pytest.mark.parametrize(("owner", "name"), DETACH, ids=[name for _, name in DETACH])
-@pytest.mark.parametrize("call", [1, 3])
-def test_a_close_that_failed_can_be_finished(owner, name, call, fault):
-    device = carom.SimulatedDevice()
+@pairwise(
+    part_=named(DETACH), call=[1, 3], fault={"exception": Boom("injected"), "interrupt": KeyboardInterrupt()}
+)
+def test_a_close_that_failed_can_be_finished(part_, call, fault):
+    device, (owner, name) = carom.SimulatedDevice(), part_
     owner = engine_class(device) if owner == "engine" else owner
     model, twin = pair()
     odd(model, twin)
@@ -994,9 +999,12 @@ def test_generators_abandoned_half_way_leave_a_working_session(device):
 # -- other machinery of torch
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["adapters", "full"])
-@pytest.mark.parametrize("inner", [False, True], ids=["inner non-reentrant", "inner reentrant"])
-@kinds
+@pairwise(
+    device={"cpu": "cpu", "late": carom.SimulatedDevice(timing="late")},
+    full=TRAINING,
+    inner={"inner non-reentrant": False, "inner reentrant": True},
+    kind=KINDS,
+)
 def test_checkpointing_inside_a_block_computes_the_same(device, kind, inner, full):
     class Inside(Block):
         def forward(self, x):
@@ -1118,8 +1126,7 @@ def test_inference_weights_are_refused_by_name(device):
         assert torch.equal(model(X), twin(X))
 
 
-@training
-@kinds
+@pairwise(device={"cpu": "cpu", "late": carom.SimulatedDevice(timing="late")}, full=TRAINING, kind=KINDS)
 def test_autocast_with_its_cache_computes_the_same(device, kind, full):
     model, twin = pair(kind=kind, trainable=full)
     with carom.stream(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import carom
-import pytest
 import torch
 from carom.core.streamer import Streamer
-from tests_harness import on_simulated_devices
+from tests_harness import SIMULATED
+from tests_pairwise import each, pairwise
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -59,9 +59,7 @@ def fills(device, seed: int, train: bool, monkeypatch, remembers: bool):
     return seen, outputs, found
 
 
-@on_simulated_devices
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("seed", range(3))
+@pairwise(device=SIMULATED, train={"inference": False, "training": True}, seed=range(3))
 def test_what_is_found_again_is_what_would_be_decided_anew(seed, train, device, monkeypatch):
     anew, plain, none = fills(device, seed, train, monkeypatch, False)
     found, outputs, count = fills(device, seed, train, monkeypatch, True)
@@ -70,8 +68,7 @@ def test_what_is_found_again_is_what_would_be_decided_anew(seed, train, device, 
     assert all(map(torch.equal, outputs, plain))
 
 
-@on_simulated_devices
-@pytest.mark.parametrize("at", [1, 7, 23])
+@each(device=SIMULATED, at=[1, 7, 23])
 def test_a_use_that_ends_while_a_slot_is_filled_asks_for_nothing(at, device, monkeypatch):
     """The collector may drop a failed backward anywhere: its slots are freed, and looked ahead from, inside a copy's issue."""
     _, plain, _ = fills(device, 0, False, monkeypatch, True)

@@ -22,9 +22,10 @@ from carom.core.predict import Link, Packed, Workload
 from carom.core.simulated import SimulatedRaceError
 from carom.core.staging import Staging
 from carom.core.transfer import make_engine
-from tests_harness import SIMULATED, assert_same, infer, on_every_device, on_some_devices, place, train
+from tests_harness import EVERYWHERE, SIMULATED, assert_same, infer, on_some_devices, place, train
 from tests_models import WIDE, WideBlock, WideModel
 from tests_models import wide_inputs as inputs
+from tests_pairwise import each, pairwise
 from torch import nn
 
 
@@ -42,14 +43,13 @@ def model_and_copy(**kinds: Any) -> tuple[WideModel, WideModel]:
 
 
 VRAM = 3 * (8 * WIDE * WIDE * 2 + 8192)
-both_hosts = pytest.mark.parametrize("host", ["auto", "raw"])
+both_hosts = each(device=EVERYWHERE, host=["auto", "raw"])
 
 
 # -- the same bits
 
 
-@on_some_devices
-@pytest.mark.parametrize("name", models.CASES)
+@each(name=list(models.CASES), device=EVERYWHERE)
 def test_inference_is_exact(name, device, small):
     case, where = models.CASES[name], place(device)
     model = models.freeze(case.build("none"))
@@ -59,19 +59,20 @@ def test_inference_is_exact(name, device, small):
         assert_same(expected, infer(model, case, where))
 
 
-@on_every_device
-@pytest.mark.parametrize("way", ["none", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("name", ["stack", "heterogeneous", "tied", "attention"])
+@pairwise(
+    name=["stack", "heterogeneous", "tied", "attention"],
+    way=["none", "non-reentrant", "reentrant"],
+    device=EVERYWHERE,
+)
 def test_training_is_exact(name, way, device, small):
     case, where = models.CASES[name], place(device)
     model = models.freeze(case.build(way))
-    expected = train(copy.deepcopy(model).to(where), case, where)
+    expected = train(copy.deepcopy(model).to(where), case, where, steps=2)
     vram = harness.some_vram(model, device, 0.5, 3)
     with carom.stream(model, device=device, vram=vram, codec="lossless", training="resident"):
-        assert_same(expected, train(model, case, where))
+        assert_same(expected, train(model, case, where, steps=2))
 
 
-@on_every_device
 @both_hosts
 def test_adapters_train_to_the_same_bits_and_fewer_cross(device, host):
     where = place(device)
@@ -100,7 +101,6 @@ def test_adapters_train_to_the_same_bits_and_fewer_cross(device, host):
 # -- who asks outside a step
 
 
-@on_every_device
 @both_hosts
 def test_values_are_there_for_who_asks(device, host):
     where = place(device)
@@ -130,7 +130,6 @@ def test_values_are_there_for_who_asks(device, host):
     assert_same(list(plain.parameters()), list(model.parameters()))
 
 
-@on_every_device
 @both_hosts
 def test_values_that_are_written_are_those_of_the_next_pass(device, host):
     where = place(device)
@@ -159,7 +158,7 @@ def test_values_that_are_written_are_those_of_the_next_pass(device, host):
     assert_same([p.cpu() for p in plain.parameters()], list(model.parameters()))
 
 
-@on_every_device
+@on_some_devices
 def test_a_model_that_writes_to_its_weights_keeps_what_it_wrote(device):
     class Writes(WideBlock):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +187,7 @@ def test_a_packed_weight_cannot_be_trained_and_says_what_to_do():
 # -- layouts that change
 
 
-@on_every_device
+@on_some_devices
 def test_other_budgets_and_parking_keep_every_bit(device):
     where = place(device)
     model, plain = model_and_copy()
@@ -269,7 +268,7 @@ def test_what_does_not_pack_crosses_as_it_is():
             assert_same(list(plain.parameters()), [session.read(n) for n, _ in plain.named_parameters()])
 
 
-@on_every_device
+@on_some_devices
 def test_weights_of_a_dtype_without_a_codec_cross_as_they_are_and_the_report_names_them(device):
     where = place(device)
     model, plain = model_and_copy()

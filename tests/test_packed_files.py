@@ -28,7 +28,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file as library_load
 from safetensors.torch import save_file
-from tests_harness import assert_same, infer, on_some_devices, place, train
+from tests_harness import SOME, assert_same, infer, place, train
+from tests_pairwise import each, pairwise
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -441,9 +442,11 @@ def packed_file(model: torch.nn.Module, folder: Path, **options: str) -> Path:
 VRAM = 700 << 10  # of 1.4 MB
 
 
-@on_some_devices
-@pytest.mark.parametrize("ram", [4 << 20, 600 << 10, 64 << 10], ids=["all of it", "some", "little"])
-@pytest.mark.parametrize("options", [{"codec": "lossless"}, {"quant": "nf4"}], ids=["lossless", "nf4"])
+@pairwise(
+    device=SOME,
+    ram={"all of it": 4 << 20, "some": 600 << 10, "little": 64 << 10},
+    options={"lossless": {"codec": "lossless"}, "nf4": {"quant": "nf4"}},
+)
 def test_a_packed_file_streams_the_values_it_stands_for(options, ram, device, tmp_path: Path):
     model, where = stack().eval(), place(device)
     path = packed_file(model, tmp_path, **options)
@@ -462,8 +465,7 @@ def test_a_packed_file_streams_the_values_it_stands_for(options, ram, device, tm
         assert 0 < read < report.raw_bytes_per_step * 0.8
 
 
-@on_some_devices
-@pytest.mark.parametrize("checkpoint", ["non-reentrant", "reentrant"])
+@each(device=SOME, checkpoint=["non-reentrant", "reentrant"])
 def test_lora_trains_on_a_packed_file_as_on_the_loaded_model(checkpoint, device, tmp_path: Path):
     peft = pytest.importorskip("peft")
     where = place(device)

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from tests_harness import SIMULATED, assert_same, infer, train
 from tests_models import WIDE, WideModel
 from tests_models import wide_inputs as inputs
+from tests_pairwise import each
 from torch import nn
 
 DEVICES = {name: dataclasses.replace(device, unpacks=True) for name, device in SIMULATED.items()}
@@ -103,8 +104,7 @@ def test_a_model_that_fits_packed_crosses_no_link(device, known):
     assert report.resident_packed_units == 20 and report.wire_bytes_per_step == 0
 
 
-@on_every_device
-@pytest.mark.parametrize("name", ["stack", "heterogeneous", "tied", "attention"])
+@each(name=["stack", "heterogeneous", "tied", "attention"], device=DEVICES)
 def test_inference_and_training_are_exact(name, device, monkeypatch, known):
     monkeypatch.setattr(packing, "LEAST", 256)
     monkeypatch.setattr(packed_tensors, "GAIN", 4.0)
@@ -176,8 +176,7 @@ def test_what_was_learnt_decides_whether_units_stay_packed(flops, packed, traine
     assert report.vram_peak_bytes <= 2 * VRAM
 
 
-@on_every_device
-@pytest.mark.parametrize("share", [6, 8, 10])
+@each(share=[6, 8, 10], device=DEVICES)
 def test_of_what_trains_and_stays_packed_only_what_trains_crosses_and_once_a_step(device, share, known):
     """LoRA weights that stream with their blocks: the optimizer changes them on the host, and nothing else of a unit."""
     model, plain = model_and_copy(depth=12, adapted=True)
@@ -250,8 +249,7 @@ def test_a_step_with_what_stays_packed_is_predicted_as_it_is_simulated(budget):
 # -- values that change, budgets that change
 
 
-@on_every_device
-@pytest.mark.parametrize("host", ["auto", "raw"])
+@each(device=DEVICES, host=["auto", "raw"])
 def test_values_that_are_written_are_those_of_the_next_pass(device, host, known):
     model, plain = model_and_copy()
     new = torch.randn(4 * WIDE, WIDE).bfloat16()
@@ -466,8 +464,7 @@ def test_a_unit_that_stays_packed_takes_the_link_no_time():
     )
 
 
-@on_every_device
-@pytest.mark.parametrize("fails", [False, True], ids=["device unpacks", "device cannot be asked"])
+@each(device=DEVICES, fails={"device unpacks": False, "device cannot be asked": True})
 def test_what_stays_packed_and_comes_to_cross_as_it_is_leaves_the_device(device, fails, monkeypatch, known):
     """Unpacked on the device, or on the host where that fails: the same bits, and no packed copy is left there."""
     model, plain = model_and_copy()
@@ -559,8 +556,7 @@ def test_the_region_is_given_back_after_training(codec):
     assert session._engine.allocated == 0
 
 
-@on_every_device
-@pytest.mark.parametrize("way", ["in place", "write", "refresh"])
+@each(device=DEVICES, way=["in place", "write", "refresh"])
 def test_plain_tensors_beside_packed_ones_are_used_as_they_were_last_written(device, way, known):
     """A norm's weight lies in the unit's block as it is: no wire on the device may go on with what it was."""
     model, plain = model_and_copy()

@@ -23,6 +23,7 @@ from carom.core.transfer import make_engine
 from tests_harness import SIMULATED, assert_same
 from tests_models import WIDE, WideModel
 from tests_models import wide_inputs as inputs
+from tests_pairwise import each
 from torch import nn
 
 VRAM = 3 * (8 * WIDE * WIDE * 2 + 8192)
@@ -34,8 +35,7 @@ def model_and_copy(**kinds: Any) -> tuple[WideModel, WideModel]:
     return model, copy.deepcopy(model)
 
 
-@pytest.mark.parametrize("where", ["the block", "the values", "the second value"])
-@pytest.mark.parametrize("device", SIMULATED.values(), ids=SIMULATED)
+@each(where=["the block", "the values", "the second value"], device=SIMULATED)
 def test_a_unit_that_cannot_be_unpacked_for_want_of_memory_is_as_it_was(device, where, monkeypatch):
     model, plain = model_and_copy()
     with (

@@ -18,9 +18,10 @@ from carom.core.staging import Staging
 from carom.core.transfer import make_engine
 from hypothesis import given
 from hypothesis import strategies as st
-from tests_harness import SIMULATED, assert_same, on_every_device, place
+from tests_harness import EVERYWHERE, SIMULATED, assert_same, place
 from tests_models import WIDE, WideModel
 from tests_models import wide_inputs as inputs
+from tests_pairwise import each
 from torch import nn
 
 BLOCK = 8 * WIDE * WIDE * 2 + 8192
@@ -44,8 +45,7 @@ def model_and_copy(**kinds: Any) -> tuple[WideModel, WideModel]:
     return model, copy.deepcopy(model)
 
 
-@on_every_device
-@pytest.mark.parametrize("adapted", [False, True])
+@each(device=EVERYWHERE, adapted=[False, True])
 def test_a_unit_in_pieces_has_the_same_bits_and_is_one_transfer(device, adapted, one_wire):
     where = place(device)
     model, plain = model_and_copy(adapted=adapted)
@@ -92,12 +92,10 @@ def test_what_packs_to_more_than_bfloat16_does_finds_room_too(dtype):
             assert streamed and all(unit.decoder is not None for unit in streamed)
 
 
-@on_every_device
-@pytest.mark.parametrize("share, packed", [(0.7, True), (0.1, False)])
-def test_a_wire_larger_than_its_room_crosses_in_pieces_where_its_tensors_are_not(
-    device, share, packed, monkeypatch
-):
+@each(device=EVERYWHERE, share=[0.7, 0.1])
+def test_a_wire_larger_than_its_room_crosses_in_pieces_where_its_tensors_are_not(device, share, monkeypatch):
     """Weights that pack to more than was planned for; below that, they cross as they are."""
+    packed = share > 0.5
     room = decide._staging
     monkeypatch.setattr(decide, "_staging", lambda *args: [int(share * size) for size in room(*args)[-1:]])
     where = place(device)
@@ -136,8 +134,7 @@ def test_the_link_is_not_idle_while_a_piece_is_unpacked(one_wire, monkeypatch):
     assert pieces < wire + 0.7 * (whole - wire)
 
 
-@pytest.mark.parametrize("where", ["copy_in", "decode"])
-@pytest.mark.parametrize("device", SIMULATED.values(), ids=SIMULATED)
+@each(where=["copy_in", "decode"], device=SIMULATED)
 def test_an_interrupt_between_two_pieces_leaves_the_session_whole(device, where, one_wire, monkeypatch):
     model, plain = model_and_copy()
     with torch.no_grad(), stream(model, dataclasses.replace(device)) as session:

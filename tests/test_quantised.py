@@ -12,7 +12,8 @@ import carom
 import pytest
 import torch
 from carom.core import shells
-from tests_harness import assert_same, least_vram, on_simulated_devices, on_some_devices, place, train
+from tests_harness import SOME, assert_same, least_vram, on_simulated_devices, place, train
+from tests_pairwise import pairwise
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -226,18 +227,56 @@ def quanto(kind: str) -> Callable[[Net], None]:
     return quantise
 
 
-def gguf(net: Net) -> None:
-    library("gguf")
-    utils = library("diffusers.quantizers.gguf.utils")
-    kinds, quants = library("gguf").GGMLQuantizationType, library("gguf").quants
+class GgufParameter(nn.Parameter):
+    """A file's bytes that know their kind, as diffusers and ComfyUI's GGUF nodes make them; results of operators know it too."""
+
+    def __new__(
+        cls, data: torch.Tensor, requires_grad: bool = False, quant_type: Any = None
+    ) -> GgufParameter:
+        self = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self.quant_type = quant_type
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        kinds = [arg.quant_type for arg in args if isinstance(arg, GgufParameter)]
+        return cls(result, quant_type=kinds[0]) if type(result) is torch.Tensor and kinds else result
+
+
+class GgufLinear(nn.Linear):
+    def __init__(self, *sizes: int, compute_dtype: torch.dtype) -> None:
+        super().__init__(*sizes)
+        self.compute_dtype = compute_dtype
+
+    def decoded(self) -> torch.Tensor:
+        assert self.weight.quant_type.name == "Q8_0"
+        rows = self.weight.detach().as_subclass(torch.Tensor).view(-1, 34)  # 32 codes behind their scale
+        scales, codes = rows[:, :2].view(torch.float16), rows[:, 2:].view(torch.int8)
+        return (scales.float() * codes.float()).view(self.out_features, self.in_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.decoded().to(self.compute_dtype), self.bias)
+
+
+def gguf(net: Net, layer: type = GgufLinear, parameter: type = GgufParameter) -> None:
+    kind, quants = library("gguf").GGMLQuantizationType.Q8_0, library("gguf").quants
     for block in net.blocks:
         for name in ("up", "down"):
             old = getattr(block, name)
-            new = utils.GGUFLinear(old.in_features, old.out_features, compute_dtype=torch.float32)
-            data = torch.from_numpy(quants.quantize(old.weight.detach().numpy(), kinds.Q8_0))
-            new.weight = utils.GGUFParameter(data, quant_type=kinds.Q8_0)
+            new = layer(old.in_features, old.out_features, compute_dtype=torch.float32)
+            data = quants.quantize(old.weight.detach().numpy(), kind)
+            new.weight = parameter(torch.from_numpy(data), quant_type=kind)
+            if layer is GgufLinear:
+                assert torch.equal(new.decoded(), torch.from_numpy(quants.dequantize(data, kind)))
             new.bias = old.bias
             setattr(block, name, new.requires_grad_(False))
+
+
+def gguf_of_diffusers(net: Net) -> None:
+    library("gguf")
+    utils = library("diffusers.quantizers.gguf.utils")
+    gguf(net, utils.GGUFLinear, utils.GGUFParameter)
 
 
 KINDS: dict[str, Callable[[Net], None]] = {
@@ -260,6 +299,7 @@ KINDS: dict[str, Callable[[Net], None]] = {
     "quanto qint8": quanto("qint8"),
     "quanto qint4": quanto("qint4"),
     "gguf q8_0": gguf,
+    "gguf q8_0, diffusers": gguf_of_diffusers,
 }  # fmt: skip
 on_every_kind = pytest.mark.parametrize("kind", KINDS)
 STAY = ("dressed", "taken over", "bitsandbytes int8")  # .to leaves what hangs on their weights where it was
@@ -310,8 +350,7 @@ def lora(net: Net, where: torch.device) -> list:
     return seen[: len(seen) - len(list(net.buffers()))]
 
 
-@on_some_devices
-@on_every_kind
+@pairwise(kind=list(KINDS), device=SOME)
 def test_inference_on_streamed_codes_is_the_resident_runs(kind, device):
     where = reachable(kind, device)
     expected = infer(quantised(kind).eval().to(where), where)
@@ -324,12 +363,12 @@ def test_inference_on_streamed_codes_is_the_resident_runs(kind, device):
     assert_same(expected, infer(net.to(where), where))
 
 
-@on_some_devices
-@pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant"])
-@on_every_kind
+@pairwise(
+    kind=[kind for kind in KINDS if kind not in NO_GRADIENT],
+    checkpointing=["non-reentrant", "reentrant"],
+    device=SOME,
+)
 def test_lora_on_streamed_codes_trains_as_on_resident_ones(kind, checkpointing, device):
-    if kind in NO_GRADIENT:
-        pytest.skip(f"{kind}: the library's product has no derivative, so it does not train resident either")
     where = reachable(kind, device)
     expected = lora(with_adapters(quantised(kind, checkpointing)).to(where), where)
     net = with_adapters(quantised(kind, checkpointing))

@@ -12,6 +12,7 @@ import torch
 from carom.core.runs import Runs
 from carom.core.session import Session
 from safetensors.torch import save_file
+from tests_pairwise import pairwise
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,13 +50,19 @@ class Model(nn.Module):
         return self.h(x)
 
 
-kinds = pytest.mark.parametrize("kind", [None, False, True], ids=["plain", "non-reentrant", "reentrant"])
-training = pytest.mark.parametrize("full", [False, True], ids=["adapters", "full"])
+KINDS: dict[str, bool | None] = {"plain": None, "non-reentrant": False, "reentrant": True}
+TRAINING = {"adapters": False, "full": True}
+training = pytest.mark.parametrize("full", TRAINING.values(), ids=TRAINING)
+DEVICES = {
+    "cpu": "cpu",
+    "late": carom.SimulatedDevice(timing="late"),
+    "random": carom.SimulatedDevice(timing="random"),
+}
 
 
-@pytest.fixture(params=["cpu", "late", "random"])
+@pytest.fixture(params=DEVICES)
 def device(request):
-    return "cpu" if request.param == "cpu" else carom.SimulatedDevice(timing=request.param)
+    return DEVICES[request.param]
 
 
 def pair(trainable: bool = False, **settings):
@@ -167,8 +174,7 @@ def test_threads_that_infer_at_once_get_their_own_results(device):
         assert_idle(live)
 
 
-@kinds
-@training
+@pairwise(device=DEVICES, kind=KINDS, full=TRAINING)
 def test_training_in_one_thread_with_inference_in_another(device, kind, full):
     model, twin = pair(kind=kind, trainable=full)
     want, out = step(twin), infer(twin)
@@ -274,7 +280,7 @@ def test_backward_in_another_thread_than_forward(device):
         assert_idle(live)
 
 
-@kinds
+@pairwise(device=DEVICES, kind=KINDS)
 def test_two_threads_that_train_on_inputs_of_their_own(device, kind):
     model, twin = pair(kind=kind)
     inputs = [X, 2 * X]
@@ -450,9 +456,12 @@ def test_sessions_of_two_models_in_two_threads(device):
 # -- a model that is parked, or laid out anew
 
 
-@pytest.mark.parametrize("fetched", ["before", "meanwhile"])
-@pytest.mark.parametrize("how", ["unpark", "layout"])
-@pytest.mark.parametrize("stored", [False, True], ids=["module", "file"])
+@pairwise(
+    device=DEVICES,
+    fetched=["before", "meanwhile"],
+    how=["unpark", "layout"],
+    stored={"module": False, "file": True},
+)
 def test_a_call_waits_while_another_thread_brings_the_weights(
     tmp_path, monkeypatch, device, how, stored, fetched
 ):

@@ -15,7 +15,8 @@ import torch
 import torch.utils.checkpoint
 from carom.core.store import pieces
 from tests_disk_harness import on_meta, save, some_ram, some_vram, uniform, within_ram
-from tests_harness import assert_same, loss_of, on_some_devices, place, train
+from tests_harness import SOME, assert_same, loss_of, on_some_devices, place, train
+from tests_pairwise import pairwise
 from torch import nn
 
 CASES = models.CASES
@@ -156,9 +157,7 @@ def _without_gradients(seen: list, model: nn.Module) -> list:
 # -- layer-wise training from a file
 
 
-@on_some_devices
-@pytest.mark.parametrize("kept", ["on the device", "on the host"])
-@pytest.mark.parametrize("ram", [1.5, 0.15], ids=["all in RAM", "little RAM"])
+@pairwise(device=SOME, kept=["on the device", "on the host"], ram={"all in RAM": 1.5, "little RAM": 0.15})
 def test_layer_wise_training_from_a_file_is_the_resident_runs(tmp_path, device, kept, ram):
     """Boundary activations kept or offloaded, blocks run again in reverse, adapters stepped in backward; stopped and resumed."""
     peft = pytest.importorskip("peft")

@@ -9,6 +9,7 @@ import tests_models as models
 import torch
 from carom.core.session import Session
 from tests_harness import on_simulated_devices, streamed
+from tests_pairwise import each, pairwise
 
 on_cpu_and_simulated = pytest.mark.parametrize("device", harness.DEVICES.values(), ids=harness.DEVICES)
 
@@ -127,9 +128,7 @@ def test_a_loss_that_is_kept_aside_is_waited_for(device):
         assert session.report().kind == "train"
 
 
-@on_simulated_devices
-@pytest.mark.parametrize("checkpoint", ["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+@pairwise(checkpoint=["non-reentrant", "reentrant"], slots=[1, 2, 3, 4], device=harness.SIMULATED)
 def test_a_training_step_takes_two_transfers_per_unit_less_the_turns(slots, checkpoint, device):
     model = stack(8, checkpoint)
     x = torch.randn(2, models.D, requires_grad=True)
@@ -173,8 +172,7 @@ def test_resident_units_are_never_transferred(device):
         assert 0 < session._engine.bytes_in - before <= streamed_bytes
 
 
-@on_simulated_devices
-@pytest.mark.parametrize("checkpoint", ["none", "non-reentrant", "reentrant"])
+@each(checkpoint=["none", "non-reentrant", "reentrant"], device=harness.SIMULATED)
 def test_frozen_weights_are_never_copied_back_and_get_no_gradient(checkpoint, device, monkeypatch):
     model = stack(6, checkpoint)
     model.norm.requires_grad_(True)
@@ -220,9 +218,7 @@ ROUTES = {
 }
 
 
-@on_cpu_and_simulated
-@pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES)
-@pytest.mark.parametrize("checkpoint", ["inference", "none", "non-reentrant"])
+@pairwise(route=ROUTES, checkpoint=["inference", "none", "non-reentrant"], device=harness.DEVICES)
 def test_another_order_is_exact_and_learnt_again(route, checkpoint, device):
     plain = stack(6, "none" if checkpoint == "inference" else checkpoint, models.Steered)
     model = stack(6, plain.checkpoint, models.Steered)
@@ -360,8 +356,10 @@ def test_a_link_that_binds_is_kept_busy():
     assert report.step_seconds == pytest.approx(report.wire_bytes_per_step / 1e6, rel=0.05)
 
 
-@on_cpu_and_simulated
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@each(
+    mode={"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "enable_grad": torch.enable_grad},
+    device=harness.DEVICES,
+)
 def test_weights_that_are_only_read_are_never_written_back(mode, device, monkeypatch):
     model = stack(6)
     with streamed(model, device, slots_vram(model, 2), granularity="block") as session:

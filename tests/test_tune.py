@@ -14,14 +14,14 @@ from carom.core.learn import Forward, Learnt, Piece, Profile, Turn, learn
 from carom.core.meter import Meter
 from carom.core.predict import Link
 from carom.core.sizes import MIB
+from tests_pairwise import pairwise
 from tests_uneven import WIDTH, Net, device, size, step, uneven
 from torch import nn
 
 
-@pytest.mark.parametrize("granularity", ["block", "phase"])
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize(("share", "ratio"), [(0.1, 0.6), (0.5, 0.6), (0.5, 1.5)])
-def test_predicted_and_simulated_steps_of_a_session_agree(granularity, train, share, ratio):
+@pairwise(granularity=["block", "phase"], train=[False, True], budget=["0.1 0.6", "0.5 0.6", "0.5 1.5"])
+def test_predicted_and_simulated_steps_of_a_session_agree(granularity, train, budget):
+    share, ratio = map(float, budget.split())  # of the weights; of the link's time to computing's
     net = Net(train)
     with carom.stream(
         net, device=device(net, ratio), vram=int(size(net) * share), granularity=granularity

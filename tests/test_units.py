@@ -10,10 +10,8 @@ from carom.core.slots import ALIGN
 from carom.core.units import SMALL_BUFFER, carve, collect, why_not_streamed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests_pairwise import pairwise
 from torch import nn
-
-every_model = pytest.mark.parametrize("name", models.CASES)
-every_granularity = pytest.mark.parametrize("granularity", ["auto", "block", "phase", "layer"])
 
 
 def covers_exactly_once(model: nn.Module, **settings) -> None:
@@ -37,10 +35,12 @@ def covers_exactly_once(model: nn.Module, **settings) -> None:
     assert len(set(names)) == len(names)
 
 
-@every_granularity
-@every_model
-@pytest.mark.parametrize("limit", [None, 6000, 1])
-@pytest.mark.parametrize("trainable", ["none", "vectors", "all", "all streamed"])
+@pairwise(
+    name=list(models.CASES),
+    granularity=["auto", "block", "phase", "layer"],
+    limit={"None": None, "6000": 6000, "1": 1},
+    trainable=["none", "vectors", "all", "all streamed"],
+)
 def test_every_tensor_is_placed_exactly_once(name, granularity, limit, trainable):
     model = models.CASES[name].build()
     if trainable == "none":

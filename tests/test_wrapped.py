@@ -12,6 +12,7 @@ import pytest
 import torch
 from carom.core.wrapped import LaidOpen, is_wrapper, lay_open
 from tests_harness import DEVICES, assert_same, on_simulated_devices, some_vram, streamed
+from tests_pairwise import each
 from tests_wrappers import Codes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -116,8 +117,7 @@ def steps(model, count=3):
     return seen
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+@each(checkpointing=[True, False], device=DEVICES)
 def test_wrapped_weights_stream_exactly_both_ways(device, checkpointing):
     expected = steps(net(checkpointing))
     model = net(checkpointing)

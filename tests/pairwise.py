@@ -1,0 +1,87 @@
+"""Fewer runs than a full cross product: every pair of values of two parameters is in some run.
+
+What goes wrong in streaming depends on one setting or on two that meet, hardly ever on three. ``pairwise`` therefore runs a
+test with a small selection of combinations in which each value of each parameter meets each value of each other one;
+``each`` only sees to it that each value is run, where another test has the pairs. The selection is the same every time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+# A GPU is not one more value to choose among: all that is chosen runs on it as well.
+ALSO = {"device": "cuda"}
+
+
+def covering(
+    sizes: Sequence[int], strength: int, allowed: Callable[[tuple[int, ...]], bool]
+) -> list[tuple[int, ...]]:
+    """Rows of value numbers, so that every ``strength`` values that an allowed row has together are in a chosen one."""
+    rows = [row for row in itertools.product(*map(range, sizes)) if allowed(row)]
+    numbers: dict[tuple, int] = {}
+    masks = []
+    for row in rows:
+        mask = 0
+        for together in itertools.combinations(enumerate(row), min(strength, len(row))):
+            mask |= 1 << numbers.setdefault(together, len(numbers))
+        masks.append(mask)
+    left, uses, chosen = (1 << len(numbers)) - 1, [[0] * size for size in sizes], []
+    while left:
+        # The row with most that is new; of several the one whose values were used least; then the first.
+        best = max(
+            range(len(rows)),
+            key=lambda i: ((masks[i] & left).bit_count(), -sum(map(list.__getitem__, uses, rows[i])), -i),
+        )
+        left &= ~masks[best]
+        chosen.append(best)
+        for used, value in zip(uses, rows[best], strict=True):
+            used[value] += 1
+    return [rows[i] for i in sorted(chosen)]
+
+
+def pairwise(
+    *, strength: int = 2, but: Callable[..., bool] | None = None, **axes: Mapping[str, Any] | Sequence[Any]
+) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` over ``axes`` (lists, or ids with values); ``but``: of the ids, combinations there are not."""
+    named: dict[str, dict[str, Any]] = {
+        axis: dict(values) if isinstance(values, Mapping) else {str(value): value for value in values}
+        for axis, values in axes.items()
+    }
+    also = {
+        axis: {ALSO[axis]: named[axis].pop(ALSO[axis])} for axis in named if ALSO.get(axis) in named[axis]
+    }
+    ids = [list(values) for values in named.values()]
+
+    def allowed(row: tuple[int, ...]) -> bool:
+        return but is None or not but(
+            **{axis: ids[i][value] for i, (axis, value) in enumerate(zip(named, row, strict=True))}
+        )
+
+    rows = [
+        tuple(ids[i][value] for i, value in enumerate(row))
+        for row in covering([len(v) for v in ids], strength, allowed)
+    ]
+    for axis, (value,) in also.items():
+        at = list(named).index(axis)
+        rows += dict.fromkeys((*row[:at], value, *row[at + 1 :]) for row in rows)
+        named[axis].update(also[axis])
+    return pytest.mark.parametrize(
+        ",".join(named),
+        [
+            pytest.param(
+                *(named[axis][value] for axis, value in zip(named, row, strict=True)), id="-".join(row)
+            )
+            for row in rows
+        ],
+    )
+
+
+def each(
+    *, but: Callable[..., bool] | None = None, **axes: Mapping[str, Any] | Sequence[Any]
+) -> pytest.MarkDecorator:
+    """As `pairwise`, with each value in some run."""
+    return pairwise(strength=1, but=but, **axes)
