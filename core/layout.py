@@ -122,29 +122,12 @@ class LaysOut(Pools, Parks, Adapts, Adopts, Values):
         self._meter = Meter(self._engine)
         if self._room is not None:
             self._room.begin_anew()
+        self._carving, self.plan = self._decide()
         before: Placement | None = self.__dict__.get("_placement")
-        copies = self._copies if self._simple else None
-        self._placement = Placement(self._engine, self._arena, copies)
-        self._placement.here.receive([] if before is None else before.here.given())
+        placement = self._new_placement(disk)
+        placement.here.receive([] if before is None else before.here.given())
+        self._placement = placement
         try:
-            self._carving, self.plan = self._decide()
-            if disk is not None:
-                disk.staging_bytes = self.plan.staging_bytes
-                self._placement = DiskPlacement(self._engine, self._arena, disk)
-            elif self._shelf or self._copies.packs or (self._packing is not None and self.plan.staging_bytes):
-                left = self._placement.here.given()
-                self._placement = PackedPlacement(
-                    self._engine,
-                    self._arena,
-                    self._shelf,
-                    self._packing or Packing(),
-                    self.plan.staging_bytes,
-                    # Until the region is there, and what stays packed:
-                    self.plan.region_bytes + self.plan.staging_bytes + self.plan.packed_bytes,
-                    self._carving.largest,
-                    copies,
-                )
-                self._placement.here.receive(left)
             resident, streamed = self._divide(disk)
             needed = [entry for entry, _ in self._carving.resident]
             self._placement.keep_received(
@@ -171,11 +154,31 @@ class LaysOut(Pools, Parks, Adapts, Adopts, Values):
             self._front.of_units(self._streamer, self._placement.streamed, self._reruns)
             self._tree = Tree(self.module)
             self._account()
-            self._closed = False
+            self._closed = self._parked = False
             logger.info("carom: %s", describe(self.plan, len(self._carving.units), self._engine.name))
         except BaseException:
             self._detach(keep=True)
             raise
+
+    def _new_placement(self, disk: Disk | None) -> Placement:
+        """Of the kind that the present plan and settings ask for."""
+        copies = self._copies if self._simple else None
+        if disk is not None:
+            disk.staging_bytes = self.plan.staging_bytes
+            return DiskPlacement(self._engine, self._arena, disk)
+        if self._shelf or self._copies.packs or (self._packing is not None and self.plan.staging_bytes):
+            return PackedPlacement(
+                self._engine,
+                self._arena,
+                self._shelf,
+                self._packing or Packing(),
+                self.plan.staging_bytes,
+                # Until the region is there, and what stays packed:
+                self.plan.region_bytes + self.plan.staging_bytes + self.plan.packed_bytes,
+                self._carving.largest,
+                copies,
+            )
+        return Placement(self._engine, self._arena, copies)
 
     @property
     def _simple(self) -> bool:
@@ -210,49 +213,43 @@ class LaysOut(Pools, Parks, Adapts, Adopts, Values):
 
     def _lay_out(self) -> None:
         """Attach under the present budget, or under less where the device has not even that."""
-        while True:
-            try:
-                return self._again(retry=True)
-            except OutOfMemory:
-                memory = None if self._governor is None else self._memory()
-                smaller = None
-                if self._governor is not None and memory is not None:
-                    smaller = self._governor.short(memory, self._vram, self._least())
-                if smaller is None:
-                    self._detach_for_parking()  # whole, on the host; the next forward tries again
-                    raise
-                self._vram = smaller
+        with self._laying_out():  # promised between two tries too
+            while True:
+                try:
+                    return self._again(retry=True)
+                except OutOfMemory:
+                    memory = None if self._governor is None else self._memory()
+                    smaller = None
+                    if self._governor is not None and memory is not None:
+                        smaller = self._governor.short(memory, self._vram, self._least())
+                    if smaller is None:
+                        self._copies.clear()
+                        raise
+                    self._vram = smaller
 
     def _again(self, between: Callable[[], None] = lambda: None, retry: bool = False) -> None:
         """Detach and attach under the present settings; ``between`` runs while detached: where it fails, all is laid out
         all the same.
 
-        ``retry``: whoever calls comes again with other settings where the device's memory does not suffice.
+        Where this fails, whatever the reason, the session is parked: its weights are on the host or in their file, and the
+        next forward tries again. ``retry``: the caller may try other settings where the device's memory does not suffice;
+        until then host copies are kept.
         """
         with self._laying_out():
-            self._lay_anew(between, retry)
-
-    def _lay_anew(self, between: Callable[[], None], retry: bool) -> None:
-        self._detach(leave=retry and self._simple, keep=True)
-        failure: BaseException | None = None
-        try:
-            between()
-        except BaseException as error:
-            failure = error
-        if self._laid_open is not None:
-            self._laid_open.renew()
-        self._engine.trim()  # what the allocator keeps is whole now: the new region must not be cut from the old
-        try:
-            self._attach()
-        except BaseException as error:
-            if isinstance(error, OutOfMemory):
-                if not retry:  # nobody comes again: whole, on the host or in its file; the next forward tries
-                    self._detach_for_parking()
+            failure: BaseException | None = None
+            try:
+                self._detach(leave=retry and self._simple, keep=True)
+                try:
+                    between()
+                except BaseException as error:
+                    failure = error
+                if self._laid_open is not None:
+                    self._laid_open.renew()
+                # What the allocator keeps is whole now: the new region must not be cut from the old.
+                self._engine.trim()
+                self._attach()
+            except BaseException as error:
+                self._rest_parked(keep=retry and isinstance(error, OutOfMemory))
                 raise
-            # The module must not be left with stand-ins (a drive may have failed), nor the session half open.
-            self._final = Report(notes=("attaching anew failed: the session is closed",))
-            self._copies.clear()
-            self._unbind()
-            raise
         if failure is not None:
             raise failure
