@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Hashable
 from typing import Any
+from weakref import WeakSet
 
 from . import decide, replan, settings
 from .account import describe
@@ -19,7 +20,7 @@ from .aimdo import NativeError
 from .attach import Placement
 from .disk import Disk, DiskPlacement
 from .disk_residents import Residents
-from .errors import BudgetError
+from .errors import BudgetError, UnsupportedError
 from .learn import Learnt
 from .meter import Meter
 from .packed_placement import PackedPlacement
@@ -47,6 +48,7 @@ class LaysOut(Pools, Parks, Adapts, Adopts, Values):
     _spill: str
     _searched: dict[Hashable, tuple[Learnt, Carving, Plan]]  # by what was asked for
     _final: Report
+    _graphs: WeakSet[Any]  # of forwards whose backward may still come
 
     def _unbind(self) -> None:
         raise NotImplementedError
@@ -210,6 +212,20 @@ class LaysOut(Pools, Parks, Adapts, Adopts, Values):
         if not keep:
             self._copies.clear()
         self._closed = True
+
+    def _refuse_graphs(self) -> None:
+        """Raises UnsupportedError where a backward is under way, or an autograd graph still wants today's layout."""
+        if self._parked:
+            return
+        streamer = self._streamer
+        with streamer.lock:
+            wanted = len(self._graphs) > 0 or not streamer.unreferenced or streamer.backward.running
+        if wanted:
+            raise UnsupportedError(
+                f"the budget of {type(self.module).__name__} cannot change between a forward and its backward: its weights would "
+                "move, and the graph could not find them. Call backward() first, or drop what the forward returned (under "
+                "torch.no_grad() nothing is kept), then set_budget() again"
+            )
 
     def _lay_out(self) -> None:
         """Attach under the present budget, or under less where the device has not even that."""

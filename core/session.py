@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from .adapt import OutOfMemory
 from .attach import wanted_residents
 from .checkpoint import Checkpoint
 from .disk_streamer import DiskStreamer
-from .errors import BudgetError, CaromError, UnsupportedError
+from .errors import BudgetError, CaromError
 from .host_copies import HostCopies
 from .in_front import InFront
 from .layout import LaysOut
@@ -127,7 +127,7 @@ class Session(LaysOut):
         self._arena = HostArena(self._engine.pinner, self._pin_limit())
         self._arena.spare = self._copies.spare
         self._laid_open = None
-        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # of forwards whose backward may still come
+        self._graphs = WeakSet()
         try:
             self._adapts(vram == "auto" or self._shared is not None)
             if weights is not None:
@@ -213,7 +213,9 @@ class Session(LaysOut):
             try:
                 self._end(discard)
             except BaseException:
-                if not self._closed:  # what is left on the device is brought home by the next close, or layout
+                if (
+                    not self._closed
+                ):  # what is left on the device is brought home by the next close, or layout
                     self._is_parked()
                 raise
 
@@ -356,20 +358,6 @@ class Session(LaysOut):
             if ram is not None:
                 self._follow_ram(ram == "auto")
                 self._set_look()
-
-    def _refuse_graphs(self) -> None:
-        """Raises UnsupportedError where a backward is under way, or an autograd graph still wants today's layout."""
-        if self._parked:
-            return
-        streamer = self._streamer
-        with streamer.lock:
-            wanted = len(self._graphs) > 0 or not streamer.unreferenced or streamer.backward.running
-        if wanted:
-            raise UnsupportedError(
-                f"the budget of {type(self.module).__name__} cannot change between a forward and its backward: its weights would "
-                "move, and the graph could not find them. Call backward() first, or drop what the forward returned (under "
-                "torch.no_grad() nothing is kept), then set_budget() again"
-            )
 
     def _residents(self) -> frozenset[str]:
         return frozenset(

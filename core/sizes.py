@@ -18,9 +18,7 @@ _UNITS = {
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*|%)\s*")
 
 
-def parse_size(
-    value: SupportsIndex | float | str, *, whole: int | None = None, setting: str = "size"
-) -> int:
+def parse_size(value: SupportsIndex | float | str, *, whole: int | None = None, setting: str = "size") -> int:
     """Bytes meant by ``value``: a number of bytes (NumPy's integers too), "8GiB", "8GB", or "50%" of ``whole``.
 
     Raises ValueError that names ``setting`` for anything else, for negative and for absurd sizes.

@@ -4,12 +4,13 @@ other session counts one that is closed."""
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from unittest import mock
 
 import carom
 import pytest
 import torch
-from carom.core import stepping
+from carom.core import follow_ram, stepping
 from carom.core.simulated import SimulatedEngine
 from carom.core.store.arena import HostArena
 from carom.core.store.reader import DiskReader
@@ -167,4 +168,66 @@ def test_a_layout_that_fails_anywhere_leaves_a_session_that_goes_on(tmp_path, fa
         case.end()
         if count[0] <= call:
             return
+    pytest.fail("it never ended")
+
+
+# -- host memory that runs short
+
+
+@pytest.fixture
+def host_memory(monkeypatch):
+    found = SimpleNamespace(
+        free=1 << 40, keep=0, usable=1 << 40, limit=1 << 40, total=1 << 40, cgroup_limit=None, swap_total=0, swap_used=0
+    )  # fmt: skip
+    monkeypatch.setattr(follow_ram, "LOOKS", 0.0)
+    monkeypatch.setattr("carom.core.adapt._SELDOM", 0)
+    monkeypatch.setattr(follow_ram.host, "host_memory", lambda: found)
+    monkeypatch.setattr("carom.core.packing.LEAST", 256)
+    return found
+
+
+@pytest.mark.parametrize("kind", [OOM, Boom])
+@pytest.mark.parametrize("waits", ["file", "file over a loaded module", "packed beside plain"])
+def test_a_layout_because_of_host_memory_that_fails_leaves_a_session_that_goes_on(
+    tmp_path, monkeypatch, host_memory, waits, kind
+):
+    net, twin = Net(), Net()
+    options = {"ram": "auto", "vram": size(net) * 4 // 5}
+    if waits.startswith("file"):
+        save_file(twin.state_dict(), tmp_path / "net.safetensors")
+        options["weights"] = tmp_path / "net.safetensors"
+        if waits == "file":
+            net.to("meta")
+    else:
+        options |= {"codec": "lossless", "host": "raw"}
+    ram = 2 * size(twin)
+    monkeypatch.setattr("carom.core.settings.ram_budget", lambda value: ram)
+    originals = identities(net)
+    with torch.no_grad():
+        expected = twin(X)
+        for call in range(10):
+            host_memory.keep, host_memory.free = ram, 2 * ram
+            device = carom.SimulatedDevice()
+            session = carom.stream(net, device=device, granularity="layer", **options)
+            for _ in range(3):
+                assert torch.equal(net(X), expected)
+            placement = session._placement
+            host_memory.free = ram // 4  # another program
+            with failing(SimulatedEngine, "allocate", call, kind) as count, contextlib.suppress(kind):
+                assert torch.equal(net(X), expected)
+            if count[0] > call:
+                assert session.parked
+            assert session._placement is not placement, (
+                "nothing was laid out anew: the test would show nothing"
+            )
+            if call % 2:
+                for _ in range(2):
+                    assert torch.equal(net(X), expected)
+            session.close()
+            assert identities(net) == originals
+            if waits != "file":
+                assert not any(p.is_meta for p in net.parameters()) and torch.equal(net(X), expected)
+            if count[0] <= call:
+                assert call > 0
+                return
     pytest.fail("it never ended")
