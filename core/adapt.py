@@ -6,6 +6,7 @@ to look. Layouts change only while no graph wants today's units.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -80,6 +81,8 @@ class Adapts(Together, Tunes, FollowsRam):
             self._kept = stepping.where_trained(self.module)
             stepping.enter(self, engine, place, self._mates.shares)
         self._governor = None if memory is None else Governor(memory.ooms, memory.retries)
+        if self._governor is not None:
+            self._room = None  # the budget follows the device by itself
         self._looked = 0.0
         self._failed = False  # the last step ran out of memory
         self._asked: set[Hashable] = set()  # sizes of inputs whose passes had what they need
@@ -163,8 +166,12 @@ class Adapts(Together, Tunes, FollowsRam):
         often = self._meter.settled < _OFTEN or isinstance(self._engine, SimulatedEngine) or self._failed
         if not often and now - self._looked < _LOOKS:
             return
-        self._looked = now
-        with self._lock, self._growing():
+        with self._lock, contextlib.ExitStack() as locks:
+            if self._failed:
+                locks.enter_context(self._growing())
+            elif not self._may_grow(locks):
+                return  # gigabytes of another session are on their way: this step does not wait for them
+            self._looked = now
             memory = self._memory()
             if (
                 memory is None

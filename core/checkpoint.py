@@ -161,13 +161,17 @@ class Checkpoint:
         sites = {id(entry.tensor): entry.sites for entry in collect(module)}
         self._refuse_trained({name: tensors[name] for name in found.bound})
         self._refuse_layouts({name: tensors[name] for name in found.bound})
-        for bound in found.bound.values():
-            self._stand_in(bound, tensors[bound.name], sites[id(tensors[bound.name])])
-        for name, value in values.items():
-            original = tensors[name]
-            self._computed.append(_Computed(value, original, sites[id(original)]))
-            put(sites[id(original)], original, value)
-        self._note(found.extra)
+        try:
+            for bound in found.bound.values():
+                self._stand_in(bound, tensors[bound.name], sites[id(tensors[bound.name])])
+            for name, value in values.items():
+                original = tensors[name]
+                self._computed.append(_Computed(value, original, sites[id(original)]))
+                put(sites[id(original)], original, value)
+            self._note(found.extra)
+        except BaseException:
+            self.unbind()
+            raise
 
     def _refuse_trained(self, tensors: dict[str, torch.Tensor]) -> None:
         parameters = {
@@ -195,8 +199,8 @@ class Checkpoint:
                 stand = torch.empty(bound.shape, dtype=bound.dtype, device="meta")
                 if isinstance(tensor, nn.Parameter):
                     stand = nn.Parameter(stand, requires_grad=False)
-                put(sites, tensor, stand)
         self._stands[id(stand)] = Stand(bound, stand, tensor, sites, tensor.requires_grad)
+        put(sites, tensor, stand)
         stand.requires_grad_(False)
 
     def _note(self, extra: tuple[str, ...]) -> None:

@@ -79,7 +79,7 @@ class FollowsRam:
     _follower: Follower | None
     _ram_looked: float
 
-    def _again(self, *, retry: bool = False) -> None:
+    def _lay_out(self) -> None:
         raise NotImplementedError
 
     def _follow_ram(self, auto: bool) -> None:
@@ -116,8 +116,12 @@ class FollowsRam:
         logger.info(
             "carom: ram='auto': %s for the cache instead of %s", format_size(budget), format_size(self._ram)
         )
-        self._ram = budget
-        self._again(retry=True)
+        before, self._ram = self._ram, budget
+        try:
+            self._lay_out()
+        except BaseException:  # parked: it returns with what did work
+            self._ram = before
+            raise
 
     def _least_ram(self, streamer: DiskStreamer) -> int:
         """The smallest budget that works with the present layout."""
@@ -145,7 +149,7 @@ class FollowsRam:
                 "carom: ram='auto': host memory is short: weights wait as they are, not packed besides"
             )
             self._packing = None
-            self._again(retry=True)
+            self._lay_out()
         else:
             self._pin(limit, swaps(memory))
 

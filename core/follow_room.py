@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from . import replan
-from .again import Before, OutOfMemory, repeats, sizes
+from .again import Before, repeats, sizes
 from .attach import Placement
+from .auto import Governor
+from .errors import UnsupportedError
 from .meter import Meter
 from .room import SIZES, Room
 from .simulated import SimulatedEngine
@@ -50,13 +52,14 @@ class FollowsRoom:
     _look_at: float
     _asked: set
     _learnt: Any
+    _governor: Governor | None
     _room: Room | None = None
     _base = 0  # bytes of the host's own budget
     _given: Callable[[tuple, dict], Inputs]
     _room_looked = 0.0
     _thought: Any = None  # the placement that was thought over because of room
 
-    def _again(self, *, retry: bool = False) -> None:
+    def _lay_out(self) -> None:
         raise NotImplementedError
 
     def _ready(self) -> bool:
@@ -69,9 +72,6 @@ class FollowsRoom:
         raise NotImplementedError
 
     def _residents(self) -> frozenset[str]:
-        raise NotImplementedError
-
-    def _detach_for_parking(self) -> None:
         raise NotImplementedError
 
     def follow_room(
@@ -87,8 +87,15 @@ class FollowsRoom:
         left free at least; ``most``: bytes that the budget never exceeds. ``given``: of a pass's arguments those that it
         reads, without what is called outside of it: room is taken where these are tensors and plain values, so that the
         pass can run again. To be said again whenever the budget was set.
+
+        Raises UnsupportedError where the budget follows the device already (``vram="auto"``, or a `SharedBudget`).
         """
         with self._lock:
+            if self._governor is not None:
+                raise UnsupportedError(
+                    "follow_room() is for a budget in bytes: this one follows the device by itself; call "
+                    "set_budget(vram=bytes) first"
+                )
             if base is None or base >= self._vram:
                 base = self._vram
             else:  # a host may offer less than what works
@@ -214,10 +221,6 @@ class FollowsRoom:
             self._vram = base
             if self._parked:  # the next pass lays it out so
                 return True
-            try:
-                self._again(retry=True)
-            except OutOfMemory:
-                self._detach_for_parking()
-                raise
+            self._lay_out()
             self._engine.trim()
             return True

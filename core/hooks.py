@@ -212,12 +212,26 @@ def resident_forward(residents: Residents, load: Load) -> Callable[[Callable], C
     return make
 
 
+class _Graph:
+    """A hook of a forward's results. It is among its session's ``_graphs`` until a backward comes, or the graph is dropped."""
+
+    def __init__(self, session: Session, streamer: Streamer) -> None:
+        self._graphs, self._streamer = session._graphs, streamer
+        self._graphs.add(self)
+
+    def __call__(self, gradient: Any) -> None:
+        self._graphs.discard(self)
+        self._streamer.backward.begins()
+
+
 def _notice_backward(session: Session, streamer: Streamer, given: Any, result: Any) -> None:
     """Learn where a backward through ``result`` begins, also when everything is resident, or that there can be none."""
     leaves = tree_leaves(result)
     begins = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    noted = _Graph(session, streamer)
     for leaf in begins:
-        leaf.register_hook(lambda _: streamer.backward.begins())
+        # What is no result of this forward lives on, and says nothing about a graph.
+        leaf.register_hook(noted if leaf.grad_fn is not None else lambda _: streamer.backward.begins())
     # The result may be an object that is not looked into, what trains may be others' adapters, a loss may be kept elsewhere.
     if begins or (session._backward and not all(isinstance(leaf, torch.Tensor) for leaf in leaves)):
         return

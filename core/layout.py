@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Hashable
 from typing import Any
+from weakref import WeakSet
 
 from . import decide, replan, settings
 from .account import describe
@@ -19,7 +20,7 @@ from .aimdo import NativeError
 from .attach import Placement
 from .disk import Disk, DiskPlacement
 from .disk_residents import Residents
-from .errors import BudgetError
+from .errors import BudgetError, UnsupportedError
 from .learn import Learnt
 from .meter import Meter
 from .packed_placement import PackedPlacement
@@ -47,6 +48,7 @@ class LaysOut(Pools, Parks, Adapts, Adopts, Values):
     _spill: str
     _searched: dict[Hashable, tuple[Learnt, Carving, Plan]]  # by what was asked for
     _final: Report
+    _graphs: WeakSet[Any]  # of forwards whose backward may still come
 
     def _unbind(self) -> None:
         raise NotImplementedError
@@ -122,29 +124,12 @@ class LaysOut(Pools, Parks, Adapts, Adopts, Values):
         self._meter = Meter(self._engine)
         if self._room is not None:
             self._room.begin_anew()
+        self._carving, self.plan = self._decide()
         before: Placement | None = self.__dict__.get("_placement")
-        copies = self._copies if self._simple else None
-        self._placement = Placement(self._engine, self._arena, copies)
-        self._placement.here.receive([] if before is None else before.here.given())
+        placement = self._new_placement(disk)
+        placement.here.receive([] if before is None else before.here.given())
+        self._placement = placement
         try:
-            self._carving, self.plan = self._decide()
-            if disk is not None:
-                disk.staging_bytes = self.plan.staging_bytes
-                self._placement = DiskPlacement(self._engine, self._arena, disk)
-            elif self._shelf or self._copies.packs or (self._packing is not None and self.plan.staging_bytes):
-                left = self._placement.here.given()
-                self._placement = PackedPlacement(
-                    self._engine,
-                    self._arena,
-                    self._shelf,
-                    self._packing or Packing(),
-                    self.plan.staging_bytes,
-                    # Until the region is there, and what stays packed:
-                    self.plan.region_bytes + self.plan.staging_bytes + self.plan.packed_bytes,
-                    self._carving.largest,
-                    copies,
-                )
-                self._placement.here.receive(left)
             resident, streamed = self._divide(disk)
             needed = [entry for entry, _ in self._carving.resident]
             if isinstance(self._engine, SimulatedEngine):
@@ -176,11 +161,31 @@ class LaysOut(Pools, Parks, Adapts, Adopts, Values):
             self._front.of_units(self._streamer, self._placement.streamed, self._reruns)
             self._tree = Tree(self.module)
             self._account()
-            self._closed = False
+            self._closed = self._parked = False
             logger.info("carom: %s", describe(self.plan, len(self._carving.units), self._engine.name))
         except BaseException:
             self._detach(keep=True)
             raise
+
+    def _new_placement(self, disk: Disk | None) -> Placement:
+        """Of the kind that the present plan and settings ask for."""
+        copies = self._copies if self._simple else None
+        if disk is not None:
+            disk.staging_bytes = self.plan.staging_bytes
+            return DiskPlacement(self._engine, self._arena, disk)
+        if self._shelf or self._copies.packs or (self._packing is not None and self.plan.staging_bytes):
+            return PackedPlacement(
+                self._engine,
+                self._arena,
+                self._shelf,
+                self._packing or Packing(),
+                self.plan.staging_bytes,
+                # Until the region is there, and what stays packed:
+                self.plan.region_bytes + self.plan.staging_bytes + self.plan.packed_bytes,
+                self._carving.largest,
+                copies,
+            )
+        return Placement(self._engine, self._arena, copies)
 
     @property
     def _simple(self) -> bool:
@@ -213,51 +218,59 @@ class LaysOut(Pools, Parks, Adapts, Adopts, Values):
             self._copies.clear()
         self._closed = True
 
+    def _refuse_graphs(self) -> None:
+        """Raises UnsupportedError where a backward is under way, or an autograd graph still wants today's layout."""
+        if self._parked:
+            return
+        streamer = self._streamer
+        with streamer.lock:
+            wanted = len(self._graphs) > 0 or not streamer.unreferenced or streamer.backward.running
+        if wanted:
+            raise UnsupportedError(
+                f"the budget of {type(self.module).__name__} cannot change between a forward and its backward: its weights would "
+                "move, and the graph could not find them. Call backward() first, or drop what the forward returned (under "
+                "torch.no_grad() nothing is kept), then set_budget() again"
+            )
+
     def _lay_out(self) -> None:
         """Attach under the present budget, or under less where the device has not even that."""
-        while True:
-            try:
-                return self._again(retry=True)
-            except OutOfMemory:
-                memory = None if self._governor is None else self._memory()
-                smaller = None
-                if self._governor is not None and memory is not None:
-                    smaller = self._governor.short(memory, self._vram, self._least())
-                if smaller is None:
-                    self._detach_for_parking()  # whole, on the host; the next forward tries again
-                    raise
-                self._vram = smaller
+        with self._laying_out():  # promised between two tries too
+            while True:
+                try:
+                    return self._again(retry=True)
+                except OutOfMemory:
+                    memory = None if self._governor is None else self._memory()
+                    smaller = None
+                    if self._governor is not None and memory is not None:
+                        smaller = self._governor.short(memory, self._vram, self._least())
+                    if smaller is None:
+                        self._copies.clear()
+                        raise
+                    self._vram = smaller
 
     def _again(self, between: Callable[[], None] = lambda: None, retry: bool = False) -> None:
         """Detach and attach under the present settings; ``between`` runs while detached: where it fails, all is laid out
         all the same.
 
-        ``retry``: whoever calls comes again with other settings where the device's memory does not suffice.
+        Where this fails, whatever the reason, the session is parked: its weights are on the host or in their file, and the
+        next forward tries again. ``retry``: the caller may try other settings where the device's memory does not suffice;
+        until then host copies are kept.
         """
         with self._laying_out():
-            self._lay_anew(between, retry)
-
-    def _lay_anew(self, between: Callable[[], None], retry: bool) -> None:
-        self._detach(leave=retry and self._simple, keep=True)
-        failure: BaseException | None = None
-        try:
-            between()
-        except BaseException as error:
-            failure = error
-        if self._laid_open is not None:
-            self._laid_open.renew()
-        self._engine.trim()  # what the allocator keeps is whole now: the new region must not be cut from the old
-        try:
-            self._attach()
-        except BaseException as error:
-            if isinstance(error, OutOfMemory):
-                if not retry:  # nobody comes again: whole, on the host or in its file; the next forward tries
-                    self._detach_for_parking()
+            failure: BaseException | None = None
+            try:
+                self._detach(leave=retry and self._simple, keep=True)
+                try:
+                    between()
+                except BaseException as error:
+                    failure = error
+                if self._laid_open is not None:
+                    self._laid_open.renew()
+                # What the allocator keeps is whole now: the new region must not be cut from the old.
+                self._engine.trim()
+                self._attach()
+            except BaseException as error:
+                self._rest_parked(keep=retry and isinstance(error, OutOfMemory))
                 raise
-            # The module must not be left with stand-ins (a drive may have failed), nor the session half open.
-            self._final = Report(notes=("attaching anew failed: the session is closed",))
-            self._copies.clear()
-            self._unbind()
-            raise
         if failure is not None:
             raise failure

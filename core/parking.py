@@ -68,7 +68,11 @@ class Parks(Together):
     def _leave_the_device(self, keep: bool) -> None:
         self._aside = keep
         keep = keep and self._simple and not self._placement.came_on_device
-        self._detach(leave=keep, keep=keep)
+        try:
+            self._detach(leave=keep, keep=keep)
+        except BaseException:
+            self._rest_parked()
+            raise
         interrupted: BaseException | None = None
         if keep:
             try:
@@ -77,12 +81,28 @@ class Parks(Together):
                 self._copies.clear()
                 logger.warning("carom: parked without pinned copies: %s", error)
                 interrupted = None if isinstance(error, Exception) else error
+        self._is_parked()
+        if interrupted is not None:
+            raise interrupted
+
+    def _is_parked(self) -> None:
+        """All is on the host, or in its file."""
         if isinstance(self._placement, PackedPlacement):
             self._placement.wear()
         self._front.at_the_root()  # alone while parked: its next forward brings everything back
         self._closed, self._parked = False, True
-        if interrupted is not None:
-            raise interrupted
+
+    def _rest_parked(self, keep: bool = False) -> None:
+        """A change of layout failed half way: take back what was done of it, and try again at the next forward.
+
+        ``keep``: host copies are kept. What cannot be taken back now is, by the next layout or by `close`.
+        """
+        self._aside = False
+        try:
+            self._detach(keep=keep)
+            self._keeps = 0 if self._shared is None else self._least()
+        finally:
+            self._is_parked()
 
     def unpin(self) -> None:
         """While parked: give pinned memory back; the bytes wait on in ordinary memory."""
@@ -107,7 +127,6 @@ class Parks(Together):
             if self._parked:
                 try:
                     self._returns()
-                    self._parked = False
                     self._lay_out()
                 finally:
                     self._laying = 0

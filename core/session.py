@@ -9,6 +9,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -127,55 +128,67 @@ class Session(LaysOut):
         self._follow_ram(ram == "auto" and weights is None)
         self._arena = HostArena(self._engine.pinner, self._pin_limit())
         self._arena.spare = self._copies.spare
-        self._adapts(vram == "auto" or self._shared is not None)
-        if weights is not None:
-            self._checkpoint = Checkpoint(module, weights)
-            unpacks = self._engine.unpacks or isinstance(self._engine, SimulatedEngine)
-            if unpacks and codec == "auto" and self._native is None:
-                self._checkpoint.stay_packed(self._engine)
-            self._follow_ram(ram == "auto")
-            self._set_look()
-        self._laid_open = None if weights is not None else LaidOpen(module)
+        self._laid_open = None
+        self._graphs = WeakSet()
         try:
+            self._adapts(vram == "auto" or self._shared is not None)
+            if weights is not None:
+                self._checkpoint = Checkpoint(module, weights)
+                unpacks = self._engine.unpacks or isinstance(self._engine, SimulatedEngine)
+                if unpacks and codec == "auto" and self._native is None:
+                    self._checkpoint.stay_packed(self._engine)
+                self._follow_ram(ram == "auto")
+                self._set_look()
+            else:
+                self._laid_open = LaidOpen(module)
             self._first_attach(vram)
+            sessions.enter(self)
         except BaseException:
             self._ungovern()
-            self._copies.clear()
-            self._unbind()
+            self._end()
             raise
-        sessions.enter(self)
 
     # -- attach and close
 
     def _first_attach(self, vram: int | str | SharedBudget) -> None:
         shared = self._shared
-        with self._taking():  # until it is laid out: another that comes at once waits, and is given room then
-            had = 0 if shared is None else shared.nbytes
+        had = 0 if shared is None else shared.nbytes
+        # Another new one waits until this one is laid out, and is given room then. Sessions that run do not: what this one is
+        # about to hold is promised.
+        with self._coming(shared), self._growing():
             try:
-                if shared is not None:
-                    self._first_budget(vram)
-                if self._governor is not None and self._make_room(self._vram):
-                    self._first_budget(vram)
-                self._laying = 0 if shared is None else self._vram
+                with self._taking():
+                    if shared is not None:
+                        self._first_budget(vram)
+                    if self._governor is not None and self._make_room(self._vram):
+                        self._first_budget(vram)
+                    self._laying = 0 if shared is None else self._vram
                 self._attach()
             except BudgetError as error:
                 # What activations take is not known yet: begin with the least, if it is there at all.
-                least, self._laying = error.least_bytes or 0, 0
+                least = error.least_bytes or 0
                 if (vram != "auto" and shared is None) or not least:
                     raise
-                if shared is not None:
-                    self._ask(least - shared.free_bytes)
-                    shared.fall_back(least, had)
-                free = self._engine.free_bytes() if shared is None else shared.free_bytes
-                if least > free:
-                    if shared is None or least > shared.nbytes:
-                        raise
-                    raise self._too_little(free, least) from error
-                self._vram = least
-                self._laying = 0 if shared is None else least
+                with self._taking():
+                    self._laying = 0
+                    self._begin_with(least, had, error)
                 self._attach()
             finally:
                 self._laying = 0
+
+    def _begin_with(self, least: int, had: int, error: BudgetError) -> None:
+        """Take ``least`` bytes, if they are there at all. ``had``: bytes of a shared budget before others gave way."""
+        shared = self._shared
+        if shared is not None:
+            self._ask(least - shared.free_bytes)
+            shared.fall_back(least, had)
+        free = self._engine.free_bytes() if shared is None else shared.free_bytes
+        if least > free:
+            if shared is None or least > shared.nbytes:
+                raise error
+            raise self._too_little(free, least) from error
+        self._vram = least
+        self._laying = 0 if shared is None else least
 
     def _first_budget(self, vram: int | str | SharedBudget) -> None:
         """What is there by now."""
@@ -198,8 +211,9 @@ class Session(LaysOut):
         being brought home, which could take as much host memory as the device has.
         """
         with self._lock:
-            if self._closed:
-                give_back(self._shelf, self._engine.move)  # what found no memory last time
+            if self._closed:  # what found no memory last time
+                self._unbind()
+                sessions.leave(self)
                 return
             self._final = self._report()
             packed = self._placement if isinstance(self._placement, PackedPlacement) else None
@@ -207,13 +221,26 @@ class Session(LaysOut):
                 packed.unpack(self._streamer, packed.streamed, pin=False)
             if discard:
                 self._placement.here.given()  # stays there: nobody wants it back
+            try:
+                self._end(discard)
+            except BaseException:
+                if (
+                    not self._closed
+                ):  # what is left on the device is brought home by the next close, or layout
+                    self._is_parked()
+                raise
+
+    def _end(self, discard: bool = False) -> None:
+        """All that this session put into its module, and joined, is undone. May be called again where it failed."""
+        if "_placement" in self.__dict__:
             self._detach()
-            self._ungovern()  # only now is what it held others'
-            if packed is not None and discard:
-                packed.wear()
+            if discard and isinstance(self._placement, PackedPlacement):
+                self._placement.wear()
                 self._shelf = {}
-            self._unbind()
-            self._parked = False
+        self._parked = False
+        self._ungovern()  # only now is what it held others'
+        self._copies.clear()
+        self._unbind()
         sessions.leave(self)
 
     def _unbind(self) -> None:
@@ -280,16 +307,20 @@ class Session(LaysOut):
     def set_budget(self, vram: int | str | SharedBudget | None = None, ram: int | str | None = None) -> None:
         """Change budgets between steps; the old ones stay when the new ones are impossible.
 
-        Raises BudgetError with the least budget that works.
+        Raises BudgetError with the least budget that works, and UnsupportedError between a forward and its backward. Where
+        laying out fails otherwise, the session is parked, and the next forward tries again.
         """
         with self._lock, contextlib.ExitStack() as taking:
             self._need_open()
+            self._refuse_graphs()
             if isinstance(vram, SharedBudget):
+                if vram is not self._shared:
+                    taking.enter_context(self._coming(vram))
                 taking.enter_context(vram.mates.lock)
                 if vram is not self._shared:
                     self._make_room(vram.free_bytes, vram)
             before, among = (self._vram, self._ram, self._kept), self._among
-            shared, governed = self._shared, self._governor is not None
+            shared, governed, room = self._shared, self._governor is not None, self._room
             if vram is not None:
                 mine, waiting = self._held_bytes(), self._waiting_bytes()
                 if isinstance(vram, SharedBudget):
@@ -325,16 +356,18 @@ class Session(LaysOut):
                 if less:
                     self._copies.unpin()
                 return
-            try:
-                self._again(self._copies.unpin if less else lambda: None, retry=True)
-            except OutOfMemory:  # what was there before did fit
-                (self._vram, self._ram, self._kept), self._among = before, among
-                if vram is not None:
-                    self._ungovern()
-                    self._shared = shared
-                    self._govern(governed)
-                self._again()
-                raise
+            with self._laying_out():
+                try:
+                    self._again(self._copies.unpin if less else lambda: None, retry=True)
+                except OutOfMemory:  # what was there before did fit
+                    (self._vram, self._ram, self._kept), self._among = before, among
+                    if vram is not None:
+                        self._ungovern()
+                        self._shared = shared
+                        self._govern(governed)
+                        self._room = room
+                    self._again()
+                    raise
             if ram is not None:
                 self._follow_ram(ram == "auto")
                 self._set_look()

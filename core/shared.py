@@ -22,6 +22,7 @@ class Mates:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # from reading what is left to saying what of it is taken
+        self.coming = threading.RLock()  # from asking for room to being laid out; taken before ``lock``
         self.shares = Shares()
         # Another one with every change: who goes through it in a thread of its own is not disturbed.
         self.sessions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -30,6 +31,7 @@ class Mates:
     def join(self, session: Any) -> None:
         """``session`` is the newest one now."""
         with self._changing:
+            self.shares.only(self.sessions)  # some may have been dropped unclosed
             sessions = self.sessions.copy()
             sessions[id(session)] = session
             self.sessions = sessions
@@ -44,12 +46,15 @@ class Mates:
             self.shares.leave(id(session))
 
 
-_devices: dict[Hashable, Mates] = {}
+# Those that a session has. A place may be the id of something that lives as long as its sessions.
+_devices: weakref.WeakValueDictionary[Hashable, Mates] = weakref.WeakValueDictionary()
+_finding = threading.Lock()
 
 
 def mates_on(place: Hashable) -> Mates:
-    """The sessions with ``vram="auto"`` on the device that ``place`` names."""
-    return _devices.setdefault(place, Mates())
+    """The sessions with ``vram="auto"`` on the device that ``place`` names, for as long as there is one."""
+    with _finding:
+        return _devices.setdefault(place, Mates())
 
 
 class SharedBudget:

@@ -9,7 +9,7 @@ that the next one needs, so that loads which come in bursts settle too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 LEAD, MOST = 3, 1 << 12  # steps ahead of another session; doubled by every move
 
@@ -35,6 +35,10 @@ class Shares:
         """A session ended."""
         if key in self._uses:
             self._uses = dict.fromkeys((other for other in tuple(self._uses) if other != key), 0)
+
+    def only(self, keys: Container[int]) -> None:
+        """Sessions other than ``keys`` are there no more."""
+        self._uses = {key: uses for key, uses in self._uses.items() if key in keys}
 
     def uses(self, key: int) -> int:
         """Steps of ``key`` since the last move."""

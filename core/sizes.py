@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import re
+from typing import SupportsIndex
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _UNITS = {
@@ -15,13 +18,15 @@ _UNITS = {
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*|%)\s*")
 
 
-def parse_size(value: int | float | str, *, whole: int | None = None, setting: str = "size") -> int:
-    """Bytes meant by ``value``: a number of bytes, "8GiB", "8GB", or "50%" of ``whole``.
+def parse_size(value: SupportsIndex | float | str, *, whole: int | None = None, setting: str = "size") -> int:
+    """Bytes meant by ``value``: a number of bytes (NumPy's integers too), "8GiB", "8GB", or "50%" of ``whole``.
 
     Raises ValueError that names ``setting`` for anything else, for negative and for absurd sizes.
     """
     if isinstance(value, bool):
         raise ValueError(f"{setting}={value!r} is not a size; write bytes, '8GiB', '8GB' or '50%'")
+    with contextlib.suppress(TypeError):
+        value = operator.index(value)  # type: ignore[arg-type]
     if isinstance(value, (int, float)):
         if value != value or value < 0 or value > 1 << 60:
             raise ValueError(f"{setting}={value!r} is out of range; write bytes, '8GiB', '8GB' or '50%'")

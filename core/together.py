@@ -6,6 +6,7 @@ A mixin of `Session`. The rules are `shares.py`'s.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +25,21 @@ from .streamed import Streamed
 from .streamer import Streamer
 from .transfer import Engine
 
+logger = logging.getLogger("carom")
 _ROUNDING = 1.03  # of a model's bytes, for what allocators round up
+
+
+def given_by(session: Together, nbytes: int, of_device: bool = False) -> int:
+    """Bytes that ``session`` gave of ``nbytes``, as in `_yield`. Where it fails at that it is parked, and its next forward tries
+    again: its trouble is not raised in the forward of who asked."""
+    before = session._promised_bytes()
+    try:
+        return session._yield(nbytes, of_device)
+    except Exception as error:
+        # As text: who keeps the record would keep the error's frames.
+        name = type(session.module).__name__
+        logger.warning("carom: %s could not give memory to another model: %s", name, str(error))
+        return max(0, before - session._promised_bytes())
 
 
 class Together:
@@ -100,7 +115,7 @@ class Together:
             for key in mates.shares.before_all(id(self)):
                 other = mates.sessions.get(key)
                 if other is not None and missing > 0:
-                    got = other._yield(missing, of_device)
+                    got = given_by(other, missing, of_device)
                     missing -= got
                     given = given or got > 0
         return given
@@ -155,9 +170,14 @@ class Together:
         if giver is not None:
             found = self._mates.sessions.get(giver)
             if found is not None:
-                found._yield(sum(unit.nbytes for unit in self._away()))
+                given_by(found, sum(unit.nbytes for unit in self._away()))
 
     # -- of a shared budget
+
+    @staticmethod
+    def _coming(shared: SharedBudget | None) -> contextlib.AbstractContextManager[Any]:
+        """Who comes to ``shared`` is laid out before the next one comes."""
+        return contextlib.nullcontext() if shared is None else shared.mates.coming
 
     def _taking(self) -> contextlib.AbstractContextManager[Any]:
         """Between reading what is left of a shared budget and saying what of it is taken, nobody else takes any."""
@@ -185,6 +205,16 @@ class Together:
     def _growing(self) -> contextlib.AbstractContextManager[Any]:
         """Between reading what the device leaves and taking of it, nobody else of a budget that grows takes or leaves any."""
         return self._taking() if self._shared is not None and self._shared.grows else contextlib.nullcontext()
+
+    def _may_grow(self, locks: contextlib.ExitStack) -> bool:
+        """As `_growing`, for as long as ``locks`` are held; False at once where somebody else takes or leaves some now."""
+        if self._shared is None or not self._shared.grows:
+            return True
+        lock = self._shared.mates.lock
+        if not lock.acquire(blocking=False):
+            return False
+        locks.callback(lock.release)
+        return True
 
     def _claims(self, budget: int) -> bool:
         """A layout under way needs ``budget`` bytes, rather than those it began with; False where they are not there."""

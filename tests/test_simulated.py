@@ -181,7 +181,9 @@ def test_a_stale_slot_is_found(monkeypatch):
 def test_a_slot_that_autograd_keeps_itself_is_not_overwritten(monkeypatch):
     """Without handles the views that autograd keeps hold their slots; units that find none are read from host memory."""
     outside, real = [], Streamer._outside_region
-    monkeypatch.setattr(Streamer, "_outside_region", lambda self, unit: outside.append(unit) or real(self, unit))
+    monkeypatch.setattr(
+        Streamer, "_outside_region", lambda self, unit: outside.append(unit) or real(self, unit)
+    )
     assert outcomes(RUNS["training"]) == {"right"} and not outside
     identity = lambda tensor: tensor  # noqa: E731
     push = torch._C._autograd._push_saved_tensors_default_hooks

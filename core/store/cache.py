@@ -345,8 +345,12 @@ class HostCache:
                 return
             first, buffer.pinned = not buffer.pinned, True
         if first and not self._closed:
-            self._arena.pin(buffer.block)  # takes milliseconds: not under the lock
+            try:
+                self._arena.pin(buffer.block)  # takes milliseconds: not under the lock
+            except Exception as failure:  # a reader's thread must live on; who needs the bytes is told
+                error = failure.with_traceback(None)
         with self._cond:
+            buffer.error = buffer.error or error
             piece, now = buffer.piece, time.perf_counter()
             assert piece is not None
             self._totals.ends(now)
