@@ -96,7 +96,9 @@ def make(comfy: Any, vram: str = "auto", quantised: bool = False) -> Any:
     with torch.inference_mode(quantised):
         for tensor in model.parameters():
             tensor.data = torch.randn(tensor.shape) * 0.1
-        for layer in [layer for block in model.diffusion_model.blocks for layer in (block.up, block.down)] * quantised:
+        for layer in [
+            layer for block in model.diffusion_model.blocks for layer in (block.up, block.down)
+        ] * quantised:
             codes = (layer.weight / 0.01).round().to(torch.int8)
             layer.weight = nn.Parameter(Scaled(codes, torch.tensor(0.01)), requires_grad=False)
     return wear(comfy.ModelPatcher(model, CPU, CPU), Settings(mode="stream", vram=vram))

@@ -109,7 +109,11 @@ def test_packed_weights_come_back_whole_at_the_end(timing):
     model, twin = WideModel(4), WideModel(4)
     twin.load_state_dict(model.state_dict())
     session = carom.stream(
-        model, device=carom.SimulatedDevice(timing=timing), vram=3 * BLOCK, codec="lossless", granularity="block"
+        model,
+        device=carom.SimulatedDevice(timing=timing),
+        vram=3 * BLOCK,
+        codec="lossless",
+        granularity="block",
     )
     with torch.no_grad():
         assert torch.equal(model(wide_inputs()), twin(wide_inputs()))

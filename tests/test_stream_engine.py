@@ -94,7 +94,13 @@ def test_a_timed_copy_has_a_mark_on_either_side(api, engine):
     target, source, after = Bytes(api), Bytes(api), [Event()]
     done, (began, ended) = engine.copy_in(target, source, after, True)
     (stream,) = [one for one in api.made if one.log]
-    expected = [("wait", after[0]), ("record", began), ("copy", target, source), ("record", ended), ("record", done)]
+    expected = [
+        ("wait", after[0]),
+        ("record", began),
+        ("copy", target, source),
+        ("record", ended),
+        ("record", done),
+    ]
     assert stream.log == expected and began.timing and ended.timing
 
 

@@ -90,6 +90,7 @@ MUTANTS: list[Mutant] = [
             "            self.engine.synchronize(slot.copied)\n",
             "",
             "an optimizer steps weights that are being copied",
+            "what arrives is given up unread, and brought again in another version",
         ),
         (
             "if slot.state is not SlotState.HELD:\n",
@@ -173,6 +174,7 @@ MUTANTS: list[Mutant] = [
             "                self.written.append(owner)\n        unit.epoch += 1\n",
             "                self.written.append(owner)\n",
             "after a write other copies of the unit are trusted",
+            "a value that is kept raises the host tensor's own version, which counts as much",
         ),
     ),
     *_of(
@@ -193,11 +195,17 @@ MUTANTS: list[Mutant] = [
             "self._reading.pop(thread)",
             "the last slot of a backward stays in use",
         ),
-        ("        self._streamer.settle()\n", "", "at the end of a backward nothing is given back"),
+        (
+            "        self._streamer.settle()\n",
+            "",
+            "at the end of a backward nothing is given back",
+            "the next use of any slot ends them; until then nobody asks",
+        ),
         (
             "            reading.given.append(weakref.ref(view))\n",
             "",
             "a slot is given up while autograd holds a view of it",
+            "a slot whose storage somebody still uses is held at its release anyway, where uses are counted",
         ),
         (
             "return bool(self._tasks - {graph_task()})",

@@ -1,0 +1,132 @@
+"""Host memory is not unpinned, and not overwritten, while a copy to the device still reads it: whatever changes between passes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import carom
+import pytest
+import torch
+from carom.core import follow_ram
+from carom.core.simulated import SimulatedEngine
+from carom.core.store.arena import Pinner
+from tests_models import WIDE, WideModel, wide_inputs
+from torch import nn
+
+pytestmark = pytest.mark.timeout(60)
+BLOCK = 8 * WIDE * WIDE * 2 + 8192  # bytes of a block of a WideModel
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch):
+    """Unregistering memory from which a copy is still to land raises."""
+    make = SimulatedEngine.__init__
+
+    def init(self, config):
+        make(self, config)
+        sizes: dict[int, int] = {}
+
+        def register(address, size):
+            sizes[address] = size
+            return None
+
+        def unregister(address):
+            end = address + sizes.pop(address)
+            for copy in self._pending:
+                assert not address <= copy.source.data_ptr() < end, "unpinned while it is copied from"
+
+        self.pinner = Pinner(register, unregister)
+
+    monkeypatch.setattr(SimulatedEngine, "__init__", init)
+
+
+def pair(depth: int = 6):
+    model, twin = WideModel(depth), WideModel(depth)
+    twin.load_state_dict(model.state_dict())
+    return model, twin
+
+
+def same(model: nn.Module, twin: nn.Module) -> bool:
+    with torch.no_grad():
+        return torch.equal(model(wide_inputs()), twin(wide_inputs()))
+
+
+def stream(model: nn.Module, slots: int = 3, timing: str = "late", **settings) -> carom.Session:
+    return carom.stream(
+        model,
+        device=carom.SimulatedDevice(timing=timing),
+        vram=slots * BLOCK,
+        granularity="block",
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_weights_written_and_laid_out_anew_between_passes(codec):
+    model, twin = pair()
+    session = stream(model, codec=codec)
+    assert same(model, twin)
+    name, weight = next((n, p) for n, p in twin.named_parameters() if p.numel() == 4 * WIDE * WIDE)
+    for change in range(3):
+        pinned = session.report().pinned_bytes
+        with torch.no_grad():
+            weight.mul_(0.5)
+        session.write(name, weight.detach())
+        report = session.report()
+        assert abs(report.pinned_bytes - pinned) <= BLOCK // 8, "the unit waits pinned as before"
+        assert same(model, twin), change
+    session.set_budget(vram=4 * BLOCK)
+    assert same(model, twin)
+    session.park()
+    assert same(model, twin)
+    session.close()
+    assert same(model, twin)
+    assert session.report().pinned_bytes >= 0 and not any(hasattr(p, "_carom") for p in model.parameters())
+
+
+@pytest.mark.parametrize("timing", ["late", "early"])
+def test_a_session_closed_right_after_a_pass(timing):
+    model, twin = pair()
+    with stream(model, timing=timing):
+        assert same(model, twin)
+    assert same(model, twin)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_packed_units_that_wait_plain_from_now_on():
+    """As the layout does where a step's times say that unpacking costs more than it saves."""
+    model, twin = pair()
+    session = stream(model, codec="lossless")
+    assert same(model, twin)
+    placement, before = session._placement, session.report()
+    assert before.packed_units and before.waiting_bytes < before.streamed_bytes
+    assert not placement.unpack(session._streamer, placement.streamed)
+    after = session.report()
+    assert not after.packed_units and after.waiting_bytes == after.streamed_bytes
+    assert placement.wire_bytes == after.streamed_bytes, "what waits to cross is counted anew"
+    for _ in range(3):  # each slot can be given up again
+        assert same(model, twin)
+    session.close()
+    assert same(model, twin)
+
+
+def test_weights_are_no_longer_pinned_where_host_memory_is_short(monkeypatch):
+    free = SimpleNamespace(
+        keep=4 * BLOCK, free=64 * BLOCK, total=64 * BLOCK, cgroup_limit=None, swap_total=BLOCK, swap_used=0
+    )
+    monkeypatch.setattr(follow_ram, "LOOKS", 0.0)
+    monkeypatch.setattr("carom.core.adapt._SELDOM", 0)
+    whole = follow_ram.host.host_memory()
+    free.usable, free.limit = whole.usable, whole.limit
+    monkeypatch.setattr(follow_ram.host, "host_memory", lambda: free)
+    monkeypatch.setattr("carom.core.settings.ram_budget", lambda value: 8 * BLOCK)
+    model, twin = pair()
+    with stream(model, codec="raw") as session:
+        for _ in range(4):
+            assert same(model, twin)
+        pinned = session.report().pinned_bytes
+        free.free = 0
+        for _ in range(4):
+            assert same(model, twin)
+        assert session.report().pinned_bytes < pinned
