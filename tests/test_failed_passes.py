@@ -143,7 +143,6 @@ def interrupted(place: str, call: int):
             calls[0] += 1
             if calls[0] == call:
                 raise KeyboardInterrupt
-        return None
 
     before = sys.gettrace()
     sys.settrace(trace)

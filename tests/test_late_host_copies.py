@@ -121,3 +121,16 @@ def test_packed_weights_come_back_whole_at_the_end(timing):
     session.close()
     for got, want in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(got, want)
+
+
+def test_packed_units_that_wait_plain_from_now_on_are_there_before_they_cross():
+    """As the layout does between passes where a step's times say that unpacking costs more than it saves."""
+    model, twin = WideModel(4), WideModel(4)
+    twin.load_state_dict(model.state_dict())
+    with torch.no_grad(), carom.stream(
+        model, device=carom.SimulatedDevice(), vram=3 * BLOCK, codec="lossless", granularity="block"
+    ) as session:  # fmt: skip
+        assert torch.equal(model(wide_inputs()), twin(wide_inputs()))
+        assert not session._placement.unpack(session._streamer, session._placement.streamed)
+        for _ in range(2):
+            assert torch.equal(model(wide_inputs()), twin(wide_inputs()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import carom
 import pytest
 import torch
@@ -92,7 +94,8 @@ def test_a_parking_that_failed_on_the_host_brings_back_true_values(monkeypatch):
 def test_weights_of_a_layout_that_failed_are_whole_and_on_the_host(monkeypatch):
     monkeypatch.setattr(on_device, "SMALL_UNIT", 1)
     model, twin = Model(), Model()
-    session = stream(model, 0.8)
+    device = carom.SimulatedDevice(timing="late")
+    session = carom.stream(model, device=device, vram=int(4.8 * BLOCK))
     run(model)
     go, calls = on_device.OnDevice._go, [0]
 
@@ -107,9 +110,24 @@ def test_weights_of_a_layout_that_failed_are_whole_and_on_the_host(monkeypatch):
         with pytest.raises(MemoryError):
             session.set_budget(vram=2 * BLOCK)
     session.close()
-    buffers = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    assert len(buffers) == len(list(model.parameters())), "each has memory of its own"
+    del session
+    gc.collect()
+    assert device.ledger.allocated == 0, "weights stay in the session's memory on the device"
     assert torch.equal(run(model), run(twin))
+
+
+@pytest.mark.parametrize("share", [0.4, 0.8])
+def test_all_memory_of_the_device_is_given_back_when_a_session_ends(share):
+    model, twin = Model(), Model()
+    device = carom.SimulatedDevice(timing="random")
+    with carom.stream(model, device=device, vram=int(share * 6 * BLOCK)):
+        run(model)
+        assert device.ledger.allocated > 0
+        model.scale = model.scale * 2
+        run(model)
+    gc.collect()
+    assert device.ledger.allocated == 0
+    assert torch.equal(run(model), 2 * run(twin))
 
 
 def test_a_resident_buffer_that_the_model_replaced_goes_home():

@@ -442,7 +442,12 @@ MUTANTS: list[Mutant] = [
             "            tensor.__dict__.pop",
             "weights keep the class of the session",
         ),
-        ("        streamed.block.unpin()\n", "        pass\n", "blocks stay pinned after the end"),
+        (
+            "        streamed.block.unpin()\n",
+            "        pass\n",
+            "blocks stay pinned after the end",
+            "a block that nobody has any more is unpinned by its finalizer",
+        ),
         (
             "        self.here.receive(moved)\n        self.resident_bytes += round_up(nbytes, self._engine.grain)\n",
             "        self.here.receive(moved)\n",
