@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import carom
 import pytest
 import tests_disk_harness as disk
@@ -37,7 +39,7 @@ def watched(monkeypatch):
     return engines
 
 
-@pytest.mark.parametrize("share", [0.15, 0.3, 0.6])
+@pytest.mark.parametrize("share", [0.08, 0.3, 0.6])
 @pytest.mark.parametrize("timing", ["late", "random"])
 def test_buffers_are_read_into_when_their_copies_are_over(tmp_path, watched, timing, share):
     loaded, empty, path, size = disk.uniform(tmp_path)
@@ -76,7 +78,7 @@ def test_no_memory_stays_pinned_when_the_session_ends(tmp_path, watched):
     with torch.no_grad():
         for _ in range(2):
             assert torch.equal(empty(X), loaded(X))
-            for number in (3, 9):
+            for number in (0, 9):
                 weight = loaded.blocks[number][1].weight
                 weight.mul_(0.5)
                 session.write(f"blocks.{number}.1.weight", weight)
@@ -93,20 +95,18 @@ def test_a_copy_that_failed_leaves_its_buffer_to_others(tmp_path, monkeypatch):
         expected = loaded(X)
         with carom.stream(empty, device=carom.SimulatedDevice(), vram=size // 4, ram=size // 8, weights=path):
             assert torch.equal(empty(X), expected)
-            copy_in, calls = SimulatedEngine.copy_in, [0]
+
+            failed = []
 
             def fails(self, *args):
-                calls[0] += 1
-                if calls[0] % 5 == 3 and calls[0] < 60:
-                    raise RuntimeError("no luck")
-                return copy_in(self, *args)
+                failed.append(1)
+                raise RuntimeError("no luck")
 
-            monkeypatch.setattr(SimulatedEngine, "copy_in", fails)
-            while calls[0] < 60:
-                try:
-                    assert torch.equal(empty(X), expected)
-                except RuntimeError as error:
-                    assert "no luck" in str(error)
-                    error.__traceback__ = None
+            with monkeypatch.context() as broken:
+                broken.setattr(SimulatedEngine, "copy_in", fails)
+                for block in empty.blocks:  # each in a buffer of its own, and never needed again meanwhile
+                    with contextlib.suppress(RuntimeError):  # what is in a slot already needs no copy
+                        block(X)
+            assert len(failed) >= 10
             for _ in range(2):
                 assert torch.equal(empty(X), expected)

@@ -380,6 +380,7 @@ MUTANTS: list[Mutant] = [
             "                self.engine.synchronize()\n                with torch.inference_mode",
             "                with torch.inference_mode",
             "a value is overwritten while it is copied",
+            "what arrives is of another version by then, and brought again before it is used",
         ),
         (
             "            stand.accept(kept)\n            self._distrust(stand)\n",
@@ -404,7 +405,12 @@ MUTANTS: list[Mutant] = [
             "                staged.copied = None\n",
             "a staging buffer is read into while it is copied",
         ),
-        ("            staged.block.unpin()\n", "            pass\n", "staging buffers stay pinned"),
+        (
+            "            staged.block.unpin()\n",
+            "            pass\n",
+            "staging buffers stay pinned",
+            "a block that nobody has any more is unpinned by its finalizer",
+        ),
         (
             "        self.staging_bytes = 0\n\n    def _give_back",
             "\n    def _give_back",
