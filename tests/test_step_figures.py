@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from carom.core.meter import Meter
+from carom.core.report import Report
 
 
 class Engine:
@@ -74,3 +75,9 @@ def test_what_was_read_from_disk_is_counted_in_the_step_in_which_it_came(meter):
         step(meter, engine)
     meter.finish()
     assert meter.medians().disk_bytes == 100
+
+
+def test_weights_that_stay_packed_count_by_what_they_unpack_to():
+    packed = {"resident_packed_bytes": 70, "resident_packed_raw_bytes": 100, "resident_packed_units": 1}
+    assert Report(resident_bytes=270, streamed_bytes=400, **packed).weight_bytes == 200 + 100 + 400
+    assert Report(resident_bytes=200, streamed_bytes=400).weight_bytes == 600

@@ -434,6 +434,7 @@ MUTANTS: list[Mutant] = [
             "                buffer.block.unpin()\n",
             "                pass\n",
             "the cache's buffers stay pinned after the end",
+            "a block that nobody has any more is unpinned by its finalizer",
         ),
     ),
     *_of(
