@@ -88,6 +88,8 @@ def test_failed_backwards_take_no_more_pinned_memory():
             with pytest.raises(Stop):  # at its very end, when most gradients are on their way
                 y.square().sum().backward()
             pinned.append(session.report().pinned_bytes)
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        assert pinned[0] >= 2 * weights, "gradients land in pinned memory"
         assert pinned[-1] == pinned[1], f"pinned bytes after each failed backward: {pinned}"
     assert session._arena.pinned_bytes == 0, "nothing stays pinned, though .grad keeps the memory"
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
