@@ -257,11 +257,15 @@ def test_weights_refreshed_while_their_unit_runs_leave_the_run_its_slot(timing):
             assert torch.equal(infer(model), want)
 
 
-def test_a_value_written_in_a_forward_is_used_by_the_next_one():
+@pytest.mark.parametrize("replaces", [False, True], ids=["in place", "data replaced"])
+def test_a_value_written_in_a_forward_is_used_by_the_next_one(replaces):
     class Writes(Block):
         def forward(self, x):
             with torch.no_grad():
-                self.a.weight.mul_(0.5)
+                if replaces:
+                    self.a.weight.data = self.a.weight.data * 0.5
+                else:
+                    self.a.weight.mul_(0.5)
             return super().forward(x)
 
     model, twin = Model(4, Writes), Model(4, Writes)
