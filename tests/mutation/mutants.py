@@ -1,0 +1,733 @@
+"""Deliberate defects for run.py: in each, one place of one source file is changed.
+
+``old`` occurs exactly once in the file. ``equivalent`` says why a change makes no difference that a test could see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: str
+    old: str
+    new: str
+    idea: str
+    equivalent: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.idea}"
+
+
+def _of(file: str, *changes: tuple[str, ...]) -> list[Mutant]:
+    return [Mutant(file, *change) for change in changes]
+
+
+MUTANTS: list[Mutant] = [
+    # -- core: runs, backward passes, slots
+    *_of(
+        "core/streamer.py",
+        (
+            "early.\n        self.engine.synchronize()",
+            "early.",
+            "no wait between making the region and the first copy",
+        ),
+        (
+            "if self.held or self.backward.reading:",
+            "if False:",
+            "uses that are over are not ended at the next one",
+        ),
+        (
+            "slot.users == 0 and slot.version != unit",
+            "slot.version != unit",
+            "a stale slot is evicted while it is in use",
+        ),
+        ("and slot.version != unit.version()", "and False", "a stale slot is used"),
+        (
+            "except BaseException:\n                slot.users -= 1",
+            "except BaseException:\n                pass",
+            "a failed acquire leaves its slot in use",
+        ),
+        (
+            "        self.engine.synchronize()\n                raise\n",
+            "        pass\n                raise\n",
+            "no wait where an event after a read could not be recorded",
+        ),
+        (
+            "self._waiting.slot_freed()\n            if slot.users == 0",
+            "if slot.users == 0",
+            "threads that wait for a slot are not woken by a release",
+        ),
+        (
+            "slot.state = SlotState.HELD\n",
+            "slot.state = SlotState.KEPT\n",
+            "a slot whose view is kept may be overwritten",
+        ),
+        (
+            "else:\n            self.engine.wait(slot.copied)",
+            "else:\n            pass",
+            "no wait for the copy in steps that take no times",
+        ),
+        (
+            "if unit.slot is not None:  # another",
+            "if False:  # another",
+            "a unit that another thread brought is brought twice",
+        ),
+        (
+            "self._need_open(unit)  # the region",
+            "pass  # the region",
+            "who waits for a slot is not told of the close",
+        ),
+        (".target, after)", ".target, [])", "a copy does not wait for the last reads of its place"),
+        ("        self._tails.leave(slot)\n", "", "the events of an evicted slot's reads are forgotten"),
+        (
+            "slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())\n                    slot.state",
+            "slot.state",
+            "no event after what was read of a slot that was kept",
+        ),
+        (
+            "            self.engine.synchronize(slot.copied)\n",
+            "",
+            "an optimizer steps weights that are being copied",
+            "what arrives is given up unread, and brought again in another version",
+        ),
+        (
+            "if slot.state is not SlotState.HELD:\n",
+            "if True:\n",
+            "a slot whose view is kept is evicted after a backward",
+        ),
+        (
+            "        self.resting = True\n",
+            "        pass\n",
+            "weights that are about to be stepped are brought ahead",
+        ),
+        (
+            "slot.users = 0\n                slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())\n",
+            "slot.users = 0\n",
+            "no event after the reads of an interrupted pass",
+        ),
+        (
+            "                slot.users = 0\n                slot.reads",
+            "                slot.reads",
+            "interrupted: slots stay in use",
+        ),
+        ("state[name] = owner.value()", "pass", "a state dict taken in a forward keeps views of slots"),
+        ("                unit.epoch += 1\n", "                pass\n", "refresh() refreshes nothing"),
+        (
+            "            self.engine.synchronize()\n            self.closed = True",
+            "            self.closed = True",
+            "close does not wait for the device",
+        ),
+        (
+            "            self._waiting.slot_freed()  # whoever",
+            "            pass  # whoever",
+            "close does not wake who waits",
+        ),
+        ("            self._landings.close()\n", "", "closed: the gradients' buffers stay pinned"),
+        (
+            "return sys.getrefcount(self.backward) <= self._references",
+            "return True",
+            "weights move though a graph wants them",
+        ),
+    ),
+    *_of(
+        "core/runs.py",
+        (
+            "                streamer.resting = False\n",
+            "                pass\n",
+            "after a step of all weights nothing is prefetched",
+        ),
+        (
+            "self._under_way + self._roots > self._local.runs",
+            "self._under_way > self._local.runs",
+            "another thread's root forward is not seen",
+        ),
+        ("            streamer.meter.abandon()\n", "", "a failed forward counts as a step"),
+        (
+            "if self._under_way:  # an interrupt",
+            "if False:  # an interrupt",
+            "an interrupted run is not cleaned up",
+        ),
+        ("        self._streamer.free_all()\n", "", "an interrupt before _leave leaves its slot in use"),
+        (
+            "unit.depth = 0\n            _swap_out(unit)\n        self",
+            "unit.depth = 0\n        self",
+            "interrupted: views of slots stay in the modules",
+        ),
+        (
+            "gradient)\n                except BaseException:\n                    self._leave(unit, slot)",
+            "gradient)\n                except BaseException:\n                    pass",
+            "a run that failed at its beginning is not left",
+        ),
+        (
+            "        self._local.users = max(0, self._local.users - 1)\n",
+            "",
+            "a thread counts slots that it used once as its own",
+        ),
+        (
+            "streamer.engine.synchronize(streamer.engine.copy_out(now, view.detach()))",
+            "streamer.engine.copy_out(now, view.detach())",
+            "what a forward wrote is read before it is on the host",
+        ),
+        (
+            "                self.written.append(owner)\n        unit.epoch += 1\n",
+            "                self.written.append(owner)\n",
+            "after a write other copies of the unit are trusted",
+            "a value that is kept raises the host tensor's own version, which counts as much",
+        ),
+    ),
+    *_of(
+        "core/backward.py",
+        ("            self._landings.forget(task)\n", "", "each failed backward keeps pinned buffers"),
+        (
+            "                return\n            self._over(task)\n",
+            "                return\n            self._tasks.discard(task)\n",
+            "a failed backward keeps its slots in use",
+        ),
+        (
+            "                    streamer.rest()\n",
+            "                    pass\n",
+            "weights are kept in slots while they are stepped",
+        ),
+        (
+            "self._lingering.append(self._reading.pop(thread))",
+            "self._reading.pop(thread)",
+            "the last slot of a backward stays in use",
+        ),
+        (
+            "        self._streamer.settle()\n",
+            "",
+            "at the end of a backward nothing is given back",
+            "the next use of any slot ends them; until then nobody asks",
+        ),
+        (
+            "            reading.given.append(weakref.ref(view))\n",
+            "",
+            "a slot is given up while autograd holds a view of it",
+            "a slot whose storage somebody still uses is held at its release anyway, where uses are counted",
+        ),
+        (
+            "return bool(self._tasks - {graph_task()})",
+            "return False",
+            "another thread's backward is not seen",
+        ),
+        (
+            "        self._reading.clear()\n        self._lingering.clear()\n",
+            "        pass\n",
+            "closed: slots of a backward are kept",
+            "the streamer's own references to region and slots are dropped in close(), and later calls end at `closed`",
+        ),
+    ),
+    *_of(
+        "core/landing.py",
+        (
+            "            self._engine.synchronize(event)\n",
+            "            pass\n",
+            "gradients are added up before they are there",
+        ),
+        ("        self._arena.pin(block)\n", "", "gradients land in pageable memory"),
+        (
+            "            block.unpin()\n",
+            "            pass\n",
+            "the buffers of gradients stay pinned after the end",
+        ),
+        (
+            "        runs.hosting(False)\n",
+            "        pass\n",
+            "after a hook the thread sees host tensors in its passes",
+        ),
+    ),
+    *_of(
+        "core/slots.py",
+        (
+            "list(slot.reads.values()) or [slot.copied]",
+            "list(slot.reads.values())",
+            "an unread copy is not waited for",
+        ),
+        (
+            "                left.append((high, end, events))\n",
+            "                pass\n",
+            "events of a stretch's end are lost",
+        ),
+    ),
+    *_of(
+        "core/lookahead.py",
+        (
+            "slot is guarded or slot.state is held:\n",
+            "slot is guarded:\n",
+            "a slot whose view is kept is chosen to give way",
+        ),
+        (
+            "            if streamer.late(unit):\n",
+            "            if False:\n",
+            "what is not read yet is brought ahead",
+        ),
+        (
+            "return self._place_of(released) <= place and (",
+            "return True or (",
+            "after a release nothing is looked for though there is room",
+        ),
+    ),
+    *_of(
+        "core/streamed.py",
+        ("self.uses += _uses_of_a_view()", "pass", "a slot that autograd read counts as kept for ever"),
+        ("(storage_uses(self.base) or 0) > self.uses", "False", "a kept view of a slot is not noticed"),
+        (
+            "return list(map(_address, self.tensors)) != self.addresses",
+            "return False",
+            "data replaced in a run is lost",
+        ),
+    ),
+    *_of(
+        "core/transfer.py",
+        (
+            "stream = self._in\n        for event in after:\n            stream.wait_event(event)\n",
+            "stream = self._in\n",
+            "a copy overwrites what is still read",
+        ),
+        (
+            "stream = self._decode\n        for event in after:\n            stream.wait_event(event)\n",
+            "stream = self._decode\n",
+            "what is unpacked has not arrived",
+        ),
+        (
+            "        self._out.wait_event(self.record(self.stream()))\n",
+            "",
+            "a gradient is copied before it is computed",
+        ),
+        (
+            "        self.stream().wait_event(event)\n",
+            "        pass\n",
+            "a slot is read before its copy has arrived",
+        ),
+        ("return copied.query()", "return True", "host memory is overwritten before it was copied"),
+    ),
+    # -- core: packed units
+    *_of(
+        "core/staging.py",
+        (
+            "if low < end and start < high and event is not None",
+            "if False",
+            "the ring is overwritten before it was decoded",
+        ),
+        (
+            "(copied, *after), timed)\n        self.given(event)",
+            "(copied, *after), timed)",
+            "the ring is free after the copy, not after the decoding",
+        ),
+    ),
+    *_of(
+        "core/packed_here.py",
+        (
+            "unit, buffer\n        self._engine.synchronize()\n",
+            "unit, buffer\n",
+            "wires are unpacked before they are there",
+        ),
+        (
+            "read = [self._read[index]] if index in self._read else []",
+            "read = []",
+            "a wire is renewed while it is unpacked",
+        ),
+        (
+            "fresh = [self._copied[unit.index]] if unit.index in self._copied else []",
+            "fresh = []",
+            "a renewed wire is unpacked before it is there",
+        ),
+        ("        self._versions.pop(unit.index, None)\n", "", "a block made anew is not copied"),
+    ),
+    *_of(
+        "core/packed_placement.py",
+        (
+            "self._engine.synchronize()  # copies of the old block",
+            "pass  # copies of the old block",
+            "a block is given up while it is copied from",
+        ),
+        (
+            "        if pinned:\n            self._arena.pin(unit.block)\n",
+            "",
+            "a block made anew is not pinned",
+        ),
+        (
+            "        self.wire_bytes += block.data.numel() - before\n",
+            "",
+            "bytes of units unpacked again are not counted",
+        ),
+    ),
+    *_of(
+        "core/unpacking.py",
+        (
+            "self._engine.synchronize()\n                self._exchange",
+            "self._exchange",
+            "a block is unpinned while it is copied from",
+        ),
+        (
+            "self._engine.synchronize(\n                    self._engine.copy_out(block.data, streamer.views(slot).base.detach())\n"
+            "                )",
+            "self._engine.copy_out(block.data, streamer.views(slot).base.detach())",
+            "unpacked weights are used before they are on the host",
+        ),
+        (
+            "                streamer.release(slot)\n",
+            "                pass\n",
+            "unpacking leaves slots in use",
+        ),
+    ),
+    # -- core: weights from disk
+    *_of(
+        "core/disk_streamer.py",
+        (
+            "                self.engine.synchronize()\n                with torch.inference_mode",
+            "                with torch.inference_mode",
+            "a value is overwritten while it is copied",
+            "what arrives is of another version by then, and brought again before it is used",
+        ),
+        (
+            "            stand.accept(kept)\n            self._distrust(stand)\n",
+            "            stand.accept(kept)\n",
+            "a written weight is used as it was",
+        ),
+        (
+            "                cache.forget(piece)\n",
+            "                pass\n",
+            "a copy that failed keeps its buffer for ever",
+        ),
+        (
+            "            cache.used(piece, event)\n",
+            "            cache.used(piece, None)\n",
+            "a buffer is read into while it is copied",
+        ),
+    ),
+    *_of(
+        "core/disk_residents.py",
+        (
+            "                self._engine.synchronize(staged.copied)\n                staged.copied = None\n",
+            "                staged.copied = None\n",
+            "a staging buffer is read into while it is copied",
+        ),
+        (
+            "            staged.block.unpin()\n",
+            "            pass\n",
+            "staging buffers stay pinned",
+            "a block that nobody has any more is unpinned by its finalizer",
+        ),
+        (
+            "        self.staging_bytes = 0\n\n    def _give_back",
+            "\n    def _give_back",
+            "staging counts as held after it was given back",
+        ),
+    ),
+    *_of(
+        "core/store/cache.py",
+        (
+            "if buffer.copied is not None and self._landed(buffer.copied):",
+            "if buffer.copied is not None:",
+            "a buffer is read into before its copy is over",
+        ),
+        (
+            "                self._settle(oldest.copied)\n",
+            "",
+            "the host does not wait for the copy of a buffer it needs",
+        ),
+        ("        self._totals.held_bytes += nbytes\n", "", "the cache's memory is not counted"),
+        (
+            "                buffer.block.unpin()\n",
+            "                pass\n",
+            "the cache's buffers stay pinned after the end",
+            "a block that nobody has any more is unpinned by its finalizer",
+        ),
+    ),
+    *_of(
+        "core/store/reader.py",
+        ("if priority == handle.priority else 0", "", "a piece that became urgent is read in its old turn"),
+    ),
+    # -- core: layouts
+    *_of(
+        "core/attach.py",
+        (
+            "            tensor.__class__ = worn\n            tensor.__dict__.pop",
+            "            tensor.__dict__.pop",
+            "weights keep the class of the session",
+        ),
+        (
+            "        streamed.block.unpin()\n",
+            "        pass\n",
+            "blocks stay pinned after the end",
+            "a block that nobody has any more is unpinned by its finalizer",
+        ),
+        (
+            "        self.here.receive(moved)\n        self.resident_bytes += round_up(nbytes, self._engine.grain)\n",
+            "        self.here.receive(moved)\n",
+            "a unit that came back within a pass is not counted",
+        ),
+    ),
+    *_of(
+        "core/on_device.py",
+        (
+            "            self.moved += [moved for members in waiting for moved in members if id(moved) not in known]\n",
+            "",
+            "a layout that failed forgets what is on the device",
+        ),
+        (
+            "moved.tensor.data = moved.tensor.data.clone(memory_format=torch.preserve_format)",
+            "pass",
+            "closed: tensors keep the session's device buffer",
+        ),
+        (
+            "                moved.tensor = new\n",
+            "                pass\n",
+            "a buffer that the model replaced is not brought home",
+        ),
+    ),
+    *_of(
+        "core/parking.py",
+        (
+            "                self._engine.trim()  # what it held",
+            "                pass  # what it held",
+            "parked: the allocator keeps the device's memory",
+        ),
+        (
+            "                self._copies.clear()\n",
+            "                pass\n",
+            "copies of a parking that failed are trusted",
+        ),
+    ),
+    *_of(
+        "core/together.py",
+        (
+            "            self._governor.gave()\n            if bounded",
+            "            if bounded",
+            "who gave way takes it back at once",
+        ),
+        ("        locks.callback(self._lock.release)\n", "", "who was asked to give keeps its lock"),
+        (
+            "            self._vram = min(budget, self._most(budget))",
+            "            self._vram = budget",
+            "a shared budget is exceeded",
+        ),
+        (
+            "return self._keeps if self._parked and not self._laying else 0",
+            "return 0",
+            "a parked session's least is given away",
+        ),
+        (
+            "if not self._streamer.unreferenced or self._meter.awaiting:",
+            "if False:",
+            "who is asked gives though a backward is to come",
+        ),
+    ),
+    *_of(
+        "core/shared.py",
+        (
+            "taken += sum(each._kept_bytes() for each in sessions if each is not session)",
+            "pass",
+            "what is kept for others is free",
+        ),
+        (
+            "self.nbytes = min(self.nbytes, self._spoken_for(None))",
+            "pass",
+            "what was given up after a failure is taken again",
+        ),
+    ),
+    *_of(
+        "core/adapt.py",
+        (
+            "        self._lay_out()\n        self._engine.trim()\n",
+            "        self._lay_out()\n",
+            "after a fall the allocator keeps what was given up",
+        ),
+        (
+            "if budget is None or not before.restore():",
+            "if budget is None:",
+            "a pass runs again on what the failed one wrote",
+        ),
+    ),
+    *_of(
+        "core/follow_ram.py",
+        (
+            "        self._engine.synchronize()  # copies",
+            "        pass  # copies",
+            "blocks are unpinned while they are copied",
+        ),
+        (
+            "        self._copies.spare(before - limit)\n",
+            "",
+            "copies of residents stay pinned where memory is short",
+        ),
+        (
+            "            arena.bound(self._pin_limit())\n",
+            "",
+            "what was unpinned is pinned again by the next layout",
+        ),
+    ),
+    *_of(
+        "core/follow_room.py",
+        (
+            "        self._room.failed(beyond)\n        # Where",
+            "        # Where",
+            "what was too much is taken again",
+        ),
+        (
+            "if not self._parked and (before is None or not before.restore()):",
+            "if not self._parked and before is None:",
+            "a pass runs again on what the failed one wrote",
+        ),
+    ),
+    *_of(
+        "core/stepping.py",
+        ("    place.trim()  #", "    pass  #", "pieces that the allocator keeps count as room for the state"),
+        (
+            "activations = max(activations, before.cached - memory.cached)",
+            "pass",
+            "activations have no room beside the state",
+        ),
+    ),
+    *_of(
+        "core/meter.py",
+        (
+            "            step.wire_bytes += nbytes\n",
+            "            step.wire_bytes += raw_bytes\n",
+            "wire bytes are raw bytes",
+        ),
+        (
+            "        self._engine.synchronize()\n        if self._open",
+            "        if self._open",
+            "a report reads times that are not there yet",
+        ),
+        (
+            "step.disk_bytes, self._disk_before = read - self._disk_before, read",
+            "step.disk_bytes = read",
+            "all reads count anew in every step",
+        ),
+    ),
+    *_of(
+        "core/report.py",
+        (
+            "return self.resident_bytes + packed + self.streamed_bytes",
+            "return self.resident_bytes + self.streamed_bytes",
+            "what stays packed counts by its packed bytes",
+        ),
+    ),
+    *_of(
+        "core/hooks.py",
+        (
+            "            front.live = False\n            if module",
+            "            if module",
+            "a front that others stepped before runs on",
+        ),
+        (
+            "                end(streamer, failed)\n",
+            "                end(streamer, False)\n",
+            "a failed pass ends as one that went well",
+        ),
+        (
+            "        leaf.register_hook(lambda _: streamer.backward.note())\n",
+            "        pass\n",
+            "the backward of a resident model is not seen",
+        ),
+    ),
+    *_of(
+        "core/wrapped.py",
+        ("            hook.remove()\n", "            pass\n", "hooks of state dicts stay after the end"),
+        (
+            "                self._kept.pop(name, None)\n",
+            "                pass\n",
+            "what a run left in a wrapper is there at the next",
+        ),
+    ),
+    *_of(
+        "core/made_once.py",
+        (
+            "if len(holder) != len(held) or not all(map(operator.is_, _parts(holder), held)):",
+            "if False:",
+            "a changed wrapper is used",
+        ),
+    ),
+    *_of(
+        "core/pooled.py",
+        (
+            "            self._bar.unpin(start, end)\n            raise",
+            "            raise",
+            "a home whose copy failed stays pinned",
+        ),
+        (
+            "                    bar.set_watermark(0)\n",
+            "                    pass\n",
+            "closed: pages are not given back",
+        ),
+        (
+            "                self.engine.synchronize(slot.copied)\n",
+            "",
+            "weights at home are stepped while they are copied",
+        ),
+    ),
+    *_of(
+        "core/pooling.py",
+        (
+            "            self._regrow.lost()\n",
+            "            pass\n",
+            "homes that were taken are wanted back as soon as at first",
+        ),
+    ),
+    # -- ComfyUI
+    *_of(
+        "nodes/streaming.py",
+        (
+            "        except BaseException:\n            self._undo.close()\n",
+            "        except BaseException:\n",
+            "a model that could not be opened stays taken apart",
+        ),
+        (
+            "            host.count_pinned(-self._pins[0])\n",
+            "            pass\n",
+            "pinned bytes stay counted after the end",
+        ),
+        ("        _suspended[self] = None\n", "", "a suspended model keeps its pins when others need them"),
+    ),
+    *_of(
+        "nodes/patcher.py",
+        (
+            "            self.skip_injection = before\n",
+            "            pass\n",
+            "after an unload nothing is injected any more",
+        ),
+        (
+            "                self.detach()  # type: ignore[attr-defined]\n",
+            "                pass\n",
+            "a failed load leaves the model half loaded",
+        ),
+        (
+            "            self._carom.session.expect_anew()\n",
+            "            pass\n",
+            "sizes seen before others had the device count as seen",
+        ),
+    ),
+    # -- ai-toolkit
+    *_of(
+        "toolkit_ext/attachment.py",
+        (
+            "                    laid_open.close()\n                    raise",
+            "                    raise",
+            "a failed start leaves wrapped weights open",
+        ),
+        (
+            "                self._listen()\n",
+            "                pass\n",
+            "after a pause a part that is called alone does not stream",
+        ),
+        ("not session.parked and device ==", "device ==", "a parked model is not brought back by .to"),
+    ),
+    *_of(
+        "toolkit_ext/job.py",
+        (
+            "        self._keep_report(attachment)\n        attachment.detach",
+            "        attachment.detach",
+            "an unloaded model's report is lost",
+        ),
+        (
+            "        self._rebalance()\n\n    def ready",
+            "\n    def ready",
+            "an unloaded model's part is nobody's",
+        ),
+    ),
+]
