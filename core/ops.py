@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import UnsupportedError
-from .hooks import quiet
+from .hooks import quiet, refuse_capture
 
 if TYPE_CHECKING:
     from .backward import Backward
@@ -106,7 +106,9 @@ _transforms: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", l
 
 
 def refuse_transforms(name: str) -> None:
-    """Raises UnsupportedError inside torch.func's grad and jvp: a copy there would be part of the function."""
+    """Raises UnsupportedError inside torch.func's grad and jvp, and where a graph is captured: a copy there would be part
+    of the function."""
+    refuse_capture(name)
     level = _transforms()
     if level is not None and level.key() in (_functorch.TransformType.Grad, _functorch.TransformType.Jvp):
         raise UnsupportedError(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from .errors import UnsupportedError
 from .ops import HostParameter, HostTensor
@@ -111,13 +112,21 @@ def stands(carving: Carving, root: nn.Module) -> bool:
 
 
 def collect(root: nn.Module) -> list[Entry]:
-    """Every parameter and buffer of the tree once, with all its sites, in registration order."""
+    """Every parameter and buffer of the tree once, with all its sites, in registration order.
+
+    Raises UnsupportedError for one that has no shape yet.
+    """
     found: dict[int, Entry] = {}
     for prefix, module in root.named_modules():
         for buffer, table in ((False, module._parameters), (True, module._buffers)):
             for name, tensor in table.items():
                 if tensor is None:
                     continue
+                if isinstance(tensor, UninitializedTensorMixin):
+                    raise UnsupportedError(
+                        f"{prefix + '.' if prefix else ''}{name} of {type(module).__name__} has no shape yet: run one forward "
+                        "of the module before it streams (a dry run), so that lazy modules make their weights"
+                    )
                 entry = found.get(id(tensor))
                 if entry is None:
                     entry = found[id(tensor)] = Entry(f"{prefix}.{name}" if prefix else name, tensor, [])
