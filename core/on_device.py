@@ -182,7 +182,9 @@ class OnDevice:
         self.leaving.clear()
 
     def _bring_home(self, moved: Moved) -> None:
-        if moved.tensor.is_inference():  # made by the model: it may not be touched, but its place in the tree may
+        if (
+            moved.tensor.is_inference()
+        ):  # made by the model: it may not be touched, but its place in the tree may
             if moved.tensor.device != moved.home:
                 at_home = moved.tensor.to(moved.home)
                 for site in moved.sites:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from .errors import UnsupportedError
 from .ops import HostParameter, HostTensor
@@ -25,7 +25,9 @@ from .wrapped import is_inner
 SMALL_BUFFER = (
     256 << 10
 )  # bytes; buffers below it are often state (statistics, caches), so they stay resident
-MODELS_OWN = "the model makes it as it runs"  # why such a buffer stays; it is not counted, as activations are not
+MODELS_OWN = (
+    "the model makes it as it runs"  # why such a buffer stays; it is not counted, as activations are not
+)
 FILE_ALIGN = 4096  # bytes; direct reads of packed files then need no second buffer
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
 
@@ -122,7 +124,7 @@ def collect(root: nn.Module) -> list[Entry]:
             for name, tensor in table.items():
                 if tensor is None:
                     continue
-                if isinstance(tensor, UninitializedTensorMixin):
+                if is_lazy(tensor):
                     raise UnsupportedError(
                         f"{prefix + '.' if prefix else ''}{name} of {type(module).__name__} has no shape yet: run one forward "
                         "of the module before it streams (a dry run), so that lazy modules make their weights"
