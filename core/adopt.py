@@ -9,17 +9,19 @@ import logging
 import threading
 from typing import Any
 
+import torch
 from torch import nn
 
 from . import stepping
 from .attach import Placement
 from .auto import Governor
+from .checkpoint import Checkpoint
 from .errors import BudgetError
 from .learn import Learnt
 from .plan import Plan
 from .streamer import Streamer
 from .tree import Tree
-from .units import Carving, Entry
+from .units import MODELS_OWN, Carving, Entry
 from .wrapped import LaidOpen
 
 logger = logging.getLogger("carom")
@@ -42,6 +44,7 @@ class Adopts:
     _kept: str | None
     _laid_open: LaidOpen | None
     _no_room_for: tuple[int, Any] | None = None  # a budget, and names of weights that it had no room for
+    _checkpoint: Checkpoint | None
 
     def _decide(self) -> Any:
         raise NotImplementedError
@@ -82,10 +85,19 @@ class Adopts:
                 logger.info("carom: quantised weights came or were replaced; laying them out anew")
                 self._again()
                 return
+            entries = self._tree.entries()
             known = {id(entry.tensor) for entry in self._known()}
-            fresh = [entry for entry in self._tree.entries() if id(entry.tensor) not in known]
-            gone = known - {id(entry.tensor) for entry in self._tree.entries()}
-            weights = [entry for entry in fresh if not entry.trainable]
+            fresh = [entry for entry in entries if id(entry.tensor) not in known]
+            gone = known - {id(entry.tensor) for entry in entries}
+            buffers = [entry for entry in fresh if entry.is_buffer and not entry.trainable]
+            for entry in buffers:
+                self._placement.made_here(entry)
+            if gone:
+                self._note_replaced()
+            else:
+                for entry in buffers:
+                    self._is_models_own(entry)
+            weights = [entry for entry in fresh if not entry.trainable and entry.counted]
             if gone or sum(entry.nbytes for entry in weights) > self._vram - self._held_bytes():
                 logger.info("carom: the module's weights changed; laying them out anew")
                 self._again()
@@ -97,7 +109,8 @@ class Adopts:
                     self._carving.adapters.append(entry)
                 else:
                     self._placement.keep([], [entry])
-                    self._carving.resident.append((entry, "appeared after stream"))
+                    reason = "appeared after stream" if entry.counted else MODELS_OWN
+                    self._carving.resident.append((entry, reason))
             self._tree = Tree(self.module)
             self._account()
             if self._carving.adapters and not adapted:
@@ -118,22 +131,54 @@ class Adopts:
             self._again()
 
     def _follow_replaced(self) -> None:
-        """Small resident tensors that the model replaced by others of their kind (running statistics) are theirs now."""
+        """Resident buffers that the model replaced (statistics, caches) are its new ones now, whatever their size; other
+        tensors only where the new ones are of their kind."""
+        replaced: dict[int, Entry] = {}
+        before = []  # alive for as long as their ids are compared
+        known: set[int] = set()
         for entry, _ in self._carving.resident:
             old = entry.tensor
-            new = entry.sites[0].table.get(entry.sites[0].name)
-            if (
-                new is None
-                or new is old
-                or new.requires_grad
-                or (new.shape, new.dtype) != (old.shape, old.dtype)
-            ):
+            new = _stands_now(entry)
+            if new is None or new is old or new.requires_grad:
                 continue
-            if all(site.table.get(site.name) is new for site in entry.sites):
-                entry.tensor = new
-                self._placement.replaced(old, new)
+            filed = self._checkpoint is not None and self._checkpoint.of(old) is not None
+            same = (new.shape, new.dtype) == (old.shape, old.dtype) and not new.is_inference()
+            if not same and (filed or not entry.is_buffer):
+                continue
+            known = known or {id(entry.tensor) for entry in self._known()}
+            if id(new) in known:  # it stands for another
+                continue
+            entry.tensor = new
+            replaced[id(old)] = entry
+            before.append(old)
+            known.add(id(new))
+            if not filed:
+                self._is_models_own(entry)
+        if replaced:
+            self._placement.replaced(replaced)
+
+    def _note_replaced(self) -> None:
+        """Large buffers that the model replaced stay from now on: it makes them."""
+        for unit in self._carving.units:
+            for entry in unit.entries:
+                if entry.is_buffer:
+                    new = _stands_now(entry)
+                    if new is not None and new is not entry.tensor and not new.requires_grad:
+                        self._stay[entry.name] = MODELS_OWN
+
+    def _is_models_own(self, entry: Entry) -> None:
+        """The model makes this buffer as it runs: it is not counted, as activations are not."""
+        if entry.is_buffer:
+            entry.counted = False
+            self._stay[entry.name] = MODELS_OWN
 
     def _known(self) -> list[Entry]:
         carving = self._carving
         units = [entry for unit in carving.units for entry in unit.entries]
         return units + [entry for entry, _ in carving.resident] + carving.adapters
+
+
+def _stands_now(entry: Entry) -> torch.Tensor | None:
+    """What stands in the tree where ``entry`` was found; None where its places differ."""
+    found: torch.Tensor | None = entry.sites[0].table.get(entry.sites[0].name)
+    return found if all(site.table.get(site.name) is found for site in entry.sites) else None

@@ -16,6 +16,7 @@ from torch import nn
 
 from . import on_device
 from .deliver import call_as_usual, call_when_landed
+from .errors import UnsupportedError
 from .filling import Filling
 from .host_copies import HostCopies, HostCopy, clear_of, fingerprint
 from .on_device import Lot, Moved, OnDevice, is_plain, lots_of
@@ -65,7 +66,14 @@ class Placement:
         """
         lots, alone = lots_of(units, entries)
         for entry in alone:
-            self.resident_bytes += self._move(entry.tensor)
+            tensor = entry.tensor
+            if tensor.is_inference() and tensor.device != self._engine.device:
+                raise UnsupportedError(
+                    f"buffer {entry.name} was made under torch.inference_mode on {tensor.device}, and such a tensor cannot be "
+                    f"moved to {self._engine.device}: replace it by its clone(), or move the module there before streaming"
+                )
+            size = self._move(tensor)
+            self.resident_bytes += size if entry.counted else 0
         if in_turn:
             self._put_off, self._small = units, lots[-1]
             return
@@ -165,9 +173,16 @@ class Placement:
             self.loaded_bytes += size
         return size
 
-    def replaced(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """The model put ``new`` in the place of a resident tensor: it goes home in its stead."""
-        self.here.replaced(old, new)
+    def replaced(self, entries: dict[int, Entry]) -> None:
+        """The model put others in the place of resident tensors: they go home in their stead. ``entries``: what they are
+        now, by the id of what they were."""
+        self.here.replaced(entries)
+
+    def made_here(self, entry: Entry) -> None:
+        """The model made a buffer: where that is on the device, it goes home with the rest."""
+        homes = {moved.home for moved in self.here.moved} | {home for _, _, home in self._worn}
+        if len(homes) == 1:
+            self.here.made(entry, homes.pop())
 
     # -- streamed units
 

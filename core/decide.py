@@ -153,7 +153,8 @@ class Problem:
 def problem(carving: Carving, settings: Settings, grain: int) -> Problem:
     """The planner's view of ``carving``."""
     wires = settings.wires if settings.packs else None
-    fixed = resident_cost([-(-entry.nbytes // ALIGN) * ALIGN for entry, _ in carving.resident], grain)
+    counted = [entry.nbytes for entry, _ in carving.resident if entry.counted]
+    fixed = resident_cost([round_up(nbytes, ALIGN) for nbytes in counted], grain)
     # Of the parts of a split block the small ones (norms, biases) are better kept than copied.
     least = min(SMALL_UNIT, carving.largest // 8)
     units = [

@@ -164,13 +164,13 @@ class DiskPlacement(Placement):
         load.wire = None if wire.decoder is None else wire
         self._disk.residents.add(load)
 
-    def replaced(self, old: torch.Tensor, new: torch.Tensor) -> None:
+    def replaced(self, entries: dict[int, Entry]) -> None:
         for resident in self._residents:
-            if resident.tensor is old:
-                resident.tensor, resident.version = new, -1
-                self._disk.checkpoint.stands_for(new, resident.stand)
-                return
-        super().replaced(old, new)
+            entry = entries.get(id(resident.tensor))
+            if entry is not None:
+                resident.tensor, resident.version = entry.tensor, -1
+                self._disk.checkpoint.stands_for(entry.tensor, resident.stand)
+        super().replaced(entries)
 
     # -- streamed units
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._jit_internal import FunctionModifiers
 from torch.utils._pytree import tree_leaves
 
 from .errors import UnsupportedError
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from .streamer import Streamer
 
 
+_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+_tracing: Callable[[], Any] = torch._C._get_tracing_state
+_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode  # type: ignore[attr-defined]
+_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
+
 _eval_frame: Any = getattr(torch._C._dynamo, "eval_frame", None)
 # A torch without it traces our frames and breaks there all the same.
 _skip_code: Any = getattr(_eval_frame, "skip_code", None)
@@ -36,6 +42,10 @@ _compiling: Callable[[], Any] = getattr(
 )
 
 
+NO_GRAPH = (
+    "{} streams: its weights are not where a captured graph could keep them. Close the session before torch.export, "
+    "torch.jit, torch.onnx or make_fx, and stream again afterwards"
+)
 NO_PICKLE = "a streamed module cannot be pickled whole; save its state_dict() or close the session"
 
 
@@ -126,11 +136,48 @@ class _Forward:
 
         return undo
 
+    @property
+    def _torchscript_modifier(self) -> Any:
+        """Asked for by torch.jit.script and torch.jit.trace, and by nobody else, before they compile the module."""
+        if self.live:
+            raise UnsupportedError(NO_GRAPH.format(self._name()))
+        return getattr(self._inner, "_torchscript_modifier", FunctionModifiers.DEFAULT)
+
+    @property
+    def __signature__(self) -> Any:
+        """Asked for by torch.export, strict or not, before it traces the module; `inspect.signature` asks what is behind."""
+        if self.live and exporting():
+            raise UnsupportedError(NO_GRAPH.format(self._name()))
+        raise AttributeError("__signature__")
+
+    def _name(self) -> str:
+        inner = self._inner
+        while isinstance(inner, _Forward):
+            inner = inner._inner
+        return type(getattr(inner, "__self__", inner)).__name__
+
     def __deepcopy__(self, memo: dict) -> Any:
         return _without_session(self._inner, memo)
 
     def __reduce__(self) -> Any:
         raise UnsupportedError(NO_PICKLE)
+
+
+def exporting() -> bool:
+    """Whether torch.export is at work."""
+    trace = sys.modules.get("torch.export._trace")
+    return _exporting() or getattr(trace, "_EXPORT_FLAGS", None) is not None
+
+
+def refuse_capture(name: str) -> None:
+    """Raises UnsupportedError where what runs is recorded as a graph that is to be used later (torch.jit.trace,
+    torch.export, make_fx): it would keep a slot's bytes as the weight's."""
+    if (
+        _tracing() is not None
+        or _exporting()
+        or (torch._C._len_torch_dispatch_stack() and _mode(_PROXY) is not None)
+    ):
+        raise UnsupportedError(NO_GRAPH.format(name))
 
 
 def _without_session(inner: Callable, memo: dict) -> Callable:
@@ -162,6 +209,8 @@ def quiet(function: Callable) -> Callable:
 def _untraced(function: Callable) -> Callable:
     """Neither inlined into a graph nor compiled as a frame of its own; what it calls may be."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    # What torch says where it may not break a graph.
+    function._torchdynamo_disable_msg = "carom streams this module"  # type: ignore[attr-defined]
     if _skip_code is not None:
         _skip_code(function.__code__)
     return function

@@ -12,7 +12,7 @@ from torch import nn
 from .host_copies import HostCopy
 from .plan import SMALL_UNIT, round_up
 from .transfer import Engine
-from .units import Entry, Unit, is_dense
+from .units import Entry, Site, Unit, is_dense
 
 
 @dataclass(eq=False)
@@ -31,11 +31,13 @@ class Lot:
 
 @dataclass(eq=False)
 class Moved:
-    """A tensor that went to the device, and where it has to return to; ``lot``: None where it went alone."""
+    """A tensor that went to the device, and where it has to return to; ``lot``: None where it went alone; ``sites``: where a
+    buffer stands that the model made there."""
 
     tensor: torch.Tensor
     home: torch.device
     lot: Lot | None = None
+    sites: Sequence[Site] = ()
 
 
 class OnDevice:
@@ -72,13 +74,23 @@ class OnDevice:
         self.moved.append(Moved(tensor, home))
         return before
 
-    def replaced(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """The model put ``new`` in the place of a tensor that is here: it goes home in its stead."""
+    def replaced(self, entries: dict[int, Entry]) -> None:
+        """The model put others in the place of tensors that are here: they go home in their stead. ``entries``: what they
+        are now, by the id of what they were."""
         for moved in self.moved:
-            if moved.tensor is old:
-                moved.tensor = new
-                if not new.is_inference() and self._engine.locate(new) != self._engine.location:
-                    relocate(new, self._engine.location, self._engine)
+            entry = entries.get(id(moved.tensor))
+            if entry is not None:
+                moved.tensor, moved.sites = entry.tensor, entry.sites
+                if (
+                    not entry.tensor.is_inference()
+                    and self._engine.locate(entry.tensor) != self._engine.location
+                ):
+                    relocate(entry.tensor, self._engine.location, self._engine)
+
+    def made(self, entry: Entry, home: torch.device) -> None:
+        """The model made a buffer: where it is here, it goes ``home`` in the end."""
+        if self._engine.locate(entry.tensor) == self._engine.location != home:
+            self.moved.append(Moved(entry.tensor, home, sites=entry.sites))
 
     def let_go(self, tensors: list[torch.Tensor]) -> list[Moved] | None:
         """What is known of tensors that leave within a pass; None where one has to return to a device."""
@@ -175,7 +187,15 @@ class OnDevice:
         self.leaving.clear()
 
     def _bring_home(self, moved: Moved) -> None:
-        if moved.tensor.is_inference():  # the model's own, made in its inference mode: it may not be touched
+        if (
+            moved.tensor.is_inference()
+        ):  # made by the model: it may not be touched, but its place in the tree may
+            if self._engine.locate(moved.tensor) != moved.home:
+                with torch.inference_mode():
+                    at_home = self._engine.move(moved.tensor, moved.home)
+                for site in moved.sites:
+                    if site.table.get(site.name) is moved.tensor:
+                        site.table[site.name] = at_home
             return
         if self._engine.locate(moved.tensor) != moved.home:
             relocate(moved.tensor, moved.home, self._engine)
@@ -185,12 +205,13 @@ class OnDevice:
 
 def lots_of(units: list[Unit], entries: list[Entry]) -> tuple[list[list[Entry]], list[Entry]]:
     """(entries that go to the device together, entries that go alone) of what is to stay there; the last lot is all that
-    is small."""
+    is small. A buffer goes alone: the model may resize it, which needs a storage of its own."""
     lots = [unit.entries for unit in units if unit.nbytes >= SMALL_UNIT]
     small = [entry for unit in units if unit.nbytes < SMALL_UNIT for entry in unit.entries]
     alone: list[Entry] = []
     for entry in entries:
-        (small if entry.nbytes < SMALL_UNIT and is_plain(entry.tensor) else alone).append(entry)
+        together = entry.nbytes < SMALL_UNIT and not entry.is_buffer and is_plain(entry.tensor)
+        (small if together else alone).append(entry)
     return [*lots, small], alone
 
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .asked import ForOperators
 from .deliver import REGISTER_HOOKS, call_when_landed
 from .errors import UnsupportedError
-from .hooks import quiet
+from .hooks import quiet, refuse_capture
 
 if TYPE_CHECKING:
     from .backward import Backward
@@ -109,7 +109,9 @@ _transforms: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", l
 
 
 def refuse_transforms(name: str) -> None:
-    """Raises UnsupportedError inside torch.func's grad and jvp: a copy there would be part of the function."""
+    """Raises UnsupportedError inside torch.func's grad and jvp, and where a graph is captured: a copy there would be part
+    of the function."""
+    refuse_capture(name)
     level = _transforms()
     if level is not None and level.key() in (_functorch.TransformType.Grad, _functorch.TransformType.Jvp):
         raise UnsupportedError(

@@ -136,34 +136,23 @@ def plan_residency(
             least,
         )
     rounded = functools.partial(round_up, grain=grain)
-    resident: dict[int, str] = {}
-    staying: set[int] = set()  # packed
-
-    def cost(raw: Iterable[int], packed: Iterable[int]) -> int:
-        return resident_cost([sizes[i] for i in raw], grain) + packed_cost(
-            [units[i].packed for i in packed], grain
-        )
+    staying = _Staying(units, grain)
+    resident = staying.raw
 
     def price(index: int) -> int:
         return units[index].packed if packed and units[index].packed else sizes[index]
 
-    def region_for(streamed: list[int]) -> int:
-        return rounded(max(count * max(streamed, default=0), min(wished, sum(streamed))))
-
-    def fits(extra: int, raw: bool = True) -> bool:
-        chosen, beside = ({*resident, extra}, staying) if raw else (set(resident), {*staying, extra})
-        streamed = [sizes[i] for i in range(len(units)) if i not in chosen]
-        return cost(chosen, beside) + region_for(streamed) <= available
+    def region() -> int:
+        return rounded(max(count * staying.largest_streamed, min(wished, staying.streamed_bytes)))
 
     def stay(index: int, reason: str) -> bool:
+        """Keep a unit where that leaves room for the region."""
         raw = not (packed and units[index].packed)
-        if not fits(index, raw):
-            return False
-        if raw:
-            resident[index] = reason
-        else:
-            staying.add(index)
-        return True
+        staying.add(index, reason, raw)
+        if staying.cost + region() <= available:
+            return True
+        staying.remove(index, raw)
+        return False
 
     # As many slots as there is room for, up to the wish; then the small units that are no blocks.
     count = next((c for c in range(max(1, wish.slots), 1, -1) if rounded(c * sizes[largest]) <= available), 1)
@@ -171,12 +160,12 @@ def plan_residency(
     beside = available - resident_cost([sizes[i] for i in apart], grain)
     wished = min(wish.nbytes, max(beside, 0) // grain * grain)
     for index in sorted(apart, key=lambda i: (not units[i].loose, sizes[i], i)):
-        if fits(index):
-            resident[index] = "used outside a module of its own" if units[index].loose else "small"
+        staying.add(index, "used outside a module of its own" if units[index].loose else "small")
+        if staying.cost + region() > available:
+            staying.remove(index)
     rest = [i for i in range(len(units)) if i not in resident and (among is None or i in among)]
     total = sum(price(i) for i in rest)
-    streamed = [sizes[i] for i in range(len(units)) if i not in resident]
-    room = available - cost(resident, ()) - region_for(streamed)
+    room = available - staying.cost - region()
     share = max(0.0, min(1.0, room / total)) if total else 0.0
     credit = 0.0
     for index in rest:  # evenly: each unit's share accrues until it pays for a whole one
@@ -184,20 +173,78 @@ def plan_residency(
         if credit >= price(index) * 0.999 and stay(index, "spread evenly over the order of use"):
             credit -= price(index)
     for index in sorted(rest, key=lambda i: (-price(i), i)):  # what rounding left
-        if index not in resident and index not in staying:
+        if index not in resident and index not in staying.packed:
             stay(index, "fits into what is left")
     # Where few may stay, what is left is theirs, as they are, before it is slots.
-    for index in sorted(staying if among is not None else (), key=lambda i: (-sizes[i], i)):
-        others = staying - {index}
-        streamed = [sizes[i] for i in range(len(units)) if i not in resident and i != index]
-        if cost({*resident, index}, others) + region_for(streamed) <= available:
-            resident[index], staying = "fits into what is left", others
+    for index in sorted(staying.packed if among is not None else (), key=lambda i: (-sizes[i], i)):
+        staying.remove(index, raw=False)
+        staying.add(index, "fits into what is left")
+        if staying.cost + region() > available:
+            staying.remove(index)
+            staying.add(index, raw=False)
     streamed = [sizes[i] for i in range(len(units)) if i not in resident]
-    spent = cost(resident, staying)
-    region = min((available - spent) // grain * grain, rounded(sum(streamed)))
+    rest_bytes = (available - staying.cost) // grain * grain
+    region_bytes = min(rest_bytes, rounded(sum(streamed)))
     if min(streamed) == max(streamed):  # units of one size use whole slots only
-        region = min(region, rounded(region // streamed[0] * streamed[0]))
+        region_bytes = min(region_bytes, rounded(region_bytes // streamed[0] * streamed[0]))
     return Plan(
-        budget, fixed_bytes, region, resident, region // max(streamed), packed=frozenset(staying),
-        packed_bytes=cost((), staying),
+        budget, fixed_bytes, region_bytes, resident, region_bytes // max(streamed),
+        packed=frozenset(staying.packed), packed_bytes=staying.packed_bytes,
     )  # fmt: skip
+
+
+class _Staying:
+    """Units that stay, whole (``raw``) or packed, and the sums that tell whether one more fits.
+
+    The sums are kept up to date, so that a plan for n units takes time proportional to n.
+    """
+
+    def __init__(self, units: Sequence[UnitSize], grain: int) -> None:
+        self.raw: dict[int, str] = {}  # unit -> reason
+        self.packed: set[int] = set()
+        self.packed_bytes = 0
+        self.streamed_bytes = sum(unit.nbytes for unit in units)  # of all but ``raw``
+        self._units, self._grain = units, grain
+        self._small = self._large = 0  # bytes of ``raw``, as in `resident_cost`
+        self._descending = sorted(range(len(units)), key=lambda i: -units[i].nbytes)
+        self._places = {index: place for place, index in enumerate(self._descending)}
+        self._first = 0  # before this place of ``_descending`` all are in ``raw``
+
+    def add(self, index: int, reason: str = "", raw: bool = True) -> None:
+        if raw:
+            self.raw[index] = reason
+        else:
+            self.packed.add(index)
+        self._count(index, raw, 1)
+
+    def remove(self, index: int, raw: bool = True) -> None:
+        if raw:
+            del self.raw[index]
+            self._first = min(self._first, self._places[index])
+        else:
+            self.packed.remove(index)
+        self._count(index, raw, -1)
+
+    def _count(self, index: int, raw: bool, sign: int) -> None:
+        unit = self._units[index]
+        if not raw:
+            self.packed_bytes += sign * packed_cost([unit.packed], self._grain)
+            return
+        self.streamed_bytes -= sign * unit.nbytes
+        if unit.nbytes < SMALL_UNIT:
+            self._small += sign * unit.nbytes
+        else:
+            self._large += sign * round_up(unit.nbytes, self._grain)
+
+    @property
+    def cost(self) -> int:
+        """Device bytes of what stays."""
+        return round_up(self._small, self._grain) + self._large + self.packed_bytes
+
+    @property
+    def largest_streamed(self) -> int:
+        """Bytes of the largest unit that is not in ``raw``."""
+        while self._first < len(self._descending) and self._descending[self._first] in self.raw:
+            self._first += 1
+        left = self._first < len(self._descending)
+        return self._units[self._descending[self._first]].nbytes if left else 0

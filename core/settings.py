@@ -18,6 +18,7 @@ from .shared import SharedBudget
 from .sizes import GIB, format_size, parse_size
 from .store.mapped import Mapped
 from .transfer import Engine
+from .units import collect
 
 DEDICATED = 0.95  # of a card's free memory that may be asked for where more would spill
 GRANULARITIES = ("auto", "block", "phase", "layer")
@@ -38,6 +39,7 @@ def check(
         raise UnsupportedError(f"carom.stream takes an nn.Module, not {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError("a scripted module hides its forwards; stream the eager module")
+    collect(module)  # refuses what has no shape yet
     if weights is not None and not isinstance(weights, (str, os.PathLike, Weights)):
         raise UnsupportedError(
             f"weights={type(weights).__name__}: name a .safetensors file, a folder of them or an index.json"

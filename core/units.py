@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .errors import UnsupportedError
 from .ops import HostParameter, HostTensor
@@ -24,6 +25,9 @@ from .wrapped import is_inner
 SMALL_BUFFER = (
     256 << 10
 )  # bytes; buffers below it are often state (statistics, caches), so they stay resident
+MODELS_OWN = (
+    "the model makes it as it runs"  # why such a buffer stays; it is not counted, as activations are not
+)
 FILE_ALIGN = 4096  # bytes; direct reads of packed files then need no second buffer
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
 
@@ -49,6 +53,7 @@ class Entry:
     tensor: torch.Tensor
     sites: list[Site]
     offset: int = 0  # bytes, within its unit
+    counted: bool = True  # in the budget
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +62,11 @@ class Entry:
     @property
     def trainable(self) -> bool:
         return self.tensor.requires_grad
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is state of its modules, and no parameter, wherever it is named; what a weight is made of is none."""
+        return all(site.buffer and not is_inner(site.name) for site in self.sites)
 
 
 @dataclass(eq=False)
@@ -104,13 +114,21 @@ def stands(carving: Carving, root: nn.Module) -> bool:
 
 
 def collect(root: nn.Module) -> list[Entry]:
-    """Every parameter and buffer of the tree once, with all its sites, in registration order."""
+    """Every parameter and buffer of the tree once, with all its sites, in registration order.
+
+    Raises UnsupportedError for one that has no shape yet.
+    """
     found: dict[int, Entry] = {}
     for prefix, module in root.named_modules():
         for buffer, table in ((False, module._parameters), (True, module._buffers)):
             for name, tensor in table.items():
                 if tensor is None:
                     continue
+                if is_lazy(tensor):
+                    raise UnsupportedError(
+                        f"{prefix + '.' if prefix else ''}{name} of {type(module).__name__} has no shape yet: run one forward "
+                        "of the module before it streams (a dry run), so that lazy modules make their weights"
+                    )
                 entry = found.get(id(tensor))
                 if entry is None:
                     entry = found[id(tensor)] = Entry(f"{prefix}.{name}" if prefix else name, tensor, [])
@@ -135,6 +153,8 @@ def why_not_streamed(entry: Entry) -> str | None:
         return None
     if tensor.layout != torch.strided:
         return f"layout {tensor.layout}"
+    if tensor.is_inference():
+        return "made under torch.inference_mode"
     if tensor.is_conj() or tensor.is_neg():
         return "a conjugate or negative view"
     if entry.nbytes == 0:
@@ -161,7 +181,7 @@ def carve(
     ``stay``: names of tensors that must be resident, with the reason. ``from_file``: whether a tensor's bytes come
     from a weights file; then only such tensors stream, aligned as files are.
 
-    Raises UnsupportedError for meta and inference tensors, naming them.
+    Raises UnsupportedError for meta tensors and for parameters that are inference tensors, naming them.
     """
     carver = _Carver(root, granularity, limit, stream_trainable, stay or {}, from_file)
     carver.visit(root, "", top=True)
@@ -197,12 +217,13 @@ class _Carver:
                     f"{entry.name} is on the meta device and no file with its value was given: name one with weights= "
                     "when streaming starts, or load the module's weights first"
                 )
-            if entry.tensor.is_inference():
+            if entry.tensor.is_inference() and not entry.is_buffer:
                 raise UnsupportedError(
                     f"{entry.name} was made under torch.inference_mode and cannot be managed; build or clone "
                     "the module outside it"
                 )
             reason = stay.get(entry.name) or why_not_streamed(entry)
+            entry.counted = reason != MODELS_OWN
             if from_file is not None and not filed:
                 reason = reason or "its value is in no file"
             if entry.trainable and not stream_trainable:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -52,8 +54,27 @@ class Watched:
             self._local.quiet = before
 
 
+class _Whole:
+    """An operator of higher order (flex_attention), as an engine is told of it: as one operator, which writes to nothing."""
+
+    is_view = False
+    _schema = SimpleNamespace(is_mutable=False)
+
+    def __init__(self, func: HigherOrderOperator) -> None:
+        self._overloadpacket = func
+
+    def __str__(self) -> str:
+        return str(self._overloadpacket)
+
+
 class _Watch(TorchDispatchMode):
     """Sees every operator of a step."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __init__(self, engine: Watched) -> None:
         super().__init__()
@@ -65,10 +86,11 @@ class _Watch(TorchDispatchMode):
         if getattr(engine._local, "quiet", False):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            on_device = engine._operator(func, _tensors((*args, *kwargs.values())))
+            seen = _Whole(func) if isinstance(func, HigherOrderOperator) else func
+            on_device = engine._operator(seen, _tensors((*args, *kwargs.values())))
         result = func(*args, **kwargs)
-        if not func.is_view:
-            engine._spend(func, args, kwargs, result, on_device)
+        if not seen.is_view:
+            engine._spend(seen, args, kwargs, result, on_device)
         return result
 
 
