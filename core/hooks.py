@@ -279,7 +279,7 @@ def _notice_backward(session: Session, streamer: Streamer, given: Any, result: A
     begins = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     noted = _Graph(session, streamer)
     for leaf in begins:
-        # What is no result of this forward lives on, and says nothing about a graph.
+        # A leaf outlives the forward: a hook on it says nothing about a graph.
         leaf.register_hook(noted if leaf.grad_fn is not None else lambda _: streamer.backward.begins())
     # The result may be an object that is not looked into, what trains may be others' adapters, a loss may be kept elsewhere.
     if begins or (session._backward and not all(isinstance(leaf, torch.Tensor) for leaf in leaves)):

@@ -213,7 +213,8 @@ def test_what_an_unloaded_model_held_goes_to_one_that_streams_already(tmp_path):
         grown["after"] = budgets()["Transformer"]
         raise KeyboardInterrupt
 
-    made.one = lambda index: (made.sd.predict(standin._noise(0), standin._noise(1)), unload())
+    # Its graph is dropped before: weights that a backward still wants stay where they are.
+    made.one = lambda index: made.sd.predict(standin._noise(0), standin._noise(1)) is None or unload()
     with pytest.raises(KeyboardInterrupt):
         made.run()
     assert 0 < grown["before"] < grown["after"] == BUDGET

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 pytestmark = pytest.mark.timeout(60)
-WIDTH = 32
+WIDTH = 64
 X = torch.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH)
 
 
@@ -57,9 +57,9 @@ ALL = ["attached", "parked", "auto", "shared", "file", "file over a loaded modul
 # (class, method, what it raises, from which states)
 FAULTS = {
     "device memory": (SimulatedEngine, "allocate", OOM, ALL),
-    "device": (SimulatedEngine, "allocate", Boom, ALL),
+    "device": (SimulatedEngine, "allocate", Boom, [*ALL, "packed"]),
     "pinning": (HostArena, "pin", Boom, ["attached", "shared", "file"]),
-    "host memory": (HostArena, "allocate", MemoryError, ["parked", "auto", "file"]),
+    "host memory": (HostArena, "allocate", MemoryError, ["parked", "auto", "file", "packed"]),
     "waiting": (SimulatedEngine, "synchronize", Boom, ["attached", "shared", "file over a loaded module"]),
     "reading": (DiskReader, "submit_range", carom.WeightsError, ALL[-2:]),
 }
@@ -86,6 +86,10 @@ class Case:
 
     def __init__(self, state, device, folder):
         self.net, self.twin, self.mate_net = Net(), Net(), Net(seed=1)
+        if state == "packed":
+            for one in (self.net, self.twin):
+                for p in one.parameters():
+                    p.data = p.data.bfloat16().float()  # packs to half
         self.state, self.mate, self.shared = state, None, None
         self.budget = int(0.6 * size(self.net))
         options = {"vram": self.budget, "granularity": "layer"}
@@ -98,6 +102,8 @@ class Case:
             options |= {"weights": path, "ram": 3 * size(self.twin)}
         if state == "auto":
             options["vram"] = "auto"
+        if state == "packed":
+            options["codec"] = "lossless"
         if state == "shared":
             self.shared = options["vram"] = carom.SharedBudget(int(1.2 * size(self.net)))
         self.originals = identities(self.net)
@@ -106,6 +112,7 @@ class Case:
             self.mate = carom.stream(self.mate_net, device=device, vram=options["vram"], granularity="layer")
             self.others = run(self.mate_net)
         run(self.net)
+        assert state != "packed" or any(unit.decoder for unit in self.session._placement.streamed)
         if state == "parked":
             self.session.park()
 
@@ -154,13 +161,17 @@ class Case:
 
 @pytest.mark.parametrize("action", ["budget", "park", "weights"])
 @pytest.mark.parametrize(("fault", "state"), CASES)
-def test_a_layout_that_fails_anywhere_leaves_a_session_that_goes_on(tmp_path, fault, state, action):
+def test_a_layout_that_fails_anywhere_leaves_a_session_that_goes_on(
+    tmp_path, monkeypatch, fault, state, action
+):
+    monkeypatch.setattr("carom.core.packing.LEAST", 256)
     owner, name, kind, _ = FAULTS[fault]
     for call in range(200):
         case = Case(state, carom.SimulatedDevice(memory_bytes=4 * size(Net())), tmp_path)
         with failing(owner, name, call, kind) as count, contextlib.suppress(kind):
             case.act(action)
         case.ask_mates()
+        assert torch.equal(case.session.read("blocks.0.weight"), case.twin.blocks[0].weight)
         if (call + len(action)) % 2:  # else it is closed as it is
             assert not case.session._closed
             assert torch.equal(run(case.net), run(case.twin))

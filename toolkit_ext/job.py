@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import BudgetError, CaromError
+from ..core.errors import BudgetError, CaromError, UnsupportedError
 from ..core.report import Report
 from ..core.session import Session, stream
 from ..core.shared import SharedBudget
@@ -116,7 +116,10 @@ class JobOffload:
         self._keep_report(attachment)
         attachment.detach(discard=discard)
         self.attachments.remove(attachment)
-        self._rebalance()
+        with contextlib.suppress(
+            UnsupportedError
+        ):  # in the middle of a step: with the next model that comes or goes
+            self._rebalance()
 
     def ready(self, *, trainable_only: bool = False) -> None:
         """Stream now what would else begin at its first forward (optimizers and compilers must see where weights live)."""
