@@ -5,12 +5,13 @@ wrong) and restoring (an undo step is skipped). For each one this script
 
 1. changes the one place in a copy of the checkout (the checkout itself stays as it is),
 2. runs the tests that `TESTS` names for that source file, until the first failure,
-3. reports "noticed" (a test failed, or the run took longer than ``--timeout`` seconds) or "survived", and changes it back.
+3. reports "noticed" (a test failed, or the run took longer than ``--timeout`` seconds and than three runs without a defect) or
+   "survived", and changes it back.
 
 Mutants that change no behaviour carry the reason in ``equivalent``. They are not run and do not count. An entry whose old text
 does not occur exactly once is an error (exit code 2): correct the list after a change of the source. Exit code 1: a mutant
 survived. pytest does not collect this folder. Every run is a fork of this process, so that torch is imported once; that needs
-a POSIX system. A whole run takes about half an hour on one core; ``--only core/store`` takes a part by source path or idea, ``--list``
+a POSIX system. A whole run takes an hour or more; ``--only core/store`` takes a part by source path or idea, ``--list``
 shows the entries without running anything, ``--tests`` runs other tests than those that `TESTS` names.
 """
 
@@ -183,15 +184,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="carom-mutants-") as scratch:
         root, log, clock = Path(scratch) / "checkout", Path(scratch) / "log.txt", int(time.time())
         shutil.copytree(ROOT, root, ignore=IGNORED)
-        plain = {tuple(chosen.tests or tests_of(m.file)) for m in mutants if not m.equivalent}
-        for tests in sorted(plain) if not chosen.trust else ():
-            failed = run_tests(root, list(tests), 10 * chosen.timeout, log)
-            if failed:  # it would seem to notice everything
-                print(f"error: without any defect: {failed}")
+        limits: dict[tuple[str, ...], float] = {}
+        for mutant in (m for m in mutants if not (m.equivalent or chosen.trust)):
+            tests, began = tuple(chosen.tests or tests_of(mutant.file)), time.monotonic()
+            if tests not in limits and (failed := run_tests(root, list(tests), 10 * chosen.timeout, log)):
+                print(f"error: without any defect: {failed}")  # it would seem to notice everything
                 return 2
+            limits.setdefault(tests, 3 * (time.monotonic() - began))  # how fast they are on this machine
         for mutant in (m for m in mutants if not m.equivalent):
             began, clock = time.monotonic(), clock + 2
-            by = judge(root, mutant, chosen.tests or tests_of(mutant.file), chosen.timeout, log, clock)
+            tests = tuple(chosen.tests or tests_of(mutant.file))
+            limit = max(chosen.timeout, limits.get(tests, 0.0))
+            by = judge(root, mutant, list(tests), limit, log, clock)
             seconds = time.monotonic() - began
             results.append(
                 {"file": mutant.file, "idea": mutant.idea, "noticed": by, "seconds": round(seconds, 1)}
