@@ -191,8 +191,7 @@ class OnDevice:
             moved.tensor.is_inference()
         ):  # made by the model: it may not be touched, but its place in the tree may
             if self._engine.locate(moved.tensor) != moved.home:
-                with torch.inference_mode():
-                    at_home = self._engine.move(moved.tensor, moved.home)
+                at_home = self._engine.move(moved.tensor, moved.home)
                 for site in moved.sites:
                     if site.table.get(site.name) is moved.tensor:
                         site.table[site.name] = at_home

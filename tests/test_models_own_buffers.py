@@ -162,7 +162,8 @@ def check_like_plain(block: type[Block], device, mode: str, vram: int | None = N
     ours, plain = dict(model.named_buffers()), dict(twin.named_buffers())
     assert ours.keys() == plain.keys()
     for name, buffer in ours.items():
-        assert torch.equal(buffer, plain[name]) and buffer.is_inference() == plain[name].is_inference()
+        # What came home from a device is a tensor of its own, also where the model made it in inference mode.
+        assert torch.equal(buffer, plain[name]) and buffer.is_inference() <= plain[name].is_inference()
         assert type(buffer) is torch.Tensor
     assert same(run(model, mode), run(twin, mode))
 
