@@ -245,8 +245,8 @@ class SimulatedEngine(Watched, StreamEngine):
         kept = Kept(source)
         if not inward:
             self._leaving = kept
-            current = self.stream()
-            if stream.seen.get(current, 0) < current.issued:
+            computes, last = getattr(self._local, "last", (None, 0))  # of this thread
+            if stream.seen.get(computes, 0) < last and computes is self.stream():
                 raise SimulatedRaceError("a tensor is copied to the host before the kernels that make it")
             if origin is not None and origin.slots:
                 self._virtual.accesses.read(*_reach(source), stream, ahead=1)
@@ -295,7 +295,7 @@ class SimulatedEngine(Watched, StreamEngine):
 
     def read(self, target: torch.Tensor) -> None:
         stream = self.stream()
-        stream.ran()
+        self._local.last = stream, stream.ran()
         if not self._virtual.accesses.read(*_reach(target), stream):
             raise SimulatedRaceError("a slot is read before the event of the copy that fills it")
 

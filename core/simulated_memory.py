@@ -57,19 +57,23 @@ class Places:
 
     def __init__(self) -> None:
         self._tags: dict[int, Tag] = {}  # by the storage's address, held by a weak reference of torch's each
+        self._made: dict[Any, Tag] = {}  # by operator
         self._limit = 1024
 
     def __del__(self) -> None:
         for storage in self._tags:
             torch.UntypedStorage._free_weak_ref(storage)
 
-    def tag(self, tensor: torch.Tensor, tag: Tag) -> None:
+    def tag(self, tensor: torch.Tensor, tag: Tag, again: bool = True) -> None:
+        """``again``: whatever it was tagged as before."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._tags:
             storage._weak_ref()  # while it is held no other storage takes the address
             if len(self._tags) >= self._limit:
                 self._sweep()
+        elif not again:
+            return
         self._tags[key] = tag
 
     def of(self, tensor: torch.Tensor) -> Tag | None:
@@ -77,9 +81,12 @@ class Places:
 
     def made(self, func: Any, result: Any) -> None:
         """``func`` computed with what is on the device: so is its result."""
+        tag = self._made.get(func)
+        if tag is None:
+            tag = self._made[func] = Tag(True, func)
         for made in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(made, torch.Tensor) and plain(made) and self.of(made) is None:
-                self.tag(made, Tag(True, func))
+            if isinstance(made, torch.Tensor) and plain(made):
+                self.tag(made, tag, again=False)
 
     def belongs_to_host(self, tensor: torch.Tensor, name: str) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -92,9 +99,17 @@ class Places:
         return tag is not None and tag.device
 
     def copy_of(self, tensor: torch.Tensor, on_device: bool) -> torch.Tensor:
-        copy = tensor.detach().clone()
-        if on_device and plain(copy):
-            self.tag(copy, Tag(True, "moved to the device"))
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            copy = tensor.detach().clone()
+            if not plain(tensor):
+                return copy
+            if (
+                copy.stride() != tensor.stride()
+            ):  # gaps or repeated elements, which a real device would not keep
+                storage = tensor.untyped_storage().clone()
+                copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+            if on_device:
+                self.tag(copy, Tag(True, "moved to the device"))
         return copy
 
     def _sweep(self) -> None:

@@ -49,10 +49,11 @@ class VirtualStream:
         if self.lands:
             self._device.land(event.seen)
 
-    def ran(self) -> None:
-        """A kernel ran, at once: those that compute do."""
+    def ran(self) -> int:
+        """A kernel ran, at once: those that compute do. Returns its number."""
         self.issued += 1
         self.done = self.issued
+        return self.issued
 
     def issue(self, seconds: float, run: Callable[[], None]) -> None:
         """Work of the stream, which takes effect between now and the time that somebody waits for it."""
@@ -189,7 +190,7 @@ class Kept:
             return None
         dtype, *layout = self._layout
         with torch.inference_mode(False):
-            return torch.empty(0, dtype=dtype).set_(storage, *layout)
+            return torch.empty(0, dtype=dtype, device="cpu").set_(storage, *layout)
 
 
 class Accesses:
@@ -197,15 +198,16 @@ class Accesses:
 
     def __init__(self) -> None:
         self._reads: dict[tuple[int, int, Any], int] = {}
-        self._writes: list[tuple[int, int, Any, int]] = []  # by address, never overlapping
-        self._starts: list[int] = []
+        # By address, never overlapping, and where each begins. Replaced whole: other threads read meanwhile.
+        self._written: tuple[list[tuple[int, int, Any, int]], list[int]] = [], []
 
     def read(self, low: int, high: int, stream: Any, ahead: int = 0) -> bool:
         """``stream``'s newest work (``ahead=1``: its next) reads these bytes; False where a write to them did not happen
         before."""
         found = True
-        for at in range(max(0, bisect_right(self._starts, low) - 1), len(self._writes)):
-            start, end, writer, number = self._writes[at]
+        writes, starts = self._written
+        for at in range(max(0, bisect_right(starts, low) - 1), len(writes)):
+            start, end, writer, number = writes[at]
             if start >= high:
                 break
             if low < end and stream.seen.get(writer, 0) < number and writer is not stream:
@@ -221,7 +223,7 @@ class Accesses:
                 found = found and (reader is stream or stream.seen.get(reader, 0) >= number)
                 del self._reads[(start, end, reader)]
         left = []
-        for write in self._writes:
+        for write in self._written[0]:
             start, end, writer, number = write
             if start >= high or low >= end:
                 left.append(write)
@@ -233,10 +235,10 @@ class Accesses:
                 left.append((high, end, writer, number))
         left.append((low, high, stream, stream.issued + 1))
         left.sort(key=itemgetter(0))
-        self._writes, self._starts = left, [write[0] for write in left]
+        self._written = left, [write[0] for write in left]
         return found
 
     def forget(self) -> None:
         """Everything so far happened before everything that follows."""
         self._reads.clear()
-        self._writes, self._starts = [], []
+        self._written = [], []
