@@ -370,7 +370,7 @@ def test_what_rises_while_another_ones_failure_is_answered_stays_in_the_sum(monk
         assert not thread.is_alive() and promised(first, second) <= budget.nbytes
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_whatever_happens_in_whatever_order_the_sum_is_kept(seed):
     drawn = random.Random(seed)
     nets = [Net(depth=drawn.choice([2, 6, 12, 20]), seed=number) for number in range(4)]
@@ -415,13 +415,13 @@ def test_a_program_that_comes_and_goes_again_and_again_is_not_followed_each_time
     )
     with card.session(nets[0], budget), card.session(nets[1], budget):
         counts = []
-        for _ in range(32):
+        for _ in range(20):
             before = len(layouts)
             for others in (0, size(nets[0])):
                 card.ledger.others = others
                 turns(nets, 8)
             counts.append(len(layouts) - before)
-        assert sum(counts[16:]) <= 4, counts
+        assert sum(counts[12:]) <= 2, counts
 
 
 def test_what_is_kept_for_one_to_come_is_left_where_the_device_has_less_than_the_sum_too():

@@ -448,12 +448,12 @@ def test_unknown_name_suggests_one_that_ends_alike(tmp_path: Path):
         found["layers.0.q.weight"]
 
 
-def test_a_hundred_thousand_tensors_are_indexed_in_seconds(tmp_path: Path):
+def test_thirty_thousand_tensors_are_indexed_in_seconds(tmp_path: Path):
     many = {
         f"model.layers.{i // 99}.mlp.experts.{i % 99}.up_proj.weight": entry("U8", (1, 1), i, i + 1)
-        for i in range(100_000)
+        for i in range(30_000)
     }
-    path = write(tmp_path / "m.safetensors", many, bytes(100_000))
+    path = write(tmp_path / "m.safetensors", many, bytes(30_000))
     began = time.process_time()
-    assert len(open_index(path)) == 100_000
-    assert time.process_time() - began < 10  # 1 s on an idle machine
+    assert len(open_index(path)) == 30_000
+    assert time.process_time() - began < 3  # 0.3 s on an idle machine

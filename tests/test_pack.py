@@ -370,7 +370,7 @@ def test_killed_while_packing_then_run_again(share: float, shard, source: Path, 
     code = KILLED.format(
         tests=str(Path(__file__).parent), share=share, source=str(source), target=str(target), shard=shard
     )
-    for _ in range(2):
+    for _ in range(2 if shard else 1):  # once more: killed while what a killed one left is taken up
         died = subprocess.run([sys.executable, "-c", code], timeout=100)
         assert died.returncode == -signal.SIGKILL
         assert not target.exists()
