@@ -290,11 +290,14 @@ class _Bounced:
     def set_(
         self, *source: Any
     ) -> Any:  # no operator that __torch_function__ sees; `parametrize` assigns by it
+        owner = getattr(self, "_carom", None)
+        if owner is None:  # one that somebody made of a streamed weight's class
+            return plain(torch.Tensor.set_, (self, *source), {})
         if len(source) == 1 and isinstance(source[0], torch.Tensor):
-            self._carom.set_data(source[0])
+            owner.set_data(source[0])
             return self
         raise UnsupportedError(
-            f"{self._carom.entry.name} is streamed; it cannot be given another storage while attached: close the session first"
+            f"{owner.entry.name} is streamed; it cannot be given another storage while attached: close the session first"
         )
 
 

@@ -80,7 +80,11 @@ MUTANTS: list[Mutant] = [
             "who waits for a slot is not told of the close",
         ),
         (".target, after)", ".target, [])", "a copy does not wait for the last reads of its place"),
-        ("        self._tails.leave(slot)\n", "", "the events of an evicted slot's reads are forgotten"),
+        (
+            "        self._tails.leave(slot)  # first",
+            "        pass  # first",
+            "the events of an evicted slot's reads are forgotten",
+        ),
         (
             "slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())\n                    slot.state",
             "slot.state",
@@ -103,20 +107,20 @@ MUTANTS: list[Mutant] = [
             "weights that are about to be stepped are brought ahead",
         ),
         (
-            "slot.users = 0\n                slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())\n",
-            "slot.users = 0\n",
+            "slot.users = users\n            slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())\n",
+            "slot.users = users\n",
             "no event after the reads of an interrupted pass",
         ),
         (
-            "                slot.users = 0\n                slot.reads",
-            "                slot.reads",
+            "            slot.users = users\n            slot.reads",
+            "            slot.reads",
             "interrupted: slots stay in use",
         ),
         ("state[name] = owner.value()", "pass", "a state dict taken in a forward keeps views of slots"),
         ("                unit.epoch += 1\n", "                pass\n", "refresh() refreshes nothing"),
         (
-            "            self.engine.synchronize()\n            self.closed = True",
-            "            self.closed = True",
+            "            self.engine.synchronize()\n            if not self.closed",
+            "            if not self.closed",
             "close does not wait for the device",
         ),
         (
@@ -126,7 +130,7 @@ MUTANTS: list[Mutant] = [
         ),
         ("            self._landings.close()\n", "", "closed: the gradients' buffers stay pinned"),
         (
-            "return sys.getrefcount(self.backward) <= self._references",
+            "return not any(unit.in_graphs for unit in self.units)",
             "return True",
             "weights move though a graph wants them",
         ),
@@ -145,14 +149,14 @@ MUTANTS: list[Mutant] = [
         ),
         ("            streamer.meter.abandon()\n", "", "a failed forward counts as a step"),
         (
-            "if self._under_way:  # an interrupt",
-            "if False:  # an interrupt",
+            "for unit, slot in reversed(mine.entered[entered:]):",
+            "for unit, slot in ():",
             "an interrupted run is not cleaned up",
         ),
-        ("        self._streamer.free_all()\n", "", "an interrupt before _leave leaves its slot in use"),
+        ("                streamer.free_all()\n", "", "an interrupt before _leave leaves its slot in use"),
         (
-            "unit.depth = 0\n            _swap_out(unit)\n        self",
-            "unit.depth = 0\n        self",
+            "unit.depth = 0\n                    _swap_out(unit)\n",
+            "unit.depth = 0\n",
             "interrupted: views of slots stay in the modules",
         ),
         (
@@ -161,20 +165,20 @@ MUTANTS: list[Mutant] = [
             "a run that failed at its beginning is not left",
         ),
         (
-            "        self._local.users = max(0, self._local.users - 1)\n",
+            "                self._local.bounced -= len(slots)\n",
             "",
             "a thread counts slots that it used once as its own",
         ),
         (
-            "streamer.engine.synchronize(streamer.engine.copy_out(now, view.detach()))",
-            "streamer.engine.copy_out(now, view.detach())",
+            "self._streamer.engine.synchronize(self._streamer.engine.copy_out(now, view.detach()))",
+            "self._streamer.engine.copy_out(now, view.detach())",
             "what a forward wrote is read before it is on the host",
         ),
         (
-            "                self.written.append(owner)\n        unit.epoch += 1\n",
-            "                self.written.append(owner)\n",
-            "after a write other copies of the unit are trusted",
-            "a value that is kept raises the host tensor's own version, which counts as much",
+            "            slot.version = unit.version()\n",
+            "            pass\n",
+            "after a write the slot is brought again",
+            "the host's version was raised by the value that is kept: the slot is brought again, which is slower and right",
         ),
     ),
     *_of(
@@ -393,8 +397,8 @@ MUTANTS: list[Mutant] = [
             "a copy that failed keeps its buffer for ever",
         ),
         (
-            "            cache.used(piece, event)\n",
-            "            cache.used(piece, None)\n",
+            "                raise\n            cache.used(piece, copied)",
+            "                raise\n            cache.used(piece, None)",
             "a buffer is read into while it is copied",
         ),
     ),
@@ -474,7 +478,7 @@ MUTANTS: list[Mutant] = [
             "closed: tensors keep the session's device buffer",
         ),
         (
-            "                moved.tensor = new\n",
+            "                moved.tensor, moved.sites = entry.tensor, entry.sites\n",
             "                pass\n",
             "a buffer that the model replaced is not brought home",
         ),
@@ -621,7 +625,7 @@ MUTANTS: list[Mutant] = [
             "a failed pass ends as one that went well",
         ),
         (
-            "        leaf.register_hook(lambda _: streamer.backward.note())\n",
+            "        leaf.register_hook(noted if leaf.grad_fn is not None else lambda _: streamer.backward.begins())\n",
             "        pass\n",
             "the backward of a resident model is not seen",
         ),
