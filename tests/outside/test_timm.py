@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
-from outside_harness import Case, Unsupported, assert_same_everywhere, sampled
+from outside_harness import COUNT, SEED, Case, Unsupported, assert_same_everywhere
 from torch import nn
 
 timm = pytest.importorskip("timm", reason="timm is not installed: its models are not run")
@@ -91,20 +93,25 @@ def test_the_named_ones(case):
     assert_same_everywhere(case)
 
 
-def compare(family: str) -> None:
-    try:
-        case = case_of(family)
-    except Unsupported as reason:
-        pytest.skip(f"no small model of it: {reason}")
-    assert_same_everywhere(case)
-
-
-@pytest.mark.parametrize("family", sampled(FAMILIES))
-def test_a_sample(family):
-    compare(family)
+@pytest.mark.parametrize("draw", range(COUNT))
+def test_a_sample(draw):
+    """One family by the seed: the first of a shuffled list that has a small model; others are printed."""
+    for family in random.Random(1000 * SEED + draw).sample(FAMILIES, len(FAMILIES)):
+        try:
+            case = case_of(family)
+        except Unsupported as reason:
+            print(f"{family}: no small model of it: {reason}")
+            continue
+        print(f"compared: {case.name}")
+        return assert_same_everywhere(case)
+    raise AssertionError("no family has a small model")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family):
-    compare(family)
+    try:
+        case = case_of(family)
+    except Unsupported as reason:
+        pytest.skip(f"no small model of it: {reason}")
+    assert_same_everywhere(case)
