@@ -67,7 +67,7 @@ class Placement:
         lots, alone = lots_of(units, entries)
         for entry in alone:
             tensor = entry.tensor
-            if tensor.is_inference() and self._engine.locate(tensor) != self._engine.location:
+            if tensor.is_inference() and tensor.device != self._engine.device:
                 raise UnsupportedError(
                     f"buffer {entry.name} was made under torch.inference_mode on {tensor.device}, and such a tensor cannot be "
                     f"moved to {self._engine.device}: replace it by its clone(), or move the module there before streaming"

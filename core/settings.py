@@ -120,7 +120,7 @@ def device_note(engine: Engine) -> str:
         return (
             f"torch has no streams for {engine.device}: every copy is waited for, none runs beside computing"
         )
-    if engine.shares_host:
+    if getattr(engine, "shares_host", False):
         return f"{engine.name} computes in the host's memory: vram and ram are parts of one budget"
     if engine.device.type not in ("cpu", "cuda"):
         return f"{engine.device} streams by torch's generic interface, on which Carom was never run: report what you see"

@@ -94,6 +94,12 @@ class Owner:
         """
         streamer = self.streamer
         device = streamer.engine.device
+        if (
+            new.device == device
+            and device.type != "cpu"
+            and (new.shape, new.dtype) != (self.host.shape, self.host.dtype)
+        ):
+            return  # a submodule's .to moved and converted it
         if new.device.type not in ("cpu", device.type) or (new.shape, new.dtype) != (
             self.host.shape,
             self.host.dtype,

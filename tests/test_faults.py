@@ -315,7 +315,7 @@ ENGINE_FAULTS = [
     ("engine", "copy_in"), ("engine", "copy_out"), ("engine", "alias"), ("engine", "record"), ("engine", "wait"),
     ("engine", "freed"), ("engine", "stream"), (streamer.Streamer, "fill"), (streamer.Streamer, "_look_ahead"),
     (runs.Runs, "_swap_in"), (streamer.Streamer, "wait"), (streamer.Streamer, "settle"), (backward.Backward, "settle"),
-    (streamer.Region, "place"), (streamer.Order, "access"), (landing, "_accumulate"),
+    (streamer.Region, "place"), (streamer.Order, "access"), (landing, "accumulate"),
 ]  # fmt: skip
 
 
@@ -549,7 +549,7 @@ def test_a_plain_run_writes_nothing(device, kind):
         for _ in range(3):
             infer(model)
             step(model)
-            assert not inner.runs.written
+            assert not inner.runs.to_stay
         assert live._streamer is inner and {unit.name for unit in inner.units} == streamed
     assert_same_state(model, twin)
 
