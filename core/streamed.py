@@ -108,11 +108,13 @@ class Owner:
                 f"{self.entry.name} is streamed as {self.host.dtype} {tuple(self.host.shape)}; it cannot become "
                 f"{new.dtype} {tuple(new.shape)} on {new.device} while attached: close the session first"
             )
-        if getattr(new, "_carom", None) is self or streamer.low <= _address(new) < streamer.high:
+        if getattr(new, "_carom", None) is self or streamer.low <= new.data_ptr() < streamer.high:
             return  # a submodule's .to moved it to where it computes already: it stays streamed
         self.refuse_in_graphs()
         self.unit.epoch += 1
-        if _address(new) != _address(self.host):
+        if new.device.type != "cpu":
+            new = new.cpu()
+        if new.data_ptr() != self.host.data_ptr():
             with torch.no_grad():
                 self.host.copy_(new)
 
