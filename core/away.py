@@ -53,9 +53,10 @@ class AwayOwner(Owner):
         if new.is_meta or streamer.low <= new.data_ptr() < streamer.high:
             return
         if new.device == streamer.engine.device:
-            new = (
-                new.cpu()
-            )  # a submodule's .to moved it to where it computes already, or a value was made there
+            if new.device.type != "cpu" and (new.shape, new.dtype) != (self.host.shape, self.host.dtype):
+                return
+            # A submodule's .to moved it to where it computes already, or a value was made there.
+            new = new.cpu()
         if (new.shape, new.dtype) == (self.host.shape, self.host.dtype) and torch.equal(new, self.read()):
             return
         self.refuse_in_graphs()
