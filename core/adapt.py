@@ -200,7 +200,7 @@ class Adapts(Together, Tunes, FollowsRam):
             self._recode()
             advice = self._advice(0)
         except Exception as error:  # advice is a service
-            logger.warning("carom: the steps so far cannot be planned with: %s", error)
+            logger.warning("carom: the steps so far cannot be planned with: %s", str(error))
             return
         # What sampling between training steps taught is not what training wants.
         if advice is not None and advice.understood and self._candidate.train == self._trains:

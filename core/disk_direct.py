@@ -104,6 +104,6 @@ def try_direct(
         if gds.faster(engine.device, sample[0][1].reads[0].file, past, through):
             return DirectLoads(direct)
     except Exception as error:
-        logger.warning("carom: GPUDirect Storage failed its trial and is not used: %s", error)
+        logger.warning("carom: GPUDirect Storage failed its trial and is not used: %s", str(error))
     direct.close()
     return None

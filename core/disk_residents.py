@@ -331,7 +331,7 @@ class Residents:
         except WeightsError:
             raise
         except Exception as error:
-            logger.warning("carom: GPUDirect Storage failed and is not used any more: %s", error)
+            logger.warning("carom: GPUDirect Storage failed and is not used any more: %s", str(error))
             self._direct.close()
             self._direct = None
             return

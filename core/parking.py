@@ -79,7 +79,7 @@ class Parks(Together):
                 self._to_the_host()
             except BaseException as error:  # all is on the host: only copies for the way back are wanting
                 self._copies.clear()
-                logger.warning("carom: parked without pinned copies: %s", error)
+                logger.warning("carom: parked without pinned copies: %s", str(error))
                 interrupted = None if isinstance(error, Exception) else error
         self._is_parked()
         if interrupted is not None:

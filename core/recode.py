@@ -170,7 +170,7 @@ class Recodes:
         except BudgetError:
             return None
         except Exception as error:  # as in `Tunes._tune_once`
-            logger.warning("carom: a layout of plain bytes cannot be planned: %s", error)
+            logger.warning("carom: a layout of plain bytes cannot be planned: %s", str(error))
             return None
         streamed = sum(unit.nbytes for index, unit in enumerate(carving.units) if index not in plan.resident)
         gain = seconds - (plan.predicted_seconds or seconds)

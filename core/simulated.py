@@ -56,7 +56,8 @@ class SimulatedDevice:
     """Pass as ``device=``. Rates are of the imagined hardware: bytes/s, seconds, flops/s.
 
     ``refuse_pinning`` imagines a system without pinned memory, ``memory_bytes`` its memory, ``activation_bytes`` what
-    a step needs of it beside the weights; ``unpacks``: its unpacking is taken to be faster than its link.
+    a step needs of it beside the weights; ``unpacks``: its unpacking is taken to be faster than its link;
+    ``integrated``: it computes in the host's memory.
     """
 
     seed: int = 0
@@ -70,6 +71,7 @@ class SimulatedDevice:
     refuse_pinning: bool = False
     activation_bytes: int = 0
     unpacks: bool = False
+    integrated: bool = False
     ledger: Ledger = field(default_factory=Ledger, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -105,8 +107,8 @@ class SimulatedEngine(Watched, StreamEngine):
     def __init__(self, config: SimulatedDevice) -> None:
         Watched.__init__(self)
         device = VirtualDevice(config.timing, config.seed, self.unwatched)
-        StreamEngine.__init__(self, torch.device("cpu"), device)
         self.config, self._virtual = config, device
+        StreamEngine.__init__(self, torch.device("cpu"), device)
         self.device = torch.device("cpu")
         self.name = f"simulated({config.timing}, seed={config.seed})"
         self.pinner: Pinner | None = Pinner(self._register, self._unregister)
@@ -127,6 +129,9 @@ class SimulatedEngine(Watched, StreamEngine):
         self._cached = 0  # activations of steps so far, kept by the allocator
         self._ooms = 0
         self._leaving: Kept | None = None  # what the last copy to the host reads
+
+    def _integrated(self) -> bool:
+        return self.config.integrated
 
     def _register(self, address: int, size: int) -> str | None:
         if self.config.refuse_pinning:

@@ -172,6 +172,7 @@ class Kept:
         self._storage = storage._weak_ref()
         self._layout = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
         self._strong: torch.Tensor | None = None
+        self._taken = False
 
     def __del__(self) -> None:
         torch.UntypedStorage._free_weak_ref(self._storage)
@@ -180,12 +181,14 @@ class Kept:
         return tensor.untyped_storage()._cdata == self._storage
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """From here on the memory stays."""
-        self._strong = tensor
+        """The memory stays until it is taken."""
+        if not self._taken:
+            self._strong = tensor
 
     def take(self) -> torch.Tensor | None:
         """The tensor, None where its memory is gone."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage)
+        self._taken, self._strong = True, None
         if storage is None:
             return None
         dtype, *layout = self._layout

@@ -85,7 +85,7 @@ class Tunes(FollowsRoom, Recodes):
                 else:
                     advice = self._advice(self._meter.steps)
             except Exception as error:  # advice is a service: without it the step goes on as it is
-                logger.warning("carom: the steps so far cannot be planned with: %s", error)
+                logger.warning("carom: the steps so far cannot be planned with: %s", str(error))
                 return
             if advice is None:  # the latest steps were of another kind
                 self._tune_at = self._meter.settled + max(_TUNE_AGAIN, self._meter.settled // 4)

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves
 class Watched:
     """Base of an engine that is told of the operators between the beginning and the end of a step, on any thread."""
 
-    shares_host = False
-
     def __init__(self) -> None:
         self._local = threading.local()
 

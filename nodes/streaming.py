@@ -350,7 +350,7 @@ def _dropped(reference: weakref.ref[Streaming], pins: list[int]) -> None:
             with _laying_out():
                 session.close(discard=True)
     except Exception as error:  # nobody is there to hear of it
-        logger.warning("Carom: a model that was dropped could not give its memory back: %s", error)
+        logger.warning("Carom: a model that was dropped could not give its memory back: %s", str(error))
 
 
 def _taken_over(reference: weakref.ref[Streaming], *args: Any, **kwargs: Any) -> Any:

@@ -78,29 +78,3 @@ def carom_cli(tmp_path_factory):
         )  # fmt: skip
 
     return run
-
-
-# Written beside the change that they disagree with, and merged in the last minutes of a session: to be reconciled (issue 21).
-_TO_BE_RECONCILED = (
-    "test_disk_waits.py", "test_pinned_in_flight.py",  # ask for the simulated device's former private fields
-    "test_the_region_is_given_back_after_training", "test_no_host_memory_while_parking_leaves_the_model_whole[2-raw]",
-    "test_from_a_file_both_budgets_are_parts_of_one", "test_an_explicit_budget_for_the_device_leaves_the_host_the_rest",
-    "test_no_host_copy_is_kept_of_what_became_resident[True]", "test_packed_units_that_wait_plain_from_now_on",
-    "test_weights_are_no_longer_pinned_where_host_memory_is_short", "test_no_memory_stays_pinned_when_the_session_ends",
-    "test_residents_pass_through_few_buffers_which_are_given_back", "test_a_session_closed_right_after_a_pass",
-    "test_weights_written_and_laid_out_anew_between_passes",
-    "test_other_budgets_and_parking_keep_every_bit_and_give_the_memory_back[simulated-",
-    "test_weights_of_a_loaded_module_move_to_the_device_whose_memory_they_are_in",
-    "test_a_budget_that_began_small_rises_to_all_that_waits_in_the_same_memory",
-    "test_every_kind_of_module_streams_from_meta[encoder-simulated-random]",
-)  # fmt: skip
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if any(name in item.nodeid for name in _TO_BE_RECONCILED) or "tests/outside/" in item.nodeid:
-            item.add_marker(
-                pytest.mark.slow
-                if "outside" in item.nodeid
-                else pytest.mark.skip(reason="to be reconciled with the merged simulated device (issue 21)")
-            )

@@ -19,22 +19,29 @@ X = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
 def watched(monkeypatch):
     """A read into memory from which a copy is still to land raises. Yields the engines that were made."""
     engines: list[SimulatedEngine] = []
-    make, submit = SimulatedEngine.__init__, DiskReader.submit_range
+    make, submit, copy_in = SimulatedEngine.__init__, DiskReader.submit_range, SimulatedEngine.copy_in
 
     def init(self, config):
         make(self, config)
+        self.under_way = []  # its number on the copy stream, and where its source lies
         engines.append(self)
+
+    def noted(self, target, source, after, timed):
+        low = source.data_ptr()
+        self.under_way.append((self._in.issued + 1, low, low + source.numel()))
+        return copy_in(self, target, source, after, timed)
 
     def watched_submit(self, file, offset, nbytes, into, **more):
         memory = torch.frombuffer(as_bytes(into), dtype=torch.uint8)
         start, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
         for engine in engines:
-            for copy in list(engine._pending):
-                low = copy.source.data_ptr()
-                assert not (start < low + copy.source.numel() and low < end), "read into while it is copied"
+            engine.under_way = [copy for copy in engine.under_way if copy[0] > engine._in.done]
+            for _, low, high in engine.under_way:
+                assert not (start < high and low < end), "read into while it is copied"
         return submit(self, file, offset, nbytes, into, **more)
 
     monkeypatch.setattr(SimulatedEngine, "__init__", init)
+    monkeypatch.setattr(SimulatedEngine, "copy_in", noted)
     monkeypatch.setattr(DiskReader, "submit_range", watched_submit)
     return engines
 

@@ -119,17 +119,18 @@ X = torch.ones(2, WIDE)
 
 @pytest.fixture
 def integrated(monkeypatch):
-    """The simulated device computes in host memory. Call it with what of that is free: the module's own bytes are not."""
-    monkeypatch.setattr(SimulatedEngine, "shares_host", True)
-    return lambda free, room=None: with_memory(monkeypatch, free, room)
+    """Makes devices that compute in host memory. Call it with what of that is free: the module's own bytes are not."""
+    return lambda free, room=None: with_memory(monkeypatch, free, room, integrated=True)
 
 
-def with_memory(monkeypatch, free: int, room: int | None = None) -> SimulatedDevice:
+def with_memory(
+    monkeypatch, free: int, room: int | None = None, integrated: bool = False
+) -> SimulatedDevice:
     """``room``: what the device can allocate, which is more than is ``free`` where weights give way to themselves."""
     monkeypatch.setattr(settings, "GIB", 0)
     monkeypatch.setattr(settings, "_available", lambda: free)
     monkeypatch.setattr(settings, "host_memory", lambda: a_host(4 * free, free, free))
-    return SimulatedDevice(memory_bytes=room or free)
+    return SimulatedDevice(memory_bytes=room or free, integrated=integrated)
 
 
 def net(device: str = "cpu") -> nn.Sequential:
@@ -207,13 +208,16 @@ def test_pinned_memory_counts_against_the_same_budget(integrated):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_no_host_copy_is_kept_of_what_became_resident(monkeypatch, shared):
-    monkeypatch.setattr(SimulatedEngine, "shares_host", shared)
     monkeypatch.setattr(on_device, "SMALL_UNIT", 1)  # only large units leave copies
     model = net()
     with torch.no_grad():
         expected = model(X)
         with carom.stream(
-            model, device=SimulatedDevice(), granularity="layer", vram=ALL // 2, ram=2 * ALL
+            model,
+            device=SimulatedDevice(integrated=shared),
+            granularity="layer",
+            vram=ALL // 2,
+            ram=2 * ALL,
         ) as session:
             assert torch.equal(model(X), expected)
             pinned = session.report().pinned_bytes
@@ -232,9 +236,8 @@ def test_no_host_copy_is_kept_of_what_became_resident(monkeypatch, shared):
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_budget_that_began_small_rises_to_all_that_waits_in_the_same_memory(monkeypatch, shared):
     """What streams lies in the memory that the device has: there is room for it, however little else is free."""
-    monkeypatch.setattr(SimulatedEngine, "shares_host", shared)
     model, little = net(), Memory(2 * ALL, LAYER)
-    device = with_memory(monkeypatch, LAYER, 4 * ALL)
+    device = with_memory(monkeypatch, LAYER, 4 * ALL, integrated=shared)
     monkeypatch.setattr(SimulatedEngine, "memory", lambda engine: little)
     monkeypatch.setattr(settings, "waiting_bytes", lambda module: 0)  # as on a system that does not tell
     monkeypatch.setattr(SimulatedEngine, "free_bytes", lambda engine: 4 * LAYER)

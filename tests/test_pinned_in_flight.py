@@ -43,11 +43,11 @@ def watched(monkeypatch):
 
     def noted(self, target, source, after, timed):
         done, marks = copy_in(self, target, source, after, timed)
-        self.under_way.append((done.seen["in"], source.data_ptr(), source.data_ptr() + source.numel()))
+        self.under_way.append((done.seen[self._in], source.data_ptr(), source.data_ptr() + source.numel()))
         return done, marks
 
     def waited(self, event=None):
-        reached = float("inf") if event is None else event.seen.get("in", 0)
+        reached = float("inf") if event is None else event.seen.get(self._in, 0)
         self.under_way = [copy for copy in self.under_way if copy[0] > reached]
         synchronize(self, event)
 
