@@ -144,7 +144,8 @@ class DiskStreamer(Streamer):
         Raises BudgetError where it cannot, UnsupportedError where a pass is under way.
         """
         with self.lock:
-            spare = self._disk.ram - self._spoken_for() - self._disk.checkpoint.changed_bytes
+            changed = self._disk.checkpoint.changed_bytes
+            spare = self._disk.ram - self._spoken_for() - changed - self.from_host.nbytes
             if (
                 stand.kept_bytes > spare and stand.changed is not None
             ):  # over the last value: no room for both
@@ -178,7 +179,7 @@ class DiskStreamer(Streamer):
         staging = residents.staging_bytes if residents.waiting else 0
         if buffers is None:
             return staging
-        cache = buffers.count * buffers.nbytes
+        cache = buffers.count * buffers.nbytes if self.cache is None else self.cache.limit_bytes
         if buffers.whole:
             cache = sum(piece.nbytes for pieces in self._pieces for piece in pieces)
             if self.cache is not None:
@@ -188,7 +189,15 @@ class DiskStreamer(Streamer):
     def _host_bytes(self) -> int:
         """Bytes of host memory for weights, now."""
         cache = 0 if self.cache is None else self.cache.figures().held_bytes
-        return self._disk.residents.staging_bytes + cache + self._disk.checkpoint.changed_bytes
+        held = self._disk.residents.staging_bytes + cache + self._disk.checkpoint.changed_bytes
+        return held + self.from_host.nbytes
+
+    def make_host_room(self, nbytes: int) -> None:
+        """The host cache gives up what ``nbytes`` more would be over the budget."""
+        held = self._spoken_for() + self._disk.checkpoint.changed_bytes + self.from_host.nbytes
+        if self.cache is not None and held + nbytes > self._disk.ram:
+            self._peak = max(self._peak, self._host_bytes())
+            self.cache.give_up(held + nbytes - self._disk.ram)
 
     def _distrust(self, stand: Stand) -> None:
         """What is in slots is no longer the value."""

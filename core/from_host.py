@@ -7,6 +7,7 @@ compute the same bits. The units that are in the way stay resident from the next
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,19 +22,32 @@ if TYPE_CHECKING:
 NOWHERE = -1  # the offset of a slot that is not in the region
 
 
+@dataclass(frozen=True)
+class _Known:
+    """Views of a unit's bytes as of one version. ``copied``: the block holds a copy of them for this purpose alone."""
+
+    version: int
+    views: Views
+    block: Block
+    copied: bool
+
+
 class FromHost:
     """Slots of one streamer over host memory. Called under the streamer's lock."""
 
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
         self._arena: HostArena | None = None
-        self._known: dict[
-            int, tuple[int, Views, Block]
-        ] = {}  # unit -> its version, views of its bytes, the bytes
+        self._known: dict[int, _Known] = {}  # by the unit's index
 
     def start(self, arena: HostArena) -> None:
         """Memory for units whose plain bytes are not on the host (packed ones, and those of files) comes from ``arena``."""
         self._arena = arena
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that hold copies of units for this purpose alone."""
+        return sum(known.block.data.numel() for known in self._known.values() if known.copied)
 
     def slot(self, unit: Streamed) -> Slot | None:
         """A slot over the unit's bytes on the host; None where the device cannot address them."""
@@ -48,21 +62,24 @@ class FromHost:
 
     def _views(self, unit: Streamed) -> Views | None:
         known = self._known.get(unit.index)
-        if known is not None and known[0] == unit.version():
-            return known[1]
+        if known is not None and known.version == unit.version():
+            return known.views
         with torch.inference_mode(False), torch.no_grad():
-            block = self._block(unit)
+            if known is not None:  # kernels may still read the former bytes
+                self._streamer.engine.synchronize()
+                del self._known[unit.index]
+            copied = unit.decoder is not None or unit.block.data.numel() < unit.nbytes
+            block = self._copy_of(unit) if copied else unit.block
             base = self._streamer.engine.mapped(block.data, block.pinned)
             if base is None:
                 return None
             views = make_views(unit, base[: unit.nbytes])
-        self._known[unit.index] = unit.version(), views, block
+        self._known[unit.index] = _Known(unit.version(), views, block, copied)
         return views
 
-    def _block(self, unit: Streamed) -> Block:
-        if unit.decoder is None and unit.block.data.numel() >= unit.nbytes:
-            return unit.block
+    def _copy_of(self, unit: Streamed) -> Block:
         assert self._arena is not None
+        self._streamer.make_host_room(unit.nbytes)
         block = self._arena.allocate(unit.nbytes)
         for owner in unit.owners:
             start = owner.entry.offset
@@ -71,7 +88,7 @@ class FromHost:
         return block
 
     def close(self) -> None:
-        for _, _, block in self._known.values():
-            if not any(block is unit.block for unit in self._streamer.units):
-                block.unpin()
+        for known in self._known.values():
+            if known.copied:
+                known.block.unpin()
         self._known.clear()

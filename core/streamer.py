@@ -403,6 +403,9 @@ class Streamer:
             with contextlib.suppress(UnsupportedError):
                 self.runs.keep_writes(slot)
 
+    def make_host_room(self, nbytes: int) -> None:
+        """``nbytes`` of host memory are about to be taken for this streamer."""
+
     def close(self) -> None:
         """Wait for the device and give the region up. Runs in progress keep their views alive."""
         with self.lock:

@@ -123,9 +123,7 @@ def integrated(monkeypatch):
     return lambda free, room=None: with_memory(monkeypatch, free, room, integrated=True)
 
 
-def with_memory(
-    monkeypatch, free: int, room: int | None = None, integrated: bool = False
-) -> SimulatedDevice:
+def with_memory(monkeypatch, free: int, room: int | None = None, integrated: bool = False) -> SimulatedDevice:
     """``room``: what the device can allocate, which is more than is ``free`` where weights give way to themselves."""
     monkeypatch.setattr(settings, "GIB", 0)
     monkeypatch.setattr(settings, "_available", lambda: free)

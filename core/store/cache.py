@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from .expected import NEVER, Expected
 from .handle import SubmittedRead
 from .held import Buffer, CacheFigures, Totals
 from .inspecting import Inspectors
-from .pieces import Buffers, Piece
+from .pieces import LEAST_BUFFERS, Buffers, Piece
 from .reader import DiskReader, as_bytes
 
 _POLL = 0.0005  # seconds between looks at copies that are under way
@@ -161,6 +162,34 @@ class HostCache:
         with self._cond:
             self._back = -(-nbytes // self.buffers.nbytes)
             self._pump()
+
+    def give_up(self, nbytes: int) -> None:
+        """Hold ``nbytes`` less from here on, and at least two buffers; nothing where each piece has one of its own.
+
+        Waits for copies from the buffers that go. Reading ahead and keeping have the fewer buffers of the rest.
+        """
+        with self._cond:
+            if self.buffers.whole:
+                return
+            count = max(LEAST_BUFFERS, self.buffers.count - -(-nbytes // self.buffers.nbytes))
+            self._limit = min(self._limit, count)
+            self.buffers = replace(self.buffers, count=count)
+            self._keeper.room = max(0, count - self.buffers.rotating)
+            while len(self._buffers) > self._limit and not self._closed:
+                idle = [
+                    b for b in self._buffers if (b.ready or b.piece is None) and not b.busy and not b.left
+                ]
+                if not idle:
+                    self._cond.wait(_NAP)
+                    continue
+                last = max(idle, key=lambda b: NEVER if b.piece is None else self._next_use(b.piece.rank))
+                if last.copied is not None:
+                    self._settle(last.copied)
+                if last.piece is not None:
+                    self._give_up(last)
+                self._buffers.remove(last)
+                self._totals.held_bytes -= self.buffers.nbytes
+                last.block.unpin()
 
     def figures(self) -> CacheFigures:
         with self._cond:
