@@ -7,7 +7,7 @@ import copy
 import carom
 import pytest
 import torch
-from tests_harness import least_vram, on_some_devices
+from tests_harness import least_vram, on_some_devices, place
 from torch import nn
 
 WIDE = 64
@@ -43,7 +43,7 @@ class LargeBySize(Block):
 
     def kept(self, x):
         if self.cache.shape[0] != 2000 * len(x):
-            self.cache = torch.linspace(0, 1, 2000 * len(x) * WIDE).view(-1, WIDE)
+            self.cache = torch.linspace(0, 1, 2000 * len(x) * WIDE).view(-1, WIDE).to(x.device)
         return self.cache[: len(x)]
 
 
@@ -63,7 +63,7 @@ class Registered(Block):
 
     def kept(self, x):
         if not hasattr(self, "cache") or len(self.cache) < len(x):
-            table = torch.linspace(0, 1, len(x) * WIDE).view(-1, WIDE)
+            table = torch.linspace(0, 1, len(x) * WIDE).view(-1, WIDE).to(x.device)
             self.register_buffer("cache", table, persistent=False)
         return self.cache[: len(x)]
 
@@ -91,7 +91,7 @@ class Written(Block):
     def kept(self, x):
         need = 1500 if len(x) < 5 else 1600
         if len(self.cache) < need:
-            grown = torch.zeros(need, WIDE)
+            grown = torch.zeros(need, WIDE, device=x.device)
             grown[: len(self.cache)] = self.cache
             self.cache = grown
         self.cache[: len(x)] += x.detach()
@@ -103,7 +103,7 @@ class Optional(Block):
     """There and not there by turns."""
 
     def kept(self, x):
-        self.cache = None if self.cache is not None else torch.full((1, WIDE), 0.5)
+        self.cache = None if self.cache is not None else torch.full((1, WIDE), 0.5, device=x.device)
         return 1 if self.cache is None else self.cache
 
 
@@ -123,10 +123,10 @@ def build(block: type[Block]) -> nn.Module:
     return Net(block)
 
 
-def run(model: nn.Module, mode: str) -> list:
+def run(model: nn.Module, mode: str, where: torch.device) -> list:
     seen: list = []
     for index, length in enumerate((3, 3, 5, 2, 7)):
-        x = torch.randn(length, WIDE, generator=torch.Generator().manual_seed(index))
+        x = torch.randn(length, WIDE, generator=torch.Generator().manual_seed(index)).to(where)
         if mode == "training":
             out = model(x)
             out.sum().backward()
@@ -150,13 +150,14 @@ def same(got: list, want: list) -> bool:
 def check_like_plain(block: type[Block], device, mode: str, vram: int | None = None) -> None:
     training = "stream" if mode == "training" else "resident"
     model = build(block).requires_grad_(mode == "training")
-    twin = copy.deepcopy(model)
-    want = run(twin, mode)
+    twin, where = copy.deepcopy(model), place(device)
+    want = run(twin.to(where), mode, where)
+    twin.cpu()
     budget = vram or least_vram(model, device, training=training) + 140_000
     parameters = list(model.parameters())
     with carom.stream(model, device=device, vram=budget, training=training) as session:
         assert session._placement.streamed
-        assert same(run(model, mode), want)
+        assert same(run(model, mode, where), want)
         assert session.report().vram_peak_bytes <= budget
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     ours, plain = dict(model.named_buffers()), dict(twin.named_buffers())
@@ -165,7 +166,8 @@ def check_like_plain(block: type[Block], device, mode: str, vram: int | None = N
         # What came home from a device is a tensor of its own, also where the model made it in inference mode.
         assert torch.equal(buffer, plain[name]) and buffer.is_inference() <= plain[name].is_inference()
         assert type(buffer) is torch.Tensor
-    assert same(run(model, mode), run(twin, mode))
+    home = torch.device("cpu")
+    assert same(run(model, mode, home), run(twin, mode, home))
 
 
 BLOCKS = [BySize, LargeBySize, Grows, Registered, Resized, Optional]
