@@ -74,7 +74,7 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
                 if adapters > (reason.least_bytes or 0):
                     reason = _adapters_too_large(adapters, settings.vram)
                 if error is None or (reason.least_bytes or 0) < (error.least_bytes or 0):
-                    error = reason
+                    error = reason.with_traceback(None)
                 continue
             # One slot overlaps nothing: prefer finer units while there are any, also to those that find no room to cross packed.
             crosses = plan.staging_bytes > 0 or limit is not None or compiled(module)
@@ -85,7 +85,10 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
         if not carving.adapters:
             break
     assert error is not None
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # with its traceback it would keep this frame, and so the carving's tensors
 
 
 def _adapters_too_large(nbytes: int, vram: int) -> BudgetError:
