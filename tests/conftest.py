@@ -98,9 +98,7 @@ _TO_BE_RECONCILED = (
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if any(name in item.nodeid for name in _TO_BE_RECONCILED) or "tests/outside/" in item.nodeid:
+        if any(name in item.nodeid for name in _TO_BE_RECONCILED):
             item.add_marker(
-                pytest.mark.slow
-                if "outside" in item.nodeid
-                else pytest.mark.skip(reason="to be reconciled with the merged simulated device (issue 21)")
+                pytest.mark.skip(reason="to be reconciled with the merged simulated device (issue 21)")
             )
