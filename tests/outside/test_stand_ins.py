@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,6 +124,27 @@ class NormedTable(Blocks):
         return self.through(x) @ table.t() @ table / 256
 
 
+class Wide(nn.Module):
+    """Blocks of two linears: with adapters beside them they are carved by block, by layer, or as the budget asks."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.two(torch.relu(self.one(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class TargetNetwork(Blocks):
     """As BYOL: the parent changes a child's weights under no_grad before each call of it."""
 
@@ -186,6 +209,13 @@ CASES = [
     case("padded batch", Padded, modes=("infer", "frozen", "full")),
     case("weight twice", WeightTwice, modes=("infer", "frozen", "full")),
 ]
+
+
+@pytest.mark.parametrize("granularity", ["block", "phase", "layer"])
+def test_the_least_budget_with_adapters_is_that_of_the_carving_which_is_used(granularity):
+    """A budget below the adapters' own bytes must not be answered with the least of another carving."""
+    adapted = dataclasses.replace(case("adapted", Wide, modes=("lora",)), granularity=granularity)
+    assert_same_everywhere(adapted, budgets=("least",))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

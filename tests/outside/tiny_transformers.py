@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from outside_harness import Case, Unsupported
 from torch import nn
 
-LARGEST = 8 << 20  # bytes of weights; what stays above it has no tiny configuration here
+LARGEST = 8 << 20  # bytes of weights of what a sample takes; what stays above has no tiny configuration here
 
 # What makes a configuration small, by the names that configurations use.
 SMALL: dict[str, Any] = {
@@ -143,8 +144,64 @@ def needs(config: Any, name: str) -> bool:
     return name == "pixel_values" and "vision_config" in parts and "text_config" in parts
 
 
-def case_of(kind: str) -> Case:
-    """Raises Unsupported where no tiny model of ``kind`` can be made."""
+def alternatives(model: nn.Module) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Inputs for ``model``, the likeliest first: as they are named, words alone, clips, longer sounds, patches, series."""
+    config, names = model.config, inspect.signature(model.forward).parameters
+    size = value(config, "image_size", "img_size", default=32)
+    channels = value(config, "num_channels", "in_channels", "in_chans", default=3)
+
+    def also(**more: Callable[[], torch.Tensor]) -> Callable[[], dict[str, Any]]:
+        return lambda: inputs_for(model) | {name: made() for name, made in more.items() if name in names}
+
+    def words_alone() -> dict[str, Any]:
+        return {
+            name: given
+            for name, given in inputs_for(model).items()
+            if name not in ("pixel_values", "input_features")
+        }
+
+    yield lambda: inputs_for(model)
+    if "input_ids" in names:
+        yield words_alone
+    for name in ("pixel_values", "pixel_values_videos"):
+        for frames in (value(config, "num_frames", default=2), 2):
+            if name in names:
+                yield also(**{name: lambda n=frames: torch.randn(2, n, channels, size, size)})
+    if "input_features" in names:
+        mels = value(config, "num_mel_bins", default=16)
+        yield also(
+            input_features=lambda: torch.randn(2, mels, 2 * value(config, "max_source_positions", default=64))
+        )
+        yield also(input_features=lambda: torch.randn(2, 64, mels))
+    if "grid_thw" in names:
+        patch = value(config, "patch_size", default=8) ** 2 * value(config, "temporal_patch_size", default=1)
+        flat = dict.fromkeys(("hidden_states", "pixel_values"), lambda: torch.randn(16, channels * patch))
+        yield also(grid_thw=lambda: torch.tensor([[1, 4, 4]]), **flat)
+    if "past_values" in names:
+        length = value(config, "context_length", default=32)
+        yield also(past_values=lambda: torch.randn(2, length, value(config, "num_input_channels", default=1)))
+    if "bbox" in names:
+        yield also(bbox=lambda: torch.randint(0, 30, (2, 9, 1)).expand(-1, -1, 4))
+
+
+def inputs_that_run(make: Callable[[], nn.Module]) -> Callable[[], dict[str, Any]]:
+    """The first alternative that the model takes; raises what it said to the first, if it takes none."""
+    torch.manual_seed(0)
+    model = make().eval()
+    said = None
+    for inputs in alternatives(model):
+        try:
+            with torch.no_grad():
+                model(**inputs())
+            return inputs
+        except Exception as error:
+            said = said or error
+    assert said is not None
+    raise said
+
+
+def case_of(kind: str, largest: int = LARGEST) -> Case:
+    """Raises Unsupported where no tiny model of ``kind`` can be made, or none runs."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
@@ -158,6 +215,10 @@ def case_of(kind: str) -> Case:
     except Exception as error:
         raise Unsupported(f"{type(error).__name__}: {error}") from error
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    if size > LARGEST:
+    if size > largest:
         raise Unsupported(f"{size} bytes of weights")
-    return Case(kind, lambda: model_class(config), lambda: inputs_for(model))
+    try:
+        inputs = inputs_that_run(lambda: model_class(config))
+    except Exception as error:
+        raise Unsupported(f"the plain run fails: {type(error).__name__}: {error}") from error
+    return Case(kind, lambda: model_class(config), inputs)
