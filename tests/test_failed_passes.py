@@ -235,3 +235,25 @@ def test_a_slot_whose_last_read_could_not_be_noted_is_not_overwritten_too_early(
         with pytest.raises(Stop):
             infer(model)
         assert torch.equal(infer(model), want)
+
+
+def test_a_step_with_a_forward_that_failed_is_not_in_the_figures():
+    """A second forward before the backward is part of the step. Where it fails, what was measured is no step's."""
+    model = Model()
+    with carom.stream(model, device=device(), vram=4 * least(model), granularity="block") as session:
+        for _ in range(4):
+            step(model)
+        before = session.report().steps
+        out = model(X)
+        broken = model.blocks[3].register_forward_hook(raises)
+        with pytest.raises(Stop):
+            model(X)
+        broken.remove()
+        out.sum().backward()
+        assert session.report().steps == before
+        step(model)
+        assert session.report().steps == before + 1
+
+
+def raises(*_) -> None:
+    raise Stop
