@@ -131,14 +131,15 @@ def test_all_memory_of_the_device_is_given_back_when_a_session_ends(share):
 
 
 def test_a_resident_buffer_that_the_model_replaced_goes_home():
-    model = Model()
-    with stream(model) as session:
+    model, twin, device = Model(), Model(), carom.SimulatedDevice()
+    with carom.stream(model, device=device, vram=3 * BLOCK):
         run(model)
-        region = session.report().resident_bytes
-        model.scale = model.scale * 2
-        run(model)
-    assert region >= 0 and torch.equal(model.scale, torch.full((WIDTH,), 2.0))
-    assert model.scale.device.type == "cpu" and type(model.scale) is torch.Tensor
+        assert device.holds(model.scale), "else it is no resident"
+        model.scale = torch.full((WIDTH,), 2.0)
+        assert torch.equal(run(model), 2 * run(twin))
+        assert device.holds(model.scale)
+    assert not device.holds(model.scale) and type(model.scale) is torch.Tensor
+    assert torch.equal(model.scale, torch.full((WIDTH,), 2.0))
 
 
 def test_hooks_of_state_dicts_and_forwards_are_gone_at_the_end():
