@@ -44,7 +44,24 @@ def test_every_option_arrives():
         ({"offload": "bouncing", "offload_kwargs": {"codec": "zip"}}, "auto, raw, lossless"),
         ({"offload": "bouncing", "offload_kwargs": {"granularity": "atom"}}, "auto, block, phase, layer"),
         ({"offload": "bouncing", "offload_kwargs": {"disk": "/d"}}, "write null"),
-        ({"offload": "bouncing", "layer_offloading_transformer_percent": 70}, "between 0 and 1"),
+        (
+            {"offload": "bouncing", "layer_offloading": True, "layer_offloading_transformer_percent": 70},
+            "between 0 and 1",
+        ),
+        (
+            {"offload": "bouncing", "offload_kwargs": {"vram": 12}},
+            "12 means 12 bytes; did you mean 12GiB",
+        ),
+        ({"offload": "bouncing", "offload_kwargs": {"vram": "12"}}, "did you mean 12GiB"),
+        ({"offload": "bouncing", "offload_kwargs": {"vram": 7.5}}, "did you mean 7.5GiB"),
+        ({"offload": "bouncing", "offload_kwargs": {"ram": 32}}, "did you mean 32GiB"),
+        ({"offload": "bouncing", "offload_kwargs": {"vram": 0}}, "leaves no room for weights"),
+        ({"offload": "bouncing", "offload_kwargs": {"vram": "0%"}}, "leaves no room for weights"),
+        ({"offload_kwargs": {"vram": "12GiB"}}, "does nothing without model.offload"),
+        (
+            {"offload": "bouncing", "layer_offloading": True, **dict.fromkeys(options._PERCENTS, 0)},
+            "nothing would be offloaded",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused_with_what_is(model, says):
@@ -68,24 +85,33 @@ def test_any_value_is_taken_or_refused(value):
 
 
 def test_contradictions_are_named_and_vram_wins():
-    model = {"offload": "bouncing", "offload_kwargs": {"vram": "8GiB"}, "layer_offloading": False}
+    model = {"offload": "bouncing", "offload_kwargs": {"vram": "8GiB"}, "layer_offloading": True}
     model["layer_offloading_transformer_percent"] = 0.5
     policy = options.read(model, {"AI_TOOLKIT_OFFLOAD_DEPTH": "8"})
     assert policy is not None and policy.transformer_percent is None
-    assert len(policy.remarks) == 3
-    for remark, word in zip(
-        policy.remarks, ("layer_offloading: false", "vram wins", "AI_TOOLKIT_OFFLOAD_DEPTH"), strict=True
-    ):
+    assert len(policy.remarks) == 2
+    for remark, word in zip(policy.remarks, ("vram wins", "AI_TOOLKIT_OFFLOAD_DEPTH"), strict=True):
         assert word in remark
 
 
-def test_percents_count_where_no_vram_is_given_and_zero_always():
-    policy = options.read({"offload": "bouncing", "layer_offloading_transformer_percent": 0.5})
+@pytest.mark.parametrize("vram", [{}, {"offload_kwargs": {"vram": "8GiB"}}])
+def test_what_the_ui_writes_is_as_if_it_were_absent(vram):
+    """It writes these three keys into every job, whatever its user chose."""
+    written = {"layer_offloading": False, **dict.fromkeys(options._PERCENTS, 1.0)}
+    asked = {"offload": "bouncing", **vram}
+    assert options.read({**asked, **written}) == options.read(asked)
+
+
+def test_percents_count_where_layer_offloading_is_true_and_no_vram_is_given():
+    asked = {"offload": "bouncing", "layer_offloading": True}
+    policy = options.read({**asked, "layer_offloading_transformer_percent": 0.5})
     assert policy is not None and policy.transformer_percent == 0.5 and policy.text_encoder_percent is None
     policy = options.read(
-        {"offload": "bouncing", "offload_kwargs": {"vram": 1}, "layer_offloading_text_encoder_percent": 0}
+        {**asked, "offload_kwargs": {"vram": "8GiB"}, "layer_offloading_text_encoder_percent": 0}
     )
     assert policy is not None and policy.text_encoder_percent == 0
+    policy = options.read({"offload": "bouncing", "layer_offloading_transformer_percent": 0.5})
+    assert policy is not None and policy.transformer_percent is None
 
 
 # -- shares

@@ -97,3 +97,19 @@ def test_it_is_refused_within_a_backward():
         x.register_hook(hook)
         assert same(gradients(net, x, net(x)), step(twin))
     assert seen
+
+
+def test_it_is_refused_while_the_graph_of_a_part_that_was_called_alone_is_open():
+    net, twin = Net(False, False), Net(False, False)
+    grads = []
+    with carom.stream(net, device=carom.SimulatedDevice(), vram=size(twin) // 2) as session:
+        for model in (net, twin):
+            x = X.clone().requires_grad_()
+            y = model.blocks[2](x)
+            if model is net:
+                with pytest.raises(carom.UnsupportedError, match=r"Call backward\(\) first"):
+                    session.set_budget(vram=size(twin))
+            y.square().sum().backward()
+            grads.append(x.grad)
+        session.set_budget(vram=size(twin))
+    assert torch.equal(*grads)

@@ -441,3 +441,14 @@ def test_slots_that_a_thread_used_are_not_its_own_any_more():
         threading.Timer(0.2, go_on.set).start()
         infer(model.blocks[1])  # waits, instead of raising that there is no room
         ends(started, errors)
+
+
+def test_weights_that_are_about_to_be_stepped_are_not_brought_ahead():
+    """Between a backward and the next forward an optimizer writes to them: what was brought would cross twice."""
+    model = Model()
+    with stream(model, slots=3, training="stream") as session:
+        sgd(model, 4)
+        model(X).square().mean().backward()
+        before = session._engine.copies
+        infer(model.blocks[2])  # looks ahead when it ends
+        assert session._engine.copies == before + 1

@@ -45,6 +45,7 @@ TESTS: dict[str, list[str]] = {
         "test_transfers.py",
         "test_detach.py",
         "test_auto.py",
+        "test_set_budget_between.py",
     ],
     "core/runs.py": [*_SLOTS, "test_detach.py", "test_faults.py"],
     "core/backward.py": [*_SLOTS, "test_transfers.py", "test_threads.py"],
