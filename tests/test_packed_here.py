@@ -104,6 +104,23 @@ def test_a_model_that_fits_packed_crosses_no_link(device, known):
     assert report.resident_packed_units == 20 and report.wire_bytes_per_step == 0
 
 
+@on_every_device
+def test_what_lies_beside_packed_weights_is_renewed_when_they_are_unpacked(device, known):
+    """Everything stays packed, so that the stream of copies has waited for nothing else."""
+    model, plain = model_and_copy(20)
+    vram = int(20 * BLOCK * 0.74 + 4 * BLOCK)
+    with torch.no_grad(), carom.stream(
+        model, device=dataclasses.replace(device), vram=vram, codec="lossless", granularity="block"
+    ) as session:  # fmt: skip
+        for _ in range(3):
+            for net in (model, plain):
+                for name, parameter in net.named_parameters():
+                    if parameter.dim() == 1:
+                        parameter.add_(0.5)
+            assert torch.equal(model(inputs()), plain(inputs()))
+        assert session.report().resident_packed_units == 20
+
+
 @each(name=["stack", "heterogeneous", "tied", "attention"], device=DEVICES)
 def test_inference_and_training_are_exact(name, device, monkeypatch, known):
     monkeypatch.setattr(packing, "LEAST", 256)

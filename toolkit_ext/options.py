@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import UnsupportedError
-from ..core.sizes import parse_size
+from ..core.sizes import MIB, parse_size
 
 MODES = ("bouncing", "aimdo", "auto", "off")
 OPTIONS = ("vram", "ram", "disk", "codec", "granularity")
@@ -22,7 +22,7 @@ class Policy:
     """One process's wishes. ``vram``, ``ram``: as `carom.stream` takes them; for all models of the process together.
 
     ``transformer_percent``, ``text_encoder_percent``: the stock share (0 to 1) to stream, None where the YAML
-    names none or ``vram`` overrules it. ``remarks``: one line for each key that has no say.
+    names none, ``layer_offloading`` is not true, or ``vram`` overrules it. ``remarks``: one line for each key that has no say.
     """
 
     mode: str
@@ -38,9 +38,14 @@ class Policy:
 def read(model: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Policy | None:
     """The policy of a YAML ``model`` section; None where ai-toolkit is to run as it is.
 
-    Raises UnsupportedError, naming the allowed values, for an unknown `offload`, an unknown option or a bad value.
+    Raises UnsupportedError, naming the allowed values, for an unknown `offload`, an unknown option, a bad value, or
+    settings under which nothing would be offloaded.
     """
     mode = model.get("offload")
+    if mode is None and model.get("offload_kwargs"):
+        raise UnsupportedError(
+            f"model.offload_kwargs does nothing without model.offload; write offload: {MODES[0]}, or remove offload_kwargs"
+        )
     if mode is None or mode is False:  # YAML reads a bare `off` as false
         mode = "off"
     if mode not in MODES:
@@ -60,26 +65,30 @@ def read(model: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> 
         raise UnsupportedError(
             f"model.offload_kwargs.disk: {values['disk']!r}: streaming from disk is not in this version; write null"
         )
-    vram, ram = _size("vram", values.get("vram", "auto")), _size("ram", values.get("ram", "auto"))
+    vram, ram = _size("vram", values.get("vram", "auto"), 1), _size("ram", values.get("ram", "auto"), 0)
     codec = _choice("codec", values.get("codec", "auto"), CODECS)
     granularity = _choice("granularity", values.get("granularity", "auto"), GRANULARITIES)
     if mode == "off":
         return None
-    percents = [_percent(name, model.get(name)) for name in _PERCENTS]
-    remarks = _remarks(mode, vram, model, environ or {})
+    # ai-toolkit's UI writes `layer_offloading: false` with both percents into every job: they count where it is true.
+    counts = model.get("layer_offloading") is True
+    percents = [_percent(name, model.get(name)) if counts else None for name in _PERCENTS]
+    if all(percent == 0 for percent in percents):
+        raise UnsupportedError(
+            f"model.{_PERCENTS[0]} and {_PERCENTS[1]} are both 0, so that nothing would be offloaded; remove them or offload"
+        )
+    remarks = _remarks(vram, percents, environ or {})
     if vram != "auto":
         percents = [None if percent else percent for percent in percents]
     return Policy(mode, vram, ram, codec, granularity, percents[0], percents[1], remarks)
 
 
 def _remarks(
-    mode: str, vram: int | str, model: Mapping[str, Any], environ: Mapping[str, str]
+    vram: int | str, percents: Sequence[float | None], environ: Mapping[str, str]
 ) -> tuple[str, ...]:
     lines = []
-    if model.get("layer_offloading") is False:
-        lines.append(f"layer_offloading: false contradicts offload: {mode}; offload wins")
-    for name in _PERCENTS:
-        if vram != "auto" and model.get(name):
+    for name, percent in zip(_PERCENTS, percents, strict=True):
+        if vram != "auto" and percent:
             lines.append(f"offload_kwargs.vram and {name} contradict each other; vram wins")
     if "AI_TOOLKIT_OFFLOAD_DEPTH" in environ:
         lines.append(
@@ -100,13 +109,23 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def _size(name: str, value: Any) -> int | str:
+def _size(name: str, value: Any, least: int) -> int | str:
+    """``value`` where it is "auto" or a size of at least ``least`` bytes. A bare number of a few bytes is no size anybody means."""
     if value == "auto":
         return "auto"
+    setting = f"model.offload_kwargs.{name}"
     try:
-        parse_size(value, whole=1 << 40, setting=f"model.offload_kwargs.{name}")
+        nbytes = parse_size(value, whole=1 << 40, setting=setting)
     except ValueError as error:
         raise UnsupportedError(f"{error}, or 'auto'") from error
+    if nbytes < least:
+        raise UnsupportedError(
+            f"{setting}: {value!r} leaves no room for weights; write a size such as 12GiB, or auto"
+        )
+    if 0 < nbytes < MIB and str(value).strip().replace(".", "", 1).isdigit():
+        raise UnsupportedError(
+            f"{setting}: {value} means {nbytes} bytes; did you mean {str(value).strip()}GiB?"
+        )
     return value if isinstance(value, str) else int(value)
 
 
