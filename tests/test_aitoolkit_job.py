@@ -222,7 +222,7 @@ def test_what_an_unloaded_model_held_goes_to_one_that_streams_already(tmp_path):
 
 def test_a_budget_too_small_for_all_names_the_least_that_works(tmp_path):
     with pytest.raises(carom.BudgetError, match="models together") as refused:
-        run(tmp_path, {"offload": "bouncing", "offload_kwargs": {"vram": 1000}})
+        run(tmp_path, {"offload": "bouncing", "offload_kwargs": {"vram": 70_000}})
     least = refused.value.least_bytes
     assert least is not None
     assert_same(
@@ -319,7 +319,7 @@ def test_stock_percents_keep_their_meaning(tmp_path, monkeypatch):
     streamed = {}
     for percent in (1.0, 0.5, 0.0):
         kept.clear()
-        run(tmp_path, {"offload": "bouncing", key: percent}, Deep)
+        run(tmp_path, {"offload": "bouncing", "layer_offloading": True, key: percent}, Deep)
         streamed[percent] = kept.get("Transformer")
     assert streamed[1.0] >= 0.75 * whole and 0.25 * whole <= streamed[0.5] <= 0.6 * whole
     assert streamed[0.0] is None, "zero: not offloaded at all"
@@ -331,7 +331,10 @@ def test_stock_percents_keep_their_meaning(tmp_path, monkeypatch):
 def test_the_log_tells_once_at_the_start_and_at_each_sample(tmp_path):
     run(tmp_path, {**BOUNCING, "layer_offloading": False}, sample_every=1)
     assert all(line.startswith("carom: ") for line in standin.SAID)
-    assert "contradicts" in standin.SAID[0]
+    assert not any("layer_offloading" in line for line in standin.SAID), (
+        "ai-toolkit's UI writes it into every job"
+    )
+    assert standin.SAID[-1].endswith(f"report, timelines and traces: {tmp_path / 'job' / 'carom'}")
     starts = [line for line in standin.SAID if "stream through" in line]
     samples = [line for line in standin.SAID if line.startswith("carom: step ")]
     assert len(starts) == 2 and len(samples) == 4, standin.SAID

@@ -114,7 +114,7 @@ def test_what_lies_beside_packed_weights_is_renewed_when_they_are_unpacked(devic
     ) as session:  # fmt: skip
         for _ in range(3):
             for net in (model, plain):
-                for name, parameter in net.named_parameters():
+                for parameter in net.parameters():
                     if parameter.dim() == 1:
                         parameter.add_(0.5)
             assert torch.equal(model(inputs()), plain(inputs()))

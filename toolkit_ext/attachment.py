@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..core.wrapped import LaidOpen
+from .loading import without_moving
 
 if TYPE_CHECKING:
     from ..core.session import Session
@@ -59,6 +60,14 @@ class Attachment:
 
     def __deepcopy__(self, memo: dict) -> Attachment:
         return self
+
+    @property
+    def streams_what_trains(self) -> bool:
+        """Whether weights that train, in less than float32, stream: an optimizer steps them on the host."""
+        return self.session is not None and any(
+            p.requires_grad and p.dtype != torch.float32 and getattr(p, "_carom", None) is not None
+            for p in self.module.parameters()
+        )
 
     # -- life
 
@@ -259,17 +268,10 @@ class _Waiting(_Standin):
     def __call__(self, function: Callable, recurse: bool = True) -> nn.Module:
         module = self.carom.module
         plain = type(module)._apply
-        # Where would tensors of these dtypes go? Only what converts without moving is done for real.
-        afters = [
-            (d, function(torch.empty(0, dtype=d)))
-            for d in {t.dtype for t in tensors(module)} or {torch.float32}
-        ]
-        device = afters[0][1].device
-        if device.type in ("cpu", "meta"):
+        dtype = next((t.dtype for t in tensors(module)), torch.float32)
+        if function(torch.empty(0, dtype=dtype)).device.type in ("cpu", "meta"):
             return plain(module, function, recurse)
-        if any(after.dtype != before for before, after in afters):
-            plain(module, lambda tensor: function(tensor).to(tensor.device), recurse)
-        return module
+        return without_moving(module, function, plain, recurse)
 
 
 def tensors(module: nn.Module) -> Iterator[torch.Tensor]:

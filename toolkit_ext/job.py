@@ -16,12 +16,15 @@ from torch import nn
 
 from ..core.errors import BudgetError, CaromError, UnsupportedError
 from ..core.report import Report
-from ..core.session import Session, stream
+from ..core.session import Session
+from ..core.settings import vram_budget, within_dedicated
 from ..core.shared import SharedBudget
+from ..core.transfer import make_engine
 from ..core.wrapped import LaidOpen
 from . import words
 from .attachment import Attachment, tensors, weight_bytes
 from .ladder import choose
+from .loading import building_on_the_host, models_stay_on_the_host
 from .options import Policy
 from .shares import require
 
@@ -45,6 +48,7 @@ class JobOffload:
         self._shared: SharedBudget | None = None
         self._bytes: int | None = None  # the job's budget
         self._reports: dict[str, Report] = {}
+        self.told = False  # whether the job's log has a line of progress
         self.choice = choose(policy, self.device)
         for line in (*policy.remarks, *self.choice.lines):
             self.say(line)
@@ -68,10 +72,12 @@ class JobOffload:
         self.attachments.append(attachment)
 
     def load(self, sd: Any, original: Callable[[], Any]) -> Any:
-        """Run a model's own loader. Classes that never attach load on the CPU, so that nothing fills the device first."""
+        """Run a model's own loader, with whole models kept on the host, so that nothing fills the device first."""
+        kept: list[Any] = []
         if attaches_itself(sd):
-            result = original()
-        else:
+            with building_on_the_host(sd), models_stay_on_the_host(self.device) as kept:
+                result = original()
+        else:  # these use the devices for loading alone
             before = {name: getattr(sd, name) for name in DEVICES if hasattr(sd, name)}
             for name in before:
                 setattr(sd, name, torch.device("cpu"))
@@ -94,6 +100,7 @@ class JobOffload:
                 and next(tensors(module), None) is not None
             ):
                 self.attach(module, percent=percent)
+        self._move_what_does_not_stream(kept)
         for role in ("unet", "refiner_unet"):
             root = getattr(sd, role, None)
             parts = {id(part) for part in root.modules()} if isinstance(root, nn.Module) else set()
@@ -103,6 +110,13 @@ class JobOffload:
                 if id(attachment.module) in parts:
                     attachment.trains = True  # its adapters are the network's, which it knows nothing of
         return result
+
+    def _move_what_does_not_stream(self, kept: list[Any]) -> None:
+        """Models that the loader moved, and that are nobody's to stream (a VAE, one with the percentage 0), go where it said."""
+        attached = {id(part) for a in self.attachments for part in a.module.modules()}
+        for module in filter(None, (reference() for reference in kept)):
+            if not any(id(part) in attached for part in module.modules()):
+                module.to(self.device)
 
     def of(self, module: nn.Module | None) -> Attachment | None:
         """The attachment whose root is ``module``."""
@@ -132,6 +146,23 @@ class JobOffload:
         """Weights were changed behind autograd's back (a merge): no copy of them is trusted."""
         for attachment in self.attachments:
             attachment.refresh()
+
+    # -- before the first step
+
+    def check(self, optimizer: Any, averages: bool) -> None:
+        """Raises BudgetError where a model does not fit its budget, UnsupportedError where ``optimizer``, or its average of the
+        weights (``averages``), cannot step weights that wait on the host."""
+        sharing = self._sharing()
+        if not self.choice.alone and any(a.session is None for a in sharing):
+            total = self._total() if self._bytes is None else self._bytes
+            require(total, {a.name: self._least(a) for a in sharing if a.session is None})
+        for attachment in self.attachments:
+            if attachment.streams_what_trains and (rounds_at_random(optimizer) or averages):
+                what = type(optimizer).__name__ if rounds_at_random(optimizer) else "ema_config.use_ema"
+                raise UnsupportedError(
+                    f"{what} of ai-toolkit rounds weights of {attachment.name} at random, which it does on the GPU only, and these "
+                    "stream: they are stepped on the CPU. Write optimizer: adamw without ema, or a vram that holds all that trains"
+                )
 
     # -- budgets
 
@@ -192,10 +223,8 @@ class JobOffload:
 
     def _total(self) -> int:
         """The job's budget in bytes; what "auto" and percentages mean is the engine's word, before anything is placed."""
-        probe = nn.Module()
-        probe.weight = nn.Parameter(torch.zeros(1), requires_grad=False)
-        with stream(probe, device=engine_device(self.device), vram=self.policy.vram, pool="torch") as session:
-            return session.report().vram_budget_bytes
+        engine = make_engine(engine_device(self.device))
+        return within_dedicated(vram_budget(self.policy.vram, engine), engine)[0]
 
     def _ram(self, attachment: Attachment) -> int | str:
         from ..core.sizes import parse_size
@@ -241,14 +270,18 @@ class JobOffload:
                 report = self._reports[attachment.name]
                 lines.append(words.progress(attachment.name, report, parked=session.parked))
         if lines:
+            self.told = True
             self.say(f"step {step}: " + "; ".join(lines))
 
-    def write(self, folder: str | os.PathLike[str], job: str, *, pictures: bool) -> None:
-        """Report (and with ``pictures`` timelines and traces) to the job's output; a full disk stops no job."""
+    def write(self, folder: str | os.PathLike[str], job: str, *, pictures: bool) -> Path | None:
+        """Report (and with ``pictures`` timelines and traces) to the job's output; a full disk stops no job.
+
+        Returns the folder they are in, None where nothing was written.
+        """
         for attachment in self.attachments:
             self._keep_report(attachment)
         if not self._reports:
-            return
+            return None
         try:
             target = Path(folder) / output_name(job)
             target.mkdir(parents=True, exist_ok=True)
@@ -266,6 +299,8 @@ class JobOffload:
                     report.trace(target / f"trace-{stem}.json")
         except (OSError, ValueError, ImportError) as error:
             self.say(f"the report could not be written ({error})")
+            return None
+        return target
 
     def close(self) -> None:
         """Give every model up: the process has ended, and nobody uses them again."""
@@ -285,6 +320,14 @@ def attaches_itself(sd: Any) -> bool:
     import sys
 
     return any(hasattr(sys.modules.get(cls.__module__), "MemoryManager") for cls in type(sd).__mro__)
+
+
+def rounds_at_random(optimizer: Any) -> bool:
+    """Whether ``optimizer`` is one of ai-toolkit's that round stochastically: those refuse weights on the CPU."""
+    import sys
+
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
+    return hasattr(sys.modules.get(type(optimizer).__module__), "copy_stochastic")
 
 
 def output_name(job: str) -> str:

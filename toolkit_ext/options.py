@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import UnsupportedError
-from ..core.sizes import MIB, parse_size
+from ..core.sizes import parse_size
 
 MODES = ("bouncing", "aimdo", "auto", "off")
 OPTIONS = ("vram", "ram", "disk", "codec", "granularity")
 CODECS = ("auto", "raw", "lossless")
 GRANULARITIES = ("auto", "block", "phase", "layer")
-_PERCENTS = ("layer_offloading_transformer_percent", "layer_offloading_text_encoder_percent")
+PERCENTS = ("layer_offloading_transformer_percent", "layer_offloading_text_encoder_percent")
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ def read(model: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> 
         return None
     # ai-toolkit's UI writes `layer_offloading: false` with both percents into every job: they count where it is true.
     counts = model.get("layer_offloading") is True
-    percents = [_percent(name, model.get(name)) if counts else None for name in _PERCENTS]
+    percents = [_percent(name, model.get(name)) if counts else None for name in PERCENTS]
     if all(percent == 0 for percent in percents):
         raise UnsupportedError(
-            f"model.{_PERCENTS[0]} and {_PERCENTS[1]} are both 0, so that nothing would be offloaded; remove them or offload"
+            f"model.{PERCENTS[0]} and {PERCENTS[1]} are both 0, so that nothing would be offloaded; remove them or offload"
         )
     remarks = _remarks(vram, percents, environ or {})
     if vram != "auto":
@@ -87,7 +87,7 @@ def _remarks(
     vram: int | str, percents: Sequence[float | None], environ: Mapping[str, str]
 ) -> tuple[str, ...]:
     lines = []
-    for name, percent in zip(_PERCENTS, percents, strict=True):
+    for name, percent in zip(PERCENTS, percents, strict=True):
         if vram != "auto" and percent:
             lines.append(f"offload_kwargs.vram and {name} contradict each other; vram wins")
     if "AI_TOOLKIT_OFFLOAD_DEPTH" in environ:
@@ -122,10 +122,10 @@ def _size(name: str, value: Any, least: int) -> int | str:
         raise UnsupportedError(
             f"{setting}: {value!r} leaves no room for weights; write a size such as 12GiB, or auto"
         )
-    if 0 < nbytes < MIB and str(value).strip().replace(".", "", 1).isdigit():
-        raise UnsupportedError(
-            f"{setting}: {value} means {nbytes} bytes; did you mean {str(value).strip()}GiB?"
-        )
+    number = str(value).strip()
+    if 0 < nbytes < 1 << 16 and number.replace(".", "", 1).isdigit():
+        meant = number + ("GiB" if nbytes < 1024 else "MiB")
+        raise UnsupportedError(f"{setting}: {value} means {nbytes} bytes; did you mean {meant}?")
     return value if isinstance(value, str) else int(value)
 
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 
-from ..core.errors import UnsupportedError
-from .job import JobOffload
-from .options import Policy, read
+from ..core.errors import CaromError, UnsupportedError
+from .job import JobOffload, attaches_itself
+from .options import PERCENTS, Policy, read
 
 PROCESS = ("jobs.process.BaseSDTrainProcess", "BaseSDTrainProcess")
 SEAMS = {
@@ -72,6 +74,9 @@ def install() -> None:
         _wrap(found["MemoryManager"], name, wrapper)
     for name in ("merge_in", "merge_out"):
         _wrap(found["ToolkitNetworkMixin"], name, _merge)
+    before = sys.excepthook
+    sys.excepthook = functools.partial(_one_line, before)
+    _undo.append(lambda: setattr(sys, "excepthook", before))
 
 
 def uninstall() -> None:
@@ -106,10 +111,36 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
     policy = read(kwargs, os.environ)
     if policy is not None:
         # The stock switch would also change the quantised types and forbid merging; loaders get it set later.
+        _refuse_other_processes()
+        percents = policy.transformer_percent, policy.text_encoder_percent
         kwargs = {**kwargs, "layer_offloading": False, "auto_memory": False}
+        kwargs |= {name: 1.0 if p is None else p for name, p in zip(PERCENTS, percents, strict=True)}
     original(self, *args, **kwargs)
     if policy is not None:
         setattr(self, POLICY, policy)
+
+
+def _refuse_other_processes() -> None:
+    """Raises UnsupportedError where the process whose configuration is being read does not train."""
+    frame: FrameType | None = sys._getframe(1)
+    base = getattr(importlib.import_module(PROCESS[0]), PROCESS[1])
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if any(cls.__name__ == "BaseProcess" for cls in type(owner).__mro__):
+            if not isinstance(owner, base):
+                raise UnsupportedError(
+                    f"model.offload works in processes that train, and {type(owner).__name__} does not: remove the line"
+                )
+            return
+        frame = frame.f_back
+
+
+def _one_line(before: Callable, kind: type, error: BaseException, trace: Any) -> None:
+    """``sys.excepthook``: what Carom refuses is said in one line. run.py has told the job and the UI by then."""
+    if isinstance(error, CaromError):
+        print(f"carom: {' '.join(str(error).split())}", file=sys.stderr)
+    else:
+        before(kind, error, trace)
 
 
 # -- the process
@@ -124,7 +155,11 @@ def _run(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         if job is not None:
             _current = None
             try:
-                job.write(self.save_root, self.job.name, pictures=True)
+                if not job.told:  # no sampling: what would help is said at the end
+                    job.progress(getattr(self, "step_num", None))
+                folder = job.write(self.save_root, self.job.name, pictures=True)
+                if folder is not None:
+                    job.say(f"report, timelines and traces: {folder}")
             finally:
                 job.close()
 
@@ -140,7 +175,8 @@ def _before_load(original: Callable, self: Any, *args: Any, **kwargs: Any) -> An
             _stock(self.model_config, sd.model_config)
         else:
             self.__dict__[JOB] = _current = job
-            sd.model_config.layer_offloading = True  # the loaders' copy: classes that can then call attach
+            # The loaders' copy: classes that can then call attach. Some of the others refuse it.
+            sd.model_config.layer_offloading = attaches_itself(sd)
             load = sd.load_model
 
             def load_model() -> Any:
@@ -163,8 +199,11 @@ def _stock(*configs: Any) -> None:
 def _before_train_loop(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, *args, **kwargs)
     job: JobOffload | None = self.__dict__.get(JOB)
-    if job is not None and getattr(self.model_config, "compile", False):
-        job.ready()
+    if job is not None:
+        averages = getattr(getattr(getattr(self, "train_config", None), "ema_config", None), "use_ema", False)
+        job.check(getattr(self, "optimizer", None), averages)
+        if getattr(self.model_config, "compile", False):
+            job.ready()
     return result
 
 

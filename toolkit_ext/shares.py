@@ -15,9 +15,10 @@ def require(total: int, leasts: Mapping[str, int]) -> None:
     """
     least = sum(leasts.values())
     if least > total:
+        what = "this job's models together (%s)" if len(leasts) > 1 else "%s"
         parts = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in leasts.items())
         raise BudgetError(
-            f"vram={format_size(total)} is too small for this job's models together ({parts}); the least budget that "
-            f"works is {least} bytes ({format_size(least)})",
+            f"vram={format_size(total)} is too small for {what % parts}; the least budget that works is {least} bytes "
+            f"({format_size(least)})",
             least,
         )
