@@ -390,6 +390,26 @@ def test_activations_that_grow_are_answered_by_running_the_forward_again():
         assert session._engine._ooms == again
 
 
+class Noisy(Net):
+    """Writes to its input, and draws random numbers, before most of its blocks run."""
+
+    def forward(self, x):
+        return super().forward(x.add_(torch.rand(x.shape)))
+
+
+def test_a_forward_that_runs_again_begins_with_the_inputs_and_random_state_of_the_first():
+    net, memory = Noisy(), int(1.2 * size(Noisy()))
+    torch.manual_seed(3)
+    expected = [run(net) for _ in range(8)]
+    torch.manual_seed(3)
+    with auto(net, memory) as session:
+        seen = [run(net) for _ in range(6)]
+        session._engine.activations = memory // 2
+        seen += [run(net) for _ in range(2)]
+        assert session._engine._ooms >= 1
+    assert all(map(torch.equal, seen, expected))
+
+
 def test_larger_inputs_are_answered_by_running_again_at_any_time():
     """As when an image gets larger after many steps: the size is new, so the pass is looked at."""
     net = Net()

@@ -132,10 +132,18 @@ def test_wrapped_weights_stream_exactly_both_ways(device, checkpointing):
 
 def test_the_same_parameters_are_back_and_nothing_else_is_left():
     model = net()
-    tables = {
-        id(m): (list(m._parameters), list(m._buffers), set(m.__dict__), set(m._non_persistent_buffers_set))
-        for m in model.modules()
-    }
+
+    def tables_of(m: nn.Module):
+        hooks = len(m._state_dict_hooks), len(m._state_dict_pre_hooks)
+        return (
+            list(m._parameters),
+            list(m._buffers),
+            set(m.__dict__),
+            set(m._non_persistent_buffers_set),
+            hooks,
+        )
+
+    tables = {id(m): tables_of(m) for m in model.modules()}
     weights = [(m, m.weight, lay_open(m.weight)[1]) for m in model.modules() if isinstance(m, nn.Linear)]
     laid_open = LaidOpen(model)
     with streamed(model, "cpu", some_vram(model, "cpu")):
@@ -143,8 +151,7 @@ def test_the_same_parameters_are_back_and_nothing_else_is_left():
     laid_open.close()
     laid_open.close()
     for m in model.modules():
-        kept = tables[id(m)]
-        assert (list(m._parameters), list(m._buffers), set(m.__dict__), m._non_persistent_buffers_set) == kept
+        assert tables_of(m) == tables[id(m)]
     for module, weight, inner in weights:
         assert module.weight is weight and all(
             a is b for a, b in zip(lay_open(weight)[1], inner, strict=True)
