@@ -28,3 +28,8 @@ class PinError(CaromError):
 
 class UnsupportedError(CaromError):
     """What was asked for cannot be done here; the message says what can."""
+
+
+# Hosts show an error by its class's full name: ours as users import it, not by the folder that a host loaded us from.
+for _error in (CaromError, BudgetError, WeightsError, PinError, UnsupportedError):
+    _error.__module__ = "carom"

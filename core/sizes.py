@@ -49,6 +49,14 @@ def parse_size(value: SupportsIndex | float | str, *, whole: int | None = None, 
     return int(size)
 
 
+def probably_meant(value: object) -> str | None:
+    """The size that a bare number too small to be one in bytes probably stands for: 12 is "12GiB", 6000 is "6000MiB"; else None."""
+    number = str(value).strip()
+    if isinstance(value, bool) or not number.replace(".", "", 1).isdigit() or not 0 < float(number) < 1 << 16:
+        return None
+    return number + ("GiB" if float(number) < 1024 else "MiB")
+
+
 def format_size(count: int | float) -> str:
     """``count`` bytes for people, in binary units ("1.50 GiB")."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.errors import UnsupportedError
-from ..core.sizes import MIB, format_size, parse_size
+from ..core.sizes import MIB, format_size, parse_size, probably_meant
 
 MODES = ("auto", "stream", "native")
 GRANULARITIES = ("auto", "block", "phase", "layer")
@@ -46,7 +46,9 @@ class Settings:
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
         for name, size in (("vram", self.vram), ("ram", self.ram)):
-            parse_limit(size, 1 << 40, name)
+            nbytes, meant = parse_limit(size, 1 << 40, name), probably_meant(size)
+            if meant is not None:
+                raise ValueError(f"{name}={size!r} means {nbytes} bytes; did you mean {meant}?")
         return self
 
 

@@ -43,8 +43,8 @@ def widgets() -> list[Any]:
             default="auto",
             optional=True,
             advanced=True,
-            tooltip="What comes and goes as one: whole blocks, their phases, or single layers. auto takes blocks while "
-            "two of them fit.",
+            tooltip="What comes and goes as one. Leave it on auto, which takes whole blocks while two of them fit into vram. "
+            "block: fewest copies. phase, layer: smaller pieces, for a vram in which a block does not fit.",
         ),
         io.Combo.Input(
             "codec",
@@ -52,7 +52,9 @@ def widgets() -> list[Any]:
             default="auto",
             optional=True,
             advanced=True,
-            tooltip="How weights are packed on the way to the card. Every choice gives the same picture, bit for bit.",
+            tooltip="How weights are packed on the way to the card. Every choice gives the same picture, bit for bit. Leave it "
+            "on auto, which measures. lossless: packs from the start, for a slow link (a laptop, PCIe 3, x4 or x8). raw: never "
+            "packs, for a fast link or a CPU that has little to spare.",
         ),
     ]
 

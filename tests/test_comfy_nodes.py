@@ -115,6 +115,18 @@ def test_locale_and_docs_say_what_the_schemas_say(comfy):
         assert all(f"| `{item.id}` | {item.tooltip} |" in page for item in schema.inputs)
 
 
+@pytest.mark.parametrize(("vram", "meant"), [("5", "5GiB"), (" 7.5 ", "7.5GiB"), ("6000", "6000MiB")])
+def test_a_bare_number_is_refused_on_the_node_with_what_it_probably_means(comfy, vram, meant):
+    with pytest.raises(ValueError, match=f"did you mean {meant}"):
+        execute(comfy.nodes["CaromOffload"], model=None, vram=vram)
+
+
+def test_comfyuis_error_dialog_names_the_error_as_users_import_it():
+    for name in ("BudgetError", "CaromError", "PinError", "UnsupportedError", "WeightsError"):
+        error = getattr(carom, name, None) or getattr(carom.core.errors, name)
+        assert f"{error.__module__}.{error.__qualname__}" == f"carom.{name}"
+
+
 # -- loaders
 
 

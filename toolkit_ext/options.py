@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import UnsupportedError
-from ..core.sizes import parse_size
+from ..core.sizes import parse_size, probably_meant
 
 MODES = ("bouncing", "aimdo", "auto", "off")
 OPTIONS = ("vram", "ram", "disk", "codec", "granularity")
@@ -122,9 +122,8 @@ def _size(name: str, value: Any, least: int) -> int | str:
         raise UnsupportedError(
             f"{setting}: {value!r} leaves no room for weights; write a size such as 12GiB, or auto"
         )
-    number = str(value).strip()
-    if 0 < nbytes < 1 << 16 and number.replace(".", "", 1).isdigit():
-        meant = number + ("GiB" if nbytes < 1024 else "MiB")
+    meant = probably_meant(value)
+    if meant is not None:
         raise UnsupportedError(f"{setting}: {value} means {nbytes} bytes; did you mean {meant}?")
     return value if isinstance(value, str) else int(value)
 
