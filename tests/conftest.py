@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+# Dozens of tests start processes: each would compile the whole package again where nobody keeps what was compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tensors of a few hundred bytes: threads would only wait for each other.
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
