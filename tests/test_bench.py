@@ -440,22 +440,23 @@ class TestRecord:
 
 
 class TestCommand:
-    def test_a_run_in_which_nothing_ran_fails(self, carom_cli):
+    def test_a_run_in_which_nothing_ran_fails(self, capsys):
         one = ("--d", "64", "--depth", "1", "--tokens", "8", "--mode", "infer", "--engines", "none")
-        done = carom_cli("bench", "--device", "cuda:77", *one)
-        assert done.returncode == 1 and "no case could run" in done.stderr
+        assert main(["bench", "--device", "cuda:77", *one]) == 1
+        assert "no case could run" in capsys.readouterr().err
 
     SMALL_RUN = ("bench", "--d", "256", "--depth", "4", "--tokens", "8", "--rank", "2", "--steps", "2", "--warmup", "1",
                  "--device", "cpu")  # fmt: skip
 
     @pytest.mark.parametrize("modes", ["train", pytest.param("infer,train", marks=pytest.mark.slow)])
-    def test_small_run_end_to_end(self, carom_cli, tmp_path, capsys, modes):
-        done = carom_cli(
+    def test_small_run_end_to_end(self, tmp_path, capsys, modes):
+        code = main([
             *self.SMALL_RUN, "--engines", "none,carom,musubi", "--mode", modes, "--slots", "2",
             "--json", "--out", str(tmp_path), "--chart", str(tmp_path / "c.png"),
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        record = json.loads(done.stdout)
+        ])  # fmt: skip
+        done = capsys.readouterr()
+        assert code == 0, done.err
+        record = json.loads(done.out)
         assert record["schema"] == SCHEMA and record["interrupted"] is False
         assert {"date", "commit", "machine", "versions", "arguments", "rooflines", "bit_exact"} <= set(record)
         assert record["versions"]["torch"] == torch.__version__
@@ -482,7 +483,7 @@ class TestCommand:
                 assert said["settled"] == said["output"]
         assert json.loads((tmp_path / "bench.json").read_text()) == record
         assert (tmp_path / "c.png").stat().st_size > 1000
-        assert "carom train" in done.stderr
+        assert "carom train" in done.err
         assert main(["bench", "--show", str(tmp_path / "bench.json"), "--markdown"]) == 0
         shown = capsys.readouterr().out
         assert shown.startswith("| mode |") and "roofline" in shown
