@@ -10,10 +10,11 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
-from carom.benchmarks import figures, runner, suite
+from carom.benchmarks import figures, measure, runner, suite
 from carom.benchmarks.case import ENGINES, Case
 from carom.benchmarks.dit import build
 from carom.benchmarks.measure import HostEvent, fingerprint
@@ -237,22 +238,22 @@ class TestMeasure:
         assert not verdict["bit_exact"]
         assert verdict["max_abs_diff_of_sample"] == pytest.approx(1.0, abs=0.05)
 
-    def test_steps_are_timed_apart_from_warm_up_and_by_phase(self):
-        from carom.benchmarks.measure import time_steps
-
-        calls = []
+    def test_steps_are_timed_apart_from_warm_up_and_by_phase(self, monkeypatch):
+        calls, now = [], [0.0]
+        # A clock of its own: how busy the machine is does not matter.
+        monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
         def step(marks):
             calls.append(1)
-            time.sleep(0.2 if len(calls) == 1 else 0.01)
+            now[0] += 0.2 if len(calls) == 1 else 0.01
             marks("forward")
-            time.sleep(0.02)
+            now[0] += 0.02
             marks("backward")
 
-        found = time_steps(step, steps=3, warmup=1, device=torch.device("cpu"))
+        found = measure.time_steps(step, steps=3, warmup=1, device=torch.device("cpu"))
         assert len(calls) == 4
-        assert 30 <= found["ms_per_step"] < 150 and 30 <= found["wall_ms_per_step"] < 150
-        assert found["phases_ms"]["backward"] >= 20
+        assert found["ms_per_step"] == pytest.approx(30) == found["wall_ms_per_step"]
+        assert found["phases_ms"] == pytest.approx({"forward": 10, "backward": 20})
         assert HostEvent().elapsed_time(HostEvent()) == 0
 
 

@@ -84,14 +84,6 @@ print(json.dumps({" ".join(one): run(*one, 8) for one in wanted}))
 """
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory, root) -> Path:
-    """A folder in which the checkout is called carom."""
-    folder = tmp_path_factory.mktemp("package")
-    (folder / "carom").symlink_to(root, target_is_directory=True)
-    return folder
-
-
 @functools.cache
 def runs(package: Path) -> dict:
     """All of them in one process: what it imports takes longer than what is measured."""
