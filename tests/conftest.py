@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+# Dozens of tests start processes: each would compile the whole package again where nobody keeps what was compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tensors of a few hundred bytes: threads would only wait for each other.
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -65,16 +67,22 @@ def root() -> Path:
 
 
 @pytest.fixture(scope="session")
-def carom_cli(tmp_path_factory):
+def package(tmp_path_factory) -> Path:
+    """A folder in which the checkout is called carom, for the path of other processes."""
+    folder = tmp_path_factory.mktemp("package")
+    (folder / "carom").symlink_to(ROOT, target_is_directory=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def carom_cli(package):
     """Runs `python -m carom ...` of this checkout in a fresh process; returns CompletedProcess."""
-    shim = tmp_path_factory.mktemp("path")
-    (shim / "carom").symlink_to(ROOT, target_is_directory=True)
 
     def run(*args: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
-        full = {**os.environ, "PYTHONPATH": str(shim), **env}
+        full = {**os.environ, "PYTHONPATH": str(package), **env}
         return subprocess.run(
             [sys.executable, "-m", "carom", *args],
-            capture_output=True, text=True, timeout=timeout, env=full, cwd=shim,
+            capture_output=True, text=True, timeout=timeout, env=full, cwd=package,
         )  # fmt: skip
 
     return run

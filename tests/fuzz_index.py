@@ -154,8 +154,8 @@ class Coverage:
         return self.new
 
 
-def fuzz(seconds: float, seed: int, corpus: str | None = None) -> dict:
-    """Mutate for ``seconds``; figures of the run. A failing input is written to the corpus folder (or here)."""
+def fuzz(seconds: float, seed: int, corpus: str | None = None, most: float = float("inf")) -> dict:
+    """Mutate for ``seconds``, or ``most`` times; figures of the run. A failing input is written to the corpus folder (or here)."""
     rng, coverage, pool, runs = random.Random(seed), Coverage(), [], 0
     stored = (
         [p.read_bytes() for p in sorted(Path(corpus).iterdir())] if corpus and Path(corpus).is_dir() else []
@@ -164,7 +164,7 @@ def fuzz(seconds: float, seed: int, corpus: str | None = None) -> dict:
         path = os.path.join(folder, "input.safetensors")
         waiting = seeds() + stored
         end = time.monotonic() + seconds
-        while waiting or time.monotonic() < end:
+        while waiting or (time.monotonic() < end and runs < most):
             data = waiting.pop(0) if waiting else mutate(rng, pool)
             runs += 1
             try:

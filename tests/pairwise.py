@@ -8,6 +8,8 @@ test with a small selection of combinations in which each value of each paramete
 from __future__ import annotations
 
 import itertools
+import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 # A GPU is not one more value to choose among: all that is chosen runs on it as well.
 ALSO = {"device": "cuda"}
+TRIES = 12  # selections drawn, of which the smallest is taken
 
 
 def covering(
@@ -22,25 +25,52 @@ def covering(
 ) -> list[tuple[int, ...]]:
     """Rows of value numbers, so that every ``strength`` values that an allowed row has together are in a chosen one."""
     rows = [row for row in itertools.product(*map(range, sizes)) if allowed(row)]
+    # An axis of one value is met by every row: counted, it would draw to rows in which everything else is new as well.
+    axes = [axis for axis, size in enumerate(sizes) if size > 1] or list(range(len(sizes)))
+    strength = min(strength, len(axes))
     numbers: dict[tuple, int] = {}
     masks = []
     for row in rows:
         mask = 0
-        for together in itertools.combinations(enumerate(row), min(strength, len(row))):
+        for together in itertools.combinations([(axis, row[axis]) for axis in axes], strength):
             mask |= 1 << numbers.setdefault(together, len(numbers))
         masks.append(mask)
-    left, uses, chosen = (1 << len(numbers)) - 1, [[0] * size for size in sizes], []
+    # No selection is smaller than what the values of the largest axes make together.
+    enough = math.prod(sorted(sizes)[-strength:])
+    best = _greedy(rows, masks, (1 << len(numbers)) - 1, sizes, None)
+    for seed in range(TRIES):
+        if len(best) <= enough:
+            break
+        best = min(best, _greedy(rows, masks, (1 << len(numbers)) - 1, sizes, random.Random(seed)), key=len)
+    return [rows[i] for i in sorted(best)]
+
+
+def _greedy(
+    rows: list[tuple[int, ...]],
+    masks: list[int],
+    left: int,
+    sizes: Sequence[int],
+    drawn: random.Random | None,
+) -> list[int]:
+    """Numbers of rows that have all that is ``left``: again and again the one with most that is new, of several the one whose
+    values were used least, or any that is ``drawn``; then the first."""
+    uses, chosen, others = [[0] * size for size in sizes], [], list(range(len(rows)))
     while left:
-        # The row with most that is new; of several the one whose values were used least; then the first.
-        best = max(
-            range(len(rows)),
-            key=lambda i: ((masks[i] & left).bit_count(), -sum(map(list.__getitem__, uses, rows[i])), -i),
-        )
+        if drawn is None:
+            best = max(
+                others,
+                key=lambda i: ((masks[i] & left).bit_count(), -sum(map(list.__getitem__, uses, rows[i])), -i),
+            )
+        else:
+            news = [(masks[i] & left).bit_count() for i in others]
+            most = max(news)
+            best = drawn.choice([i for i, new in zip(others, news, strict=True) if new == most])
         left &= ~masks[best]
         chosen.append(best)
+        others = [i for i in others if masks[i] & left]
         for used, value in zip(uses, rows[best], strict=True):
             used[value] += 1
-    return [rows[i] for i in sorted(chosen)]
+    return chosen
 
 
 def pairwise(

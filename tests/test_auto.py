@@ -574,7 +574,7 @@ def test_auto_starts_with_the_least_where_the_usual_share_would_not_do():
 
 @pytest.mark.parametrize("seed", range(2))
 def test_hundreds_of_pressure_events_never_break_a_budget_or_a_result(seed):
-    """Others come and go, activations grow and shrink (250 events a seed): exact results, or a clear failure."""
+    """Others come and go, activations grow and shrink (120 events a seed): exact results, or a clear failure."""
     rng = random.Random(seed)
     net = Net(depth=3)
     expected = run(net)
@@ -582,7 +582,7 @@ def test_hundreds_of_pressure_events_never_break_a_budget_or_a_result(seed):
     failures = layouts = 0
     with auto(net, memory, seed=seed) as session:
         engine, plan = session._engine, session.plan
-        for _ in range(250):
+        for _ in range(120):
             if rng.random() < 0.5:
                 engine.ledger.others = min(
                     rng.randrange(memory // 2), max(0, memory - engine.allocated - engine._cached)
@@ -601,7 +601,7 @@ def test_hundreds_of_pressure_events_never_break_a_budget_or_a_result(seed):
             layouts += session.plan is not plan
             plan = session.plan
         assert torch.equal(run_until_it_fits(net, engine), expected)
-    assert failures < 25 and 0 < layouts < 120, (failures, layouts)
+    assert failures < 12 and 0 < layouts < 58, (failures, layouts)
 
 
 def run_until_it_fits(net, engine):

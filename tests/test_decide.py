@@ -26,13 +26,20 @@ class Large(nn.Module):
         self.up, self.down = nn.Linear(1024, wide, bias=False), nn.Linear(wide, 1024, bias=False)
 
 
+def larges(count: int, *wide: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Frozen, of memory that nobody writes: gigabytes of random numbers would take seconds, and nobody reads them."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Large(*wide) for _ in range(count))).to(dtype)
+    return model.to_empty(device="cpu").requires_grad_(False)
+
+
 def chosen(model: nn.Module, vram: int, granularity: str = "auto", training: str | None = None):
     return decide.decide(model, decide.Settings(vram, granularity, training, {}), 512)
 
 
 @pytest.fixture(scope="module")
 def large() -> nn.Module:
-    return nn.Sequential(*(Large() for _ in range(4))).requires_grad_(False)
+    return larges(4)
 
 
 def test_large_blocks_are_split_where_the_parts_are_still_large_copies(large):
@@ -62,7 +69,7 @@ def test_backwards_that_train_others_adapters_have_slots_for_the_turns_too(large
 def test_training_begins_with_whole_blocks_where_two_find_room_beside_a_packed_one(
     budget, trains, packs, whole
 ):
-    large = nn.Sequential(*(Large(40960).bfloat16() for _ in range(4))).requires_grad_(False)
+    large = larges(4, 40960, dtype=torch.bfloat16)
     large[0].norm.requires_grad_(trains)
     settings = decide.Settings(int(budget * 160 * MIB), "auto", None, {}, packs=packs)
     carving, plan = decide.decide(large, settings, 512)
@@ -84,7 +91,7 @@ def test_small_parts_stay_before_slots_are_wished_for():
 
 
 def test_whole_packed_blocks_take_two_slots_and_one_wire_and_the_rest_is_resident():
-    wide = nn.Sequential(*(Large(40960) for _ in range(6))).bfloat16().requires_grad_(False)
+    wide = larges(6, 40960, dtype=torch.bfloat16)
     settings = decide.Settings(int(3.9 * 160 * MIB), "auto", None, {}, packs=True, trains=True)
     carving, plan = decide.decide(wide, settings, 512)
     block = carving.largest
@@ -113,7 +120,7 @@ def test_blocks_stay_whole_when_asked_and_when_compiled(large):
 def test_what_is_compiled_stays_whole_under_any_budget(parts, monkeypatch):
     """Also where a share of it is as large as the parts of other models."""
     monkeypatch.setattr(decide, "PART", MIB)
-    model = nn.Sequential(*(Large(160) for _ in range(12))).requires_grad_(False)
+    model = larges(12, 160)
     model._compiled_call_impl = lambda *args: None
     carving, plan = chosen(model, parts * MIB)
     assert not plan.all_resident and plan.slots >= 2 and carving.split_bytes == 0

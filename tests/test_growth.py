@@ -415,13 +415,13 @@ def test_a_program_that_comes_and_goes_again_and_again_is_not_followed_each_time
     )
     with card.session(nets[0], budget), card.session(nets[1], budget):
         counts = []
-        for _ in range(20):
+        for _ in range(14):
             before = len(layouts)
             for others in (0, size(nets[0])):
                 card.ledger.others = others
-                turns(nets, 8)
+                turns(nets, 6)
             counts.append(len(layouts) - before)
-        assert sum(counts[12:]) <= 2, counts
+        assert sum(counts[8:]) <= 2, counts
 
 
 def test_what_is_kept_for_one_to_come_is_left_where_the_device_has_less_than_the_sum_too():

@@ -106,10 +106,10 @@ def test_hostile_file_is_refused_in_words(case: str, tmp_path: Path):
         path.write_bytes(data)
     else:
         write(path, head, data, *length)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(WeightsError, match=words) as caught:
         open_index(path)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert str(path) in str(caught.value)
     assert len(str(caught.value)) < 1000
 
@@ -218,9 +218,10 @@ def test_index_agrees_with_the_library_on_what_it_writes(spec, metadata):
                 )
 
 
-def test_fuzz_finds_nothing_in_a_few_seconds():
-    result = fuzz_index.fuzz(seconds=6, seed=int(os.environ.get("CAROM_FUZZ_SEED", "1")))
-    assert result["runs"] > 100 and result["arcs"] > 150
+def test_fuzz_finds_nothing_in_a_few_hundred_runs():
+    """So many, not so long: .ci/run goes on for a minute."""
+    result = fuzz_index.fuzz(seconds=120, seed=int(os.environ.get("CAROM_FUZZ_SEED", "1")), most=600)
+    assert result["runs"] == 600 and result["arcs"] > 150
 
 
 def test_fuzz_notices_a_parser_that_lets_an_overlap_pass(monkeypatch, tmp_path: Path):

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 MIB = 1 << 20
-UNIT = 8 * MIB
+UNIT = 8 * 768 * 768  # bytes of a block
 SLACK = 12 * MIB  # imports, the allocator's own
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux") or not os.access("/proc/self/clear_refs", os.W_OK),
     reason="only Linux counts a process's peak anew",
 )
 
-# 8 blocks of 8 MiB, each with a norm. A small model comes first: what torch loads and keeps then is no layout's.
+# 8 blocks of 4.5 MiB, each with a norm. A small model comes first: what torch loads and keeps then is no layout's.
 SCRIPT = """
 import gc, json, sys
 import torch
@@ -30,8 +30,8 @@ import carom
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(1024)
-        self.up, self.down = nn.Linear(1024, 2048, bias=False), nn.Linear(2048, 1024, bias=False)
+        self.norm = nn.LayerNorm(768)
+        self.up, self.down = nn.Linear(768, 1536, bias=False), nn.Linear(1536, 768, bias=False)
 
     def forward(self, x):
         return x + self.down(self.up(self.norm(x)))
@@ -57,10 +57,10 @@ def relaid(session, granularity):
 def run(codec, what, depth):
     torch.manual_seed(1)
     model = nn.Sequential(*[Block() for _ in range(depth)]).bfloat16().requires_grad_(False)
-    x = torch.randn(1, 8, 1024, dtype=torch.bfloat16)
+    x = torch.randn(1, 1, 768, dtype=torch.bfloat16)
     with torch.no_grad():
         before = model(x)
-        session = carom.stream(model, device=carom.SimulatedDevice(seed=0), vram="30MiB", codec=codec)
+        session = carom.stream(model, device=carom.SimulatedDevice(seed=0), vram="17MiB", codec=codec)
         same = [torch.equal(model(x), before)]
         report = session.report()
         found = {"waiting": report.waiting_bytes, "raw": report.streamed_bytes}
@@ -76,37 +76,36 @@ def run(codec, what, depth):
         same.append(torch.equal(model(x), before))
     return found | {"same": all(same)}
 
-run(sys.argv[2], sys.argv[3], 5)
+for what in ("relay", "unpack"):
+    run("lossless", what, 4)
 gc.freeze()  # what was imported is not looked through at each measurement
-print(json.dumps(run(sys.argv[2], sys.argv[3], 8)))
+wanted = (("raw", "relay"), ("lossless", "relay"), ("lossless", "unpack"))
+print(json.dumps({" ".join(one): run(*one, 8) for one in wanted}))
 """
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory, root) -> Path:
-    """A folder in which the checkout is called carom."""
-    folder = tmp_path_factory.mktemp("package")
-    (folder / "carom").symlink_to(root, target_is_directory=True)
-    return folder
-
-
 @functools.cache
-def run(package: Path, codec: str, what: str) -> dict:
+def runs(package: Path) -> dict:
+    """All of them in one process: what it imports takes longer than what is measured."""
     # What is freed goes back to the system at once, as pieces of large models do.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "524288", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(package), codec, what],
-        capture_output=True, text=True, timeout=120, env=env,
+        [sys.executable, "-c", SCRIPT, str(package)],
+        capture_output=True, text=True, timeout=240, env=env,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def run(package: Path, codec: str, what: str) -> dict:
+    found = runs(package)[f"{codec} {what}"]
     assert found["same"], "weights are not what they were"
     return found
 
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 def test_a_layout_with_other_units_never_holds_both(package, codec):
-    """A norm that leaves its old block last would keep every one of them: 64 MiB more."""
+    """A norm that leaves its old block last would keep every one of them: 36 MiB more."""
     found = run(package, codec, "relay")
     assert found["finer"]["peak"] <= 2 * UNIT + SLACK
     assert found["coarser"]["peak"] <= 4 * UNIT + SLACK  # slots of whole blocks, and a unit on its way

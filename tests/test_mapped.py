@@ -52,14 +52,6 @@ def checkpoint(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory, root) -> Path:
-    """A folder in which the checkout is called carom."""
-    folder = tmp_path_factory.mktemp("package")
-    (folder / "carom").symlink_to(root, target_is_directory=True)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("vram", "codec"), [("20MiB", "raw"), ("100MiB", "raw"), ("40MiB", "lossless")], ids=str
 )

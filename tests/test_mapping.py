@@ -366,17 +366,17 @@ def test_a_transformers_without_tables_is_asked_for_its_models_patterns(tmp_path
         match_module(module, open_index(tmp_path / "m.safetensors"))
 
 
-def test_matching_names_imports_nothing_of_transformers(root, tmp_path):
+def test_matching_names_imports_nothing_of_transformers(package, tmp_path):
     write(tmp_path, nn.Linear(4, 4).state_dict())
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import conftest, transformers, torch;"
+        "import sys; sys.path.insert(0, sys.argv[1]); import transformers, torch;"
         "from carom.core.store.index import open_index; from carom.core.store.mapping import match_module;"
         "assert len(match_module(torch.nn.Linear(4, 4), open_index(sys.argv[2])).bound) == 2;"
         "assert 'transformers.modeling_utils' not in sys.modules"
     )
     pytest.importorskip("transformers")
     done = subprocess.run(
-        [sys.executable, "-c", code, str(root / "tests"), str(tmp_path / "m.safetensors")],
+        [sys.executable, "-c", code, str(package), str(tmp_path / "m.safetensors")],
         capture_output=True, text=True, check=False, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

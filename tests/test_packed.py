@@ -393,11 +393,11 @@ def test_an_automatic_session_unpacks_what_need_not_be_packed(flops, stays, monk
         flops=flops, link_bytes_per_second=1e9, copy_latency_seconds=0, kernel_seconds=1e-6,
         decode_bytes_per_second=2e9 if not stays else 1e12,
     )  # fmt: skip
-    model, plain = model_and_copy(depth=12)
+    model, plain = model_and_copy(depth=8)
     with torch.no_grad(), carom.stream(model, device=device, vram=VRAM) as session:
         before = session.report().packed_units
         expected = plain(inputs())
-        for _ in range(14):
+        for _ in range(9):
             assert torch.equal(model(inputs()), expected)
         session.tune()
         assert torch.equal(model(inputs()), expected)
@@ -434,13 +434,13 @@ def test_a_layout_of_plain_bytes_has_the_room_for_unpacking_too(monkeypatch):
         replan, "raw_share", lambda *given: (3600.0, ())
     )  # what the layout of packed bytes would take
     device = carom.SimulatedDevice(flops=1e12, link_bytes_per_second=1e9, decode_bytes_per_second=2e9)
-    model, plain = model_and_copy(depth=12)
+    model, plain = model_and_copy(depth=10)
     with torch.no_grad(), carom.stream(model, device=device, vram=2 * VRAM) as session:
         expected = plain(inputs())
         staging, packed, slots = session.plan.staging_bytes, session.report().packed_units, session.plan.slots
         assert staging and packed
         session._tune_at = float("inf")
-        for _ in range(14):
+        for _ in range(9):
             assert torch.equal(model(inputs()), expected)
         assert session._recode(1e-12) is None and session.report().packed_units == packed, (
             "it has not paid yet"
@@ -448,7 +448,7 @@ def test_a_layout_of_plain_bytes_has_the_room_for_unpacking_too(monkeypatch):
         assert session.tune()
         assert (session.plan.staging_bytes, session.report().packed_units) == (0, 0)
         assert session.plan.slots > slots or len(session.plan.resident) > 0
-        for _ in range(14):
+        for _ in range(9):
             assert torch.equal(model(inputs()), expected)
         session.tune()
         assert session.report().packed_units == 0, "laid out plain it stays"

@@ -13,6 +13,7 @@ import carom
 import pytest
 import tests_models as models
 import torch
+from carom.cli.main import main
 from carom.core.errors import UnsupportedError, WeightsError
 from carom.core.store import output
 from carom.core.store.index import CODEC_KEY, CODEC_VERSION, open_index
@@ -391,23 +392,24 @@ def test_settings_that_do_not_go_together_are_refused(source: Path, tmp_path: Pa
 # -- command
 
 
-def test_command_packs_reports_and_marks_what_is_lossy(carom_cli, source: Path, tmp_path: Path):
+def test_command_packs_reports_and_marks_what_is_lossy(source: Path, tmp_path: Path, capsys):
+    def command(*arguments: str) -> str:
+        assert main(["pack", *arguments]) == 0
+        return capsys.readouterr().out
+
     packed, quant = str(tmp_path / "packed.safetensors"), str(tmp_path / "quant.safetensors")
-    done = carom_cli("pack", str(source), packed, "--codec", "lossless", "--verify")
-    assert done.returncode == 0, done.stderr
-    assert "lossless" in done.stdout and "LOSSY" not in done.stdout and "verified" in done.stdout
-    assert "1 tensors of I64 have no lossless codec and stay raw" in done.stdout
-    done = carom_cli("pack", str(source), quant, "--quant", "dense=nf4,experts=nf2")
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
-    assert ["LOSSY", "tensor", "codec", "relative", "error", "bytes"] in rows and "LOSSY," in done.stdout
+    said = command(str(source), packed, "--codec", "lossless", "--verify")
+    assert "lossless" in said and "LOSSY" not in said and "verified" in said
+    assert "1 tensors of I64 have no lossless codec and stay raw" in said
+    said = command(str(source), quant, "--quant", "dense=nf4,experts=nf2")
+    rows = [line.split() for line in said.splitlines()]
+    assert ["LOSSY", "tensor", "codec", "relative", "error", "bytes"] in rows and "LOSSY," in said
     row = next(row for row in rows if row and row[0] == NAME)
     assert row[1] == "nf4" and 0.05 < float(row[2]) < 0.15
-    done = carom_cli("pack", quant, str(tmp_path / "back.safetensors"), "--codec", "raw", "--json")
-    result = json.loads(done.stdout)
+    result = json.loads(command(quant, str(tmp_path / "back.safetensors"), "--codec", "raw", "--json"))
     assert result["lossy"] is True and result["codec"] == "raw"
-    done = carom_cli("pack", packed, str(tmp_path / "raw.safetensors"), "--codec", "raw", "--json")
-    assert json.loads(done.stdout)["lossy"] is False
+    result = json.loads(command(packed, str(tmp_path / "raw.safetensors"), "--codec", "raw", "--json"))
+    assert result["lossy"] is False
     assert shas(carom.load_file(tmp_path / "raw.safetensors")) == shas(weights())
 
 

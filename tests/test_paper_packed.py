@@ -179,7 +179,7 @@ def test_a_step_is_what_the_engine_s_search_finds_with_the_same_bytes(mode):
     job = replace(LOSSLESS, mode=mode)
     size, wire = EQUAL.groups[0].bytes_in(None), paper_place.wire_bytes(EQUAL.groups[0], job)
     units = [UnitSize(str(layer), size, packed=wire) for layer in range(LAYERS)]
-    for vram, tokens in POINTS:
+    for vram, tokens in POINTS[::3]:  # each budget, and each number of tokens
         on = machine(vram * 1e9)
         outcome = paper._evaluate(EQUAL, on, job, tokens)
         forward, *backward = ((phase.compute / LAYERS,) * LAYERS for phase in outcome.step.phases)

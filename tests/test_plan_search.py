@@ -15,6 +15,7 @@ from carom.core.predict import Link, Workload, predict
 from carom.core.sizes import MIB
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests_pairwise import pairwise
 
 LINK = Link(50e9, 10e-6)
 GRAIN = 512
@@ -106,8 +107,8 @@ def test_cases_too_large_to_search_whole_are_improved_by_exchanges(monkeypatch):
     assert max(gaps) < 0.06 and sum(gaps) / len(gaps) < 0.004, sorted(gaps)[-5:]
 
 
-@settings(deadline=None, max_examples=80)
-@given(problems(most=30), st.integers(0, 64 * MIB), st.sampled_from([512, 2 * MIB]))
+@settings(deadline=None, max_examples=50)
+@given(problems(most=24), st.integers(0, 64 * MIB), st.sampled_from([512, 2 * MIB]))
 def test_a_searched_plan_keeps_its_budget_and_is_never_slower_than_the_rule(problem, fixed, grain):
     units, budget, workload = problem
     budget += fixed + 4 * MIB
@@ -126,8 +127,8 @@ def test_a_searched_plan_keeps_its_budget_and_is_never_slower_than_the_rule(prob
     assert (plan, predicted) == choose(units, budget, fixed, workload, LINK, grain=grain, work=3000)
 
 
-@settings(deadline=None, max_examples=80)
-@given(problems(most=30), st.sampled_from([512, 2 * MIB]), st.booleans())
+@settings(deadline=None, max_examples=40)
+@given(problems(most=20), st.sampled_from([512, 2 * MIB]), st.booleans())
 def test_a_searched_plan_whose_units_stay_packed_keeps_its_budget(problem, grain, two_slots):
     units, budget, workload = problem
     units = [replace(unit, packed=int(0.7 * unit.nbytes)) for unit in units]
@@ -173,20 +174,17 @@ def yardstick():
             values[n] = max(values[n] * 0.5, turn)
 
 
-@pytest.mark.parametrize("mode", ["infer", "train"])
-@pytest.mark.parametrize("parts", [(300,), (20, 100)])
-@pytest.mark.parametrize("share", [0.1, 0.5])
+@pairwise(share=[0.1, 0.5], parts={"even": (300,), "uneven": (20, 100)}, mode=["infer", "train"])
 def test_two_hundred_units_take_about_a_fifth_of_a_second(mode, parts, share):
     units, workload = model(200 // len(parts), parts, 0.3, mode)
     budget = int(sum(unit.nbytes for unit in units) * share)
-    rounds = [  # the machine may be busy, and slower than another
-        (
-            cpu_seconds(yardstick),
-            cpu_seconds(lambda: choose(units, budget, 0, workload, LINK, grain=2 * MIB)),
-        )
-        for _ in range(4)
-    ]
-    assert min(took for _, took in rounds) < 1.9 * min(unit for unit, _ in rounds)
+    unit = took = float("inf")
+    for _ in range(4):  # the machine may be busy, and slower than another
+        unit = min(unit, cpu_seconds(yardstick))
+        took = min(took, cpu_seconds(lambda: choose(units, budget, 0, workload, LINK, grain=2 * MIB)))
+        if took < 1.9 * unit:
+            return
+    pytest.fail(f"{took:.3f} s, and plain Python {unit:.3f} s")
 
 
 def test_a_budget_too_tight_for_the_rules_two_slots_gains_most():

@@ -15,6 +15,7 @@ from carom.core.simulated import SimulatedEngine
 from carom.core.store.arena import HostArena
 from carom.core.store.reader import DiskReader
 from safetensors.torch import save_file
+from tests_pairwise import pairwise
 from torch import nn
 
 pytestmark = pytest.mark.timeout(60)
@@ -63,7 +64,6 @@ FAULTS = {
     "waiting": (SimulatedEngine, "synchronize", Boom, ["attached", "shared", "file over a loaded module"]),
     "reading": (DiskReader, "submit_range", carom.WeightsError, ALL[-2:]),
 }
-CASES = [(fault, state) for fault, (*_, states) in FAULTS.items() for state in states]
 
 
 @contextlib.contextmanager
@@ -159,8 +159,12 @@ class Case:
             self.mate.close()
 
 
-@pytest.mark.parametrize("action", ["budget", "park", "weights"])
-@pytest.mark.parametrize(("fault", "state"), CASES)
+@pairwise(
+    fault=list(FAULTS),
+    state=[*ALL, "packed"],
+    action=["budget", "park", "weights"],
+    but=lambda fault, state, action: state not in FAULTS[fault][3],
+)
 def test_a_layout_that_fails_anywhere_leaves_a_session_that_goes_on(
     tmp_path, monkeypatch, fault, state, action
 ):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import FrozenInstanceError, replace
-from pathlib import Path
 
 import pytest
 from carom.core.report import Report, Span, UnitPlace, format_rate, format_seconds
@@ -205,9 +204,9 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path, mon
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
-def test_drawing_leaves_matplotlib_as_it_was():
+def test_drawing_leaves_matplotlib_as_it_was(package):
     code = (
-        "import sys, pathlib, tempfile; sys.path.insert(0, sys.argv[1]); import conftest\n"
+        "import sys, pathlib, tempfile; sys.path.insert(0, sys.argv[1])\n"
         "from carom.core.report import Report\n"
         "assert 'matplotlib' not in sys.modules\n"
         "Report().table()\n"
@@ -217,8 +216,9 @@ def test_drawing_leaves_matplotlib_as_it_was():
         "assert matplotlib.rcParams.copy() == before\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
-    folder = str(Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(package)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -111,7 +111,7 @@ def test_a_budget_does_not_creep_past_what_passes_left():
     net, device, vram = card(0.3)
     with carom.stream(net, device=device, vram=vram, granularity="block") as session:
         session.follow_room()
-        for _ in range(20):
+        for _ in range(8):
             for _ in range(6):
                 step(net, False)
             session.set_budget(vram=session.vram + session.spare)
@@ -401,6 +401,6 @@ def test_sizes_of_inputs_are_not_remembered_without_end():
     with carom.stream(net, device=device, vram=vram, granularity="block") as session:
         grown(session, net)
         with torch.no_grad():
-            for rows in range(1, 200):
+            for rows in range(1, 100):
                 net(torch.ones(rows, 48))
         assert len(session._asked) <= 64

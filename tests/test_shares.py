@@ -123,7 +123,7 @@ def alternate(nets, sessions, rounds, expected):
     return sessions
 
 
-ROUNDS = 60
+ROUNDS = 40
 
 
 def test_two_models_that_alternate_copy_little_more_than_the_best_fixed_split(monkeypatch):
@@ -326,7 +326,9 @@ def test_a_session_can_join_and_leave_a_shared_budget():
 def test_new_layouts_under_a_shared_budget_never_hold_more_together(where):
     """What one may hold beyond what it holds is no other's: every layout under the same budgets keeps the sum."""
     a, b = Net(), Net(depth=9, width=32, seed=1)
-    for nbytes in range(int(0.5 * size(a)), 2 * size(a), 3 * KB - 500):
+    # Each place has its own of the budgets: what is promised to whom is the same on both.
+    begin, every = int(0.5 * size(a)), 3 * (3 * KB - 500)
+    for nbytes in range(begin + (where == "cpu") * every // 2, 2 * size(a), every):
         budget = carom.SharedBudget(nbytes, by_size=True)
         with shared(a, budget, where) as first:
             run(a)
@@ -383,9 +385,9 @@ def test_a_parked_session_that_returns_finds_room_under_the_shared_budget(where)
             run(a), run(b)
         before = second._held_bytes()
         assert before > budget.nbytes // 2
-        for _ in range(3):
+        for _ in range(2):
             second.park()
-            for _ in range(100):
+            for _ in range(60):
                 assert torch.equal(run(a), expected[0])
             assert first.plan.all_resident, "what a parked session left another takes"
             assert torch.equal(run(b), expected[1])
@@ -443,7 +445,7 @@ def test_with_auto_a_parked_session_that_returns_runs_out_of_no_memory(activatio
             run(a), run(b)
         before, failed = second._held_bytes(), second._engine.memory().ooms + first._engine.memory().ooms
         second.park()
-        for _ in range(300):
+        for _ in range(150):
             assert torch.equal(run(a), expected[0])
         grown = first._held_bytes()
         assert grown > size(a) // 2

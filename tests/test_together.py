@@ -225,14 +225,14 @@ def on_a_full_device(nbytes):
 
 
 def test_who_returns_to_a_device_that_is_nearly_full_takes_no_more_than_the_budget_has():
-    a, b = Net(depth=60), Net(depth=60, seed=1)
+    a, b = Net(depth=36), Net(depth=36, seed=1)
     budget = carom.SharedBudget(size(a))
     device, fill = on_a_full_device(KB)
     with under(budget, a, device) as first, under(budget, b, device) as second:
         for _ in range(20):
             run(a), run(b)
         second.park()
-        for _ in range(100):
+        for _ in range(60):
             run(a)
         fill()
         run(b)
@@ -241,7 +241,7 @@ def test_who_returns_to_a_device_that_is_nearly_full_takes_no_more_than_the_budg
 
 
 def test_a_settled_session_on_a_nearly_full_device_keeps_to_the_shared_budget():
-    net = Net(depth=60)
+    net = Net(depth=36)
     budget = carom.SharedBudget(size(net) // 2)
     device, fill = on_a_full_device(KB)
     with under(budget, net, device) as session:
