@@ -5,6 +5,7 @@ A mixin of `Session`. Runs where a root forward begins, never within a pass.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from typing import Any
@@ -16,7 +17,7 @@ from . import stepping
 from .attach import Placement
 from .auto import Governor
 from .checkpoint import Checkpoint
-from .errors import BudgetError
+from .errors import BudgetError, CaromError
 from .learn import Learnt
 from .plan import Plan
 from .streamer import Streamer
@@ -156,6 +157,14 @@ class Adopts:
                 self._is_models_own(entry)
         if replaced:
             self._placement.replaced(replaced)
+
+    def _follow_made(self) -> None:
+        """Buffers that the model made since the last forward began: those on the device go home in the end."""
+        known = {id(entry.tensor) for entry in self._known()}
+        with contextlib.suppress(CaromError):  # whatever else came, the end goes on
+            for entry in () if self._tree.lent() else self._tree.entries():
+                if entry.is_buffer and not entry.trainable and id(entry.tensor) not in known:
+                    self._placement.made_here(entry)
 
     def _note_replaced(self) -> None:
         """Large buffers that the model replaced stay from now on: it makes them."""

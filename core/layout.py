@@ -198,6 +198,7 @@ class LaysOut(Pools, Parks, Adapts, Adopts, Values):
         are kept for one that comes later."""
         if not self._closed and not self._parked:
             self._follow_replaced()
+            self._follow_made()
         self._front.step_aside()
         if self._reruns is not None:
             self._reruns.close()

@@ -145,10 +145,10 @@ class Runtime:
 
 
 def find() -> Runtime | None:
-    """The runtime library that is loaded in this process; None where there is none to be found."""
+    """The runtime library that torch calls in this process; None where there is none to be found."""
     prefix, stem = ("hip", "amdhip64") if torch.version.hip else ("cuda", "cudart")
     try:
-        library = _loaded_windows(stem) if sys.platform == "win32" else _loaded(stem)
+        library = _loaded_windows(stem) if sys.platform == "win32" else _of_torch(prefix) or _loaded(stem)
         return None if library is None else Runtime(library, prefix)
     except (OSError, AttributeError) as error:
         logger.debug("carom: the device's runtime is called through torch: %s", error)
@@ -167,6 +167,16 @@ def forget_error(device: torch.device) -> None:
         return
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)  # raises the error, which clears it
+
+
+def _of_torch(prefix: str) -> Any:
+    """torch's own library of the device, through which names of the runtime are found that it is linked with: other packages
+    load other copies of the runtime, and each copy has an error of its own for each thread. None where it is not linked."""
+    path = Path(torch.__file__).parent / "lib" / f"libc10_{prefix}.so"
+    if not path.exists():
+        return None
+    library = ctypes.CDLL(str(path))
+    return library if hasattr(library, f"{prefix}GetLastError") else None
 
 
 def _loaded(stem: str) -> Any:

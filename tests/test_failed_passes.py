@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import sys
 import threading
 from pathlib import Path
@@ -177,6 +178,40 @@ def test_a_pass_that_is_interrupted_leaves_slots_that_can_be_overwritten(place, 
         parameters = list(map(id, model.parameters()))
         for _ in range(2):
             with interrupted(place, call):
+                infer(model)
+            assert list(map(id, model.parameters())) == parameters, "views of slots stand in the modules"
+            assert torch.equal(infer(model), want)
+
+
+@contextlib.contextmanager
+def interrupted_before(file: str, text: str):
+    """A KeyboardInterrupt comes before the first line of a file of carom.core that begins with ``text``."""
+    path = str(Path(carom.__file__).parent / "core" / f"{file}.py")
+    done = []
+
+    def line(frame, event, _):
+        if event == "line" and not done and linecache.getline(path, frame.f_lineno).strip().startswith(text):
+            done.append(text)
+            raise KeyboardInterrupt
+        return line
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, _: line if frame.f_code.co_filename == path else None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("line", ["self._local.entered.append(", "if unit.depth == 0:"])
+def test_an_interrupt_between_taking_a_slot_and_noting_it_leaves_no_slot_in_use(line):
+    model, twin = Model(), Model()
+    want = infer(twin)
+    with carom.stream(model, device=device(), vram=least(model)):
+        parameters = list(map(id, model.parameters()))
+        for _ in range(2):
+            with interrupted_before("runs", line):
                 infer(model)
             assert list(map(id, model.parameters())) == parameters, "views of slots stand in the modules"
             assert torch.equal(infer(model), want)

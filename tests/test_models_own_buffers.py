@@ -130,8 +130,8 @@ def run(model: nn.Module, mode: str, where: torch.device) -> list:
         if mode == "training":
             out = model(x)
             out.sum().backward()
-            seen += [out.detach(), *[p.grad.clone() for p in model.parameters()]]
-            model.zero_grad()
+            seen += [out.detach(), *[p.grad.to(where) for p in model.parameters()]]
+            model.zero_grad(set_to_none=True)
         elif mode == "by turns":
             with torch.inference_mode():
                 seen.append(model(x).clone())
@@ -190,6 +190,27 @@ def test_buffers_that_are_written_and_then_replaced_are_as_without_streaming(mod
 def test_the_least_budget_suffices_for_buffers_that_grow(block):
     """What the model makes as it runs is counted as activations are: not at all."""
     check_like_plain(block, "cpu", "inference mode", least_vram(build(block).requires_grad_(False), "cpu"))
+
+
+class Keeps(Block):
+    """Registers what it saw in its last forward."""
+
+    def prepare(self) -> None:
+        pass
+
+    def kept(self, x):
+        if len(x) == 5:
+            self.register_buffer("seen", x * 1.0, persistent=False)
+        return 1
+
+
+def test_a_buffer_of_the_last_forward_goes_home_with_the_rest():
+    model, device = build(Keeps).requires_grad_(False), carom.SimulatedDevice()
+    with carom.stream(model, device=device, vram=400_000), torch.no_grad():
+        for length in (3, 5):
+            model(device.put(torch.randn(length, WIDE)))
+        assert all(device.holds(block.seen) for block in model.blocks)
+    assert not any(device.holds(block.seen) for block in model.blocks)
 
 
 def test_a_buffer_that_grows_in_every_forward_lays_nothing_out_anew():
