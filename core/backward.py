@@ -112,6 +112,7 @@ class Backward:
             self._over(task)
             landed = self._landings.arrive(task)
             if not self._tasks:
+                self._renew_sinks()
                 if landed:
                     streamer.rest()
                 streamer.meter.backward_ends()
@@ -127,6 +128,7 @@ class Backward:
                 return
             self._over(task)
             if not self._tasks:
+                self._renew_sinks()
                 streamer.meter.abandon()
 
     def _over(self, task: int) -> None:
@@ -135,6 +137,14 @@ class Backward:
             for thread in list(self._reading):
                 self._lingering.append(self._reading.pop(thread))
         self._streamer.settle()
+
+    def _renew_sinks(self) -> None:
+        """The next forward gets `Deliver` nodes of its own. Autograd runs what was made last first: a node that is older than
+        a forward would run after all of its backward, and the gradients of all weights would wait for it on the device."""
+        if not self._streamer.runs.active:
+            for unit in self._streamer.units:
+                for owner in unit.owners if unit.trainable else ():
+                    owner.sink = None
 
     # -- handles
 

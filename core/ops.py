@@ -165,8 +165,11 @@ def _bounced(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: An
     value = isinstance(args[0], Value) if args else False  # what is set of it is not set of the parameter
     if streamed is not None and name in ("__get__", "__set__"):
         streamer = streamed.streamer
-        if func in (_GET_DEVICE, _GET_IS_CUDA) and (value or not streamed.trainable):
-            # Hosts place inputs by the first parameter's device: say where the model computes.
+        if func in (_GET_DEVICE, _GET_IS_CUDA) and (
+            value or not streamed.trainable or streamer.runs.in_forward()
+        ):
+            # Hosts place inputs by the first parameter's device: say where the model computes. Optimizers place their state by
+            # that of what trains: where it is stepped.
             return streamer.engine.device if func == _GET_DEVICE else streamer.engine.device.type == "cuda"
         if func == _SET_DATA and not value:
             return streamed.set_data(args[1])

@@ -74,6 +74,10 @@ class Runs:
             return False
         return self._local.runs > 0 or ops.in_backward()
 
+    def in_forward(self) -> bool:
+        """Whether this thread is in a forward of the root or of a unit."""
+        return self._local.runs > 0 and not self._local.hosting
+
     def hosting(self, on: bool) -> None:
         """While on, this thread sees the host tensors, in a step too (a state dict is being taken)."""
         self._local.hosting = on

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import carom
 import pytest
 import torch
+from carom.core.simulated import SimulatedEngine
 from torch import nn
 
 WIDTH = 16
@@ -261,3 +263,31 @@ def test_storage_of_a_slot_that_is_kept_is_not_overwritten():
             for layer, weight in zip(model, weights, strict=True):
                 found = torch.empty(0).set_(layer.storage, layer.offset // 4, (WIDTH, WIDTH))
                 assert torch.equal(found, weight)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_gradients_leave_the_device_as_they_come_in_every_step(failed, monkeypatch):
+    """Autograd runs newer nodes first: one that is kept from step to step would run last, and all gradients wait for it."""
+    model, sent, seen = layers(), [], []
+    copy_out = SimulatedEngine.copy_out
+
+    def noted(self, *args, **more):
+        sent.append(1)
+        return copy_out(self, *args, **more)
+
+    def last(gradient):
+        seen.append(len(sent))
+        if failed:
+            raise RuntimeError("failed")
+
+    monkeypatch.setattr(SimulatedEngine, "copy_out", noted)
+    with attach(model, carom.SimulatedDevice()):
+        for _ in range(4):
+            sent.clear()
+            x = X.clone().requires_grad_()
+            x.register_hook(last)  # of the backward's last node
+            with pytest.raises(RuntimeError, match="failed") if failed else contextlib.nullcontext():
+                model(x).square().sum().backward()
+    assert min(seen) >= 2 * (len(model) - 1), (
+        f"gradients that had left when the backward was at its end: {seen}"
+    )

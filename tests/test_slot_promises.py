@@ -154,15 +154,16 @@ def test_weights_written_between_passes_are_brought_anew(timing):
 
 
 def test_a_state_dict_taken_inside_a_forward_stays_true_when_the_model_runs_on():
-    model, twin = Model(), Model()
+    model, twin, device = Model(), Model(), carom.SimulatedDevice()
     taken: list[dict] = []
     model.blocks[2].a.register_forward_hook(lambda *_: taken.append(model.state_dict()))
-    with stream(model):
+    with stream(model, device=device):
         for _ in range(3):
             infer(model)
         for state in taken:
             for name, tensor in twin.state_dict().items():
                 assert torch.equal(state[name], tensor), name
+                assert not device.holds(state[name]), f"{name} keeps a slot"
     assert len(taken) == 3
 
 
