@@ -86,3 +86,20 @@ def carom_cli(package):
         )  # fmt: skip
 
     return run
+
+
+# These take the longest. With xdist's `--dist loadfile` a file that begins last keeps one worker busy alone.
+_LONG = (
+    "test_bench.py", "test_compile.py", "test_exact.py", "test_faults.py", "test_aitoolkit_contract.py", "test_packed_here.py",
+    "test_codec_triton.py", "test_module_db.py", "test_room.py", "test_transformers.py", "test_shares.py", "test_packed.py",
+    "test_disk.py", "test_growth.py", "test_aimdo.py", "test_layout_memory.py", "test_pack.py", "test_relayout_failures.py",
+)  # fmt: skip
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # xdist begins with the files that have the most tests otherwise
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: number for number, name in enumerate(_LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
