@@ -280,7 +280,8 @@ def test_peft_training_is_exact(kind, when, checkpoint, device):
         return train(wrapped, case, where, steps=2, sample=True)
 
     plain = case.build(checkpoint).requires_grad_(False)
-    wrapped = _wrap(kind, plain).to(where)
+    # DoRA computes its magnitudes where the weights are when it wraps them.
+    wrapped = _wrap(kind, plain.to(where) if when == "after" else plain).to(where)
     expected = run(plain, wrapped)
     model = case.build(checkpoint).requires_grad_(False)
     vram = harness.some_vram(model, device, 0.4)
@@ -298,6 +299,10 @@ def test_peft_training_is_exact(kind, when, checkpoint, device):
 @pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
 def test_merged_adapters_are_seen_and_unmerged_ones_too(kind, device):
     case, where = CASES["stack"], place(device)
+    if where.type != "cpu":
+        pytest.skip(
+            "PEFT adds what is on the device to `.data`, which is on the host outside a step (docs/limits.md)"
+        )
 
     def run(model):
         seen = infer(model, case, where)
