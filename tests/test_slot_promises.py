@@ -8,6 +8,7 @@ import threading
 import carom
 import pytest
 import torch
+from carom.core.from_host import FromHost
 from carom.core.simulated import SimulatedEngine
 from torch import nn
 from torch.nn import functional as F
@@ -341,7 +342,13 @@ def test_a_unit_that_two_threads_wait_for_is_brought_once_for_both():
         assert session.report() is not None
 
 
-def test_a_thread_waits_for_views_that_another_threads_pass_keeps_for_a_moment():
+@pytest.fixture
+def nothing_from_host(monkeypatch):
+    """The device cannot address host memory: who finds no room waits for another thread's slot, or raises BudgetError."""
+    monkeypatch.setattr(FromHost, "slot", lambda self, unit: None)
+
+
+def test_a_thread_waits_for_views_that_another_threads_pass_keeps_for_a_moment(nothing_from_host):
     class KeepsWeight(Block):
         def forward(self, x):
             kept.append(self.a.weight)
@@ -376,7 +383,7 @@ def test_a_thread_waits_for_views_that_another_threads_pass_keeps_for_a_moment()
         ends(others, other_errors)
 
 
-def test_a_thread_waits_for_views_that_another_threads_backward_keeps_for_a_moment():
+def test_a_thread_waits_for_views_that_another_threads_backward_keeps_for_a_moment(nothing_from_host):
     model = Model(3)
     model.blocks[0] = Keeps()
     inside, go_on = threading.Event(), threading.Event()
@@ -431,9 +438,17 @@ def test_a_thread_that_waits_for_a_slot_is_told_of_the_close():
     others[0].join(20)
 
 
-def test_slots_that_a_thread_used_are_not_its_own_any_more():
-    """A thread waits where another holds all slots, however many runs of its own are over."""
-    model = Model(4)
+class Bounces(Model):
+    """Uses a block's weight in an operator of its own as well."""
+
+    def forward(self, x):
+        return super().forward(F.linear(x, self.blocks[3].a.weight))
+
+
+@pytest.mark.parametrize("kind", [Model, Bounces])
+def test_slots_that_a_thread_used_are_not_its_own_any_more(kind, nothing_from_host):
+    """A thread waits where another holds all slots, however many runs and operators of its own are over."""
+    model = kind(4)
     with stream(model):
         infer(model), infer(model)
         inside, go_on = held(model.blocks[0])
