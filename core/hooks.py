@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ _mode: Callable[[Any], Any] = torch._C._get_dispatch_mode  # type: ignore[attr-d
 _PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
 
 _eval_frame: Any = getattr(torch._C._dynamo, "eval_frame", None)
-# A torch without it traces our frames and breaks there all the same.
+# Of torch 2.6. Later releases trace our frames and break there all the same.
 _skip_code: Any = getattr(_eval_frame, "skip_code", None)
 # None while nothing can be compiling on this thread.
 _compiling: Callable[[], Any] = getattr(
@@ -213,11 +214,28 @@ def _untraced(function: Callable) -> Callable:
     function._torchdynamo_disable_msg = "carom streams this module"  # type: ignore[attr-defined]
     if _skip_code is not None:
         _skip_code(function.__code__)
+    else:
+        # torch.compile counts recompilations by code object. With one that all units share, a few kinds of units reach its
+        # limit, and what follows runs uncompiled.
+        function.__code__ = function.__code__.replace()  # type: ignore[attr-defined]
     return function
+
+
+def _pass_over(code: types.CodeType) -> None:
+    """Lets torch.compile leave frames of ``code`` alone and compile what they call, without importing the compiler.
+
+    As torch._dynamo.eval_frame.skip_code (torch 2.13). Not for frames that call a module's forward: torch.compile takes up
+    those of torch.nn only from a frame that it traces.
+    """
+    if hasattr(_eval_frame, "set_code_exec_strategy"):
+        action = _eval_frame._FrameAction
+        strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        _eval_frame.set_code_exec_strategy(code, strategy)
 
 
 _untraced(_Forward.__call__)
 _untraced(_Forward._behind)
+_pass_over(_Forward.__call__.__code__)  # one for all units; the frame that it calls is each unit's own
 
 
 def unit_forward(unit: Streamed) -> Callable[[Callable], Callable]:

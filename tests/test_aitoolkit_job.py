@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,8 @@ BUDGET = 400_000  # bytes: about a third of the stand-in's transformer and text 
 
 @pytest.fixture(autouse=True)
 def toolkit():
-    before = list(sessions.values())  # of other files' tests
+    gc.collect()  # sessions of other files' tests
+    before = list(sessions.values())
     with standin.installed():
         yield
     assert all(found in before for found in sessions.values()), "a session was left open"
