@@ -193,11 +193,11 @@ class DiskStreamer(Streamer):
         return held + self.from_host.nbytes
 
     def make_host_room(self, nbytes: int) -> None:
-        """The host cache gives up what ``nbytes`` more would be over the budget."""
+        """Shrink the host cache by the bytes that ``nbytes`` more would take above the ``ram`` budget."""
         held = self._spoken_for() + self._disk.checkpoint.changed_bytes + self.from_host.nbytes
         if self.cache is not None and held + nbytes > self._disk.ram:
             self._peak = max(self._peak, self._host_bytes())
-            self.cache.give_up(held + nbytes - self._disk.ram)
+            self.cache.shrink(held + nbytes - self._disk.ram)
 
     def _distrust(self, stand: Stand) -> None:
         """What is in slots is no longer the value."""

@@ -163,10 +163,11 @@ class HostCache:
             self._back = -(-nbytes // self.buffers.nbytes)
             self._pump()
 
-    def give_up(self, nbytes: int) -> None:
-        """Hold ``nbytes`` less from here on, and at least two buffers; nothing where each piece has one of its own.
+    def shrink(self, nbytes: int) -> None:
+        """Lower the bound by ``nbytes``, rounded up to whole buffers, and free the buffers above it; at least two remain.
 
-        Waits for copies from the buffers that go. Reading ahead and keeping have the fewer buffers of the rest.
+        Waits for copies to the device that read a buffer before it is freed. Does nothing where every piece has a
+        buffer of its own (``buffers.whole``).
         """
         with self._cond:
             if self.buffers.whole:
