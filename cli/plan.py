@@ -157,7 +157,9 @@ def machine_of(args: argparse.Namespace) -> tuple[Machine, list[str]]:
                 f"{_a(card.title)}; name yours with --gpu {', '.join(presets.CARDS)}."
             )
         elif args.gpu is None:
-            remarks.append(f"No GPU found here, so this is for {_a(card.title)}; name yours with --gpu.")
+            remarks.append(
+                f"No GPU found here, so the card is assumed to be {_a(card.title)}; name yours with --gpu."
+            )
     if args.ram:
         ram = parse_size(args.ram, whole=host.host_memory().total, setting="--ram")
         machine = replace(machine, ram=ram, ram_usable=None)
@@ -191,7 +193,7 @@ def _assumed(machine: Machine, args: argparse.Namespace) -> str:
     """What a plan for a card that was not measured takes for granted, and the options that say otherwise."""
     taken = [f"nothing else uses the {machine.card.title}"]
     if not args.link:
-        taken.append(f"its link copies {machine.card.link / GB:g} GB/s (--link)")
+        taken.append(f"its link copies {machine.card.link / GB:g} GB/s (--link sets it)")
     if machine.ram is None and machine.disk is None:
         here = host.host_memory().total
         taken.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from dataclasses import dataclass
 
 from ..core import paper
 from ..core.paper import Machine
@@ -12,6 +13,14 @@ from ..core.presets import GB
 from ..core.sizes import format_size
 
 WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Table:
+    """A heading and (name, value) rows."""
+
+    head: str
+    rows: tuple[tuple[str, str], ...]
 
 
 def size(count: float) -> str:
@@ -34,8 +43,13 @@ def _tokens(value: float) -> str:
 
 
 def text(plan: PaperPlan, remarks: list[str]) -> str:
-    """The plan in words a newcomer understands, then the figures."""
-    blocks = [
+    """The plan in words a newcomer understands, then the figures, for a terminal."""
+    return "\n\n".join(_laid_out(block) for block in plan_blocks(plan, remarks))
+
+
+def plan_blocks(plan: PaperPlan, remarks: list[str]) -> list[str | Table]:
+    """Paragraphs and tables of a plan, in their order. ``remarks``: paragraphs about where its figures come from."""
+    blocks: list[str | Table | None] = [
         _headline(plan),
         *remarks,
         _where(plan),
@@ -44,15 +58,16 @@ def text(plan: PaperPlan, remarks: list[str]) -> str:
         _free_from(plan),
         _vram(plan),
     ]
-    blocks += [_batch(plan), _what_if(plan), _sources(plan)]
-    return "\n\n".join(_wrap(block) for block in blocks if block)
+    blocks += [_batch(plan), *_what_if(plan), _sources(plan)]
+    return [block for block in blocks if block]
 
 
-def _wrap(block: str) -> str:
-    """Prose is wrapped; lines that start with blanks are a table and stay."""
-    return "\n".join(
-        line if line.startswith("  ") else textwrap.fill(line, WIDTH) for line in block.split("\n")
-    )
+def _laid_out(block: str | Table) -> str:
+    """Prose is wrapped; the columns of a table are aligned."""
+    if isinstance(block, str):
+        return textwrap.fill(block, WIDTH)
+    name, value = (max(len(row[column]) for row in block.rows) for column in (0, 1))
+    return "\n".join([f"{block.head}:", *(f"  {row[0]:<{name}}  {row[1]:>{value}}" for row in block.rows)])
 
 
 def _around(machine: Machine) -> str:
@@ -185,7 +200,7 @@ def _free_from(plan: PaperPlan) -> str:
     )
 
 
-def _vram(plan: PaperPlan) -> str:
+def _vram(plan: PaperPlan) -> Table:
     vram, place = plan.outcome.vram, plan.outcome.placement
     rows = [
         ("layers that stay", vram.resident - place.packed_bytes), ("layers that stay packed", place.packed_bytes), ("slots for layers that stream", vram.slots), ("LoRA adapters", vram.adapters),
@@ -193,7 +208,7 @@ def _vram(plan: PaperPlan) -> str:
         ("activations" + (" and KV cache" if plan.shape.kv_width and plan.job.mode == "infer" else ""), vram.activations),
         ("driver and torch (context)", vram.context), ("together", vram.total),
     ]  # fmt: skip
-    return "VRAM:\n" + "\n".join(f"  {name:<32}{size(count):>10}" for name, count in rows if count)
+    return Table("VRAM", tuple((name, size(count)) for name, count in rows if count))
 
 
 def _batch(plan: PaperPlan) -> str:
@@ -211,22 +226,20 @@ def _batch(plan: PaperPlan) -> str:
     )
 
 
-def _what_if(plan: PaperPlan) -> str:
+def _what_if(plan: PaperPlan) -> list[str | Table]:
     rows, same = [], []
     for what, how, other in plan.what_if:
         speedup = plan.outcome.step.seconds / other.step.seconds if other else 0.0
         if other is None:
-            rows.append(f"  {what} ({how}): does not fit")
+            rows.append((f"{what} ({how})", "does not fit"))
         elif abs(speedup - 1) < 0.01:
             same.append(f"{what} ({how})")
         else:
             rows.append(
-                f"  {speedup:4.1f}x the speed, {seconds(other.step.seconds):>7} a step:  {what} ({how})"
+                (f"{what} ({how})", f"{speedup:.1f}x the speed, {seconds(other.step.seconds)} a step")
             )
-    lines = ["What would change it:", *rows] if rows else []
-    if same:
-        lines.append(f"No difference: {'; '.join(same)}.")
-    return "\n".join(lines)
+    blocks: list[str | Table] = [Table("What would change it", tuple(rows))] if rows else []
+    return [*blocks, f"No difference: {'; '.join(same)}."] if same else blocks
 
 
 def _sources(plan: PaperPlan) -> str:

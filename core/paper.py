@@ -17,7 +17,7 @@ from .errors import BudgetError
 from .paper_place import SLOTS, Placement, least_weights, place, places_packed, wire_bytes
 from .presets import Card, Quant
 from .shapes import Shape
-from .sizes import GIB, format_size
+from .sizes import GIB, format_size, round_up_to_mib
 
 RAM_KEPT_LEAST, RAM_KEPT_SHARE = 4 * GIB, 0.20  # left to the system and the program itself
 
@@ -159,7 +159,7 @@ def _evaluate(shape: Shape, machine: Machine, job: Job, tokens: int) -> Outcome:
         if job.vram is not None and job.vram < least <= free:
             raise BudgetError(
                 f"a weight budget of {format_size(job.vram)} cannot hold two slots of the largest layer; the least "
-                f"that works is --vram {_mib_up(least)}MiB", least,
+                f"that works is --vram {round_up_to_mib(least)}", least,
             )  # fmt: skip
         raise BudgetError(
             f"{tokens} tokens of {shape.title} need {format_size(use.total)} beside the weights and at least "
@@ -173,7 +173,7 @@ def _evaluate(shape: Shape, machine: Machine, job: Job, tokens: int) -> Outcome:
         )
         raise BudgetError(
             f"{format_size(placement.streamed_wire)} of weights do not fit on the card and RAM can hold "
-            f"{format_size(machine.host_bytes)} of them; the least that works is --ram {_mib_up(least_ram)}MiB, or name "
+            f"{format_size(machine.host_bytes)} of them; the least that works is --ram {round_up_to_mib(least_ram)}, or name "
             "a drive to stream from (--nvme gen4)", least_ram,
         )  # fmt: skip
     # Of equals the one that unpacks less. What stays packed keeps its copy in host memory: none of a drive's weights do.
@@ -185,7 +185,3 @@ def _evaluate(shape: Shape, machine: Machine, job: Job, tokens: int) -> Outcome:
     step, work, placement = min(tried, key=lambda one: one[0].seconds)
     vram = replace(use, resident=placement.resident_bytes, slots=placement.slot_bytes)
     return Outcome(tokens, placement, vram, step, work, job.codec)
-
-
-def _mib_up(count: float) -> int:
-    return -(-int(count) // (1 << 20))

@@ -126,6 +126,21 @@ class Report:
         """The figures as an aligned text table for people (ASCII but for names; no trailing newline)."""
         return "\n".join(_layout(self._rows()))
 
+    def listing(self) -> str:
+        """The figures as lists in Markdown, a line each, for pages that show text in a proportional font.
+
+        What was not measured is left out.
+        """
+        lines: list[str] = []
+        for row in self._rows():
+            if len(row) == 1:
+                lines += [""] * bool(lines) + [row[0]]
+            elif row[1] != NOT_MEASURED:
+                name, figure, remark = (part.strip() for part in row)
+                told = f"{figure} ({remark})" if figure and remark else figure or remark
+                lines.append(f"- {name}: {told}" if name else f"- {told}")
+        return "\n".join(lines)
+
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the timeline of one step and the residency map to ``path`` (.png or .svg, by suffix).
 

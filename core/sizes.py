@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import re
 from typing import SupportsIndex
@@ -55,6 +56,11 @@ def probably_meant(value: object) -> str | None:
     if isinstance(value, bool) or not number.replace(".", "", 1).isdigit() or not 0 < float(number) < 1 << 16:
         return None
     return number + ("GiB" if float(number) < 1024 else "MiB")
+
+
+def round_up_to_mib(count: float) -> str:
+    """The least whole number of MiB that holds ``count`` bytes, as `parse_size` reads it ("118MiB")."""
+    return f"{math.ceil(count / MIB)}MiB"
 
 
 def format_size(count: int | float) -> str:

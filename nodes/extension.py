@@ -6,16 +6,20 @@ from typing import Any
 
 from comfy_api.latest import ComfyExtension  # type: ignore[import-not-found]
 
-from .loaders import CaromLoadCheckpoint, CaromLoadCLIP, CaromLoadDiffusionModel
-from .offload import CaromOffload, CaromOffloadCLIP
-from .reports import CaromPlan, CaromReport
+from .loaders import CaromLoadCheckpoint, CaromLoadCLIP, CaromLoadDiffusionModel, CaromLoadVAE
+from .offload_nodes import CaromOffload, CaromOffloadCLIP, CaromOffloadControlNet, CaromOffloadVAE
+from .plan_node import CaromPlan
+from .report_node import CaromReport
 
 NODES: list[Any] = [
     CaromLoadDiffusionModel,
     CaromLoadCheckpoint,
     CaromLoadCLIP,
+    CaromLoadVAE,
     CaromOffload,
     CaromOffloadCLIP,
+    CaromOffloadVAE,
+    CaromOffloadControlNet,
     CaromPlan,
     CaromReport,
 ]

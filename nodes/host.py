@@ -26,6 +26,31 @@ def compute_device() -> torch.device:
     return management().get_torch_device()
 
 
+def device_options() -> list[str]:
+    """Devices that a loader's widget offers: ComfyUI's own list ("default", "cpu", "gpu:0" where there are several)."""
+    listed = getattr(management(), "get_gpu_device_options", None)
+    return ["default", "cpu"] if listed is None else list(listed())
+
+
+def chosen_device(option: str | None) -> tuple[torch.device, dict[str, Any]]:
+    """Where a loader's model computes, and ComfyUI's model options that say so.
+
+    Raises ValueError for a device that this machine does not have.
+    """
+    if option in (None, "", "default"):
+        return compute_device(), {}
+    if option == "cpu":
+        cpu = torch.device("cpu")
+        return cpu, {"load_device": cpu, "offload_device": cpu}
+    resolve = getattr(management(), "resolve_gpu_device_option", None)
+    device = None if resolve is None else resolve(option)
+    if device is None:
+        raise ValueError(
+            f"device={option!r} is not on this machine: choose one of {', '.join(device_options())}"
+        )
+    return device, {"load_device": device}
+
+
 def device_bytes(device: torch.device) -> int:
     """All memory of ``device``, which percentages are of."""
     return int(management().get_total_memory(device))

@@ -1,4 +1,4 @@
-"""From a patcher that ComfyUI made to one whose weights Carom streams, and the nodes that do it."""
+"""From a patcher that ComfyUI made to one whose weights Carom streams; the same for what holds a patcher."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from comfy_api.latest import io  # type: ignore[import-not-found]
 
+from ..core.errors import UnsupportedError
 from . import host
 from .patcher import KEY, strip, wear
 from .policy import Settings, Way, choose_way
+from .streaming import streaming_of
 from .tensors import MAPPED, own_memory, settle_dtypes
-from .widgets import CATEGORY, settings_from, widgets
 
 _STATIC = "_carom_static"
 
@@ -22,7 +22,8 @@ def offload(patcher: Any, settings: Settings, fresh: bool = False) -> tuple[Any,
     """A clone of ``patcher`` that streams, or one that is ComfyUI's own with the reason why.
 
     ``fresh``: it was loaded a moment ago and nobody else has it, so its weights may be taken as they are.
-    Raises UnsupportedError where streaming was asked for by name and cannot be had.
+    Raises UnsupportedError where streaming was asked for by name and cannot be had, BudgetError where ``settings`` allow
+    less than the least budget that works.
     """
     leaves = None
     if patcher.is_dynamic() and patcher.cached_patcher_init is None and not fresh:
@@ -33,9 +34,10 @@ def offload(patcher: Any, settings: Settings, fresh: bool = False) -> tuple[Any,
         own_memory(kept.model)
         kept.attachments[KEY] = replace(settings, reason=way.reason)
         return kept, way
-    if fresh and patcher.is_dynamic() and not _in_use(patcher):
-        return wear(_static(patcher), settings), way
-    return wear(static_clone(patcher, settings), settings), way
+    taken = fresh and patcher.is_dynamic() and not _in_use(patcher)
+    ours = wear(_static(patcher) if taken else static_clone(patcher, settings), settings)
+    streaming_of(ours.model).check(ours.load_device, settings)
+    return ours, way
 
 
 def static_clone(patcher: Any, settings: Settings) -> Any:
@@ -95,62 +97,50 @@ def offload_clip(clip: Any, settings: Settings, fresh: bool = False) -> tuple[An
     return made, way
 
 
-def offload_vae(vae: Any, settings: Settings) -> tuple[Any, Way]:
-    """The same for a VAE that was loaded a moment ago: a copy of it whose patcher streams."""
-    patcher, way = offload(vae.patcher, settings, fresh=True)
+def offload_vae(vae: Any, settings: Settings, fresh: bool = False) -> tuple[Any, Way]:
+    """The same for a VAE: a copy of it whose patcher streams."""
+    patcher, way = offload(vae.patcher, settings, fresh)
     made = copy.copy(vae)
     made.patcher, made.first_stage_model = patcher, patcher.model
     return made, way
 
 
-class CaromOffload(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> Any:
-        return io.Schema(
-            node_id="CaromOffload",
-            display_name="Offload Model (Carom)",
-            category=CATEGORY,
-            description="Runs a model that is larger than the VRAM at nearly the speed of one that fits: what does not "
-            "fit waits in RAM and comes just in time. Goes anywhere between the loader and the sampler.",
-            search_aliases=["low vram", "block swap", "offload", "streaming"],
-            inputs=[
-                io.Model.Input("model", tooltip="Any model, from any loader, with or without LoRA."),
-                *widgets(),
-            ],
-            outputs=[io.Model.Output(tooltip="The same model; only where its weights wait has changed.")],
-            hidden=[io.Hidden.unique_id],
-        )
+def offload_control(control: Any, settings: Settings) -> tuple[Any, Way]:
+    """The same for a ControlNet: a copy of it whose patcher streams.
 
-    @classmethod
-    def execute(cls, model: Any, **options: Any) -> Any:
-        settings = settings_from(cls, options)
-        patcher, way = offload(model, settings)
-        if not way.streams:
-            host.say(f"Carom: {way.reason}", settings.node)
-        return io.NodeOutput(patcher)
+    What has no patcher (T2I adapters, Control-LoRA, which is made anew in each run) is returned as it is with the reason;
+    raises UnsupportedError there where streaming was asked for by name.
+    """
+    patcher = getattr(control, "control_model_wrapped", None)
+    if patcher is None:
+        reason = f"a {type(control).__name__} keeps its weights itself"
+        if settings.mode == "stream":
+            raise UnsupportedError(
+                f"this ControlNet cannot be streamed: {reason}; set mode to auto or native"
+            )
+        return control, Way(False, f"{reason}; ComfyUI keeps the weights")
+    if patcher.is_dynamic() and patcher.cached_patcher_init is None:
+        patcher.cached_patcher_init = (_copied, (patcher.model, patcher.load_device, patcher.offload_device))
+    ours, way = offload(patcher, settings)
+    made = control.copy()
+    made.control_model_wrapped, made.control_model = ours, ours.model
+    return made, way
 
 
-class CaromOffloadCLIP(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> Any:
-        return io.Schema(
-            node_id="CaromOffloadCLIP",
-            display_name="Offload CLIP (Carom)",
-            category=CATEGORY,
-            description="The same as Offload Model, for text encoders: large ones such as T5 XXL or Qwen need only a few "
-            "hundred MB of VRAM.",
-            search_aliases=["low vram", "text encoder", "offload"],
-            inputs=[io.Clip.Input("clip", tooltip="Any text encoder, from any loader."), *widgets()],
-            outputs=[
-                io.Clip.Output(tooltip="The same text encoder; only where its weights wait has changed.")
-            ],
-            hidden=[io.Hidden.unique_id],
-        )
+def _copied(
+    model: torch.nn.Module, load_device: Any, offload_device: Any, disable_dynamic: bool = False
+) -> Any:
+    """A patcher over a copy of ``model``: ComfyUI's ControlNet loaders leave no way to load the file again."""
+    import comfy.model_patcher  # type: ignore[import-not-found]
 
-    @classmethod
-    def execute(cls, clip: Any, **options: Any) -> Any:
-        settings = settings_from(cls, options)
-        streamed, way = offload_clip(clip, settings)
-        if not way.streams:
-            host.say(f"Carom: {way.reason}", settings.node)
-        return io.NodeOutput(streamed)
+    patchers = comfy.model_patcher
+    kind = patchers.ModelPatcher if disable_dynamic else patchers.CoreModelPatcher
+    return kind(copy.deepcopy(model), load_device=load_device, offload_device=offload_device)
+
+
+def told(result: tuple[Any, Way], settings: Settings) -> Any:
+    """What was made. Where it does not stream, the node says why."""
+    made, way = result
+    if not way.streams:
+        host.say(f"Carom: {way.reason}", settings.node)
+    return made

@@ -16,7 +16,7 @@ import torch
 from ..core.again import OutOfMemory
 from ..core.errors import BudgetError, CaromError, UnsupportedError
 from . import host
-from .policy import Settings, next_budget, parse_limit, rounded
+from .policy import Settings, most_held, next_budget, parse_limit, rounded
 from .streaming import Streaming, streaming_of
 from .tensors import own_memory, own_tensors
 
@@ -47,7 +47,8 @@ class CaromPatcher:
     # -- sizes
 
     def _limit(self) -> float:
-        return parse_limit(self._settings.vram, host.device_bytes(self.load_device))
+        given = parse_limit(self._settings.vram, host.device_bytes(self.load_device))
+        return most_held(self._settings.mode, given, self._carom.total)
 
     def model_size(self, *args: Any, **kwargs: Any) -> int:
         """What the model wants on the device: its true size, or the user's limit if that is less."""

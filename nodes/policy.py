@@ -20,6 +20,7 @@ GROW_SHARE = (
 GROW_LEAST = 256 * MIB
 KEPT_ALIKE = 1.05  # what ComfyUI keeps for passes of one size differs by less
 SIZES_SEEN = 8  # of passes, whose room is remembered
+STREAMED_SHARE = 8  # mode "stream": at least an eighth of the weights streams
 SHRINK_SHARE, SHRINK_MOST = 8, 384 * MIB  # of what is held: offers that are less by no more are not followed
 
 
@@ -110,14 +111,27 @@ def choose_way(mode: str, device: str, leaves: str | None = None) -> Way:
     return Way(True, "asked for" if mode == "stream" else "streams what does not fit")
 
 
+def is_auto(value: int | str) -> bool:
+    """Whether a widget leaves a size to Carom."""
+    return isinstance(value, str) and value.strip().lower() in ("auto", "")
+
+
 def parse_limit(value: int | str, whole: int, setting: str = "vram") -> float:
     """Bytes that ``value`` allows, infinity for "auto"; percentages are of ``whole``. Raises ValueError."""
-    if isinstance(value, str) and value.strip().lower() in ("auto", ""):
+    if is_auto(value):
         return math.inf
     size = parse_size(value, whole=whole, setting=setting)
     if size == 0:
         raise ValueError(f"{setting}={value!r} leaves no memory at all; write a size such as 8GiB, or auto")
     return size
+
+
+def most_held(mode: str, limit: float, total: int) -> float:
+    """Bytes that a model of ``total`` bytes may hold on the device under the user's ``limit``.
+
+    In mode "stream" a part of the weights always streams, so a model that would fit whole may not hold all of them.
+    """
+    return min(limit, total - total // STREAMED_SHARE) if mode == "stream" else limit
 
 
 def next_budget(now: int | None, held: int, streamed: int, bound: int, limit: float = math.inf) -> int | None:

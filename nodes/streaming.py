@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import BudgetError, UnsupportedError
+from ..core.errors import BudgetError, CaromError, UnsupportedError
 from ..core.progress import told_to
 from ..core.report import Report
 from ..core.session import Session, stream
+from ..core.sizes import round_up_to_mib
 from . import host
 from .plain_ops import shorten
 from .policy import Settings, describe, parse_limit
@@ -64,6 +65,7 @@ class Streaming(TakesRoom):
             False  # weights are dressed tensors: patches are written on them, and only while they are whole
         )
         self._total = 0
+        self._least: dict[Settings, int] = {}  # by what it depends on: bytes of the least budget that works
         self._pins = [0]  # bytes that ComfyUI counts as pinned for us
         self._ends: weakref.finalize | None = None
         self._last: Report | None = None
@@ -74,6 +76,59 @@ class Streaming(TakesRoom):
 
     # -- life
 
+    def check(self, device: torch.device, settings: Settings) -> None:
+        """Raise BudgetError where the user's own limit is less than the least budget that works on ``device``.
+
+        Nodes ask this while they run, so that the error is shown on the node that has the widget. A model that is on the
+        device already is not looked at: `open` and `resume` refuse the limit then. Raises UnsupportedError where the weights
+        cannot be streamed and ``settings`` demand it.
+        """
+        limit = parse_limit(settings.vram, host.device_bytes(device))
+        if limit >= self.total:
+            return
+        key = replace(settings, vram="", ram="", node="")
+        if key not in self._least:
+            model = self._model()
+            if self.session is not None or getattr(model, "current_weight_patches_uuid", None) is not None:
+                return
+            self._least[key] = self._least_bytes(device, settings)
+        least = self._least[key]
+        if least > limit:
+            raise BudgetError(
+                f"vram={settings.vram} is too small for this model: set vram on this node to {round_up_to_mib(least)} or more, "
+                "or to auto",
+                least,
+            )
+
+    def _least_bytes(self, device: torch.device, settings: Settings) -> int:
+        """Bytes of the least budget that works, 0 where that is not known before the model is loaded."""
+        root, _ = self._root()
+        try:
+            self._take_apart(root)
+            if self.dressed:
+                settings = replace(settings, codec="raw")
+            self._prepare(root)
+            session = stream(
+                root,
+                device=device,
+                vram=1,
+                ram=self.total,
+                granularity=settings.granularity,
+                codec=settings.codec,
+            )
+        except BudgetError as error:
+            return error.least_bytes or 0
+        except CaromError:
+            if settings.mode == "stream":
+                raise
+            return 0
+        else:
+            session.close()  # no weight needs the device
+            return 0
+        finally:
+            self._undo.close()
+            self.dressed = False
+
     def open(self, device: torch.device, bound: int, settings: Settings) -> None:
         """Stream within ``bound`` bytes of ``device``; where ComfyUI offers less than what works, within that.
 
@@ -81,11 +136,7 @@ class Streaming(TakesRoom):
         """
         model, began = self._model(), time.monotonic()
         assert model is not None and self.session is None
-        root = getattr(model, "diffusion_model", None)
-        entrances: tuple[str, ...] = ()
-        if not isinstance(root, nn.Module):
-            root = Scope(model)
-            entrances = tuple(name for name in ENTRANCES if callable(getattr(model, name, None)))
+        root, entrances = self._root()
         self._take_apart(root)
         bar = host.LoadingBar()
         if (
@@ -116,12 +167,7 @@ class Streaming(TakesRoom):
     def _attach(
         root: nn.Module, device: torch.device, bound: int, settings: Settings, bar: host.LoadingBar
     ) -> tuple[Session, int]:
-        kind = wrapped_kind(root)
-        if kind:
-            raise UnsupportedError(
-                f"its weights are of the kind {kind}, which Carom cannot take apart; set mode to auto or native"
-            )
-        own_tensors(root)
+        Streaming._prepare(root)
         limit = parse_limit(settings.vram, host.device_bytes(device))
         with _laying_out(), told_to(bar):
             try:
@@ -131,6 +177,26 @@ class Streaming(TakesRoom):
                     raise
                 # Less than this cannot run at all; ComfyUI's own estimate has reserves to give.
                 return _stream(root, device, error.least_bytes, settings), error.least_bytes
+
+    def _root(self) -> tuple[nn.Module, tuple[str, ...]]:
+        """The module whose forward is a step, and the model's methods that are steps where no forward is."""
+        model = self._model()
+        assert model is not None
+        inner = getattr(model, "diffusion_model", None)
+        if isinstance(inner, nn.Module):
+            return inner, ()
+        entrances = tuple(name for name in ENTRANCES if callable(getattr(model, name, None)))
+        return (Scope(model), entrances) if entrances else (model, ())
+
+    @staticmethod
+    def _prepare(root: nn.Module) -> None:
+        """Ordinary tensors in the model. Raises UnsupportedError for weights that are none and cannot be taken apart."""
+        kind = wrapped_kind(root)
+        if kind:
+            raise UnsupportedError(
+                f"its weights are of the kind {kind}, which Carom cannot take apart; set mode to auto or native"
+            )
+        own_tensors(root)
 
     def lengthen(self) -> None:
         """ComfyUI's own forwards again: compiled code is to see what it always sees."""

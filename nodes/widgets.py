@@ -6,6 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io  # type: ignore[import-not-found]
 
+from . import host
 from .policy import CODECS, GRANULARITIES, MODES, Settings
 
 CATEGORY = "Carom"
@@ -19,8 +20,8 @@ def widgets() -> list[Any]:
             options=list(MODES),
             default="auto",
             optional=True,
-            tooltip="auto: stream the weights where that is faster, else leave them to ComfyUI, and say which and why. "
-            "stream: always stream. native: ComfyUI keeps the weights, Carom only plans and reports.",
+            tooltip="auto: stream what does not fit, where copies run beside computing; else leave the weights to ComfyUI, and "
+            "say which and why. stream: always stream, also a model that fits (an eighth of it at least). native: ComfyUI keeps the weights, Carom only plans and reports.",
         ),
         io.String.Input(
             "vram",
@@ -57,6 +58,18 @@ def widgets() -> list[Any]:
             "packs, for a fast link or a CPU that has little to spare.",
         ),
     ]
+
+
+def device_widget() -> Any:
+    """Where a loader's model computes, as ComfyUI's own loaders ask it."""
+    return io.Combo.Input(
+        "device",
+        options=host.device_options(),
+        default="default",
+        optional=True,
+        advanced=True,
+        tooltip="Where the model computes: default (where ComfyUI does), cpu (nothing streams then), or one of several GPUs.",
+    )
 
 
 def settings_from(node: Any, options: dict[str, Any]) -> Settings:

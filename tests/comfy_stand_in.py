@@ -441,6 +441,17 @@ class PreviewText:
     def __init__(self, value: str) -> None:
         self.value = value
 
+    def as_dict(self) -> dict:
+        return {"text": (self.value,)}
+
+
+class PreviewImage:
+    def __init__(self, image: torch.Tensor) -> None:
+        self.image = image
+
+    def as_dict(self) -> dict:
+        return {"images": [tuple(self.image.shape)], "animated": (False,)}
+
 
 class PromptServer:
     """Keeps what nodes were told to show."""
@@ -465,6 +476,16 @@ class Clip:
 
     def clone(self) -> Clip:
         return Clip(self.patcher.clone())
+
+
+class Control:
+    """A ControlNet as its nodes see it."""
+
+    def __init__(self, patcher: Any) -> None:
+        self.control_model_wrapped, self.control_model = patcher, patcher.model
+
+    def copy(self) -> Control:
+        return Control(self.control_model_wrapped)
 
 
 @contextlib.contextmanager
@@ -512,8 +533,9 @@ def installed(models: Path) -> Iterator[types.SimpleNamespace]:
         load_checkpoint_guess_config=load_checkpoint_guess_config,
     )  # fmt: skip
     patcher = module(
-        "comfy.model_patcher", ModelPatcher=ModelPatcher, ModelPatcherDynamic=ModelPatcherDynamic
-    )
+        "comfy.model_patcher", ModelPatcher=ModelPatcher, ModelPatcherDynamic=ModelPatcherDynamic,
+        CoreModelPatcher=lambda *args, **options: (ModelPatcherDynamic if state.dynamic else ModelPatcher)(*args, **options),
+    )  # fmt: skip
     ops = module("comfy.ops", disable_weight_init=types.SimpleNamespace(Linear=Linear))
     comfy = module("comfy", model_management=management, sd=sd, model_patcher=patcher, ops=ops, __path__=[])
 
@@ -523,7 +545,7 @@ def installed(models: Path) -> Iterator[types.SimpleNamespace]:
             Output=type(f"{name}Output", (_Output,), {"kind": name}),
         )
 
-    names = ("Model", "Clip", "Vae", "Image", "String", "Combo", "Int", "AnyType")
+    names = ("Model", "Clip", "Vae", "ControlNet", "Image", "String", "Combo", "Int", "AnyType")
     io = types.SimpleNamespace(
         **{name: kind(name) for name in names}, Schema=_Schema, ComfyNode=ComfyNode, NodeOutput=NodeOutput,
         Hidden=types.SimpleNamespace(unique_id="UNIQUE_ID"),
@@ -531,7 +553,7 @@ def installed(models: Path) -> Iterator[types.SimpleNamespace]:
     latest = module(
         "comfy_api.latest",
         io=io,
-        ui=types.SimpleNamespace(PreviewText=PreviewText),
+        ui=types.SimpleNamespace(PreviewText=PreviewText, PreviewImage=PreviewImage),
         ComfyExtension=ComfyExtension,
     )
 
@@ -564,7 +586,18 @@ def installed(models: Path) -> Iterator[types.SimpleNamespace]:
         def INPUT_TYPES(cls) -> dict:
             return {"required": {"type": (["sdxl", "flux"],)}}
 
-    stock = {"UNETLoader": UNETLoader, "CLIPLoader": CLIPLoader, "DualCLIPLoader": DualCLIPLoader}
+    class VAELoader:
+        @classmethod
+        def INPUT_TYPES(cls) -> dict:
+            return {"required": {"vae_name": (paths.get_filename_list("vae"),)}}
+
+        def load_vae(self, vae_name: str) -> tuple[Any]:
+            kind = ModelPatcherDynamic if state.dynamic else ModelPatcher
+            patcher = kind(state.make(vae_name), state.device, CPU)
+            return (types.SimpleNamespace(patcher=patcher, first_stage_model=patcher.model),)
+
+    kinds = (UNETLoader, CLIPLoader, DualCLIPLoader, VAELoader)
+    stock = {loader.__name__: loader for loader in kinds}
     server = PromptServer()
     PromptServer.instance = server
     state.server, state.management, state.io = server, management, io
@@ -576,7 +609,7 @@ def installed(models: Path) -> Iterator[types.SimpleNamespace]:
     }  # fmt: skip
     before = {name: sys.modules.get(name) for name in put}
     # Node classes bind the API they were defined with.
-    ours = ("extension", "loaders", "offload", "reports", "widgets")
+    ours = ("extension", "loaders", "offload_nodes", "plan_node", "report_node", "widgets")
     stale = {name: sys.modules.pop(name, None) for name in [f"carom.nodes.{part}" for part in ours]}
     sys.modules.update(put)
     try:

@@ -15,17 +15,17 @@ from typing import Any
 import carom
 import pytest
 import torch
-from tests_comfy_stand_in import Linear, ModelPatcher, installed
+from tests_comfy_stand_in import Control, Linear, ModelPatcher, ModelPatcherDynamic, installed
 from torch import nn
 
 NODES = {
-    "CaromLoadDiffusionModel", "CaromLoadCheckpoint", "CaromLoadCLIP", "CaromOffload", "CaromOffloadCLIP", "CaromPlan",
-    "CaromReport",
+    "CaromLoadDiffusionModel", "CaromLoadCheckpoint", "CaromLoadCLIP", "CaromLoadVAE", "CaromOffload", "CaromOffloadCLIP",
+    "CaromOffloadVAE", "CaromOffloadControlNet", "CaromPlan", "CaromReport",
 }  # fmt: skip
 # Nodes of ComfyUI itself that the example workflows use; each is in 0.16 and in 0.33.
 STOCK = {
     "CLIPTextEncode", "ConditioningZeroOut", "DualCLIPLoader", "EmptyHunyuanLatentVideo", "EmptySD3LatentImage",
-    "FluxGuidance", "KSampler", "LoraLoaderModelOnly", "MarkdownNote", "ModelSamplingSD3", "PreviewImage",
+    "FluxGuidance", "KSampler", "LoraLoaderModelOnly", "MarkdownNote", "ModelSamplingSD3",
     "SaveAnimatedWEBP", "SaveImage", "UNETLoader", "VAEDecode", "VAEDecodeTiled", "VAELoader",
 }  # fmt: skip
 ROOT = Path(carom.__file__).resolve().parent
@@ -33,16 +33,21 @@ WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.diffusion_model = nn.Sequential(*(Linear(64, 64) for _ in range(6)))
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.05)
+        self.diffusion_model = layers(width)
+
+
+def layers(width: int = 64) -> nn.Sequential:
+    made = nn.Sequential(*(Linear(width, width) for _ in range(6)))
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    return made
 
 
 @pytest.fixture
 def comfy(tmp_path):
-    for folder in ("diffusion_models", "checkpoints", "text_encoders"):
+    for folder in ("diffusion_models", "checkpoints", "text_encoders", "vae"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "model.safetensors").write_bytes(b"a file")
     with installed(tmp_path) as state:
@@ -87,6 +92,8 @@ def test_every_input_has_a_tooltip_in_words_and_budgets_are_auto(comfy):
                 assert item.default == "auto" and item.optional
             if item.default is not None and item.options:
                 assert item.default in item.options
+        for output in schema.outputs:
+            assert output.tooltip and output.tooltip.endswith("."), name
 
 
 def test_loaders_offer_what_comfyuis_own_loaders_offer(comfy):
@@ -247,9 +254,8 @@ def test_report_gives_a_table_and_a_picture(comfy):
         model.model.diffusion_model(torch.randn(2, 64))
     output = execute(node, model=model, after="a latent")
     text, picture = output.args
-    assert (
-        "streams" in text and "budget for weights" in text and "40.00 KiB" in text and output.ui.value == text
-    )
+    assert "streams" in text and "- budget for weights: 40.00 KiB" in text and output.ui["text"] == (text,)
+    assert output.ui["images"] == [tuple(picture.shape)] and "  " not in text
     assert picture.shape[0] == 1 and picture.shape[3] == 3 and picture.dtype == torch.float32
     assert 0 <= float(picture.min()) < float(picture.max()) <= 1
     model.detach()
@@ -263,7 +269,7 @@ def test_report_of_models_that_do_not_stream_says_why(comfy):
     assert "no Carom node" in execute(node, model=plain).args[0]
     (native,) = execute(comfy.nodes["CaromOffload"], model=plain, mode="native").args
     assert "asked for" in execute(node, model=native).args[0]
-    with pytest.raises(ValueError, match="connect a model or a clip"):
+    with pytest.raises(ValueError, match="connect a model, a clip, a vae or a control_net"):
         execute(node)
 
 
@@ -277,12 +283,144 @@ def test_plan_reads_a_header_and_plans_for_a_card(comfy, tmp_path):
     }
     save_file(weights, tmp_path / "diffusion_models" / "tiny.safetensors")
     node = comfy.nodes["CaromPlan"]
-    text = execute(node, model_name="tiny.safetensors", card="rtx4090", ram="32GiB", tokens=4096).args[0]
-    assert "tiny" in text and "4090" in text
+    text = execute(node, model_name="tiny.safetensors", card="RTX 4090", ram="32GiB", tokens=4096).args[0]
+    assert "tiny" in text and "4090" in text and "VRAM\n- " in text and "  " not in text
     with pytest.raises(ValueError, match="vram"):
-        execute(node, model_name="tiny.safetensors", card="rtx4090", vram="lots", tokens=64)
+        execute(node, model_name="tiny.safetensors", card="RTX 4090", vram="lots", tokens=64)
     with pytest.raises((carom.CaromError, ValueError)):
-        execute(node, model_name="model.safetensors", card="rtx4090")
+        execute(node, model_name="model.safetensors", card="RTX 4090")
+
+
+def test_plan_speaks_of_widgets_and_says_that_a_card_is_assumed(comfy, tmp_path):
+    from safetensors.torch import save_file
+
+    weights = {
+        f"blocks.{i}.weight": torch.empty(8192, 8192, dtype=torch.bfloat16, device="cpu") for i in range(4)
+    }
+    save_file(weights, tmp_path / "diffusion_models" / "large.safetensors")
+    node = comfy.nodes["CaromPlan"]
+    for options in (
+        {},
+        {"card": "RTX 3060", "vram": "300MiB"},
+        {"codec": "raw", "quant": "fp8", "link": "4GB"},
+    ):
+        text = execute(node, model_name="large.safetensors", **options).args[0]
+        assert "--" not in text, text
+        assert ('the card is assumed to be an RTX 4090; name yours with "card"' in text) == (
+            "card" not in options
+        )
+    with pytest.raises(carom.BudgetError, match="the least that works is vram: [0-9]+MiB") as refused:
+        execute(node, model_name="large.safetensors", card="RTX 4090", vram="1MiB")
+    assert "--" not in str(refused.value)
+    with pytest.raises(carom.BudgetError, match="ram: [0-9]+MiB$"):
+        execute(node, model_name="large.safetensors", card="RTX 4090", vram="300MiB", ram="10MiB")
+
+
+# -- a budget that is too small
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_budget_too_small_is_reported_on_the_node_that_has_the_widget(comfy, dynamic):
+    comfy.dynamic = dynamic
+    small = {"mode": "stream", "vram": "1KiB"}
+    with pytest.raises(
+        carom.BudgetError, match="vram=1KiB is too small for this model: set vram on this node to"
+    ) as refused:
+        execute(comfy.nodes["CaromLoadDiffusionModel"], unet_name="model.safetensors", **small)
+    least = refused.value.least_bytes
+    (model,) = execute(
+        comfy.nodes["CaromLoadDiffusionModel"], unet_name="model.safetensors", mode="stream", vram=f"{least}B"
+    ).args
+    model.partially_load(torch.device("cpu"), 1e32)
+    assert 0 < model.loaded_size() <= least
+    plain = ModelPatcher(Model(), torch.device("cpu"), torch.device("cpu"))
+    for _ in range(2):  # the answer is remembered
+        with pytest.raises(carom.BudgetError, match="vram=1KiB"):
+            execute(comfy.nodes["CaromOffload"], model=plain, **small)
+    with pytest.raises(carom.BudgetError, match="vram=1KiB"):
+        execute(comfy.nodes["CaromLoadCheckpoint"], ckpt_name="model.safetensors", **small)
+    with pytest.raises(carom.BudgetError, match="vram=1KiB"):
+        execute(comfy.nodes["CaromLoadVAE"], vae_name="model.safetensors", **small)
+
+
+def test_what_a_too_small_budget_is_set_to_then_works(comfy):
+    node = comfy.nodes["CaromLoadDiffusionModel"]
+    comfy.make = lambda path: Model(width=600)
+    with pytest.raises(carom.BudgetError) as refused:
+        execute(node, unet_name="model.safetensors", mode="stream", vram="1KiB")
+    advice = re.search(r"to (\w+) or more", str(refused.value))[1]
+    execute(node, unet_name="model.safetensors", mode="stream", vram=advice)
+
+
+# -- VAE and ControlNet
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = layers()
+
+    def decode(self, latent: torch.Tensor) -> torch.Tensor:
+        return self.decoder(latent)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_vae_streams_from_its_own_loader(comfy, dynamic):
+    comfy.dynamic, comfy.make = dynamic, lambda path: Decoder()
+    (vae,) = execute(
+        comfy.nodes["CaromLoadVAE"], vae_name="model.safetensors", mode="stream", vram="40KiB"
+    ).args
+    latent = torch.randn(2, 64)
+    expected = vae.first_stage_model.decode(latent)
+    vae.patcher.partially_load(torch.device("cpu"), 1e32)
+    assert torch.equal(vae.first_stage_model.decode(latent), expected)
+    assert 0 < vae.patcher.loaded_size() <= 40 << 10
+    assert "streams" in execute(comfy.nodes["CaromReport"], vae=vae).args[0]
+
+
+def test_a_vae_streams_behind_any_loader(comfy):
+    model = Decoder()
+    vae = types.SimpleNamespace(
+        patcher=ModelPatcher(model, torch.device("cpu"), torch.device("cpu")), first_stage_model=model
+    )
+    (ours,) = execute(comfy.nodes["CaromOffloadVAE"], vae=vae, mode="stream", vram="40KiB").args
+    assert ours is not vae and type(ours.patcher).__name__ == "CaromModelPatcher"
+    assert type(vae.patcher) is ModelPatcher
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_controlnet_streams_behind_any_loader(comfy, dynamic):
+    model = layers()
+    kind = ModelPatcherDynamic if dynamic else ModelPatcher
+    control = Control(kind(model, torch.device("cpu"), torch.device("cpu")))
+    node = comfy.nodes["CaromOffloadControlNet"]
+    (ours,) = execute(node, control_net=control, mode="stream", vram="40KiB").args
+    hint = torch.randn(2, 64)
+    ours.control_model_wrapped.partially_load(torch.device("cpu"), 1e32)
+    assert torch.equal(ours.control_model(hint), model(hint))
+    assert (ours.control_model is model) == (not dynamic) and type(control.control_model_wrapped) is kind
+    report = execute(comfy.nodes["CaromReport"], control_net=ours).args[0]
+    assert "streams" in report and "- step time:" in report
+
+
+def test_a_controlnet_without_weights_of_its_own_is_left_alone_and_the_reason_is_said(comfy):
+    node = comfy.nodes["CaromOffloadControlNet"]
+    adapter = types.SimpleNamespace()
+    assert execute(node, control_net=adapter).args == (adapter,)
+    assert any("keeps its weights itself" in text for _, text in comfy.server.texts)
+    with pytest.raises(carom.CaromError, match="set mode to auto or native"):
+        execute(node, control_net=adapter, mode="stream")
+
+
+# -- devices
+
+
+def test_a_loaders_device_is_comfyuis(comfy):
+    node = comfy.nodes["CaromLoadDiffusionModel"]
+    (model,) = execute(node, unet_name="model.safetensors", mode="auto", device="cpu").args
+    assert comfy.loads[-1][1]["load_device"] == torch.device("cpu") and type(model) is ModelPatcher
+    with pytest.raises(ValueError, match="device='gpu:7' is not on this machine: choose one of default, cpu"):
+        execute(node, unet_name="model.safetensors", device="gpu:7")
 
 
 # -- workflows
@@ -333,7 +471,40 @@ def test_workflows_are_whole_and_name_only_nodes_that_exist(path, comfy):
         for item in node["inputs"]
         if "widget" not in item and item["link"] is None
     ]
-    assert set(required) <= {("CaromReport", "clip"), ("CaromReport", "model")}
+    assert {node for node, _ in required} <= {"CaromReport"}
+
+
+FILES = re.compile(r".+\.safetensors")
+TITLE = 30  # pixels above a node's position
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_say_where_their_files_are_and_what_their_nodes_do(path):
+    workflow = json.loads(path.read_text("utf-8"))
+    for node in workflow["nodes"]:
+        assert " " in node["title"] or node["title"] in ("Prompt", "Guidance", "Sample", "Decode"), node[
+            "type"
+        ]
+        files = {value for value in node["widgets_values"] if FILES.fullmatch(str(value))}
+        models = node["properties"].get("models", [])
+        assert {model["name"] for model in models} == files
+        for model in models:
+            assert model["url"].startswith("https://huggingface.co/") and model["url"].endswith(
+                "/" + model["name"]
+            )
+            assert model["directory"] in ("diffusion_models", "text_encoders", "vae", "loras")
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_no_node_of_a_workflow_covers_another(path):
+    boxes = []
+    for node in json.loads(path.read_text("utf-8"))["nodes"]:
+        (left, top), (width, height) = node["pos"], node["size"]
+        boxes.append((left, top - TITLE, left + width, top + height, node["title"]))
+    for index, (left, top, right, bottom, name) in enumerate(boxes):
+        for other in boxes[index + 1 :]:
+            apart = right <= other[0] or other[2] <= left or bottom <= other[1] or other[3] <= top
+            assert apart, f"{name} and {other[4]}"
 
 
 def _in_order(schema: Any) -> list[str]:

@@ -170,7 +170,7 @@ def test_a_limited_model_streams_within_its_limit_and_computes_the_same(comfy):
 
 
 def test_without_a_limit_the_patcher_reports_its_true_size_and_loads_as_always(comfy, sessions):
-    patcher = make(comfy)
+    patcher = make(comfy, mode="auto")
     total = comfy.management.module_size(patcher.model)
     assert patcher.model_size() == total
     assert torch.equal(run(patcher), plain_result(comfy))
@@ -188,8 +188,19 @@ def test_what_comfyui_offers_is_the_budget(comfy, sessions):
     assert patcher.loaded_size() <= first - BLOCK
 
 
+def test_mode_stream_streams_a_part_of_a_model_that_fits_too(comfy, sessions):
+    patcher = make(comfy, mode="stream")
+    total = comfy.management.module_size(patcher.model)
+    assert torch.equal(run(patcher), plain_result(comfy)) and sessions == ["open"]
+    report = streaming_of(patcher.model).session.report()
+    assert report.streamed_bytes > 0 and report.wire_bytes_per_step > 0
+    assert patcher.loaded_size() <= patcher.model_size() == total - total // 8
+    patcher.partially_load(CPU, UNLIMITED)  # all the room there is, once more
+    assert streaming_of(patcher.model).streams
+
+
 def test_room_for_everything_ends_the_streaming(comfy):
-    patcher = make(comfy)
+    patcher = make(comfy, mode="auto")
     run(patcher, 3 * BLOCK)
     assert torch.equal(run(patcher), plain_result(comfy))
     assert streaming_of(patcher.model).session is None

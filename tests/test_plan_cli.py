@@ -216,7 +216,7 @@ def test_a_plot_that_cannot_be_written_fails_cleanly(capsys, tmp_path):
 def test_what_a_plan_for_a_named_card_takes_for_granted_is_said(capsys):
     text = " ".join(ask(capsys, "plan flux2-dev --gpu rtx4090").out.split())
     assert (
-        "Assumed: nothing else uses the RTX 4090; its link copies 11 GB/s (--link); there is RAM for all"
+        "Assumed: nothing else uses the RTX 4090; its link copies 11 GB/s (--link sets it); there is RAM for all"
         in text
     )
     given = " ".join(ask(capsys, "plan flux2-dev --gpu rtx4090 --ram 128GiB --link 22GB").out.split())
@@ -290,7 +290,10 @@ def test_no_card_named_and_none_there_still_plans_and_says_for_what(capsys, monk
     monkeypatch.setattr(hardware, "probe", lambda *_, **__: stand_in.whole())
     found = answer(capsys, "plan sdxl")
     assert found["hardware"]["gpu"] == "RTX 4090" and "No GPU found" in found["remarks"][0]
-    assert "for an RTX 4090" in found["remarks"][0] and "whatever this machine has" in found["remarks"][1]
+    assert (
+        "assumed to be an RTX 4090" in found["remarks"][0]
+        and "whatever this machine has" in found["remarks"][1]
+    )
 
 
 def test_probe_plans_with_the_measured_figures(capsys, monkeypatch):

@@ -1,0 +1,88 @@
+"""Model files and options as ComfyUI's own loader nodes offer them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.errors import CaromError, WeightsError
+
+
+def stock_node(name: str) -> Any:
+    """One of ComfyUI's own node classes."""
+    return importlib.import_module("nodes").NODE_CLASS_MAPPINGS[name]  # ComfyUI's module, not this package
+
+
+def stock_options(node: str, widget: str) -> list[str]:
+    """What ComfyUI's own loader ``node`` offers for ``widget``, so that nothing it loads is missing here."""
+    inputs = stock_node(node).INPUT_TYPES()
+    for group in ("required", "optional"):
+        if widget in inputs.get(group, {}):
+            choices = inputs[group][widget]
+            found = choices[0] if isinstance(choices[0], list) else choices[1].get("options", [])
+            return list(found)
+    return []
+
+
+def file_names(folder: str) -> list[str]:
+    """Files in ComfyUI's folders of the kind ``folder`` ("checkpoints")."""
+    import folder_paths  # type: ignore[import-not-found]
+
+    return list(folder_paths.get_filename_list(folder))
+
+
+def path_of(folder: str, name: str) -> str:
+    """The path of a file that `file_names` lists. Raises WeightsError where it is gone."""
+    import folder_paths
+
+    found = folder_paths.get_full_path(folder, name)
+    if found is None:
+        raise WeightsError(
+            f"{name!r} is not in ComfyUI's {folder} folders (any more); put it there, press R on the page, and choose again"
+        )
+    return found
+
+
+def embedding_folders() -> Any:
+    """ComfyUI's folders of textual inversion embeddings."""
+    import folder_paths
+
+    return folder_paths.get_folder_paths("embeddings")
+
+
+def loaded(name: str, load: Callable[[], Any]) -> Any:
+    """What ``load`` returns. Whatever a bad file makes it raise becomes a WeightsError that names the file."""
+    try:
+        result = load()
+    except (CaromError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "InterruptProcessingException":
+            raise
+        raise WeightsError(
+            f"{name!r} could not be loaded: {type(error).__name__}: {error}; check that the file is complete and of the "
+            "kind this loader is for"
+        ) from error
+    if result is None:
+        raise WeightsError(f"{name!r} holds no model that ComfyUI knows")
+    return result
+
+
+def dtype_options(weight_dtype: str) -> dict[str, Any]:
+    """ComfyUI's model options for its ``weight_dtype`` names ("fp8_e4m3fn_fast" and the like).
+
+    Raises ValueError for a name that stands for no dtype.
+    """
+    if weight_dtype == "default":
+        return {}
+    name = weight_dtype.removesuffix("_fast")
+    dtype = getattr(torch, name.replace("fp8_", "float8_") if name.startswith("fp8_") else name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"weight_dtype={weight_dtype!r} is unknown here; use default")
+    options: dict[str, Any] = {"dtype": dtype}
+    if weight_dtype.endswith("_fast"):
+        options["fp8_optimizations"] = True
+    return options

@@ -1,0 +1,131 @@
+"""The node that says what the last run of a model did, in words and as a picture."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from comfy_api.latest import io, ui  # type: ignore[import-not-found]
+
+from ..core.report import Report
+from ..core.sizes import format_size
+from ..core.timeline import DPI, INK, WIDTH_INCHES
+from . import host
+from .patcher import settings_of
+from .streaming import known_streaming
+from .widgets import CATEGORY
+
+TABLE_SIZE, LINE_INCHES = 9, 0.165  # points, and inches between lines, of the table in the picture
+
+
+class CaromReport(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> Any:
+        return io.Schema(
+            node_id="CaromReport",
+            display_name="Report (Carom)",
+            category=CATEGORY,
+            description="What the last run did: VRAM and RAM used, what crossed to the card, how long it waited; with a timeline.",
+            search_aliases=["vram", "statistics", "profile"],
+            inputs=[
+                io.Model.Input("model", optional=True, tooltip="The model as it goes into the sampler."),
+                io.Clip.Input("clip", optional=True, tooltip="A text encoder to report on instead."),
+                io.Vae.Input("vae", optional=True, tooltip="A VAE to report on instead."),
+                io.ControlNet.Input(
+                    "control_net", optional=True, tooltip="A ControlNet to report on instead."
+                ),
+                io.AnyType.Input(
+                    "after",
+                    optional=True,
+                    tooltip="Anything that comes out of the run (a latent, an image), so that the report is made after it.",
+                ),
+            ],
+            outputs=[
+                io.String.Output(display_name="text", tooltip="The figures as lists, a line each."),
+                io.Image.Output(
+                    display_name="timeline",
+                    tooltip="One step (computing, copies and waits), and all figures as a table.",
+                ),
+            ],
+            hidden=[io.Hidden.unique_id],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> float:
+        return time.monotonic()  # the same inputs, another run: other figures
+
+    @classmethod
+    def execute(
+        cls, model: Any = None, clip: Any = None, vae: Any = None, control_net: Any = None, after: Any = None
+    ) -> Any:
+        held = getattr(control_net, "control_model_wrapped", None)
+        patchers = (model, getattr(clip, "patcher", None), getattr(vae, "patcher", None), held)
+        patcher = next((found for found in patchers if found is not None), None)
+        if patcher is None:
+            raise ValueError(
+                "connect a model, a clip, a vae or a control_net whose weights Carom can hold: there is nothing to report on"
+            )
+        line, report = figures(patcher)
+        text = f"{line}\n\n{report.listing()}"
+        picture = image_of(report)
+        host.show(text, str(getattr(getattr(cls, "hidden", None), "unique_id", None) or ""))
+        shown = {**ui.PreviewText(text).as_dict(), **ui.PreviewImage(picture).as_dict()}
+        return io.NodeOutput(text, picture, ui=shown)
+
+
+def figures(patcher: Any) -> tuple[str, Report]:
+    """What is known of a patcher: one line, and a report (of sizes alone where ComfyUI keeps the weights)."""
+    streaming = known_streaming(patcher.model)
+    report = streaming.report() if streaming is not None else None
+    loaded, size = patcher.loaded_size(), host.module_bytes(patcher.model)
+    if streaming is not None and report is not None:
+        line = streaming.line(loaded, streaming.stall_share())
+        if not streaming.streams:
+            line = f"Carom: unloaded; these are the figures of its last run ({format_size(size)} of weights)"
+        return line, report
+    settings = settings_of(patcher)
+    if settings is None:
+        line = "This model went through no Carom node; ComfyUI keeps its weights"
+    elif settings.reason:
+        line = f"Carom: {settings.reason}"
+    elif streaming is not None and streaming.note:
+        line = f"Carom: {streaming.note}"
+    elif loaded:
+        line = f"Carom: the whole model fits ({format_size(loaded)} loaded by ComfyUI); nothing streams"
+    else:
+        line = "Carom: not loaded yet; connect 'after' to the sampler's result"
+    return line, Report(
+        resident_bytes=int(loaded),
+        vram_peak_bytes=int(loaded),
+        vram_budget_bytes=size,
+        device=str(patcher.load_device),
+    )
+
+
+def image_of(report: Report) -> torch.Tensor:
+    """The timeline above the table of figures, as ComfyUI's IMAGE: float32 (1, height, width, 3) in [0, 1]."""
+    from PIL import Image
+
+    with tempfile.TemporaryDirectory(prefix="carom-") as folder:
+        parts = []
+        for name, draw in (("timeline", report.plot), ("table", lambda path: _draw_table(report, path))):
+            draw(str(Path(folder) / f"{name}.png"))
+            with Image.open(Path(folder) / f"{name}.png") as picture:
+                parts.append(np.asarray(picture.convert("RGB"), dtype=np.float32) / 255.0)
+    return torch.from_numpy(np.concatenate(parts))[None]
+
+
+def _draw_table(report: Report, path: str) -> None:
+    from matplotlib.figure import Figure  # the object alone: pyplot would touch global state
+
+    table = report.table()
+    height = LINE_INCHES * (table.count("\n") + 3)
+    figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor="white")
+    top = 1 - LINE_INCHES / height
+    figure.text(0.015, top, table, family="monospace", size=TABLE_SIZE, color=INK, va="top", linespacing=1.25)
+    figure.savefig(path, format="png")
