@@ -50,6 +50,7 @@ def main(comfyui: str, folder: str) -> None:
         save(encoder, models / "text_encoders" / f"{kind}.safetensors")
     whole = {"model.diffusion_model." + k: v for k, v in unet.items()}
     with_vae = {"first_stage_model." + k: v for k, v in weights(vae(), 12, torch.float16).items()}
+    save(weights(vae(), 12, torch.float16), models / "vae" / "sd15.safetensors")
     save(whole | with_vae, models / "checkpoints" / "sd15_vae.safetensors")
     whole.update({"cond_stage_model.transformer." + k: v for k, v in clip.items()})
     whole.update({"first_stage_model." + k: v for k, v in weights(taesd(), 8, torch.float16).items()})

@@ -97,8 +97,8 @@ def test_all_nodes_are_there_with_tooltips_docs_and_locale(server):
     found = server.get("/object_info")
     mine = {name: info for name, info in found.items() if name.startswith("Carom") and "Test" not in name}
     assert set(mine) == {
-        "CaromLoadDiffusionModel", "CaromLoadCheckpoint", "CaromLoadCLIP", "CaromOffload", "CaromOffloadCLIP",
-        "CaromPlan", "CaromReport",
+        "CaromLoadDiffusionModel", "CaromLoadCheckpoint", "CaromLoadCLIP", "CaromLoadVAE", "CaromOffload",
+        "CaromOffloadCLIP", "CaromOffloadVAE", "CaromOffloadControlNet", "CaromPlan", "CaromReport",
     }  # fmt: skip
     translated = server.get("/i18n")["en"]["nodeDefs"]
     for name, info in mine.items():
@@ -106,6 +106,7 @@ def test_all_nodes_are_there_with_tooltips_docs_and_locale(server):
             for widget, spec in group.items():
                 assert spec[1].get("tooltip"), f"{name}.{widget} has no tooltip"
                 assert widget in translated[name]["inputs"]
+        assert all(info["output_tooltips"]), name
         assert translated[name]["display_name"] == info["display_name"]
         assert server.get(f"/extensions/carom/docs/{name}.md").startswith("#")
     assert "carom" in server.get("/workflow_templates")
@@ -247,10 +248,32 @@ def test_controlnets_steer_a_streamed_model(server):
         graph.positive = ["steer", 0]
         return graph
 
+    def streamed(graph: Graph) -> Graph:
+        steered(graph).nodes["ours"] = node(
+            "CaromOffloadControlNet", control_net=["net", 0], mode="stream", vram="12MiB"
+        )
+        graph.nodes["steer"]["inputs"]["control_net"] = ["ours", 0]
+        return graph
+
     reference = hash_of(server, steered(stock("sd15", cfg=2.0)))
     assert reference != hash_of(server, stock("sd15", cfg=2.0))
     for _ in range(2):
         assert hash_of(server, steered(ours("sd15", cfg=2.0))) == reference
+        assert hash_of(server, streamed(ours("sd15", cfg=2.0))) == reference
+    assert hash_of(server, streamed(stock("sd15", cfg=2.0))) == reference
+    prompt = streamed(ours("sd15", cfg=2.0)).prompt()
+    prompt["report"] = node("CaromReport", control_net=["ours", 0], after=["sample", 0])
+    assert "12.00 MiB allowed" in server.run(prompt)["report"]["text"][0]
+
+
+def test_a_model_that_fits_streams_where_that_was_asked_for(server):
+    graph = ours("flux", vram="auto", mode="stream")
+    prompt = graph.prompt()
+    prompt["report"] = node("CaromReport", model=graph.model, after=["sample", 0])
+    outputs = server.run(prompt)
+    assert outputs["hash"]["class"] == ["CaromModelPatcher"]
+    assert outputs["hash"]["hash"] == [hash_of(server, stock("flux"))]
+    assert "streams" in outputs["report"]["text"][0] and "\nCarom: 0 %" not in outputs["report"]["text"][0]
 
 
 def test_two_models_alternate_and_free_memory_unloads_them(server):
@@ -495,6 +518,33 @@ def test_a_whole_vae_streams_in_tiles_both_ways(server):
     assert told["hash"]["hash"] == stock["hash"]["hash"]
 
 
+@pytest.mark.parametrize("kind", ["CaromLoadVAE", "CaromOffloadVAE"])
+def test_a_vae_streams_by_itself(server, kind):
+    def prompt(nodes: dict) -> dict:
+        tiles = {"tile_size": 64, "overlap": 0, "temporal_size": 64, "temporal_overlap": 8}
+        return {
+            **nodes,
+            "picture": node("CaromTestPicture", width=96, height=64, seed=3),
+            "encode": node("VAEEncodeTiled", pixels=["picture", 0], vae=["vae", 0], **tiles),
+            "decode": node("VAEDecodeTiled", samples=["encode", 0], vae=["vae", 0], **tiles),
+            "hash": node("CaromTestHash", value=["decode", 0]),
+        }
+
+    stock = node("VAELoader", vae_name="sd15.safetensors")
+    widgets = {"mode": "stream", "vram": "40MiB", "codec": CODEC}
+    mine = (
+        {"vae": node(kind, vae_name="sd15.safetensors", **widgets)}
+        if kind == "CaromLoadVAE"
+        else {"stock": stock, "vae": node(kind, vae=["stock", 0], **widgets)}
+    )
+    reference = server.run(prompt({"vae": stock}))["hash"]
+    asked = prompt(mine)
+    asked["report"] = node("CaromReport", vae=["vae", 0], after=["decode", 0])
+    told = server.run(asked)
+    assert told["hash"]["hash"] == reference["hash"] and reference["finite"] == [True]
+    assert "40.00 MiB allowed" in told["report"]["text"][0]
+
+
 def test_checkpoint_with_clip_and_vae(server):
     def prompt(loader: dict) -> dict:
         return {
@@ -523,13 +573,15 @@ def test_report_and_plan(server):
     prompt["report"] = node("CaromReport", model=graph.model, after=["sample", 0])
     prompt["picture"] = node("PreviewImage", images=["report", 1])
     prompt["plan"] = node(
-        "CaromPlan", model_name="flux.safetensors", card="rtx4090", vram="auto", ram="32GiB", tokens=4096
+        "CaromPlan", model_name="flux.safetensors", card="RTX 4090", vram="auto", ram="32GiB", tokens=4096
     )
+    prompt["assumed"] = node("CaromPlan", model_name="flux.safetensors")
     outputs = server.run(prompt)
     text = outputs["report"]["text"][0]
-    assert "streams" in text and "budget for weights" in text and "8.00 MiB" in text
-    assert outputs["picture"]["images"]
-    assert "flux" in outputs["plan"]["text"][0].lower()
+    assert "streams" in text and "- budget for weights: 8.00 MiB" in text and "  " not in text
+    assert outputs["picture"]["images"] and outputs["report"]["images"]
+    assert "flux" in outputs["plan"]["text"][0].lower() and "--" not in outputs["plan"]["text"][0]
+    assert "the card is assumed to be" in outputs["assumed"]["text"][0]
 
 
 def test_native_mode_and_auto_on_a_cpu_leave_the_model_to_comfyui(server):
@@ -546,7 +598,8 @@ def test_native_mode_and_auto_on_a_cpu_leave_the_model_to_comfyui(server):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"vram": "1KiB"}, "least budget that works"),
+        ({"vram": "1KiB"}, "vram=1KiB is too small for this model: set vram on this node to"),
+        ({"vram": "5"}, "did you mean 5GiB?"),
         ({"vram": "a lot"}, "is not a size"),
         ({"vram": "0"}, "no memory at all"),
         ({"vram": "900%"}, "more than 100 %"),
@@ -570,6 +623,8 @@ def test_bad_input_is_a_message_and_the_next_prompt_works(server, change, messag
     with pytest.raises(PromptFailed) as refused:
         server.run(graph.prompt())
     assert message in str(refused.value)
+    if "vram" in change:  # the page marks the node that has the widget
+        assert '"node_type": "CaromLoadDiffusionModel"' in str(refused.value)
     assert hash_of(server, ours("flux")) == hash_of(server, stock("flux"))
 
 
