@@ -1,13 +1,15 @@
 """ComfyUI's page in a real browser: our nodes, a workflow out of the template browser, a run, what the nodes say.
 
-COMFYUI_PATH=/path/to/ComfyUI python -m pytest tests/test_comfy_page.py; CAROM_SCREENSHOT names a file to keep the picture in.
+COMFYUI_PATH=/path/to/ComfyUI python -m pytest tests/test_comfy_page.py; CAROM_SCREENSHOTS names a folder to keep pictures in.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromedriver are not installed"),
     pytest.mark.timeout(600),
 ]
+WORKFLOWS = sorted((Path(__file__).resolve().parent.parent / "workflows").glob("*.json"))
 WORKFLOW = "carom_flux_text_to_image"
 NODE = "const node = app.graph._nodes.find(n => n.type === arguments[0]);"
 SET = NODE + "node.widgets.find(w => w.name === arguments[1]).value = arguments[2]; return 1;"
@@ -32,8 +35,14 @@ def server(request, tmp_path_factory, carom_cli):
     base = tmp_path_factory.mktemp("comfy-page")
     server = Server(request.param, base)
     server.prepare()
-    # The page marks files that are not there; of this one only the name is looked at.
-    (base / "models" / "text_encoders" / "t5xxl_fp16.safetensors").write_bytes(b"")
+    # The page marks files that are not there. Of those that no test loads, only the names are looked at.
+    for path in WORKFLOWS:
+        for item in json.loads(path.read_text("utf-8"))["nodes"]:
+            for model in item["properties"].get("models", []):
+                file = base / "models" / model["directory"] / model["name"]
+                file.parent.mkdir(exist_ok=True)
+                if not file.exists():
+                    file.write_bytes(b"")
     done = carom_cli("install-comfyui", str(base))
     assert done.returncode == 0, done.stderr
     try:
@@ -99,5 +108,77 @@ def test_nodes_a_template_that_loads_and_runs(server, page):
         page.wait(NODE + "return node.widgets.some(w => String(w.value).includes('streams')) ? 1 : 0", kind)
     picture = page.screenshot()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
-    if keep := os.environ.get("CAROM_SCREENSHOT"):
-        Path(keep).write_bytes(picture)
+    keep(page, "page")
+
+
+def keep(page: Page, name: str) -> None:
+    if folder := os.environ.get("CAROM_SCREENSHOTS"):
+        Path(folder, f"{name}.png").write_bytes(page.screenshot())
+
+
+def show(page: Page, kind: str) -> None:
+    """Bring a node to the upper left, in its true size."""
+    page.run(NODE + "const d = app.canvas.ds; d.scale = 1; d.offset = [60 - node.pos[0], 80 - node.pos[1]];"
+             "app.canvas.setDirty(true, true); return 1;", kind)  # fmt: skip
+    time.sleep(1)  # it is drawn
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("mode", ["classic", "nodes 2.0"])
+def test_a_template_opens_without_an_error(server, page, path, mode):
+    use(page, mode)
+    page.run(
+        "return fetch('/api/workflow_templates/carom/' + arguments[0] + '.json').then(a => a.json())"
+        ".then(w => app.loadGraphData(w, true, true, arguments[0])).then(() => 1)", path.stem,
+    )  # fmt: skip
+    page.wait("return app.graph._nodes.some(n => n.type === 'CaromReport') ? 1 : 0")
+    time.sleep(2)  # dialogs come after the graph
+    assert page.run("return app.graph._nodes.filter(n => n.has_errors || !n.type).map(n => n.type)") == []
+    visible = (
+        "[...document.querySelectorAll('[role=dialog], [role=alert]')].filter(e => e.getClientRects().length)"
+    )
+    assert page.run(f"return {visible}.map(e => e.innerText)") == []
+    assert "missing" not in page.run("return document.body.innerText").lower()
+    page.run("app.extensionManager.command.execute('Comfy.Canvas.FitView'); return 1;")
+    time.sleep(1)
+    keep(page, f"{path.stem} {mode}")
+
+
+def use(page: Page, mode: str) -> None:
+    page.run("return app.extensionManager.setting.set('Comfy.VueNodes.Enabled', arguments[0]).then(() => 1)",
+             mode == "nodes 2.0")  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["classic", "nodes 2.0"])
+def test_report_and_plan_read_well(server, page, mode):
+    """Lists of "name: value", a line each, in both of the page's ways to draw nodes."""
+    use(page, mode)
+    page.run(
+        "const [make, link] = [(t, x, y) => { const n = LiteGraph.createNode(t); n.pos = [x, y]; app.graph.add(n); return n; },"
+        "(a, i, b, name) => a.connect(i, b, b.inputs.findIndex(s => s.name === name))];"
+        "app.graph.clear(); const load = make('CaromLoadDiffusionModel', 0, 0), cond = make('CaromTestConditioning', 0, 500),"
+        "latent = make('CaromTestLatent', 0, 800), sample = make('KSampler', 400, 0), report = make('CaromReport', 800, 0),"
+        "plan = make('CaromPlan', 1400, 0); report.size = [460, 720]; plan.size = [460, 520];"
+        "const set = (n, name, v) => { n.widgets.find(w => w.name === name).value = v; };"
+        "set(load, 'unet_name', 'flux1-dev.safetensors'); set(load, 'mode', 'stream'); set(load, 'vram', '10MiB');"
+        "set(cond, 'width', 768); set(cond, 'pooled', 768); set(cond, 'tokens', 8); set(latent, 'shape', '1,16,16,16');"
+        "set(sample, 'steps', 3); set(sample, 'cfg', 1); set(plan, 'model_name', 'flux1-dev.safetensors');"
+        "link(load, 0, sample, 'model'); link(cond, 0, sample, 'positive'); link(cond, 0, sample, 'negative');"
+        "link(latent, 0, sample, 'latent_image'); link(load, 0, report, 'model'); link(sample, 0, report, 'after'); return 1;"
+    )  # fmt: skip
+    before = set(server.get("/history"))
+    page.click('[data-testid="queue-button"], .comfy-queue-btn', "Run")
+    page.wait("return fetch('/history').then(a => a.json()).then(h => Object.keys(h).length > arguments[0] ? 1 : 0)",
+              len(before), seconds=300)  # fmt: skip
+    (ran,) = set(server.get("/history")) - before
+    status = server.get(f"/history/{ran}")[ran]["status"]
+    assert status["status_str"] == "success", status
+    for kind, line in (("CaromReport", "budget for weights: 10.00 MiB"), ("CaromPlan", "together:")):
+        show(page, kind)
+        keep(page, f"{kind} {mode}")
+        shown = page.wait(
+            "const all = [...document.querySelectorAll('.comfy-markdown-content, .dom-widget, [class*=overflow-y-auto]')];"
+            "const found = all.find(e => e.innerText.includes(arguments[0])); return found ? found.innerText : 0;", line
+        )  # fmt: skip
+        (alone,) = (text for text in shown.splitlines() if line in text)
+        assert len(alone) < 80, "a paragraph"
