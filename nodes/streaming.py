@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import BudgetError, CaromError, UnsupportedError
+from ..core.errors import BudgetError
 from ..core.progress import told_to
 from ..core.report import Report
 from ..core.session import Session, stream
@@ -23,27 +23,15 @@ from . import host
 from .plain_ops import shorten
 from .policy import Settings, describe, parse_limit
 from .room import TakesRoom
-from .tensors import MAPPED, own_tensors, wrapped_kind
+from .roots import least_bytes, prepare, root_of
+from .tensors import MAPPED, own_tensors
 from .wrapped import dresses, put_together, take_apart
 
 logger = logging.getLogger("carom")
-# What ComfyUI calls on models whose own forward it does not call: text encoders, then VAEs.
-ENTRANCES = ("encode_token_weights", "generate", "encode", "decode")
 _ATTRIBUTE = "_carom_streaming"
 TELL_EVERY_S = 2.0
 # Models that ComfyUI unloaded and whose weights wait on, the longest unused first.
 _suspended: weakref.WeakKeyDictionary[Streaming, None] = weakref.WeakKeyDictionary()
-
-
-class Scope(nn.Module):
-    """The root of a session on a model that is entered by other methods than ``forward``."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
 
 
 class Streaming(TakesRoom):
@@ -79,9 +67,8 @@ class Streaming(TakesRoom):
     def check(self, device: torch.device, settings: Settings) -> None:
         """Raise BudgetError where the user's own limit is less than the least budget that works on ``device``.
 
-        Nodes ask this while they run, so that the error is shown on the node that has the widget. A model that is on the
-        device already is not looked at: `open` and `resume` refuse the limit then. Raises UnsupportedError where the weights
-        cannot be streamed and ``settings`` demand it.
+        Nodes ask this while they run, so that the error is shown on the node that has the widget. Raises UnsupportedError
+        where the weights cannot be streamed and ``settings`` demand it.
         """
         limit = parse_limit(settings.vram, host.device_bytes(device))
         if limit >= self.total:
@@ -89,9 +76,11 @@ class Streaming(TakesRoom):
         key = replace(settings, vram="", ram="", node="")
         if key not in self._least:
             model = self._model()
-            if self.session is not None or getattr(model, "current_weight_patches_uuid", None) is not None:
-                return
-            self._least[key] = self._least_bytes(device, settings)
+            assert model is not None
+            if self.session is None:
+                self._least[key] = least_bytes(root_of(model)[0], device, settings)
+            else:
+                self._least[key] = self._session_least()
         least = self._least[key]
         if least > limit:
             raise BudgetError(
@@ -100,34 +89,13 @@ class Streaming(TakesRoom):
                 least,
             )
 
-    def _least_bytes(self, device: torch.device, settings: Settings) -> int:
-        """Bytes of the least budget that works, 0 where that is not known before the model is loaded."""
-        root, _ = self._root()
+    def _session_least(self) -> int:
+        assert self.session is not None
         try:
-            self._take_apart(root)
-            if self.dressed:
-                settings = replace(settings, codec="raw")
-            self._prepare(root)
-            session = stream(
-                root,
-                device=device,
-                vram=1,
-                ram=self.total,
-                granularity=settings.granularity,
-                codec=settings.codec,
-            )
+            self.session.set_budget(vram=1)  # refused, and nothing changes
         except BudgetError as error:
             return error.least_bytes or 0
-        except CaromError:
-            if settings.mode == "stream":
-                raise
-            return 0
-        else:
-            session.close()  # no weight needs the device
-            return 0
-        finally:
-            self._undo.close()
-            self.dressed = False
+        return 0
 
     def open(self, device: torch.device, bound: int, settings: Settings) -> None:
         """Stream within ``bound`` bytes of ``device``; where ComfyUI offers less than what works, within that.
@@ -136,7 +104,7 @@ class Streaming(TakesRoom):
         """
         model, began = self._model(), time.monotonic()
         assert model is not None and self.session is None
-        root, entrances = self._root()
+        root, entrances = root_of(model)
         self._take_apart(root)
         bar = host.LoadingBar()
         if (
@@ -167,7 +135,7 @@ class Streaming(TakesRoom):
     def _attach(
         root: nn.Module, device: torch.device, bound: int, settings: Settings, bar: host.LoadingBar
     ) -> tuple[Session, int]:
-        Streaming._prepare(root)
+        prepare(root)
         limit = parse_limit(settings.vram, host.device_bytes(device))
         with _laying_out(), told_to(bar):
             try:
@@ -177,26 +145,6 @@ class Streaming(TakesRoom):
                     raise
                 # Less than this cannot run at all; ComfyUI's own estimate has reserves to give.
                 return _stream(root, device, error.least_bytes, settings), error.least_bytes
-
-    def _root(self) -> tuple[nn.Module, tuple[str, ...]]:
-        """The module whose forward is a step, and the model's methods that are steps where no forward is."""
-        model = self._model()
-        assert model is not None
-        inner = getattr(model, "diffusion_model", None)
-        if isinstance(inner, nn.Module):
-            return inner, ()
-        entrances = tuple(name for name in ENTRANCES if callable(getattr(model, name, None)))
-        return (Scope(model), entrances) if entrances else (model, ())
-
-    @staticmethod
-    def _prepare(root: nn.Module) -> None:
-        """Ordinary tensors in the model. Raises UnsupportedError for weights that are none and cannot be taken apart."""
-        kind = wrapped_kind(root)
-        if kind:
-            raise UnsupportedError(
-                f"its weights are of the kind {kind}, which Carom cannot take apart; set mode to auto or native"
-            )
-        own_tensors(root)
 
     def lengthen(self) -> None:
         """ComfyUI's own forwards again: compiled code is to see what it always sees."""

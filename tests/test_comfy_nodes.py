@@ -343,6 +343,25 @@ def test_a_budget_too_small_is_reported_on_the_node_that_has_the_widget(comfy, d
         execute(comfy.nodes["CaromLoadVAE"], vae_name="model.safetensors", **small)
 
 
+@pytest.mark.parametrize("mode", ["stream", "native"])
+def test_a_budget_too_small_is_reported_on_the_node_when_the_model_is_loaded_already(comfy, mode):
+    plain = ModelPatcher(Model(), torch.device("cpu"), torch.device("cpu"))
+    node = comfy.nodes["CaromOffload"]
+    (first,) = execute(node, model=plain, mode=mode, vram="64KiB").args
+    x, cpu = torch.randn(2, 64), torch.device("cpu")
+    first.partially_load(cpu, 1e32)
+    expected, held = first.model.diffusion_model(x), first.loaded_size()
+    with pytest.raises(carom.BudgetError, match="vram=1KiB is too small for this model"):
+        execute(node, model=plain, mode="stream", vram="1KiB")
+    assert torch.equal(first.model.diffusion_model(x), expected)
+    assert first.loaded_size() == held
+    first.detach()  # ComfyUI unloads it
+    with pytest.raises(carom.BudgetError, match="vram=1KiB is too small for this model"):
+        execute(node, model=plain, mode="stream", vram="1KiB")
+    first.partially_load(cpu, 1e32)
+    assert torch.equal(first.model.diffusion_model(x), expected)
+
+
 def test_what_a_too_small_budget_is_set_to_then_works(comfy):
     node = comfy.nodes["CaromLoadDiffusionModel"]
     comfy.make = lambda path: Model(width=600)
