@@ -220,9 +220,14 @@ def _batch(plan: PaperPlan) -> str:
     resident = sum(
         n for n, group in zip(best.placement.resident, plan.shape.groups, strict=True) if group.repeated
     )
+    fewer = (
+        f", with {resident} layers on the card instead of {plan.resident_layers}"
+        if resident != plan.resident_layers
+        else ""
+    )
     return (
-        f"Best batch: {best.tokens // sample} samples at once ({best.tokens:,} tokens) give {gain:.2f}x the throughput, with "
-        f"{resident} layers on the card instead of {plan.resident_layers} ({seconds(best.step.seconds)} a step)."
+        f"Best batch: {best.tokens // sample} samples at once ({best.tokens:,} tokens) give {gain:.2f}x the throughput{fewer} "
+        f"({seconds(best.step.seconds)} a step)."
     )
 
 

@@ -161,7 +161,7 @@ class Report:
         work = "training" if self.kind == "train" else "inference"
         rows: list[tuple[str, ...]] = [
             (f"Memory on the device ({self.device})" if self.device else "Memory on the device",),
-            ("budget for weights", format_size(self.vram_budget_bytes), _share(self.vram_budget_bytes, self.weight_bytes, "of the weights")),
+            ("budget for weights", format_size(self.vram_budget_bytes), self._budget_share()),
             ("peak held by Carom", format_size(self.vram_peak_bytes), self._budget_verdict()),
             ("  resident weights", format_size(self.resident_bytes), "stay on the device"),
         ]  # fmt: skip
@@ -211,7 +211,7 @@ class Report:
             ("  waiting for weights", format_seconds(self.stall_seconds), _share(self.stall_seconds, self.step_seconds, "of the step (stall)")),
             ("  best possible", format_seconds(self.roofline_seconds), self._roofline_verdict()),
             ("  predicted", format_seconds(self.predicted_seconds), "by the planner, from the first steps"),
-            ("transfers hidden", _percent(self.hidden_fraction), "behind computing"),
+            ("transfers hidden", _percent(self.hidden_fraction if self.raw_bytes_per_step else None), "behind computing"),
             ("link rate", format_rate(self.link_bytes_per_second), "host to device"),
         ]  # fmt: skip
         if self.packed_units:
@@ -241,6 +241,11 @@ class Report:
             rows.append(("Notes",))
             rows += [("", "", note) for note in self.notes]
         return rows
+
+    def _budget_share(self) -> str:
+        if 0 < self.weight_bytes <= self.vram_budget_bytes:
+            return "all of the weights fit"
+        return _share(self.vram_budget_bytes, self.weight_bytes, "of the weights")
 
     def _budget_verdict(self) -> str:
         if self.vram_peak_bytes <= self.vram_budget_bytes:
