@@ -376,7 +376,8 @@ class Mapped:
 
         import nodes
 
-        offload = sys.modules[nodes.NODE_CLASS_MAPPINGS["CaromOffload"].__module__]
+        own_nodes = nodes.NODE_CLASS_MAPPINGS["CaromOffload"].__module__
+        offload = sys.modules[own_nodes.replace("offload_nodes", "offload")]
         settings = offload.Settings("stream", vram)
         return (offload.wear(offload._static(patcher), settings),)
 
