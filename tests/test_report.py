@@ -242,3 +242,10 @@ def test_overlapping_spans_of_a_lane_go_to_a_second_track(tmp_path):
     track = {e["name"]: e["tid"] for e in events if e["ph"] == "X"}
     assert track["a"] == track["c"] != track["b"]
     assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["link", "link 2"]
+
+
+def test_what_stays_packed_counts_by_what_it_unpacks_to():
+    report = Report(
+        resident_bytes=100, resident_packed_bytes=40, resident_packed_raw_bytes=60, streamed_bytes=10
+    )
+    assert report.weight_bytes == 130
