@@ -1,4 +1,4 @@
-"""The real ComfyUI of the tests: on the CPU, with tiny random models. Used where COMFYUI_PATH is set."""
+"""The real ComfyUI of the tests: on the CPU (or as COMFYUI_OPTIONS say), with tiny random models. Used where COMFYUI_PATH is set."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ __all__ = ["PACKS", "PATHS", "PYTHON", "REASON", "PromptFailed", "Server", "node
 
 HERE = Path(__file__).resolve().parent
 PATHS = [path for path in os.environ.get("COMFYUI_PATH", "").split(os.pathsep) if path]
+# On a GPU: COMFYUI_OPTIONS="--verbose INFO", say.
+OPTIONS = os.environ.get("COMFYUI_OPTIONS", "--cpu").split()
 PACKS = [path for path in os.environ.get("COMFYUI_PACKS", "").split(os.pathsep) if path]
 REASON = (
     "set COMFYUI_PATH to a ComfyUI folder (several: separated as in PATH) to run the tests of the real server"
@@ -38,6 +40,6 @@ class Server(ComfyServer):
         if made.returncode:
             raise RuntimeError(f"the tiny models could not be made:\n{made.stderr[-4000:]}")
 
-    def start_on_cpu(self) -> None:
+    def start_for_tests(self) -> None:
         # Layers this small only wait for other threads.
-        self.start("--cpu", environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
+        self.start(*OPTIONS, environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})

@@ -46,7 +46,7 @@ def server(request, tmp_path_factory, carom_cli):
     done = carom_cli("install-comfyui", str(base))
     assert done.returncode == 0, done.stderr
     try:
-        server.start_on_cpu()
+        server.start_for_tests()
         server.post(
             "/settings/Comfy.TutorialCompleted", True
         )  # else the first visit opens a dialog of its own

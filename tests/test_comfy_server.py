@@ -31,7 +31,7 @@ def server(request, tmp_path_factory, carom_cli):
     done = carom_cli("install-comfyui", str(base))
     assert done.returncode == 0, done.stderr
     try:
-        server.start_on_cpu()
+        server.start_for_tests()
         yield server
     finally:
         server.stop()
