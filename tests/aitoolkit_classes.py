@@ -41,7 +41,7 @@ MODEL: dict[str, dict[str, Any]] = {
     "ace_step_15": {"name_or_path": "somebody/model/file.safetensors"},
     "ace_step_15_xl": {"name_or_path": "somebody/model/file.safetensors"},
 }
-SECONDS = 60  # a class may take
+SECONDS = 300  # a class may take
 
 
 def values(module: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
