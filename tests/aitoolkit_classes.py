@@ -1,7 +1,7 @@
-"""Every model class of a real ai-toolkit loads a model of its real size with `offload: bouncing`, on a device that counts.
+"""Every model class of a real ai-toolkit loads a model of full size with `offload: bouncing`, on a device that counts.
 
-`python aitoolkit_classes.py [ARCH ...]` in a folder of links to the checkout, by the ai-toolkit's own Python: a line of JSON
-for each. What the hub would give is made up: models by their class's own defaults, without values; tokenizers are mocks.
+`python aitoolkit_classes.py [ARCH ...]` in the checkout, by the ai-toolkit's own Python: a line of JSON for each. What the
+hub would give is made up: models of the size that is their class's default, without values; tokenizers are mocks.
 """
 
 from __future__ import annotations
@@ -130,11 +130,9 @@ class Hub:
 
     def model(self, cls: Any, *args: Any, **options: Any) -> nn.Module:
         """``from_pretrained`` of one model class: the model as its class has it by default."""
-        if (
-            hasattr(cls, "config_class")
-            and cls.config_class is not None
-            and "Config" in cls.config_class.__name__
-        ):
+        import transformers
+
+        if issubclass(cls, transformers.PreTrainedModel):
             made = cls(options.get("config") or cls.config_class())
         else:
             made = cls(**SIZES.get(cls.__name__, {}))
@@ -190,13 +188,9 @@ class Hub:
         import safetensors.torch
         import transformers
 
-        tokens = transformers.PreTrainedTokenizerBase, transformers.AutoTokenizer, transformers.AutoProcessor
+        tokens = transformers.PreTrainedTokenizerBase, transformers.AutoTokenizer
         pictures = transformers.image_processing_base.ImageProcessingMixin
-        for cls in (
-            *tokens,
-            transformers.ProcessorMixin,
-            pictures,
-        ):
+        for cls in (*tokens, transformers.ProcessorMixin, transformers.AutoProcessor, pictures):
             yield mock.patch.object(cls, "from_pretrained", lambda *_, **__: mock.MagicMock())
         yield mock.patch.object(
             transformers.AutoConfig, "from_pretrained", lambda *_, **__: transformers.Qwen3VLConfig()

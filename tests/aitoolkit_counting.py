@@ -1,4 +1,4 @@
-"""A device on which every byte is counted, for models of their real size: "cuda:0" of torch's fake tensors.
+"""A device on which every byte is counted, for models of full size: "cuda:0" of torch's fake tensors.
 
 Fake tensors have a shape, a dtype and a device, and no values: a model of 50 GB takes no memory, and needs no GPU.
 """

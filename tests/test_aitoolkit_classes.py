@@ -1,4 +1,4 @@
-"""No model is on the device whole while it loads: every model class of a real ai-toolkit, with models of their real size.
+"""No model is on the device whole while it loads: every model class of a real ai-toolkit, with models of full size.
 
 AI_TOOLKIT_PATH names a checkout, AI_TOOLKIT_PYTHON the Python that runs it. Its own loaders run, with Carom around them as in
 a job; the device is one of fake tensors on which bytes are counted (`aitoolkit_counting.py`), and no GPU is needed.
