@@ -13,7 +13,7 @@ from . import host
 from .patcher import KEY, strip, wear
 from .policy import Settings, Way, choose_way
 from .streaming import streaming_of
-from .tensors import MAPPED, own_memory, settle_dtypes
+from .tensors import MAPPED, own_memory, settle_dtypes, structure_of
 
 _STATIC = "_carom_static"
 
@@ -135,7 +135,7 @@ def _copied(
 
     patchers = comfy.model_patcher
     kind = patchers.ModelPatcher if disable_dynamic else patchers.CoreModelPatcher
-    return kind(copy.deepcopy(model), load_device=load_device, offload_device=offload_device)
+    return kind(structure_of(model), load_device=load_device, offload_device=offload_device)
 
 
 def told(result: tuple[Any, Way], settings: Settings) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from ..core.away import AwayParameter, AwayTensor
 from ..core.ops import HostParameter, HostTensor
 
 MAPPED = "_carom_mapped"  # of a model: its weights lie in a mapped file, which nobody may write to
+# What ComfyUI's dynamic patcher keeps of loaded weights: on the model, and on its modules.
+LOADED = ("dynamic_vbars", "dynamic_pins", "current_weight_patches_uuid", "_v", "_v_signature", "_pins")
 SMALL = 16 << 10  # bytes of a module; from there on ComfyUI's dynamic patcher converts weights as a whole
 
 
@@ -82,6 +85,29 @@ def own_memory(module: nn.Module) -> None:
                         nn.Parameter(new, requires_grad=False) if is_parameter else new,
                     )
                 table[name] = made[id(tensor)][1]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def structure_of(model: nn.Module) -> nn.Module:
+    """A copy of a dynamic patcher's model with parameters of its own over the same memory, as if it were never loaded.
+
+    What ComfyUI keeps on the modules of a loaded model owns device memory and pinned memory through pointers, which two
+    copies would free twice.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    alias: dict[int, Any] = {id(tensor): ordinary(tensor) for tensor in tensors if is_plain(tensor)}
+    taken = [
+        (module, name, module.__dict__.pop(name))
+        for module in model.modules()
+        for name in LOADED
+        if name in module.__dict__
+    ]
+    try:
+        return copy.deepcopy(model, alias)
+    finally:
+        for module, name, value in taken:
+            module.__dict__[name] = value
 
 
 def _bytes(module: nn.Module) -> int:

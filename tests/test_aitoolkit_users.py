@@ -83,6 +83,26 @@ def test_no_model_goes_to_the_device_whole_while_a_class_loads():
     job.close()
 
 
+def test_a_model_that_has_no_role_streams_where_its_loader_moved_it():
+    """Wan 2.1's image encoder: it is neither transformer nor text encoder nor VAE."""
+
+    class Sees(MovesFirst):
+        def load_model(self) -> None:
+            super().load_model()
+            self.image_encoder = standin.Transformer().to(META)
+
+    Sees.__module__ = MovesFirst.__module__
+    sd, job = Sees(), offload()
+    job.load(sd, sd.load_model)
+    assert devices(sd.image_encoder) == {"cpu"} and job.of(sd.image_encoder) is not None
+    assert devices(sd.vae) == {"meta"}
+    job.close()
+    sd, job = Sees(), offload(Policy("bouncing", text_encoder_percent=0.0))
+    job.load(sd, sd.load_model)
+    assert devices(sd.image_encoder) == {"meta"}
+    job.close()
+
+
 def test_a_model_left_alone_goes_where_its_loader_put_it():
     sd, job = MovesFirst(), offload(Policy("bouncing", text_encoder_percent=0.0))
     job.load(sd, sd.load_model)

@@ -422,6 +422,29 @@ def test_a_controlnet_streams_behind_any_loader(comfy, dynamic):
     assert "streams" in report and "- step time:" in report
 
 
+class Handle:
+    """Owns memory by a pointer, as comfy-aimdo's buffers do."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("two owners")
+
+
+def test_a_copy_of_a_loaded_controlnet_shares_its_weights_and_owns_nothing_of_comfyuis(comfy):
+    from carom.nodes.tensors import structure_of
+
+    model = layers()
+    handles = {"cuda": Handle()}, Handle()
+    model.dynamic_pins, model[0]._v = handles
+    model.current_weight_patches_uuid = "loaded"
+    copy = structure_of(model)
+    for mine, theirs in zip(copy.parameters(), model.parameters(), strict=True):
+        assert mine is not theirs and mine.data_ptr() == theirs.data_ptr() and not mine.requires_grad
+    assert not {"dynamic_pins", "current_weight_patches_uuid"} & set(vars(copy)) and not hasattr(
+        copy[0], "_v"
+    )
+    assert (model.dynamic_pins, model[0]._v) == handles
+
+
 def test_a_controlnet_without_weights_of_its_own_is_left_alone_and_the_reason_is_said(comfy):
     node = comfy.nodes["CaromOffloadControlNet"]
     adapter = types.SimpleNamespace()

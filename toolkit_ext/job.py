@@ -91,7 +91,10 @@ class JobOffload:
         roots = [(getattr(sd, "unet", None), self.policy.transformer_percent)]
         roots += [(encoder, self.policy.text_encoder_percent) for encoder in encoders]
         roots += [(getattr(sd, "refiner_unet", None), self.policy.transformer_percent)]
+        alone = [getattr(sd, "vae", None)]  # what goes where its loader put it
         for module, percent in roots:
+            if percent == 0:
+                alone.append(module)
             # A `.to` of the host's own says that the weights may not be moved at all (bitsandbytes).
             if (
                 isinstance(module, nn.Module)
@@ -100,7 +103,7 @@ class JobOffload:
                 and next(tensors(module), None) is not None
             ):
                 self.attach(module, percent=percent)
-        self._move_what_does_not_stream(kept)
+        self._place_the_rest(kept, alone)
         for role in ("unet", "refiner_unet"):
             root = getattr(sd, role, None)
             parts = {id(part) for part in root.modules()} if isinstance(root, nn.Module) else set()
@@ -111,12 +114,18 @@ class JobOffload:
                     attachment.trains = True  # its adapters are the network's, which it knows nothing of
         return result
 
-    def _move_what_does_not_stream(self, kept: list[Any]) -> None:
-        """Models that the loader moved, and that are nobody's to stream (a VAE, one with the percentage 0), go where it said."""
-        attached = {id(part) for a in self.attachments for part in a.module.modules()}
+    def _place_the_rest(self, kept: list[Any], alone: list[Any]) -> None:
+        """Models that the loader moved, and that have no role above: those of ``alone`` go where it said, others (an image
+        encoder) stream."""
+        apart = {id(part) for module in alone if isinstance(module, nn.Module) for part in module.modules()}
+        percent = self.policy.text_encoder_percent
         for module in filter(None, (reference() for reference in kept)):
-            if not any(id(part) in attached for part in module.modules()):
+            if any("_memory_manager" in part.__dict__ for part in module.modules()):
+                continue
+            if percent == 0 or any(id(part) in apart for part in module.modules()):
                 module.to(self.device)
+            else:
+                self.attach(module, percent=percent)
 
     def of(self, module: nn.Module | None) -> Attachment | None:
         """The attachment whose root is ``module``."""
