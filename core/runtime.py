@@ -306,7 +306,7 @@ class RuntimeEngine(StreamEngine):
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         self._runtime.wait(self._out_raw, self.record(self.stream()))
         self._copy(self._out, target, source)
-        source.record_stream(self._out)
+        self._stays_for(source, self._out)
         return self.record(self._out_raw)
 
     def mark(self) -> Any:

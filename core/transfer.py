@@ -195,11 +195,18 @@ class StreamEngine(Unwatched):
         piece = buffer[offset : offset + nbytes]
         if not self._countable or nbytes == 0:
             return piece
-        return torch.as_tensor(_DeviceArray(piece, piece.data_ptr(), nbytes), device=self.device)
+        return self._over(piece, piece.data_ptr(), nbytes)
 
     def at(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
         with torch.inference_mode(False):
-            return torch.as_tensor(_DeviceArray(owner, address, nbytes), device=self.device)
+            return self._over(owner, address, nbytes)
+
+    def _over(self, owner: Any, address: int, nbytes: int) -> torch.Tensor:
+        tensor = torch.as_tensor(_DeviceArray(owner, address, nbytes), device=self.device)
+        setattr(
+            tensor.untyped_storage(), _NOT_THE_ALLOCATORS, True
+        )  # the storage's, so that views have it too
+        return tensor
 
     def copy_in(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
@@ -254,8 +261,13 @@ class StreamEngine(Unwatched):
         return self.record(self._out)
 
     def _stays_for(self, tensor: torch.Tensor, stream: Any) -> None:
-        """The allocator keeps the tensor's memory until ``stream`` is through with it."""
-        tensor.record_stream(stream)
+        """The allocator keeps the tensor's memory until ``stream`` is through with it.
+
+        Memory that is not the allocator's outlives the copy: a slot is in use until it ends. `record_stream` of it does
+        nothing with torch's own allocator and fails with cudaMallocAsync.
+        """
+        if not hasattr(tensor.untyped_storage(), _NOT_THE_ALLOCATORS):
+            tensor.record_stream(stream)
 
     def stream(self) -> Any:
         return self._current()
@@ -339,6 +351,9 @@ class StreamEngine(Unwatched):
 
     def trim(self) -> None:
         self._api.empty_cache()
+
+
+_NOT_THE_ALLOCATORS = "_carom_not_the_allocators"
 
 
 class _DeviceArray:

@@ -66,6 +66,15 @@ def free_bytes(device: torch.device) -> int:
     return int(management().get_free_memory(device))
 
 
+def unload(patcher: Any) -> None:
+    """Have ComfyUI take a model and its clones off the device; whoever needs it next loads it again."""
+    unload_model = getattr(management(), "unload_model_and_clones", None)
+    if unload_model is None:
+        patcher.detach()
+    else:
+        unload_model(patcher)
+
+
 def kept_free() -> int:
     """Bytes of the device to be left to others: what the user reserved, and on Windows, where more than the card has
     spills into host memory, what ComfyUI reserves itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +19,18 @@ from .tensors import MAPPED, own_memory, settle_dtypes, structure_of
 _STATIC = "_carom_static"
 
 
-def offload(patcher: Any, settings: Settings, fresh: bool = False) -> tuple[Any, Way]:
+def offload(
+    patcher: Any, settings: Settings, fresh: bool = False, again: Callable[[Any], Any] | None = None
+) -> tuple[Any, Way]:
     """A clone of ``patcher`` that streams, or one that is ComfyUI's own with the reason why.
 
-    ``fresh``: it was loaded a moment ago and nobody else has it, so its weights may be taken as they are.
+    ``fresh``: it was loaded a moment ago and nobody else has it, so its weights may be taken as they are. ``again``: makes
+    a dynamic patcher over weights of its own out of ``patcher``, whose loader cannot be run again.
     Raises UnsupportedError where streaming was asked for by name and cannot be had, BudgetError where ``settings`` allow
     less than the least budget that works.
     """
     leaves = None
-    if patcher.is_dynamic() and patcher.cached_patcher_init is None and not fresh:
+    if patcher.is_dynamic() and patcher.cached_patcher_init is None and not fresh and again is None:
         leaves = "its loader cannot be run again, which leaving dynamic VRAM takes"
     way = choose_way(settings.mode, torch.device(patcher.load_device).type, leaves)
     if not way.streams:
@@ -35,12 +39,12 @@ def offload(patcher: Any, settings: Settings, fresh: bool = False) -> tuple[Any,
         kept.attachments[KEY] = replace(settings, reason=way.reason)
         return kept, way
     taken = fresh and patcher.is_dynamic() and not _in_use(patcher)
-    ours = wear(_static(patcher) if taken else static_clone(patcher, settings), settings)
+    ours = wear(_static(patcher) if taken else static_clone(patcher, settings, again), settings)
     streaming_of(ours.model).check(ours.load_device, settings)
     return ours, way
 
 
-def static_clone(patcher: Any, settings: Settings) -> Any:
+def static_clone(patcher: Any, settings: Settings, again: Callable[[Any], Any] | None = None) -> Any:
     """A clone outside dynamic VRAM, over the same weights where that is possible.
 
     Leaving dynamic VRAM runs the loader again, so what it gave is kept with the dynamic model: another LoRA or
@@ -50,7 +54,9 @@ def static_clone(patcher: Any, settings: Settings) -> Any:
         return patcher.clone()
     known = patcher.model.__dict__.get(_STATIC)
     if known is None:
-        known = patcher.model.__dict__[_STATIC] = wear(_loaded_again(patcher), settings)
+        known = patcher.model.__dict__[_STATIC] = wear(
+            _loaded_again(patcher) if again is None else _static(again(patcher)), settings
+        )
         known.parent = None  # it lives in the parent's model: no circle
     made = patcher.clone(disable_dynamic=True, model_override=known.get_clone_model_override())
     # When it goes, ComfyUI looks to its parent for the model that is still loaded: that is the static one's.
@@ -119,23 +125,18 @@ def offload_control(control: Any, settings: Settings) -> tuple[Any, Way]:
                 f"this ControlNet cannot be streamed: {reason}; set mode to auto or native"
             )
         return control, Way(False, f"{reason}; ComfyUI keeps the weights")
-    if patcher.is_dynamic() and patcher.cached_patcher_init is None:
-        patcher.cached_patcher_init = (_copied, (patcher.model, patcher.load_device, patcher.offload_device))
-    ours, way = offload(patcher, settings)
+    ours, way = offload(patcher, settings, again=_copied)
     made = control.copy()
     made.control_model_wrapped, made.control_model = ours, ours.model
     return made, way
 
 
-def _copied(
-    model: torch.nn.Module, load_device: Any, offload_device: Any, disable_dynamic: bool = False
-) -> Any:
-    """A patcher over a copy of ``model``: ComfyUI's ControlNet loaders leave no way to load the file again."""
-    import comfy.model_patcher  # type: ignore[import-not-found]
-
-    patchers = comfy.model_patcher
-    kind = patchers.ModelPatcher if disable_dynamic else patchers.CoreModelPatcher
-    return kind(structure_of(model), load_device=load_device, offload_device=offload_device)
+def _copied(patcher: Any) -> Any:
+    """A patcher over a copy of a ControlNet: ComfyUI's loaders of those leave no way to load the file again."""
+    if _in_use(patcher):
+        host.unload(patcher)  # small weights are on the device, theirs are in its backup
+    made = structure_of(patcher.model)
+    return type(patcher)(made, load_device=patcher.load_device, offload_device=patcher.offload_device)
 
 
 def told(result: tuple[Any, Way], settings: Settings) -> Any:

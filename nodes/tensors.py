@@ -13,7 +13,10 @@ from ..core.ops import HostParameter, HostTensor
 
 MAPPED = "_carom_mapped"  # of a model: its weights lie in a mapped file, which nobody may write to
 # What ComfyUI's dynamic patcher keeps of loaded weights: on the model, and on its modules.
-LOADED = ("dynamic_vbars", "dynamic_pins", "current_weight_patches_uuid", "_v", "_v_signature", "_pins")
+LOADED = (
+    "dynamic_vbars", "dynamic_pins", "dynamic_patchers", "current_weight_patches_uuid", "_v", "_v_block", "_v_signature",
+    "_pins", "_pin_state",
+)  # fmt: skip
 SMALL = 16 << 10  # bytes of a module; from there on ComfyUI's dynamic patcher converts weights as a whole
 
 

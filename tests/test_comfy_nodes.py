@@ -435,6 +435,7 @@ def test_a_copy_of_a_loaded_controlnet_shares_its_weights_and_owns_nothing_of_co
     model = layers()
     handles = {"cuda": Handle()}, Handle()
     model.dynamic_pins, model[0]._v = handles
+    model[1]._pin_state = model.dynamic_pins["cuda"]
     model.current_weight_patches_uuid = "loaded"
     copy = structure_of(model)
     for mine, theirs in zip(copy.parameters(), model.parameters(), strict=True):

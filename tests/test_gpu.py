@@ -626,3 +626,39 @@ def test_weights_in_the_native_pool_give_way_and_come_back(tmp_path, root):
     rest, pressed, back = seen["resident"][2], seen["resident"][5], seen["resident"][-1]
     assert pressed < back <= rest, seen
     assert seen["peak"] <= seen["budget"], seen
+
+
+ASYNC = """
+import copy, carom, torch
+from torch import nn
+
+torch.manual_seed(0)
+blocks = [nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024)) for _ in range(6)]
+plain = nn.Sequential(*blocks).to("cuda")
+model = copy.deepcopy(plain).cpu()
+x = torch.randn(32, 1024, device="cuda")
+with carom.stream(model, vram="14MiB", granularity="layer", codec="raw") as session, torch.no_grad():
+    for _ in range(3):
+        assert torch.equal(model(x), plain(x))
+    assert session.report().streamed_bytes > 0
+for mine, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+    assert torch.equal(mine.cpu(), theirs.cpu())
+print(torch.cuda.get_allocator_backend())
+"""
+
+
+def test_what_a_forward_writes_comes_home_under_cudas_own_allocator(root, tmp_path):
+    """cudaMallocAsync is ComfyUI's default."""
+    (tmp_path / "carom").symlink_to(root, target_is_directory=True)
+    chosen = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "PYTHONPATH": str(tmp_path)}
+    inherited = os.environ.get("PYTHONPATH")
+    chosen["PYTHONPATH"] += os.pathsep + inherited if inherited else ""
+    done = subprocess.run(
+        [sys.executable, "-c", ASYNC],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **chosen},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "cudaMallocAsync"

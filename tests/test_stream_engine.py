@@ -48,6 +48,9 @@ class Bytes:
     def record_stream(self, stream: Stream) -> None:
         self.users.append(stream)
 
+    def untyped_storage(self) -> Bytes:
+        return self
+
 
 @pytest.fixture(params=["set_stream", "context"])
 def api(request, monkeypatch):
@@ -136,6 +139,14 @@ def test_a_copy_to_the_host_comes_after_what_was_computed_and_keeps_its_source(a
     assert stream.log == [("wait", computed), ("copy", target, source), ("record", done)]
     assert source.users == [stream], "the allocator must not hand its memory out before the copy is over"
     assert api.current is compute
+
+
+def test_the_allocator_is_told_nothing_of_memory_that_is_not_its_own(api, engine):
+    """cudaMallocAsync, the allocator of ComfyUI, fails where it is."""
+    source = Bytes(api)
+    source._carom_not_the_allocators = True
+    engine.copy_out(Bytes(api), source)
+    assert source.users == []
 
 
 def test_the_current_stream_waits_not_the_host(api, engine):
