@@ -12,11 +12,8 @@ from ..core.away import AwayParameter, AwayTensor
 from ..core.ops import HostParameter, HostTensor
 
 MAPPED = "_carom_mapped"  # of a model: its weights lie in a mapped file, which nobody may write to
-# What ComfyUI's dynamic patcher keeps of loaded weights: on the model, and on its modules.
-LOADED = (
-    "dynamic_vbars", "dynamic_pins", "dynamic_patchers", "current_weight_patches_uuid", "_v", "_v_block", "_v_signature",
-    "_pins", "_pin_state",
-)  # fmt: skip
+# How attributes begin in which ComfyUI keeps what is loaded, on a dynamic patcher's model and on its modules.
+LOADED = ("dynamic_", "current_weight_patches_uuid", "_v", "_pin", "_prefetch", "_comfy_graph")
 SMALL = 16 << 10  # bytes of a module; from there on ComfyUI's dynamic patcher converts weights as a whole
 
 
@@ -103,8 +100,7 @@ def structure_of(model: nn.Module) -> nn.Module:
     taken = [
         (module, name, module.__dict__.pop(name))
         for module in model.modules()
-        for name in LOADED
-        if name in module.__dict__
+        for name in [name for name in module.__dict__ if name.startswith(LOADED)]
     ]
     try:
         return copy.deepcopy(model, alias)

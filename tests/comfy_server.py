@@ -8,7 +8,7 @@ from pathlib import Path
 
 from carom.benchmarks.comfy_host import PYTHON, ComfyServer, PromptFailed, node
 
-__all__ = ["PACKS", "PATHS", "PYTHON", "REASON", "PromptFailed", "Server", "node"]
+__all__ = ["OPTIONS", "PACKS", "PATHS", "PYTHON", "REASON", "PromptFailed", "Server", "node"]
 
 HERE = Path(__file__).resolve().parent
 PATHS = [path for path in os.environ.get("COMFYUI_PATH", "").split(os.pathsep) if path]
