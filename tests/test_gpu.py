@@ -634,10 +634,12 @@ from torch import nn
 
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 torch.manual_seed(0)
-model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).to(torch.bfloat16)
+model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).to(torch.bfloat16).requires_grad_(False)
+for weight in model.parameters():
+    nn.init.normal_(weight, std=0.02)
 before = [weight.detach().clone() for weight in model.parameters()]
-x = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
-with carom.stream(model, vram="8MiB", granularity="layer", codec="lossless") as session, torch.no_grad():
+x = torch.randn(4, 2048, device="cuda", dtype=torch.bfloat16)
+with carom.stream(model, vram="40MiB", granularity="layer", codec="lossless") as session, torch.no_grad():
     model(x)
     assert session.report().packed_units > 0
 for mine, theirs in zip(model.parameters(), before, strict=True):
