@@ -70,7 +70,7 @@ TESTS: dict[str, list[str]] = {
     "core/attach.py": ["test_undone.py", "test_pinned_in_flight.py", "test_detach.py", "test_rerun.py"],
     "core/on_device.py": ["test_undone.py", "test_detach.py"],
     "core/parking.py": ["test_undone.py", "test_host_copies.py"],
-    "core/together.py": ["test_together.py", "test_shares.py"],
+    "core/together.py": ["test_together.py", "test_shares.py", "test_growth.py"],
     "core/shared.py": ["test_together.py", "test_growth.py"],
     "core/adapt.py": ["test_auto.py", "test_stepping.py"],
     "core/follow_ram.py": [*_WAITS, "test_follow_ram.py"],
