@@ -247,7 +247,9 @@ class LowVram:
         own = type(copy)
 
         def load(self, device_to=None, *args, **kwargs):
-            if self.is_dynamic():  # it applies them on the fly anyway, and has an argument that says when they changed
+            if (
+                self.is_dynamic()
+            ):  # it applies them on the fly anyway, and has an argument that says when they changed
                 return own.load(self, device_to, *args, **kwargs)
             return own.load(self, device_to, 1, False, False)
 
