@@ -4,16 +4,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .core.checkpoint import Weights
-    from .core.dense import dense_modules
-    from .core.errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
-    from .core.in_backward import OptimizerInBackward
-    from .core.plan import Plan
-    from .core.report import Report
-    from .core.session import Session, stream
-    from .core.shared import SharedBudget
-    from .core.simulated import SimulatedDevice
-    from .core.store.loading import load_file
+    from .core.budget.shared_budget import SharedBudget
+    from .core.checkpoint.load_file import load_file
+    from .core.common.errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
+    from .core.device.simulated import SimulatedDevice
+    from .core.metrics.report import Report
+    from .core.model.moe import dense_modules
+    from .core.placement.bound_checkpoint import Weights
+    from .core.plan.residency import Plan
+    from .core.session.session import Session, stream
+    from .optim import OptimizerInBackward
 
 __version__ = "0.1.0"
 
@@ -37,23 +37,23 @@ __all__ = [
 
 # Imported when first asked for: torch alone holds hundreds of MiB, and commands like `carom pack` need none of it.
 _HOME = {
-    "OptimizerInBackward": "core.in_backward",
-    "Plan": "core.plan",
-    "Report": "core.report",
-    "Session": "core.session",
-    "Weights": "core.checkpoint",
-    "SharedBudget": "core.shared",
-    "SimulatedDevice": "core.simulated",
-    "dense_modules": "core.dense",
-    "load_file": "core.store.loading",
-    "stream": "core.session",
+    "OptimizerInBackward": "optim",
+    "Plan": "core.plan.residency",
+    "Report": "core.metrics.report",
+    "Session": "core.session.session",
+    "Weights": "core.placement.bound_checkpoint",
+    "SharedBudget": "core.budget.shared_budget",
+    "SimulatedDevice": "core.device.simulated",
+    "dense_modules": "core.model.moe",
+    "load_file": "core.checkpoint.load_file",
+    "stream": "core.session.session",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOME.get(name, 'core.errors')}", __name__), name)
+    value = getattr(importlib.import_module(f".{_HOME.get(name, 'core.common.errors')}", __name__), name)
     globals()[name] = value
     return value
 

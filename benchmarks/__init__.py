@@ -1,1 +1,1 @@
-"""The bench: Carom beside no offloading, the roofline and installed peers, each case in a fresh process."""
+"""Measurements of Carom: of engines beside each other, in the real hosts, and of the tiers weights cross. Runs are kept in `records/`."""

@@ -1,1 +1,4 @@
-"""The `carom` command. Each command is one module with `add_arguments(parser)` and `run(args) -> int`."""
+"""The `carom` command line.
+
+Each subcommand is a module with `add_arguments(parser)` and `run(args) -> exit code`.
+"""

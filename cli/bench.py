@@ -1,4 +1,6 @@
-"""`carom bench`: Carom beside no offloading, the roofline and installed peers, in one run."""
+"""`carom bench`: compares Carom with no offloading, with the roofline, and with other installed offloaders,
+in one run.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..benchmarks.case import CODECS, ENGINES, MODES, Case
-from ..core.sizes import parse_size
+from ..benchmarks.engines.case import CODECS, ENGINES, MODES, Case
+from ..core.common.sizes import parse_size
 
-# A GPU gets the DiT of the issue's figures; a machine without one the same shape, small enough for seconds.
+# Default sizes. A GPU runs the diffusion transformer (DiT) of the published figures; the CPU runs a model of
+# the same structure that takes seconds.
 _GPU: dict[str, Any] = {"d": 3072, "depth": 20, "tokens": "4096", "steps": 8}
 _CPU: dict[str, Any] = {"d": 512, "depth": 8, "tokens": "64", "steps": 5}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `carom bench`."""
+    """Add the options of `carom bench` to ``parser``."""
     add = parser.add_argument
     add(
         "--engines",
@@ -66,7 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_cases(args: argparse.Namespace, device: str) -> dict[str, Case]:
-    """The cases asked for, by key, the link first and the resident runs before what is held against them."""
+    """Return the requested cases by key.
+
+    The link comes first, and resident runs before the runs compared with them.
+
+    Raises ValueError for bad options.
+    """
     defaults = _CPU if device == "cpu" else _GPU
     engines = _names(args.engines, ENGINES, "--engines") if args.engines != "all" else list(ENGINES)
     modes = _names(args.mode, MODES, "--mode")
@@ -107,12 +115,16 @@ def make_cases(args: argparse.Namespace, device: str) -> dict[str, Case]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the cases; exit code 0 unless nothing ran, Carom was asked for and failed, or the run was interrupted."""
+    """Run the cases and print the table; return the exit code.
+
+    The exit code is 1 where no case ran, Carom was requested and failed or differed, or the run was
+    interrupted; else 0.
+    """
     import torch
 
-    from ..benchmarks.record import add_result, new_record, write_record
-    from ..benchmarks.runner import run_cases, unavailable
-    from ..benchmarks.tables import chart, rows, table
+    from ..benchmarks.engines.record import add_result, new_record, write_record
+    from ..benchmarks.engines.runner import run_cases, unavailable
+    from ..benchmarks.engines.tables import chart, rows, table
 
     if args.show:
         return _show(args)
@@ -136,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
     with _progress(len(cases), quiet=args.json or not sys.stderr.isatty()) as bar:
 
         def keep(key: str, result: dict[str, Any]) -> None:
+            """Add a case's result to the record, and write the record, so that an interrupted run keeps it."""
             add_result(record, key, cases[key], result)
             if path:
                 write_record(record, path)
@@ -167,50 +180,56 @@ def run(args: argparse.Namespace) -> int:
     wrong = any(row["bit_exact"] is False for row in found if row["case"].engine == "carom")
     nothing = not any(e["result"]["status"] == "ok" for e in record["cases"] if e["key"] != "link")
     if nothing:
-        print("carom bench: no case could run; the reasons stand above", file=sys.stderr)
+        print("carom bench: no case could run; the reasons are printed above", file=sys.stderr)
     return 1 if bad or wrong or nothing or record["interrupted"] else 0
 
 
-class _Bar:
-    """What runs now, beneath the lines of what has run, on stderr."""
+class _ProgressBar:
+    """A progress bar on stderr that names the running case, below the printed lines of finished cases."""
 
     def __init__(self, bar: Any) -> None:
         self._bar = bar
 
     def begins(self, case: Case) -> None:
+        """Show that ``case`` is running."""
         self._bar.set_description_str(case.label())
 
     def done(self) -> None:
+        """Advance the bar by one case."""
         self._bar.update()
 
     def write(self, line: str) -> None:
+        """Print ``line`` above the bar."""
         with self._bar.external_write_mode(file=sys.stderr):
             sys.stderr.write(line)
 
     def flush(self) -> None:
+        """Flush stderr."""
         sys.stderr.flush()
 
 
 @contextlib.contextmanager
-def _progress(total: int, quiet: bool) -> Iterator[_Bar]:
-    """A tqdm bar over ``total`` cases; where ``quiet``, lines alone."""
+def _progress(total: int, quiet: bool) -> Iterator[_ProgressBar]:
+    """Provide a tqdm bar over ``total`` cases; where ``quiet``, only lines are printed."""
     from tqdm import tqdm
 
-    # No clock: it would stand still while a case runs.
+    # The bar shows no elapsed time, because that would not advance while a case runs.
     layout, columns = "{desc} |{bar}| {n_fmt}/{total_fmt}", min(shutil.get_terminal_size().columns, 100)
     with tqdm(
         total=total, disable=quiet, file=sys.stderr, bar_format=layout, leave=False, ncols=columns
     ) as bar:
-        yield _Bar(bar)
+        yield _ProgressBar(bar)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+def _count(number: int, noun: str) -> str:
+    """Return the number with the noun in singular or plural."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _show(args: argparse.Namespace) -> int:
-    from ..benchmarks.record import read_record
-    from ..benchmarks.tables import chart, table
+    """Print (and draw) the record that `--show` names, without running anything."""
+    from ..benchmarks.engines.record import read_record
+    from ..benchmarks.engines.tables import chart, table
 
     record = read_record(args.show)
     if args.chart:
@@ -220,6 +239,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _names(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
+    """Parse comma-separated names. Raises ValueError for a name that is not in ``allowed``."""
     names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     wrong = [name for name in names if name not in allowed]
     if wrong or not names:
@@ -228,6 +248,7 @@ def _names(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
 
 
 def _numbers(text: object, kind: type, option: str) -> list[Any]:
+    """Parse comma-separated numbers of type ``kind``. Raises ValueError for anything else."""
     try:
         return list(dict.fromkeys(kind(part) for part in str(text).split(",")))
     except ValueError:

@@ -1,4 +1,8 @@
-"""`carom demo`: stream a real checkpoint through a quarter of its size, train it, prove that nothing was lost."""
+"""`carom demo`: streams a model in a quarter of its memory, trains the model, and compares all results bit
+for bit.
+
+The same inference and LoRA training run once with all weights on the device and once streamed by Carom.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +19,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import UnsupportedError
-from ..core.sizes import GIB, MIB, format_size, parse_size
+from ..core.common.errors import UnsupportedError
+from ..core.common.sizes import GIB, MIB, format_size, parse_size
 
 if TYPE_CHECKING:
     import torch
 
-    from ..core.report import Report
+    from ..core.metrics.report import Report
     from .demo_model import DecoderConfig
-    from .demo_trial import Outcome
+    from .demo_trial import RunResults
 
-CPU_BYTES, GPU_BYTES = 352 * MIB, 4 * GIB
-CPU_TOKENS, GPU_TOKENS = 128, 2048
-WORDS = {"outputs": "outputs", "losses": "losses", "gradients": "gradients", "adapters": "trained adapters"}
+CPU_BYTES, GPU_BYTES = 352 * MIB, 4 * GIB  # default bytes of weights
+CPU_TOKENS, GPU_TOKENS = 128, 2048  # tokens of a step
+KIND_LABELS = {
+    "outputs": "outputs",
+    "losses": "losses",
+    "gradients": "gradients",
+    "adapters": "trained adapters",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the demo; none is needed."""
+    """Add the options of `carom demo` to ``parser``; all are optional."""
     add = parser.add_argument
     add("--device", help="cpu, cuda, cuda:1 (default: the accelerator, else cpu)")
     add("--vram", default="25%", help="device budget: 1GiB, or a share of the weights (default: %(default)s)")
@@ -53,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """What this run does: the device, the model's shape, the budget in bytes, tokens and steps."""
+    """The settings of a run: the device, the model's shape, the device budget in bytes, tokens of a step and
+    steps.
+    """
 
     device: torch.device
     config: DecoderConfig
@@ -64,27 +75,31 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """What this run found."""
+    """The results of a run: reports, computed tensors of the resident and the streamed run, and their
+    differences.
+    """
 
     inference: Report
     training: Report
-    resident: Outcome
-    streamed: Outcome
+    resident: RunResults
+    streamed: RunResults
     differences: dict[str, list[str]]
-    resident_peak: int | None  # of the device's allocator, activations included; None on cpu
+    resident_peak: int | None  # peak bytes of the device's allocator, activations included; None on cpu
     streamed_peak: int | None
 
     @property
     def bit_exact(self) -> bool:
+        """Whether the streamed run computed the same bits as the resident run."""
         return not any(self.differences.values())
 
     @property
     def within_budget(self) -> bool:
+        """Whether the peak of the weights on the device stayed within the budget."""
         return all(r.vram_peak_bytes <= r.vram_budget_bytes for r in (self.inference, self.training))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; 1 where a bit differs or the budget was passed."""
+    """Run the demo and return the exit code: 1 where a bit differs or the budget was exceeded, else 0."""
     start = time.perf_counter()
     setting = settle(args)
     from .demo_trial import one_thread
@@ -108,19 +123,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settle(args: argparse.Namespace) -> Setting:
-    """Choose what was not given, and refuse what cannot run, before anything is written."""
+    """Choose the settings that were not given, before anything is written.
+
+    Raises ValueError for a bad option and UnsupportedError where memory or the device is not sufficient.
+    """
     import torch
 
     from .demo_model import config_for
 
-    if not 1 <= args.steps <= 100:  # every step's gradients are kept, to compare
-        raise ValueError(f"--steps {args.steps}: between 1 and 100")
+    if not 1 <= args.steps <= 100:  # limited because the gradients of every step are kept for the comparison
+        raise ValueError(f"--steps {args.steps}: must be between 1 and 100")
     device = pick_device(args.device)
     on_gpu = device.type != "cpu"
     size = parse_size(args.size, setting="--size") if args.size else default_size(device)
     config = config_for(size, torch.bfloat16 if on_gpu else torch.float32)
     vram = parse_size(args.vram, whole=config.weight_bytes, setting="--vram")
-    # the weights, their place in the store, what the allocator keeps of the former (measured), the program
+    # RAM for the weights, for their copy in Carom's host memory, for memory that the allocator keeps after
+    # the weights were freed (measured), and for the program itself.
     need = 3 * config.weight_bytes + 512 * MIB
     free = available_memory()
     if free < need:
@@ -132,7 +151,10 @@ def settle(args: argparse.Namespace) -> Setting:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device asked for, tried once; default the accelerator that torch names, else cpu."""
+    """Return the device called ``name``, after trying it once; default: the accelerator, else cpu.
+
+    Raises ValueError for a bad name and UnsupportedError for a device that does not work here.
+    """
     import torch
 
     try:
@@ -154,7 +176,9 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def default_size(device: torch.device) -> int:
-    """Weights that the resident reference run can hold too, with room for its activations."""
+    """Return the bytes of weights to use by default: few enough that the resident run fits too, with its
+    activations.
+    """
     import torch
 
     if device.type == "cpu":
@@ -164,14 +188,17 @@ def default_size(device: torch.device) -> int:
 
 
 def available_memory() -> int:
-    """Bytes of RAM that are free or can be freed at once."""
+    """Return the bytes of RAM that are free or can be freed at once."""
     import psutil
 
     return psutil.virtual_memory().available
 
 
 def check_folders(parent: Path | None, weight_bytes: int) -> Path:
-    """The folder to write the checkpoint under, with room enough for it."""
+    """Return the folder in which to write the checkpoint.
+
+    Raises an error where it is missing or its drive too full.
+    """
     folder = parent or Path(tempfile.gettempdir())
     if not folder.is_dir():
         raise ValueError(f"--dir {folder} is no folder: make it, or name another")
@@ -186,7 +213,9 @@ def check_folders(parent: Path | None, weight_bytes: int) -> Path:
 
 @contextlib.contextmanager
 def output_folder(path: Path) -> Iterator[Path]:
-    """The folder for results, tried before the work; gone again if this run made it and failed."""
+    """Create the folder for results and check that it can be written; remove a new folder again if the run
+    fails.
+    """
     made = not path.exists()
     try:
         try:
@@ -207,8 +236,11 @@ def output_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def checkpoint_folder(parent: Path, keep: bool) -> Iterator[Path]:
-    """A new folder under ``parent``; removed afterwards, unless it is to be kept and nothing failed."""
-    folder = parent / f"carom-demo-{secrets.token_hex(8)}"  # named before it is there: see `finally`
+    """Create a new folder in ``parent``, and remove it afterwards unless ``keep`` is set and the run
+    succeeded.
+    """
+    # The name is chosen before the folder exists: see `finally`.
+    folder = parent / f"carom-demo-{secrets.token_hex(8)}"
     done = False
     try:
         try:
@@ -219,32 +251,35 @@ def checkpoint_folder(parent: Path, keep: bool) -> Iterator[Path]:
             ) from error
         yield folder
         done = True
-    finally:  # an interrupt may come between the folder's making and the next line of Python
+    finally:  # also covers an interrupt right after mkdir, before the next line runs
         if not (keep and done):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class Bar:
-    """Progress in tenths of a percent of the expected work, on stderr."""
+class ProgressBar:
+    """A progress bar on stderr, in tenths of a percent of the expected work."""
 
     def __init__(self, bar: Any, weight_bytes: int, steps: int) -> None:
         self._bar, self._bytes, self._steps = bar, weight_bytes, steps
 
     def stage(self, words: str) -> None:
+        """Show ``words`` as the present stage."""
         self._bar.set_description(words)
 
     def wrote(self, nbytes: int) -> None:
-        """Bytes of the checkpoint written or read: a fifth of the bar each."""
+        """Advance by ``nbytes`` of the checkpoint written or read; writing and reading are a fifth of the bar
+        each.
+        """
         self._bar.update(200 * nbytes / self._bytes)
 
     def stepped(self) -> None:
-        """One pass or step done: the runs are the rest of the bar."""
+        """Advance by one pass or step; all of them are the remaining three fifths of the bar."""
         self._bar.update(600 / self._steps)
 
 
 @contextlib.contextmanager
-def progress(setting: Setting, quiet: bool) -> Iterator[Bar]:
-    """A tqdm bar on stderr, silent where ``quiet``."""
+def progress(setting: Setting, quiet: bool) -> Iterator[ProgressBar]:
+    """Provide a tqdm bar on stderr that is silent where ``quiet``."""
     from tqdm import tqdm
 
     from .demo_trial import PASSES
@@ -254,18 +289,21 @@ def progress(setting: Setting, quiet: bool) -> Iterator[Bar]:
     with tqdm(
         total=1000, disable=quiet, file=sys.stderr, bar_format=layout, leave=False, ncols=columns
     ) as bar:
-        yield Bar(bar, setting.config.weight_bytes, 2 * (PASSES + setting.steps))
+        yield ProgressBar(bar, setting.config.weight_bytes, 2 * (PASSES + setting.steps))
 
 
-def experiment(setting: Setting, folder: Path, bar: Bar) -> Result:
-    """Write, load, run resident, run streamed, compare."""
+def experiment(setting: Setting, folder: Path, bar: ProgressBar) -> Result:
+    """Write and load a checkpoint, run the model resident and streamed, and compare the results.
+
+    Raises UnsupportedError where the device has too little memory for the resident run.
+    """
     import torch
 
-    from ..core.session import stream
+    from ..core.session.session import stream
     from .demo_model import load_checkpoint, remove_lora, write_checkpoint
     from .demo_trial import (
         SEED,
-        Outcome,
+        RunResults,
         deterministic,
         differences,
         fresh_adapters,
@@ -275,7 +313,7 @@ def experiment(setting: Setting, folder: Path, bar: Bar) -> Result:
     )
 
     device, config = setting.device, setting.config
-    resident, streamed = Outcome(), Outcome()
+    resident, streamed = RunResults(), RunResults()
     bar.stage("writing the checkpoint")
     write_checkpoint(config, folder, device, SEED, bar.wrote)
     bar.stage("reading it")
@@ -312,14 +350,14 @@ def experiment(setting: Setting, folder: Path, bar: Bar) -> Result:
 
 
 def peak(device: torch.device) -> int | None:
-    """Most bytes the device's allocator has handed out since the last `release`."""
+    """Return the peak bytes of the device's allocator since the last `release`; None on cpu."""
     import torch
 
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def figures(setting: Setting, result: Result) -> dict[str, Any]:
-    """What the JSON says beyond the training report."""
+    """Return the entries of the JSON that come on top of the training report."""
     equal = {f"{kind}_equal": not names for kind, names in result.differences.items()}
     return {
         "bit_exact": result.bit_exact,
@@ -339,8 +377,8 @@ def figures(setting: Setting, result: Result) -> dict[str, Any]:
 
 
 def text(setting: Setting, result: Result, extras: dict[str, Any]) -> str:
-    """The demo's whole answer for people."""
-    from ..core.report import format_seconds
+    """Return the printed result of the demo."""
+    from ..core.metrics.report import format_seconds
 
     config = setting.config
     lines = [
@@ -370,7 +408,7 @@ def text(setting: Setting, result: Result, extras: dict[str, Any]) -> str:
             if names
             else f"all {count} equal, bit for bit"
         )
-        lines.append(f"  {WORDS[kind]:<18}  {verdict}")
+        lines.append(f"  {KIND_LABELS[kind]:<18}  {verdict}")
     lines += [
         "",
         f"timeline: {extras['timeline']}",

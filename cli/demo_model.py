@@ -1,6 +1,7 @@
-"""The demo's model: a Llama-like decoder in plain torch, its safetensors checkpoint, and LoRA by hand.
+"""The model of `carom demo`: a Llama-like decoder in plain torch, its safetensors checkpoint, and LoRA
+adapters.
 
-Plain on purpose: nothing here knows of Carom, which streams it as it would stream anybody's model.
+Nothing here refers to Carom, to show that Carom streams ordinary models.
 Architecture: Touvron et al., "LLaMA" (2023); rotary positions: Su et al., "RoFormer" (2021);
 SwiGLU: Shazeer, "GLU Variants Improve Transformer" (2020); LoRA: Hu et al. (2021).
 """
@@ -19,13 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-SHARD_BYTES = 512 << 20  # save_file copies what it writes: shards bound that copy
+SHARD_BYTES = 512 << 20  # save_file copies the tensors that it writes; small shards limit that copy
 WIDTHS = (64, 128, 256, 640, 1024, 2048, 3072, 4096)
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shape of a decoder; ``hidden`` is the feed-forward width."""
+    """The shape of a decoder. ``width``: features; ``hidden``: width of the feed-forward."""
 
     width: int
     layers: int
@@ -36,24 +37,28 @@ class DecoderConfig:
 
     @property
     def block_parameters(self) -> int:
-        """Elements of one block: four attention matrices, three feed-forward ones, two norms."""
+        """The number of parameters of a block: four attention matrices, three feed-forward matrices, two
+        norms.
+        """
         return 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights: blocks, embedding, final norm, head."""
+        """The bytes of all weights: blocks, embedding, final norm, head."""
         ends = (2 * self.vocabulary + 1) * self.width
         return (self.layers * self.block_parameters + ends) * self.dtype.itemsize
 
 
 def config_for(weight_bytes: int, dtype: torch.dtype, least_layers: int = 12) -> DecoderConfig:
-    """The decoder nearest to ``weight_bytes`` from above, as wide as ``least_layers`` blocks allow.
+    """Return the widest decoder that reaches ``weight_bytes`` bytes with ``least_layers`` or more blocks.
 
-    Raises ValueError for sizes no decoder of this family has.
+    Smaller models may have fewer blocks, down to 2. Raises ValueError where even the narrowest decoder is too
+    large.
     """
     best: DecoderConfig | None = None
     for width in WIDTHS:
-        hidden = -(-8 * width // 3 // 64) * 64  # 8/3 of the width, as LLaMA has it, in whole tiles
+        # 8/3 of the width, as in LLaMA, rounded up to a multiple of 64.
+        hidden = -(-8 * width // 3 // 64) * 64
         empty = DecoderConfig(width, 0, max(width // 64, 1), hidden, min(32 * 1024, 8 * width), dtype)
         left = weight_bytes - empty.weight_bytes
         layers = -(-left // (empty.block_parameters * dtype.itemsize))
@@ -65,18 +70,19 @@ def config_for(weight_bytes: int, dtype: torch.dtype, least_layers: int = 12) ->
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019)."""
+    """A root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x``."""
         return F.rms_norm(x, self.weight.shape, self.weight, 1e-6)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions: (batch, tokens, width) to the same."""
+    """A causal self-attention with rotary positions, from (batch, tokens, width) to the same shape."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -86,6 +92,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the attention output for ``x``; ``cos``, ``sin``: see `rotary`."""
         q, k, v = (
             p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for p in (self.q_proj, self.k_proj, self.v_proj)
@@ -95,7 +102,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """A SwiGLU feed-forward: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -104,11 +111,12 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the feed-forward output for ``x``."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and around a residual."""
+    """A decoder block: attention and feed-forward, each after a norm and with a residual connection."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -116,12 +124,13 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = RMSNorm(config.width), FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the block's output for ``x`` (batch, tokens, width)."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Decoder(nn.Module):
-    """Token numbers (batch, tokens) to logits (batch, tokens, vocabulary)."""
+    """A decoder from token numbers (batch, tokens) to logits (batch, tokens, vocabulary)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -132,6 +141,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits; with gradients enabled, blocks use activation checkpointing."""
         x = self.embed(tokens)
         cos, sin = rotary(tokens.shape[1], self.config.width // self.config.heads, x)
         for layer in self.layers:
@@ -143,7 +153,7 @@ class Decoder(nn.Module):
 
 
 def rotary(tokens: int, head_width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (tokens, head_width) of the rotary angles, in the dtype of ``like``."""
+    """Return the cosines and sines of the rotary angles, each (tokens, head_width), in the dtype of ``like``."""
     steps = torch.arange(0, head_width, 2, device=like.device, dtype=torch.float32)
     angles = torch.outer(torch.arange(tokens, device=like.device).float(), 10_000 ** (-steps / head_width))
     angles = torch.cat((angles, angles), dim=-1)
@@ -151,31 +161,37 @@ def rotary(tokens: int, head_width: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x`` (batch, heads, tokens, head_width) turned by its position's angles."""
+    """Rotate ``x`` (batch, heads, tokens, head_width) by the angles of each token's position."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
 
 
 class Lora(nn.Module):
-    """A frozen linear plus a trainable low-rank product beside it."""
+    """A frozen linear layer plus a trainable low-rank product (LoRA)."""
 
     def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator) -> None:
         super().__init__()
         self.base = base
 
         def noise(rows: int, columns: int) -> nn.Parameter:
+            """Return a random matrix as a parameter, in the dtype and on the device of the base's weight."""
             values = torch.randn(rows, columns, generator=generator) / columns**0.5
             return nn.Parameter(values.to(base.weight))
 
-        # both random: with a zero matrix, as LoRA starts, half the gradients would be zero and prove nothing
+        # Both matrices are random. With a zero matrix, as LoRA usually starts, half of the gradients would be
+        # zero, and their comparison would prove nothing.
         self.down, self.up = noise(rank, base.in_features), noise(base.out_features, rank)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output for ``x``."""
         return self.base(x) + F.linear(F.linear(x, self.down), self.up)
 
 
 def add_lora(model: Decoder, rank: int, seed: int) -> dict[str, nn.Parameter]:
-    """Wrap every linear of every block; the same seed gives the same adapters. Returns them by name."""
+    """Wrap every linear layer of every block in `Lora` and return the adapters' parameters by name.
+
+    The same seed gives the same adapters.
+    """
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     for parent in list(model.layers.modules()):
@@ -186,7 +202,7 @@ def add_lora(model: Decoder, rank: int, seed: int) -> dict[str, nn.Parameter]:
 
 
 def remove_lora(model: Decoder) -> None:
-    """Take the adapters off again."""
+    """Remove the adapters and restore the wrapped linear layers."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Lora):
@@ -194,7 +210,7 @@ def remove_lora(model: Decoder) -> None:
 
 
 def shapes(config: DecoderConfig) -> Iterator[tuple[str, torch.Size]]:
-    """Name and shape of every weight, without allocating any."""
+    """Yield the name and shape of every weight, without allocating memory for weights."""
     with torch.device("meta"):
         model = Decoder(config)
     for name, parameter in model.named_parameters():
@@ -204,20 +220,21 @@ def shapes(config: DecoderConfig) -> Iterator[tuple[str, torch.Size]]:
 def write_checkpoint(
     config: DecoderConfig, folder: Path, device: torch.device, seed: int, progress: Callable[[int], object]
 ) -> None:
-    """Write seeded weights as sharded safetensors with their index, as model hubs lay them out.
+    """Write seeded random weights as sharded safetensors files with an index, as model hubs do.
 
-    ``device`` draws the numbers (a GPU draws gigabytes in a blink); ``progress`` is told the bytes
-    of each tensor. Raises OSError where the folder does not take them.
+    ``device``: where the random numbers are drawn, because a GPU draws gigabytes much faster; ``progress``:
+    called with the bytes of each tensor. Raises OSError where the files cannot be written.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     shard: dict[str, Tensor] = {}
     index: dict[str, str] = {}
 
     def flush() -> None:
+        """Write the collected tensors as one shard."""
         name = f"model-{len(set(index.values())) + 1:05d}.safetensors"
         try:
             save_file(shard, folder / name, metadata={"format": "pt"})
-        except Exception as error:  # the writer has an error class of its own for a full disk
+        except Exception as error:  # safetensors raises an error class of its own where the disk is full
             raise OSError(f"the checkpoint could not be written to {folder}: {error}") from error
         index.update(dict.fromkeys(shard, name))
         shard.clear()
@@ -239,10 +256,13 @@ def write_checkpoint(
 
 
 def load_checkpoint(config: DecoderConfig, folder: Path, progress: Callable[[int], object]) -> Decoder:
-    """The decoder with the checkpoint's weights, on CPU, frozen."""
+    """Return the decoder with the checkpoint's weights, on CPU and frozen; ``progress``: called with bytes
+    read.
+    """
     with torch.device("meta"):
         model = Decoder(config).to(config.dtype)
-    # copied, not mapped: a mapped tensor starts at any byte, and alignment may change a kernel's sums
+    # The weights are copied and not memory-mapped: a mapped tensor may start at any byte, and kernels may add
+    # in another order for another alignment.
     model = model.to_empty(device="cpu").requires_grad_(False)
     weights = dict(model.named_parameters())
     index = json.loads((folder / "model.safetensors.index.json").read_text("utf-8"))["weight_map"]

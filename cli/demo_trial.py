@@ -1,4 +1,6 @@
-"""The demo's experiment: the same inference and LoRA training twice, and what came out, to compare."""
+"""The runs of `carom demo`: inference and LoRA training whose results can be compared bit for bit between two
+runs.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from .demo_model import Decoder, add_lora
 
 SEED = 20240229
 RANK = 8
-PASSES = 2  # of inference: the second runs in an order already learnt
+PASSES = 2  # passes of inference; in the second one Carom already knows the order in which weights are used
 
 
 @dataclass
-class Outcome:
-    """All that a run computed, on CPU, and how long its training steps took (seconds)."""
+class RunResults:
+    """All tensors that a run computed, on CPU, and the seconds of its training steps."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     losses: dict[str, Tensor] = field(default_factory=dict)
@@ -34,14 +36,15 @@ class Outcome:
 
     @property
     def median_step_seconds(self) -> float:
+        """The median seconds of a training step."""
         return statistics.median(self.step_seconds)
 
 
 KINDS = ("outputs", "losses", "gradients", "adapters")
 
 
-def differences(one: Outcome, other: Outcome) -> dict[str, list[str]]:
-    """Names of the tensors that are not equal bit for bit, by kind."""
+def differences(one: RunResults, other: RunResults) -> dict[str, list[str]]:
+    """Return, for each kind in KINDS, the names of the tensors that are not equal bit for bit in both runs."""
     found: dict[str, list[str]] = {}
     for kind in KINDS:
         a, b = getattr(one, kind), getattr(other, kind)
@@ -52,16 +55,20 @@ def differences(one: Outcome, other: Outcome) -> dict[str, list[str]]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal shape, dtype and bytes: unlike torch.equal, NaN equals itself and -0.0 is not 0.0."""
+    """Return whether shape, dtype and bytes are equal; unlike in torch.equal, NaN equals itself and -0.0 is
+    not 0.0.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
 def run_inference(
-    model: Decoder, device: torch.device, tokens: int, out: Outcome, tick: Callable[[], object]
+    model: Decoder, device: torch.device, tokens: int, out: RunResults, tick: Callable[[], object]
 ) -> None:
-    """Two passes over different tokens; the logits go to ``out.outputs``."""
+    """Run PASSES forwards over different tokens and store the logits in ``out.outputs``; call ``tick`` after
+    each.
+    """
     with torch.inference_mode():
         for number in range(PASSES):
             logits = model(sample(model, tokens, number).to(device))
@@ -70,11 +77,12 @@ def run_inference(
 
 
 def run_training(
-    model: Decoder, device: torch.device, tokens: int, steps: int, out: Outcome, tick: Callable[[], object]
+    model: Decoder, device: torch.device, tokens: int, steps: int, out: RunResults, tick: Callable[[], object]
 ) -> None:
-    """AdamW steps on the LoRA adapters, blocks checkpointed; gradients of each step and the adapters go to ``out``.
+    """Train the LoRA adapters with AdamW, and store losses, gradients of each step and trained adapters in
+    ``out``.
 
-    The model must carry its adapters already (`add_lora`).
+    The model must already have adapters (`add_lora`). ``tick`` is called after each step.
     """
     adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(adapters.values(), lr=1e-3)
@@ -98,24 +106,24 @@ def run_training(
 
 
 def fresh_adapters(model: Decoder) -> None:
-    """Put the same adapters on, every time."""
+    """Add adapters to the model, with the same values at every call."""
     add_lora(model, RANK, SEED)
 
 
 def sample(model: Decoder, tokens: int, number: int) -> Tensor:
-    """Seeded token numbers (1, tokens)."""
+    """Return token numbers of shape (1, tokens), seeded by ``number``."""
     generator = torch.Generator().manual_seed(SEED + number)
     return torch.randint(model.config.vocabulary, (1, tokens), generator=generator)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, for timing."""
+    """Wait for the device, so that host times include its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def release(device: torch.device) -> None:
-    """Give cached device memory back, so that the next run's peak is its own."""
+    """Free cached device memory and reset the peak, so that the next run's peak is measured alone."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -123,10 +131,10 @@ def release(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """On the CPU compute on one thread, inside the ``with`` only.
+    """Make torch compute on one CPU thread inside the ``with`` block, if ``device`` is the CPU.
 
-    It takes somewhat longer on an idle machine; but where cores are shared, threads that meet at the
-    end of every small operator wait for the scheduler each time (measured: 20 times slower).
+    One thread is somewhat slower on an idle machine. On a machine with shared cores, several threads must
+    wait for each other at the end of every small operator, which is much slower (measured: 20 times).
     """
     threads = torch.get_num_threads()
     try:
@@ -139,12 +147,13 @@ def one_thread(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Kernels that give the same bits twice, inside the ``with`` only.
+    """Make torch use deterministic kernels inside the ``with`` block.
 
-    Attention's fused backward adds in any order on a GPU; its plain form does not.
-    cuBLAS reads CUBLAS_WORKSPACE_CONFIG when it first starts, so the variable must be there by then.
+    The fused backward of attention adds in varying order on a GPU; the unfused one (SDPBackend.MATH) does
+    not. cuBLAS reads the variable CUBLAS_WORKSPACE_CONFIG at its first use in the process, so the variable
+    must be set before that.
     """
-    settings: Any = torch.utils.deterministic  # its attribute is set at run time
+    settings: Any = torch.utils.deterministic  # typed Any because its attribute is created at run time
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = settings.fill_uninitialized_memory
@@ -152,7 +161,7 @@ def deterministic() -> Iterator[None]:
     try:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        settings.fill_uninitialized_memory = False  # costs time and hides nothing here
+        settings.fill_uninitialized_memory = False  # filling would only cost time
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:

@@ -1,4 +1,4 @@
-"""`carom doctor`: what this machine can do, and what to fix. Exit code 0 whatever the verdicts."""
+"""`carom doctor`: measures this machine and says what to fix. The exit code is 0 whatever is found."""
 
 from __future__ import annotations
 
@@ -6,31 +6,38 @@ import argparse
 import json
 import textwrap
 
-from ..core import amd, hardware
-from ..core.diagnosis import Finding, diagnose
+from ..tools.doctor import amd, hardware
+from ..tools.doctor.diagnosis import Finding, diagnose
 
 SCHEMA = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `carom doctor` to ``parser``."""
     parser.add_argument(
-        "--folder", default=".", help="where models lie; its drive is measured (default: here)"
+        "--folder",
+        default=".",
+        help="folder of the models, whose drive is measured (default: the current folder)",
     )
     parser.add_argument(
         "--no-disk", action="store_true", help="do not measure the drive (it writes a temporary 256 MiB)"
     )
     parser.add_argument(
-        "--amd", action="store_true", help="AMD's checks too where no AMD card or ROCm build of torch is seen"
+        "--amd",
+        action="store_true",
+        help="run the AMD checks even where no AMD card and no ROCm build of torch is found",
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Probe the machine, print the findings, and return exit code 0."""
     found = hardware.probe(args.folder, disk=not args.no_disk)
     findings = diagnose(found)
     rocm = None
-    if args.amd or amd.present(found.torch.build):
-        # The proof starts a child process with torch: only where ROCm can be there at all.
-        rocm = amd.examine(prove=found.torch.build.startswith("rocm"))
+    if args.amd or amd.has_amd(found.torch.build):
+        # Trying comfy-aimdo's library starts a child process that imports torch, so do that only with a ROCm
+        # build.
+        rocm = amd.run_checks(prove=found.torch.build.startswith("rocm"))
         findings += amd.findings(rocm)
     if args.json:
         print(json.dumps({**to_dict(found, findings), "rocm": rocm}, indent=2))
@@ -40,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def to_dict(found: hardware.Hardware, findings: list[Finding]) -> dict:
+    """Return the JSON object that `carom doctor --json` prints, without the AMD report."""
     return {
         "schema": SCHEMA,
         "system": found.system,
@@ -55,7 +63,9 @@ def to_dict(found: hardware.Hardware, findings: list[Finding]) -> dict:
 
 
 def table(found: hardware.Hardware, findings: list[Finding], width: int = 100) -> str:
-    """One block a finding: verdict, topic and value; below it the remedy where there is something to do."""
+    """Return the printed text: for each finding its verdict, topic and value, and below the remedy unless all
+    is good.
+    """
     lines = [f"carom doctor: {found.system} ({found.seconds:.1f} s)", ""]
     topic = max(len(finding.topic) for finding in findings)
     indent = " " * (9 + topic + 2)
@@ -70,10 +80,10 @@ def table(found: hardware.Hardware, findings: list[Finding], width: int = 100) -
     missing = [f.topic for f in findings if f.verdict == "missing"]
     lines += [
         "",
-        f"{bad} thing{'s' * (bad != 1)} will be felt; the arrows say what to do."
+        f"{bad} finding{'s' * (bad != 1)} will slow Carom down; the arrows say what to do."
         if bad
         else f"Missing: {', '.join(missing)}; the arrows say what to do."
         if missing
-        else "Nothing stands in the way.",
+        else "No problems found.",
     ]
     return "\n".join(lines)

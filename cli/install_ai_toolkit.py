@@ -1,4 +1,6 @@
-"""`carom install-ai-toolkit DIR [--uninstall]`: put the guarded extension folder into an ai-toolkit checkout."""
+"""`carom install-ai-toolkit DIR [--uninstall]`: installs Carom's extension in an ai-toolkit checkout, or
+removes the extension.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..toolkit_ext import folder
+from ..tools import ai_toolkit_folder as folder
 
 VENVS = ("venv", ".venv", "env")
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `carom install-ai-toolkit` to ``parser``."""
     parser.add_argument("dir", type=Path, metavar="DIR", help="ai-toolkit's folder: the one with run.py")
-    parser.add_argument("--uninstall", action="store_true", help="take the extension away again")
+    parser.add_argument("--uninstall", action="store_true", help="remove the extension again")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Install or remove the extension, print the result, and return the exit code."""
     if args.uninstall:
         was_there = folder.uninstall(args.dir)
         _print(args.json, {"installed": False, "removed": was_there}, [
@@ -27,14 +31,15 @@ def run(args: argparse.Namespace) -> int:
         ])  # fmt: skip
         return 0
     place = folder.install(args.dir)
-    python = _its_python(args.dir)
+    python = _venv_python(args.dir)
     sees = None if python is None else _imports_carom(python)
     lines = [
         f"installed: {place}",
         "now write `offload: bouncing` under `model:` in a job's YAML (docs/ai-toolkit.md)",
     ]
     if sees is False:
-        # No package index has Carom: what pip can install is the checkout (where this runs from one).
+        # No package index has Carom, so pip can only install it from a checkout; name this one if the program
+        # runs from one.
         source = f'"{ROOT}"' if (ROOT / "README.md").exists() else "PATH_OF_CAROMS_CHECKOUT"
         lines.append(f"Carom is not in ai-toolkit's own Python yet: {python} -m pip install {source}")
     _print(
@@ -43,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _its_python(checkout: Path) -> str | None:
-    """The Python of the virtual environment that ai-toolkit's instructions make; None where there is none."""
+def _venv_python(checkout: Path) -> str | None:
+    """Return the Python of the virtual environment in ai-toolkit's folder; None where there is none."""
     for venv in VENVS:
         for python in (checkout / venv / "bin" / "python", checkout / venv / "Scripts" / "python.exe"):
             if python.exists():
@@ -53,6 +58,7 @@ def _its_python(checkout: Path) -> str | None:
 
 
 def _imports_carom(python: str) -> bool | None:
+    """Return whether the interpreter can import Carom; None where it does not run."""
     try:
         found = subprocess.run([python, "-c", "import carom"], capture_output=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -61,6 +67,7 @@ def _imports_carom(python: str) -> bool | None:
 
 
 def _print(as_json: bool, facts: dict, lines: list[str]) -> None:
+    """Print ``facts`` as JSON, or ``lines`` as text."""
     if as_json:
         print(json.dumps(facts))
     else:

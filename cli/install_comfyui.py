@@ -1,4 +1,6 @@
-"""`carom install-comfyui DIR`: put this package into a ComfyUI's custom_nodes, or take it out again."""
+"""`carom install-comfyui DIR`: installs this package in the custom_nodes folder of a ComfyUI, or removes the
+package again.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..core.errors import CaromError
+from ..core.common.errors import CaromError
 
 NAME = "carom"
-LEAST = (0, 16)  # the first ComfyUI with the node interface that is used
-MARK = ".carom-copied"  # in a folder that this command copied, and may remove
+LEAST = (0, 16)  # the first ComfyUI version with the node interface that Carom uses
+MARK = ".carom-copied"  # name of a file in each folder that this command copied, and may therefore remove
 _LEFT_OUT = shutil.ignore_patterns(
     ".*", "__pycache__", "tests", "benchmarks", "build", "dist", "*.egg-info", "venv*", "carom-demo"
 )
@@ -23,7 +25,7 @@ _LEFT_OUT = shutil.ignore_patterns(
 
 @dataclass(frozen=True)
 class Installation:
-    """What was done. ``how``: "linked", "copied", "present", "removed" or "absent"."""
+    """The result of the command. ``how``: "linked", "copied", "present", "removed" or "absent"."""
 
     how: str
     target: str
@@ -33,16 +35,18 @@ class Installation:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `carom install-comfyui` to ``parser``."""
     parser.add_argument(
         "dir", metavar="DIR", help="the ComfyUI folder (the one with main.py), or its portable folder"
     )
     parser.add_argument(
-        "--uninstall", action="store_true", help="take Carom out of it again; nothing else is touched"
+        "--uninstall", action="store_true", help="remove Carom again; nothing else is changed"
     )
     parser.add_argument("--copy", action="store_true", help="copy the files instead of linking this folder")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Install or remove the nodes, print the result, and return exit code 0."""
     root = find_comfyui(Path(args.dir))
     done = uninstall(root) if args.uninstall else install(root, copy=args.copy)
     if args.json:
@@ -55,7 +59,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_comfyui(folder: Path) -> Path:
-    """The folder that holds custom_nodes: ``folder``, or ComfyUI's place in a portable one. Raises ValueError."""
+    """Return the folder that contains custom_nodes: ``folder`` itself, or `ComfyUI` in a portable
+    installation.
+
+    Raises ValueError where ``folder`` is not a ComfyUI.
+    """
     folder = folder.expanduser().resolve()
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give the ComfyUI folder, the one with main.py in it")
@@ -70,7 +78,9 @@ def find_comfyui(folder: Path) -> Path:
 
 
 def version_of(root: Path) -> str:
-    """ComfyUI's version, "" where it does not say (a data folder given with --base-directory)."""
+    """Return ComfyUI's version; "" where the folder has none, such as a data folder given with
+    --base-directory.
+    """
     try:
         found = re.search(
             r"""__version__\s*=\s*["']([^"']+)""", (root / "comfyui_version.py").read_text("utf-8")
@@ -81,14 +91,15 @@ def version_of(root: Path) -> str:
 
 
 def source() -> Path:
-    """This package's folder."""
+    """Return this package's folder."""
     return Path(__file__).resolve().parent.parent
 
 
 def install(root: Path, *, copy: bool = False) -> Installation:
-    """Link this folder (or copy it, where links are refused) to custom_nodes/carom. Twice is once.
+    """Link this package's folder to custom_nodes/carom, or copy it where links are not possible. Idempotent.
 
-    Raises CaromError for a ComfyUI that is too old, or where something else has the place.
+    Raises CaromError for a ComfyUI that is too old, or where custom_nodes/carom exists and is not from this
+    command.
     """
     version = version_of(root)
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
@@ -107,7 +118,7 @@ def install(root: Path, *, copy: bool = False) -> Installation:
     target.parent.mkdir(parents=True, exist_ok=True)
     if ours:
         _remove(target)
-    how = _place(target, copy)
+    how = _link_or_copy(target, copy)
     step = (
         "Next, with the Python that runs ComfyUI: "
         f"{_python_of(root)} -m pip install -r {target / 'requirements.txt'}; then restart ComfyUI."
@@ -116,7 +127,10 @@ def install(root: Path, *, copy: bool = False) -> Installation:
 
 
 def uninstall(root: Path) -> Installation:
-    """Remove what `install` made. Raises CaromError for a folder that it did not make."""
+    """Remove the link or folder that `install` created.
+
+    Raises CaromError for a folder that `install` did not create.
+    """
     target = root / "custom_nodes" / NAME
     version = version_of(root)
     if not target.exists() and not target.is_symlink():
@@ -128,7 +142,7 @@ def uninstall(root: Path) -> Installation:
 
 
 def _is_source(target: Path) -> bool:
-    """Whether the place leads to this very folder."""
+    """Return whether ``target`` is, or links to, this package's folder."""
     try:
         return target.resolve() == source() and target.exists()
     except OSError:
@@ -136,17 +150,21 @@ def _is_source(target: Path) -> bool:
 
 
 def _is_ours(target: Path) -> bool:
-    """A link to a Carom checkout (also one that has moved away), or a copy with our mark."""
+    """Return whether ``target`` is a link to a Carom checkout (also a broken link), or a folder copied by
+    this command.
+    """
     if target.is_symlink():
         return not target.exists() or _is_carom(target)
     return (target / MARK).is_file()
 
 
 def _is_carom(folder: Path) -> bool:
+    """Return whether ``folder`` is a Carom checkout."""
     return (folder / "nodes" / "extension.py").is_file() and (folder / "core").is_dir()
 
 
-def _place(target: Path, copy: bool) -> str:
+def _link_or_copy(target: Path, copy: bool) -> str:
+    """Create ``target`` as a link, or as a copy where ``copy`` or a link fails; return "linked" or "copied"."""
     if not copy:
         try:
             target.symlink_to(source(), target_is_directory=True)
@@ -166,6 +184,7 @@ def _place(target: Path, copy: bool) -> str:
 
 
 def _remove(target: Path) -> None:
+    """Delete the link or folder ``target``. Raises CaromError for this package's own folder."""
     if target.is_symlink():
         target.unlink()
     elif target.resolve() == source():
@@ -177,7 +196,9 @@ def _remove(target: Path) -> None:
 
 
 def _python_of(root: Path) -> str:
-    """The interpreter that runs this ComfyUI, as far as its folder tells."""
+    """Return the interpreter that runs this ComfyUI, as found in its folder, else "python3" ("python" on
+    Windows).
+    """
     for place in (
         root.parent / "python_embeded" / "python.exe",
         root / "venv" / "bin" / "python",

@@ -1,4 +1,4 @@
-"""Entry point of `carom` and `python -m carom`: finds the command's module and maps errors to exit codes."""
+"""Entry point of `carom` and `python -m carom`: runs a subcommand and converts errors to exit codes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import json
 import os
 import sys
 
-from ..core.errors import CaromError
+from ..core.common.errors import CaromError
 
-# command -> help line; the module of the same name is imported only when it is asked for.
+# Command -> help line. The module of a command is imported only when that command runs.
 COMMANDS: dict[str, str] = {
     "demo": "stream and train a model through a quarter of its size, and prove that nothing was lost",
     "bench": "Carom against no offloading, the roofline and installed peers, in one run",
@@ -23,7 +23,10 @@ COMMANDS: dict[str, str] = {
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser; commands other than ``only`` get their help line but not their options."""
+    """Return the argument parser.
+
+    With ``only``, the other commands get their help line but not their options.
+    """
     package = sys.modules[(__package__ or "").rpartition(".")[0]]
     parser = argparse.ArgumentParser(
         prog="carom",
@@ -43,7 +46,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit code (0 done, 1 failed, 2 bad use)."""
+    """Run one command and return its exit code (0 done, 1 failed, 2 bad use)."""
     argv = sys.argv[1:] if argv is None else argv
     asked = next((a for a in argv if not a.startswith("-")), None)
     args = build_parser(asked if asked in COMMANDS else None).parse_args(argv)
@@ -56,10 +59,9 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print(f"carom: interrupted; {message}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # whoever read the output has seen enough (`carom ... | head`)
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # nothing is left to be flushed at exit
+    except BrokenPipeError:  # the reader of the output has closed the pipe, as in `carom ... | head`
+        # Redirect stdout, so that flushing the rest of the output at exit does not raise again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (CaromError, OSError, ValueError) as error:
         if args.json:

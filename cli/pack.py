@@ -1,4 +1,6 @@
-"""`carom pack`: rewrite a checkpoint in streaming order, or check one that was rewritten."""
+"""`carom pack`: rewrites a checkpoint for streaming (in order of use, page-aligned), or verifies a rewritten
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,18 @@ from typing import Any
 
 import psutil
 
-from ..core.sizes import format_size, parse_size
-from ..core.store.pack_report import PackReport
-from ..core.store.quant import parse_scheme
-from ..core.store.transform import CODECS
-from ..core.store.verify import verify_packed
-from ..core.store.writer import pack
+from ..core.common.sizes import format_size, parse_size
+from ..tools.pack.quant_scheme import parse_scheme
+from ..tools.pack.report import PackReport
+from ..tools.pack.transform import CODECS
+from ..tools.pack.verify import verify_packed
+from ..tools.pack.writer import pack
 
-ROWS = 100  # of the table of errors; a model with experts has tens of thousands of tensors
+ROWS = 100  # most rows in the table of errors, because a model with experts has tens of thousands of tensors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `carom pack` to ``parser``."""
     parser.add_argument(
         "src", metavar="SRC", help="a .safetensors file, a folder of shards, or its index.json"
     )
@@ -39,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         default="auto",
         choices=("auto", "cpu"),
-        help="what packs: a GPU where there is one, or the cores",
+        help="where tensors are encoded: auto (a GPU where there is one) or cpu",
     )
     parser.add_argument(
         "--order", default="auto", metavar="FILE",
@@ -58,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Pack or verify, print the report, and return exit code 0. Raises ValueError for bad options."""
     scheme = None if args.quant is None else parse_scheme(args.quant)
     if args.codec not in CODECS:
         raise ValueError(
@@ -67,17 +71,18 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("name a destination: carom pack SRC DST (or: carom pack SRC --verify)")
     shard_bytes = None if args.shard_size is None else parse_size(args.shard_size, setting="--shard-size")
     try:
-        return _packed_or_verified(args, scheme, shard_bytes)
+        return _pack_or_verify(args, scheme, shard_bytes)
     except KeyboardInterrupt:
         if args.dst is None:
             raise
-        # The journal is what a rerun goes on from; the destination has its name only when it is whole.
+        # A later run continues from the journal. The destination gets its name only once it is complete.
         raise KeyboardInterrupt(
             f"{args.dst} was not made; the same command goes on from what is safely written in .carom-pack-* beside it"
         ) from None
 
 
-def _packed_or_verified(args: argparse.Namespace, scheme: Any, shard_bytes: int | None) -> int:
+def _pack_or_verify(args: argparse.Namespace, scheme: Any, shard_bytes: int | None) -> int:
+    """Verify the source where no destination is given, else pack; print the result and return exit code 0."""
     with _Progress(quiet=args.json) as progress:
         if args.dst is None:
             tensors, nbytes = verify_packed(args.src, progress)
@@ -88,7 +93,7 @@ def _packed_or_verified(args: argparse.Namespace, scheme: Any, shard_bytes: int 
                 args.src, args.dst, codec=args.codec, quant=scheme, device=args.device, order=args.order, shard_bytes=shard_bytes,
                 pad=not args.no_pad, verify=args.verify, progress=progress,
             )  # fmt: skip
-            result, text = report.to_dict(), _told(report)
+            result, text = report.to_dict(), _text(report)
     peak = peak_rss_bytes()
     print(
         json.dumps({**result, "peak_rss_bytes": peak})
@@ -98,8 +103,8 @@ def _packed_or_verified(args: argparse.Namespace, scheme: Any, shard_bytes: int 
     return 0
 
 
-def _told(report: PackReport) -> str:
-    """The run in words; a table of errors first where something was quantised."""
+def _text(report: PackReport) -> str:
+    """Return the printed text of a run; the text begins with a table of errors where tensors were quantised."""
     rate = report.raw_bytes / max(report.seconds, 1e-9)
     resumed = f", {report.resumed_tensors} of them by an earlier run" if report.resumed_tensors else ""
     lines = [*_errors(report), *(f"note: {note}" for note in report.notes)]
@@ -117,7 +122,7 @@ def _told(report: PackReport) -> str:
 
 
 def _errors(report: PackReport) -> list[str]:
-    """Each quantised tensor's error, the worst first where there are many."""
+    """Return the table of quantised tensors and their errors; the worst ROWS tensors where there are more."""
     found = report.lossy_tensors
     if not found:
         return []
@@ -136,11 +141,12 @@ def _errors(report: PackReport) -> list[str]:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory this process has held, in bytes, as the operating system counts it."""
+    """Return the peak resident memory of this process in bytes, as the operating system counts it."""
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
     if sys.platform == "linux":
-        # Not getrusage: its maximum includes the parent's pages that a forked child shared before it ran this.
+        # getrusage is not used here: its maximum includes pages of the parent process that a forked child
+        # shared at first.
         with open("/proc/self/status", encoding="ascii") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
     import resource
@@ -149,13 +155,14 @@ def peak_rss_bytes() -> int:
 
 
 class _Progress:
-    """A bar on standard error where that is a terminal; silent elsewhere."""
+    """A progress bar on standard error if that is a terminal; silent otherwise."""
 
     def __init__(self, quiet: bool) -> None:
         self._on, self._done = not quiet and sys.stderr.isatty(), 0
         self._bar: Any = None
 
     def __call__(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` bytes are finished."""
         if not self._on:
             return
         if self._bar is None:

@@ -1,4 +1,6 @@
-"""`carom plan MODEL`: what a model would do on a card, before one owns either."""
+"""`carom plan MODEL`: predicts the speed and memory of a model on a graphics card, without loading or running
+the model.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,22 @@ import json
 import os
 from dataclasses import replace
 
-from ..core import hardware, host, paper_plan, presets, shape_files, shapes
-from ..core.errors import UnsupportedError
-from ..core.paper import Job, Machine
-from ..core.presets import GB, Card
-from ..core.sizes import format_size, parse_size
+from ..core.common.errors import UnsupportedError
+from ..core.common.sizes import format_size, parse_size
+from ..core.host import probe
+from ..tools.doctor import hardware
+from ..tools.planner import presets, report, shape_files, shapes
+from ..tools.planner.estimate import Job, Machine
+from ..tools.planner.presets import GB, Card
 from .plan_text import text
 
-# Without a GPU and without --gpu, plans are for the card the published measurements were made on; the output says so.
+# The card that is planned for without a GPU and without --gpu: that of the published measurements. The output
+# says so.
 REFERENCE = "rtx4090"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `carom plan` to ``parser``."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -36,15 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpu",
-        help="probe (measure this machine, the default; without a GPU the plan is for a card that it names, and only a written "
-        "`--gpu probe` takes this machine's RAM and drive) or one of: " + ", ".join(presets.CARDS),
+        help="probe (measure this machine, the default; without a GPU the plan is for a card that the output names, and only an "
+        "explicit `--gpu probe` uses this machine's RAM and drive) or one of: " + ", ".join(presets.CARDS),
     )
     parser.add_argument(
-        "--vram", help="bound on the weights on the card, as 12GiB (default: all that is left of it)"
+        "--vram", help="limit for the weights on the card, as 12GiB (default: all VRAM that is left)"
     )
     parser.add_argument(
         "--ram",
-        help="RAM of the machine, as 32GiB (default: of this machine where it is probed, else enough)",
+        help="RAM of the machine, as 32GiB (default: of this machine where it is probed, else as much as is needed)",
     )
     parser.add_argument(
         "--nvme",
@@ -65,12 +71,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lossless: 16-bit weights packed to 70 %% on the way, and on the card where that is faster",
     )
     parser.add_argument(
-        "--compute", choices=("bf16", "nvfp4"), default="bf16", help="what the card computes in"
+        "--compute",
+        choices=("bf16", "nvfp4"),
+        default="bf16",
+        help="number format in which the card computes",
     )
     parser.add_argument("--plot", metavar="PNG", help="draw overhead over tokens, one line per configuration")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Compute and print the plan, draw it where asked, and return exit code 0."""
     if args.plot and not args.plot.lower().endswith((".png", ".svg", ".pdf")):
         raise ValueError(f"--plot {args.plot!r}: give a file name that ends in .png, .svg or .pdf")
     folder = os.path.dirname(args.plot or "") or "."
@@ -88,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         remarks.append(
             f"{shape.title} has no routed experts, so --quant {args.quant} is {first} for all of it."
         )
-    plan = paper_plan.plan(shape, machine, job)
+    plan = report.plan(shape, machine, job)
     if args.plot:
         from .plan_plot import draw
 
@@ -99,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(
             json.dumps(
-                {**paper_plan.to_dict(plan), "remarks": remarks, "plot": args.plot}, indent=2, allow_nan=False
+                {**report.to_dict(plan), "remarks": remarks, "plot": args.plot}, indent=2, allow_nan=False
             )
         )
     else:
@@ -110,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shape(model: str) -> shapes.Shape:
+    """Return the shape of the model with this path or name. Raises ValueError for an unknown name."""
     if shape_files.is_path(model):
         return shape_files.read_shape(model)
     try:
@@ -122,6 +133,7 @@ def _shape(model: str) -> shapes.Shape:
 
 
 def _quant(asked: str | None, shape: shapes.Shape) -> presets.Quant | None:
+    """Return the requested format of the weights; by default None (as stored) for a checkpoint, else bf16."""
     if asked is not None:
         return presets.find_quant(asked)
     stored = any(group.stored_bytes is not None for group in shape.groups)
@@ -129,6 +141,7 @@ def _quant(asked: str | None, shape: shapes.Shape) -> presets.Quant | None:
 
 
 def _rate(value: str | None, setting: str) -> float | None:
+    """Parse a rate such as "7GB" or "7GB/s" to bytes/s. Raises ValueError for less than 1 MB/s."""
     if value is None:
         return None
     rate = float(parse_size(value.lower().removesuffix("/s"), setting=setting))
@@ -138,7 +151,7 @@ def _rate(value: str | None, setting: str) -> float | None:
 
 
 def machine_of(args: argparse.Namespace) -> tuple[Machine, list[str]]:
-    """The machine to plan for, and what the reader must know about where its figures come from."""
+    """Return the machine to plan for, and remarks for the reader about where its figures come from."""
     remarks: list[str] = []
     probed = None
     if args.gpu is None or args.gpu.lower() == "probe":
@@ -151,17 +164,17 @@ def machine_of(args: argparse.Namespace) -> tuple[Machine, list[str]]:
         card = presets.find("gpu", asked or REFERENCE, presets.CARDS)
         machine = Machine(card)
         if probed is not None and args.gpu is not None:
-            machine = around(probed, card)
+            machine = machine_with_card(probed, card)
             remarks.append(
                 f"No GPU to probe here ({probed.gpu_reason}): RAM and drive are this machine's, the card is "
-                f"{_a(card.title)}; name yours with --gpu {', '.join(presets.CARDS)}."
+                f"{_with_article(card.title)}; name yours with --gpu {', '.join(presets.CARDS)}."
             )
         elif args.gpu is None:
             remarks.append(
-                f"No GPU found here, so the card is assumed to be {_a(card.title)}; name yours with --gpu."
+                f"No GPU found here, so the card is assumed to be {_with_article(card.title)}; name yours with --gpu."
             )
     if args.ram:
-        ram = parse_size(args.ram, whole=host.host_memory().total, setting="--ram")
+        ram = parse_size(args.ram, whole=probe.host_memory().total, setting="--ram")
         machine = replace(machine, ram=ram, ram_usable=None)
     if args.link:
         machine = replace(
@@ -170,7 +183,9 @@ def machine_of(args: argparse.Namespace) -> tuple[Machine, list[str]]:
     if args.nvme and args.nvme != "probe":
         machine = _with_drive(machine, args.nvme)
     elif args.nvme == "probe" and machine.disk is None:
-        rate, reason = host.bounded(lambda: host.disk_rate(_folder(args.model)), 15.0, "the disk probe")
+        rate, reason = probe.call_with_timeout(
+            lambda: probe.disk_rate(_folder(args.model)), 15.0, "the disk probe"
+        )
         if rate is None:
             raise UnsupportedError(f"the drive could not be measured ({reason}); name one: --nvme gen4")
         machine = replace(
@@ -190,44 +205,53 @@ def machine_of(args: argparse.Namespace) -> tuple[Machine, list[str]]:
 
 
 def _assumed(machine: Machine, args: argparse.Namespace) -> str:
-    """What a plan for a card that was not measured takes for granted, and the options that say otherwise."""
+    """Return the remark that lists the assumptions of a plan for a card that was not measured, and the
+    options to change.
+    """
     taken = [f"nothing else uses the {machine.card.title}"]
     if not args.link:
         taken.append(f"its link copies {machine.card.link / GB:g} GB/s (--link sets it)")
     if machine.ram is None and machine.disk is None:
-        here = host.host_memory().total
+        here = probe.host_memory().total
         taken.append(
             f"there is RAM for all that waits, whatever this machine has ({format_size(here)}; --ram bounds it)"
         )
-    python = machine.python
+    host_cost = machine.host_cost
     taken.append(
-        f"the host needs {1e3 * python.layer:.2g} ms of Python for each layer, {1e3 * (python.layer + python.use):.2g} ms "
+        f"the host needs {1e3 * host_cost.layer:.2g} ms of Python for each layer, {1e3 * (host_cost.layer + host_cost.use):.2g} ms "
         "for one that streams"
     )
     return f"Assumed: {'; '.join(taken)}."
 
 
-def _a(title: str) -> str:
-    """With its article, as it is read aloud."""
+def _with_article(title: str) -> str:
+    """Return ``title`` with the indefinite article that fits its pronunciation."""
     return f"{'an' if title[:1] in 'AEFHILMNORSX8' else 'a'} {title}"
 
 
 def _folder(model: str) -> str:
-    """Where the drive is measured: beside the model if it is on disk, else here."""
+    """Return the folder whose drive is measured: the model's if the model is on disk, else the current
+    folder.
+    """
     if os.path.isdir(model):
         return model
     return os.path.dirname(os.path.abspath(model)) if os.path.isfile(model) else os.getcwd()
 
 
 def _with_drive(machine: Machine, asked: str) -> Machine:
+    """Return ``machine`` with the drive that ``--nvme`` gives by name or rate."""
     if asked[:1].isdigit() and asked.lower() not in presets.DRIVES:
         rate = _rate(asked, "--nvme")
         return replace(machine, disk=rate, disk_title=f"a drive of {rate / GB:g} GB/s")
-    return paper_plan.with_drive(machine, presets.find("nvme", asked, presets.DRIVES))
+    return report.with_drive(machine, presets.find("nvme", asked, presets.DRIVES))
 
 
 def measured_machine(probed: hardware.Hardware) -> Machine:
-    """A `Machine` from probed figures; what could not be measured comes from the preset of the same name, if any."""
+    """Return a `Machine` from probed figures; missing ones come from the preset of the same card, if there is
+    one.
+
+    Raises UnsupportedError where figures are missing and there is no preset.
+    """
     gpu = probed.gpu
     assert gpu is not None
     try:
@@ -241,21 +265,26 @@ def measured_machine(probed: hardware.Hardware) -> Machine:
         raise UnsupportedError(
             f"{gpu.name} could not be measured ({'; '.join(gpu.failures.values())}); name a card with --gpu"
         )
-    # The probe's own context is in use already, and the plan counts one again.
+    # Free VRAM already excludes the probe's own CUDA context. Add one back, because the plan subtracts a
+    # context again.
     card = Card(
         gpu.name, gpu.name, gpu.free + presets.CONTEXT_BYTES, flops, link, memory, "measured on this machine",
         nvfp4=preset.nvfp4 if preset else None, workstation=True,
     )  # fmt: skip
-    machine = around(probed, card, "measured on this machine")
+    machine = machine_with_card(probed, card, "measured on this machine")
     if gpu.layer_seconds is None:
         return machine
-    slower = gpu.layer_seconds / presets.PYTHON.layer
-    python = presets.Python(gpu.layer_seconds, presets.PYTHON.use * slower, "measured on this machine")
-    return replace(machine, python=python)
+    slower = gpu.layer_seconds / presets.HOST_COST.layer
+    host_cost = presets.HostCost(
+        gpu.layer_seconds, presets.HOST_COST.use * slower, "measured on this machine"
+    )
+    return replace(machine, host_cost=host_cost)
 
 
-def around(probed: hardware.Hardware, card: Card, source: str = "") -> Machine:
-    """``card`` in this machine: its RAM, and its drive where that was measured with direct I/O."""
+def machine_with_card(probed: hardware.Hardware, card: Card, source: str = "") -> Machine:
+    """Return a `Machine` with ``card``, this machine's RAM, and its drive where that was measured with direct
+    I/O.
+    """
     disk = probed.disk
     rate = max(disk.one, disk.several) if disk is not None and disk.direct else None
     return Machine(

@@ -1,4 +1,6 @@
-"""The picture of `carom plan --plot`: overhead over tokens, one line per configuration."""
+"""The picture of `carom plan --plot`: extra time per step over tokens per step, with a line for each
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +8,38 @@ import math
 import os
 from pathlib import Path
 
-from ..core import paper_plan
-from ..core.paper_plan import PaperPlan
+from ..tools.planner import report
+from ..tools.planner.report import ModelPlan
 
 STYLES = ("-", "--", "-.", ":")
 POINTS = tuple(round(2 ** (power / 4)) for power in range(4 * 8, 4 * 16 + 1))
 TICKS = (0, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
 
 
-def lines_of(plan: PaperPlan) -> list[tuple[str, list[tuple[int, float]]]]:
-    """(label, [(tokens, overhead), ...]) of this plan and of each change, where it fits; residency chosen at each point."""
-    changes = paper_plan.configurations(plan.shape, plan.machine, plan.job)
+def lines_of(plan: ModelPlan) -> list[tuple[str, list[tuple[int, float]]]]:
+    """Return (label, [(tokens, overhead), ...]) for this plan and for each suggested change, where memory
+    suffices.
+
+    The placement of layers is chosen anew at each number of tokens.
+    """
+    changes = report.configurations(plan.shape, plan.machine, plan.job)
     asked = [("as asked", plan.machine, plan.job)] + [
         (what, machine, job) for what, _, machine, job in changes
     ]
     lines = []
     for label, machine, job in asked:
-        swept = paper_plan.sweep(plan.shape, machine, job, POINTS)
+        swept = report.sweep(plan.shape, machine, job, POINTS)
         points = [(tokens, at.step.overhead) for tokens, at in swept if at is not None]
         if points:
             lines.append((label, points))
     return lines
 
 
-def draw(plan: PaperPlan, path: str) -> None:
-    """Writes the picture to `path` (.png, .svg or .pdf), under a temporary name first. Uses no pyplot state."""
+def draw(plan: ModelPlan, path: str) -> None:
+    """Write the picture to the file `path` (.png, .svg or .pdf), under a temporary name first.
+
+    matplotlib's pyplot, which has global state, is not used.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
@@ -40,7 +49,7 @@ def draw(plan: PaperPlan, path: str) -> None:
     for label, points in lines_of(plan):
         drawn.setdefault(tuple(points), []).append(label)
     for number, (line, labels) in enumerate(drawn.items()):
-        # Configurations that make no difference share one line, and its label says so.
+        # Configurations with the same figures share a line, whose label lists all of them.
         axes.plot(
             [tokens for tokens, _ in line], [100 * overhead for _, overhead in line],
             linewidth=2.5 if number == 0 else 1.5, linestyle=STYLES[number % len(STYLES)], label="\n= ".join(labels),

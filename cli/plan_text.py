@@ -1,4 +1,6 @@
-"""The words of `carom plan`, for someone who has never heard of residency or PCIe generations."""
+"""The printed text of `carom plan`, written for readers who do not know terms such as residency or PCIe
+generations.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +8,32 @@ import math
 import textwrap
 from dataclasses import dataclass
 
-from ..core import paper
-from ..core.paper import Machine
-from ..core.paper_plan import PaperPlan
-from ..core.presets import GB
-from ..core.sizes import format_size
+from ..core.common.sizes import format_size
+from ..tools.planner import estimate
+from ..tools.planner.estimate import Machine
+from ..tools.planner.presets import GB
+from ..tools.planner.report import ModelPlan
 
 WIDTH = 100
 
 
 @dataclass(frozen=True)
 class Table:
-    """A heading and (name, value) rows."""
+    """A table of the text: a heading and (name, value) rows."""
 
     head: str
     rows: tuple[tuple[str, str], ...]
 
 
 def size(count: float) -> str:
-    """Bytes in decimal GB, as cards and checkpoints are sold."""
+    """Return a number of bytes as text in decimal GB or MB, the units in which cards and checkpoints are
+    described.
+    """
     return f"{count / GB:.1f} GB" if count >= GB / 10 else f"{count / 1e6:.0f} MB"
 
 
 def seconds(value: float) -> str:
+    """Return a duration in seconds as text, in ms, s or min."""
     return (
         f"{value * 1e3:.0f} ms"
         if value < 0.9995
@@ -39,16 +44,20 @@ def seconds(value: float) -> str:
 
 
 def _tokens(value: float) -> str:
+    """Return a number of tokens as text; "never" for infinity."""
     return "never" if math.isinf(value) else f"{math.ceil(value):,}"
 
 
-def text(plan: PaperPlan, remarks: list[str]) -> str:
-    """The plan in words a newcomer understands, then the figures, for a terminal."""
-    return "\n\n".join(_laid_out(block) for block in plan_blocks(plan, remarks))
+def text(plan: ModelPlan, remarks: list[str]) -> str:
+    """Return the plan as text for a terminal."""
+    return "\n\n".join(_format_block(block) for block in plan_blocks(plan, remarks))
 
 
-def plan_blocks(plan: PaperPlan, remarks: list[str]) -> list[str | Table]:
-    """Paragraphs and tables of a plan, in their order. ``remarks``: paragraphs about where its figures come from."""
+def plan_blocks(plan: ModelPlan, remarks: list[str]) -> list[str | Table]:
+    """Return the paragraphs and tables of a plan, in order.
+
+    ``remarks``: paragraphs about where the figures come from.
+    """
     blocks: list[str | Table | None] = [
         _headline(plan),
         *remarks,
@@ -62,28 +71,30 @@ def plan_blocks(plan: PaperPlan, remarks: list[str]) -> list[str | Table]:
     return [block for block in blocks if block]
 
 
-def _laid_out(block: str | Table) -> str:
-    """Prose is wrapped; the columns of a table are aligned."""
+def _format_block(block: str | Table) -> str:
+    """Return a paragraph wrapped to WIDTH columns, or a table with aligned columns."""
     if isinstance(block, str):
         return textwrap.fill(block, WIDTH)
     name, value = (max(len(row[column]) for row in block.rows) for column in (0, 1))
     return "\n".join([f"{block.head}:", *(f"  {row[0]:<{name}}  {row[1]:>{value}}" for row in block.rows)])
 
 
-def _around(machine: Machine) -> str:
+def _machine(machine: Machine) -> str:
+    """Return the card, RAM and drive of the machine, for the headline."""
     ram = f", {format_size(machine.ram).replace('.00', '')} of RAM" if machine.ram is not None else ""
     drive = f", {machine.disk_title}" if machine.disk is not None else ""
     return f"{machine.card.title}{ram}{drive}"
 
 
-def _headline(plan: PaperPlan) -> str:
+def _headline(plan: ModelPlan) -> str:
+    """Return the first line: the task, the model and the machine."""
     job = plan.job
     doing = "Training a LoRA on" if job.mode == "train" else "Running"
-    return f"{doing} {plan.shape.title} ({_weights(plan)}) on: {_around(plan.machine)}"
+    return f"{doing} {plan.shape.title} ({_weights(plan)}) on: {_machine(plan.machine)}"
 
 
-def _weights(plan: PaperPlan) -> str:
-    """What the weights are kept in, in plain words."""
+def _weights(plan: ModelPlan) -> str:
+    """Return the description of the weights' number format."""
     quant = plan.job.quant
     if quant is None:
         return "weights as the files store them"
@@ -95,10 +106,12 @@ def _weights(plan: PaperPlan) -> str:
 
 
 def _bits(count: float) -> str:
+    """Return the description of a number of bits per weight."""
     return f"{count:g} bits each" if count == int(count) else f"about {count:.1f} bits each"
 
 
-def _where(plan: PaperPlan) -> str:
+def _where(plan: ModelPlan) -> str:
+    """Return the paragraph that says whether the model fits and where the layers are kept."""
     place = plan.outcome.placement
     fits = f"The weights are {size(plan.shape.bytes_in(plan.job.quant))}; the card has {size(plan.machine.card.vram)}"
     if place.streamed_wire == 0:
@@ -116,8 +129,10 @@ def _where(plan: PaperPlan) -> str:
     )
 
 
-def _packed(plan: PaperPlan) -> str:
-    """What stays packed, as the rest of a sentence about the layers that stay."""
+def _packed(plan: ModelPlan) -> str:
+    """Return the end of a sentence about resident layers, which says how many of them stay packed; "" for
+    none.
+    """
     place = plan.outcome.placement
     if not place.packed_units:
         return ""
@@ -128,7 +143,8 @@ def _packed(plan: PaperPlan) -> str:
     )
 
 
-def _sample(plan: PaperPlan, tokens: int) -> str:
+def _sample(plan: ModelPlan, tokens: int) -> str:
+    """Return a number of tokens with the number of samples it stands for."""
     samples, rest = divmod(tokens, plan.shape.sample_tokens)
     if rest or not samples:
         return f"{tokens:,} tokens"
@@ -144,7 +160,8 @@ WAITS = {
 }
 
 
-def _speed(plan: PaperPlan) -> str:
+def _speed(plan: ModelPlan) -> str:
+    """Return the paragraph on the time of a step and the resource that limits it."""
     step, rates = plan.outcome.step, plan.machine.rates(plan.job)
     name = "sampling step" if plan.shape.kind == "diffusion" else "forward pass"
     name = "training step" if plan.job.mode == "train" else name
@@ -176,7 +193,8 @@ def _speed(plan: PaperPlan) -> str:
     return f"{line} That is {slower} on a card that holds the whole model ({seconds(step.resident_seconds)}): it waits for {what}."
 
 
-def _generation(plan: PaperPlan) -> str:
+def _generation(plan: ModelPlan) -> str:
+    """Return the paragraph on the time of a generated token; "" where the model generates none."""
     if plan.generation is None:
         return ""
     streams = (
@@ -185,13 +203,16 @@ def _generation(plan: PaperPlan) -> str:
     return f"After the prompt, one new token takes about {seconds(plan.generation.seconds)}{streams}."
 
 
-def _free_from(plan: PaperPlan) -> str:
+def _free_from(plan: ModelPlan) -> str:
+    """Return the paragraph on the tokens per step from which streaming costs no time; "" where nothing
+    streams.
+    """
     if plan.outcome.placement.streamed_wire == 0:
         return ""
     rule, phase = plan.thresholds["published_rule"], plan.thresholds["by_phase"]
     if math.isinf(phase):
         return "With these layers on the card, no number of tokens hides the copies fully."
-    free = paper.reserve(plan.shape, plan.job, math.ceil(phase)).total + plan.outcome.vram.weights
+    free = estimate.reserved_vram(plan.shape, plan.job, math.ceil(phase)).total + plan.outcome.vram.weights
     room = " (so many take VRAM, and fewer layers could stay)" if free > plan.machine.card.vram else ""
     return (
         f"With these layers on the card, streaming costs nothing from about {_tokens(phase)} tokens a step on{room}. More "
@@ -200,7 +221,8 @@ def _free_from(plan: PaperPlan) -> str:
     )
 
 
-def _vram(plan: PaperPlan) -> Table:
+def _vram(plan: ModelPlan) -> Table:
+    """Return the table of VRAM by use."""
     vram, place = plan.outcome.vram, plan.outcome.placement
     rows = [
         ("layers that stay", vram.resident - place.packed_bytes), ("layers that stay packed", place.packed_bytes), ("slots for layers that stream", vram.slots), ("LoRA adapters", vram.adapters),
@@ -211,7 +233,8 @@ def _vram(plan: PaperPlan) -> Table:
     return Table("VRAM", tuple((name, size(count)) for name, count in rows if count))
 
 
-def _batch(plan: PaperPlan) -> str:
+def _batch(plan: ModelPlan) -> str:
+    """Return the paragraph on the best batch size; "" where that is the planned one."""
     best, now = plan.best, plan.outcome
     if best is None or best.tokens == now.tokens:
         return ""
@@ -231,7 +254,8 @@ def _batch(plan: PaperPlan) -> str:
     )
 
 
-def _what_if(plan: PaperPlan) -> list[str | Table]:
+def _what_if(plan: ModelPlan) -> list[str | Table]:
+    """Return the table of changes with their speedup, and a paragraph on changes that make no difference."""
     rows, same = [], []
     for what, how, other in plan.what_if:
         speedup = plan.outcome.step.seconds / other.step.seconds if other else 0.0
@@ -247,7 +271,8 @@ def _what_if(plan: PaperPlan) -> list[str | Table]:
     return [*blocks, f"No difference: {'; '.join(same)}."] if same else blocks
 
 
-def _sources(plan: PaperPlan) -> str:
+def _sources(plan: ModelPlan) -> str:
+    """Return the paragraph on the sources of the figures."""
     machine = plan.machine
     lines = [f"Figures: {plan.shape.source}. Card: {machine.source or machine.card.source}."]
     if plan.shape.note:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import CaromError, WeightsError
+from ..core.common.errors import CaromError, WeightsError
 
 
 def stock_node(name: str) -> Any:

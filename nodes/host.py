@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..core.host import on_windows
+from ..core.host.probe import on_windows
 
 logger = logging.getLogger("carom")
 
@@ -110,7 +110,7 @@ def lasting_allocations() -> AbstractContextManager:
 
 
 class LoadingBar:
-    """The bar on the node that runs, while weights are laid out; a listener for `told_to`.
+    """The bar on the node that runs, while weights are laid out; a listener for `progress_listener`.
 
     ComfyUI's bar raises when the user cancels. Half a model laid out is of no use to anybody, so that is kept for
     `finish`, which the caller calls when the model stands.

@@ -46,8 +46,7 @@ class CaromLoadDiffusionModel(io.ComfyNode):
                     default="default",
                     tooltip="default keeps the file's own precision; the others are ComfyUI's.",
                 ),
-                *widgets(),
-                device_widget(),
+                *widgets(device_widget()),
             ],
             outputs=[io.Model.Output(tooltip=MODEL)],
             hidden=[io.Hidden.unique_id],
@@ -79,17 +78,18 @@ class CaromLoadCheckpoint(io.ComfyNode):
                 io.Combo.Input(
                     "ckpt_name", options=file_names("checkpoints"), tooltip="A file of models/checkpoints."
                 ),
-                *widgets(),
-                io.Combo.Input(
-                    "vae",
-                    options=list(VAES),
-                    default=VAES[0],
-                    optional=True,
-                    advanced=True,
-                    tooltip="comfyui: the VAE is loaded whole, as always. stream: its weights stream like the model's, "
-                    "for cards on which even the VAE is too large beside its images.",
+                *widgets(
+                    io.Combo.Input(
+                        "vae",
+                        options=list(VAES),
+                        default=VAES[0],
+                        optional=True,
+                        advanced=True,
+                        tooltip="comfyui: the VAE is loaded whole, as always. stream: its weights stream like the model's, "
+                        "for cards on which even the VAE is too large beside its images.",
+                    ),
+                    device_widget(),
                 ),
-                device_widget(),
             ],
             outputs=[
                 io.Model.Output(tooltip=MODEL),

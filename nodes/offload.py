@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import UnsupportedError
+from ..core.common.errors import UnsupportedError
 from . import host
 from .patcher import KEY, strip, wear
 from .policy import Settings, Way, choose_way

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..core.again import OutOfMemory
-from ..core.errors import BudgetError, CaromError, UnsupportedError
+from ..core.common.errors import BudgetError, CaromError, UnsupportedError
+from ..core.streaming.pass_retry import OutOfMemory
 from . import host
 from .policy import Settings, most_held, next_budget, parse_limit, rounded
 from .streaming import Streaming, streaming_of
@@ -164,6 +164,7 @@ class CaromPatcher:
         if self._compiled():
             carom.lengthen()
         carom.follow_room(self._limit())
+        carom.rank(self._settings.priority)
 
     def _compiled(self) -> bool:
         """Whether a compile node wrapped the model: as a whole, or block by block (ComfyUI's helper, or object patches)."""

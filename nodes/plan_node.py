@@ -12,10 +12,10 @@ from comfy_api.latest import io, ui  # type: ignore[import-not-found]
 
 from ..cli import plan as command
 from ..cli.plan_text import Table, plan_blocks
-from ..core import paper_plan, presets, shape_files
-from ..core.errors import BudgetError
-from ..core.paper import Job
-from ..core.sizes import parse_size
+from ..core.common.errors import BudgetError
+from ..core.common.sizes import parse_size
+from ..tools.planner import presets, report, shape_files
+from ..tools.planner.estimate import Job
 from . import host
 from .files import file_names, path_of
 from .policy import is_auto
@@ -133,7 +133,7 @@ def plan_text(
         limit = None if is_auto(vram) else parse_size(vram, whole=machine.card.vram, setting="vram")
         kept = None if quant == AS_STORED else presets.find_quant(quant)
         job = Job("infer", tokens or None, kept, limit, codec="raw" if codec == "raw" else "lossless")
-        plan = paper_plan.plan(shape_files.read_shape(path), machine, job)
+        plan = report.plan(shape_files.read_shape(path), machine, job)
     except BudgetError as error:
         raise BudgetError(in_widgets(str(error)), error.least_bytes) from error
     except ValueError as error:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..core.errors import UnsupportedError
-from ..core.sizes import MIB, format_size, parse_size, probably_meant
+from ..core.common.errors import UnsupportedError
+from ..core.common.sizes import MIB, format_size, parse_size, suggest_size
 
 MODES = ("auto", "stream", "native")
 GRANULARITIES = ("auto", "block", "phase", "layer")
 CODECS = ("auto", "raw", "lossless")
+PRIORITIES = ("normal", "high", "low")
 # Accelerators whose copies run beside their computing; on others a streamed weight is always waited for.
 STREAMING_DEVICES = ("cuda", "xpu", "npu", "mlu")
 GROW_SHARE = (
@@ -26,14 +27,15 @@ SHRINK_SHARE, SHRINK_MOST = 8, 384 * MIB  # of what is held: offers that are les
 
 @dataclass(frozen=True)
 class Settings:
-    """A node's widgets. ``vram`` and ``ram``: "auto", bytes, "8GiB", "50%"; ``node``: the id progress text goes to;
-    ``reason``: why ComfyUI keeps the weights, once that is decided."""
+    """A node's widgets. ``vram`` and ``ram``: "auto", bytes, "8GiB", "50%"; ``priority``: who gives way to whom; ``node``: the id
+    progress text goes to; ``reason``: why ComfyUI keeps the weights, once that is decided."""
 
     mode: str = "auto"
     vram: str = "auto"
     ram: str = "auto"
     granularity: str = "auto"
     codec: str = "auto"
+    priority: str = "normal"
     node: str = ""
     reason: str = ""
 
@@ -43,11 +45,12 @@ class Settings:
             ("mode", self.mode, MODES),
             ("granularity", self.granularity, GRANULARITIES),
             ("codec", self.codec, CODECS),
+            ("priority", self.priority, PRIORITIES),
         ):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
         for name, size in (("vram", self.vram), ("ram", self.ram)):
-            nbytes, meant = parse_limit(size, 1 << 40, name), probably_meant(size)
+            nbytes, meant = parse_limit(size, 1 << 40, name), suggest_size(size)
             if meant is not None:
                 raise ValueError(f"{name}={size!r} means {nbytes} bytes; did you mean {meant}?")
         return self

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from comfy_api.latest import io, ui  # type: ignore[import-not-found]
 
-from ..core.report import Report
-from ..core.sizes import format_size
-from ..core.timeline import DPI, INK, WIDTH_INCHES
+from ..core.common.sizes import format_size
+from ..core.metrics.report import Report
+from ..core.metrics.timeline import DPI, INK, WIDTH_INCHES
 from . import host
 from .patcher import settings_of
 from .streaming import known_streaming

@@ -1,7 +1,7 @@
 """Room: what a model's passes leave of the memory that ComfyUI kept for them. A mixin of `Streaming`.
 
 ComfyUI offers a budget for weights before it has seen a pass: it estimates what passes need, and adds reserves. Once passes
-have run, what they left free is known (`core/follow_room.py` sees it). It is remembered by how much ComfyUI kept, which
+have run, what they left free is known (`core/session/policies/leftover.py` sees it). It is remembered by how much ComfyUI kept, which
 grows with the passes' size, and goes to the next layout of this model, also after others had the device meanwhile. Where
 room is asked back, or turns out not to be there, ComfyUI's own budget holds again. The rules are in `policy.py`.
 """
@@ -13,7 +13,7 @@ import weakref
 import torch
 from torch import nn
 
-from ..core.session import Session
+from ..core.session.session import Session
 from . import host
 from .policy import Beyond, beyond_now, remember, rounded, worth
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import BudgetError, CaromError, UnsupportedError
-from ..core.session import stream
+from ..core.common.errors import BudgetError, CaromError, UnsupportedError
+from ..core.session.session import stream
 from .policy import Settings
 from .tensors import own_tensors, wrapped_kind
 from .wrapped import dresses, put_together, take_apart

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import BudgetError
-from ..core.progress import told_to
-from ..core.report import Report
-from ..core.session import Session, stream
-from ..core.sizes import round_up_to_mib
+from ..core.common.errors import BudgetError
+from ..core.common.progress import progress_listener
+from ..core.common.sizes import round_up_to_mib
+from ..core.metrics.report import Report
+from ..core.session.session import Session, stream
 from . import host
 from .plain_ops import shorten
 from .policy import Settings, describe, parse_limit
@@ -73,7 +73,7 @@ class Streaming(TakesRoom):
         limit = parse_limit(settings.vram, host.device_bytes(device))
         if limit >= self.total:
             return
-        key = replace(settings, vram="", ram="", node="")
+        key = replace(settings, vram="", ram="", priority="", node="")
         if key not in self._least:
             model = self._model()
             assert model is not None
@@ -137,7 +137,7 @@ class Streaming(TakesRoom):
     ) -> tuple[Session, int]:
         prepare(root)
         limit = parse_limit(settings.vram, host.device_bytes(device))
-        with _laying_out(), told_to(bar):
+        with _laying_out(), progress_listener(bar):
             try:
                 return _stream(root, device, bound, settings), bound
             except BudgetError as error:
@@ -202,7 +202,7 @@ class Streaming(TakesRoom):
         began = time.monotonic()
         limit = parse_limit(settings.vram, host.device_bytes(self.session.device))
         bar = host.LoadingBar()
-        with _laying_out(), told_to(bar):
+        with _laying_out(), progress_listener(bar):
             try:
                 self.session.set_budget(vram=bound)
             except BudgetError as error:
@@ -216,6 +216,14 @@ class Streaming(TakesRoom):
         self._measure()
         logger.info("Carom: weights laid out again in %.2f s", time.monotonic() - began)
         bar.finish()
+
+    def rank(self, priority: str) -> None:
+        """Rank the session among others that share memory with it; "normal" leaves a rank that it was given before."""
+        assert self.session is not None
+        if priority == "high":
+            self.session.prioritize()
+        elif priority == "low":
+            self.session.deprioritize()
 
     def give_up_pins(self) -> None:
         """Others need the pinned memory more: a suspended model's bytes wait in ordinary memory."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.away import AwayParameter, AwayTensor
-from ..core.ops import HostParameter, HostTensor
+from ..core.model.elsewhere_tensor import AwayParameter, AwayTensor
+from ..core.model.managed_tensor import HostParameter, HostTensor
 
 MAPPED = "_carom_mapped"  # of a model: its weights lie in a mapped file, which nobody may write to
 # How attributes begin in which ComfyUI keeps what is loaded, on a dynamic patcher's model and on its modules.

@@ -7,13 +7,16 @@ from typing import Any
 from comfy_api.latest import io  # type: ignore[import-not-found]
 
 from . import host
-from .policy import CODECS, GRANULARITIES, MODES, Settings
+from .policy import CODECS, GRANULARITIES, MODES, PRIORITIES, Settings
 
 CATEGORY = "Carom"
 
 
-def widgets() -> list[Any]:
-    """Everything is optional and "auto"."""
+def widgets(*more: Any) -> list[Any]:
+    """Return the inputs that Carom's nodes share, all of them optional.
+
+    ``more``: a node's own inputs. They come before ``priority``, which is newer: workflows keep values by position.
+    """
     return [
         io.Combo.Input(
             "mode",
@@ -57,6 +60,17 @@ def widgets() -> list[Any]:
             "on auto, which measures. lossless: packs from the start, for a slow link (a laptop, PCIe 3, x4 or x8). raw: never "
             "packs, for a fast link or a CPU that has little to spare.",
         ),
+        *more,
+        io.Combo.Input(
+            "priority",
+            options=list(PRIORITIES),
+            default="normal",
+            optional=True,
+            advanced=True,
+            tooltip="Which model gives way first where models of Carom share memory: high gives way last, low first. ComfyUI "
+            "gives each model a budget of its own in bytes, so this only matters in comfy-aimdo's pool, or where sessions "
+            "share a budget.",
+        ),
     ]
 
 
@@ -74,7 +88,7 @@ def device_widget() -> Any:
 
 def settings_from(node: Any, options: dict[str, Any]) -> Settings:
     """Checked settings of a node's widgets. Raises ValueError that names the widget."""
-    names = ("mode", "vram", "ram", "granularity", "codec")
+    names = ("mode", "vram", "ram", "granularity", "codec", "priority")
     given = {name: str(options[name]) for name in names if options.get(name) is not None}
     hidden = getattr(node, "hidden", None)
     return Settings(**given, node=str(getattr(hidden, "unique_id", None) or "")).checked()

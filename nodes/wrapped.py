@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.away import AwayParameter, AwayTensor
+from ..core.model.elsewhere_tensor import AwayParameter, AwayTensor
 from .tensors import is_plain, ordinary
 
 _TABLE = "_carom_wrapped"

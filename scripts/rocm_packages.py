@@ -203,7 +203,7 @@ def check_comfyui(s: Survey) -> list[Finding]:
 COPY_MARK = ".carom-copied-from"
 
 
-# As `carom install-ai-toolkit` writes it (toolkit_ext/folder.py), which needs a Carom that imports.
+# As `carom install-ai-toolkit` writes it (tools/ai_toolkit_folder.py), which needs a Carom that imports.
 EXTENSION = "carom_offload"
 EXTENSION_TEXT = """\
 # Put here by `carom install-ai-toolkit`; `carom install-ai-toolkit DIR --uninstall` takes it away.

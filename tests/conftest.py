@@ -33,18 +33,13 @@ def _load(name: str, path: Path, **options: list[str]) -> None:
 
 
 _load("carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
-# Helpers of the tests: tests/ is no package, and its folder is not on the path.
-_load("tests_models", ROOT / "tests" / "models.py")
-_load("tests_uneven", ROOT / "tests" / "uneven.py")
-_load("tests_pairwise", ROOT / "tests" / "pairwise.py")
-_load("tests_harness", ROOT / "tests" / "harness.py")
-_load("tests_wrappers", ROOT / "tests" / "wrappers.py")
-_load("tests_disk_harness", ROOT / "tests" / "disk_harness.py")
-_load("tests_comfy_server", ROOT / "tests" / "comfy_server.py")
-_load("tests_comfy_stand_in", ROOT / "tests" / "comfy_stand_in.py")
-_load("tests_web_page", ROOT / "tests" / "web_page.py")
-_load("tests_aimdo", ROOT / "tests" / "aimdo_standin.py")
-_load("tests_aitoolkit", ROOT / "tests" / "aitoolkit_standin.py")
+# Helpers of the tests: tests/ is no package, and its folders are not on the path. Each comes after those that it imports.
+for helper in (
+    "inside", "priority_pools", "lossless_reference", "models", "uneven", "pairwise", "harness", "wrappers", "disk_harness", "stand_in_machines",
+    "comfyui/comfy_server", "comfyui/comfy_stand_in", "comfyui/web_page", "aimdo_stand_in", "ai_toolkit/aitoolkit_stand_in",
+):  # fmt: skip
+    path = ROOT / "tests" / "support" / f"{helper}.py"
+    _load(f"tests_{path.stem}", path)
 
 
 def pytest_collection_finish():
@@ -57,7 +52,7 @@ def pytest_collection_finish():
 def fine_grain(request, monkeypatch):
     """Lets small models stream on a GPU, whose allocator's 2 MiB would hold all of their weights at once."""
     if torch.cuda.is_available() and request.module.__name__.rpartition(".")[2] != "test_gpu":
-        monkeypatch.setattr("carom.core.transfer.StreamEngine.grain", 512)
+        monkeypatch.setattr("carom.core.device.stream_engine.StreamEngine.grain", 512)
 
 
 @pytest.fixture(scope="session")
@@ -90,9 +85,9 @@ def carom_cli(package):
 
 # These take the longest. With xdist's `--dist loadfile` a file that begins last keeps one worker busy alone.
 _LONG = (
-    "test_bench.py", "test_compile.py", "test_exact.py", "test_faults.py", "test_aitoolkit_contract.py", "test_packed_here.py",
-    "test_codec_triton.py", "test_module_db.py", "test_room.py", "test_transformers.py", "test_shares.py", "test_packed.py",
-    "test_disk.py", "test_growth.py", "test_aimdo.py", "test_layout_memory.py", "test_pack.py", "test_relayout_failures.py",
+    "test_bench.py", "test_compile.py", "test_exact.py", "test_faults.py", "test_aitoolkit_contract.py", "test_packed_residents.py",
+    "test_codec_triton.py", "test_module_db.py", "test_leftover_memory.py", "test_transformers.py", "test_sharing.py", "test_packed.py",
+    "test_disk.py", "test_shared_budget_growth.py", "test_vbar_slots.py", "test_layout_memory.py", "test_pack.py", "test_relayout_failures.py",
 )  # fmt: skip
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..core.wrapped import LaidOpen
+from ..core.model.quantized import FlattenedWeights
 from .loading import without_moving
 
 if TYPE_CHECKING:
-    from ..core.session import Session
-    from ..core.shared import SharedBudget
+    from ..core.budget.shared_budget import SharedBudget
+    from ..core.session.session import Session
 
 LEAF_MARKS = ("_layer_memory_manager", "_memory_management_device")
 
@@ -42,7 +42,7 @@ class Attachment:
         self.least: dict[str | None, int] = {}  # granularity -> the least budget that works, in bytes
         self.given: int | str | SharedBudget | None = None  # the budget it has or will have
         self.trains = False  # whether backwards are to go through it
-        self._laid_open: LaidOpen | None = None
+        self._laid_open: FlattenedWeights | None = None
         self.gone = False
         self._open = open
         self._lock = threading.RLock()
@@ -76,7 +76,7 @@ class Attachment:
         with self._lock:
             if self.session is None:
                 self._mark()
-                laid_open = LaidOpen(self.module)
+                laid_open = FlattenedWeights(self.module)
                 try:
                     self.session = self._open(self)
                 except BaseException:

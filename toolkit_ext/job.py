@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import BudgetError, CaromError, UnsupportedError
-from ..core.report import Report
-from ..core.session import Session
-from ..core.settings import vram_budget, within_dedicated
-from ..core.shared import SharedBudget
-from ..core.transfer import make_engine
-from ..core.wrapped import LaidOpen
+from ..core.budget.shared_budget import SharedBudget
+from ..core.common.errors import BudgetError, CaromError, UnsupportedError
+from ..core.device.make_engine import make_engine
+from ..core.metrics.report import Report
+from ..core.model.quantized import FlattenedWeights
+from ..core.session.session import Session
+from ..core.session.settings import vram_budget, within_dedicated
 from . import words
 from .attachment import Attachment, tensors, weight_bytes
 from .ladder import choose
@@ -182,6 +182,8 @@ class JobOffload:
             self._bytes = self._total()  # of what is free before the first one is there
         self._rebalance()
         session = self._stream(attachment, self._share(attachment, opening=True))
+        if attachment.trains:
+            self._rank(session)
         self.say(words.start(attachment.name, session.report()))
         return session
 
@@ -194,6 +196,13 @@ class JobOffload:
             granularity=granularity or policy.granularity, codec=policy.codec, pool=self.choice.pool, host="auto",
             training=None, backward=attachment.trains,
         )  # fmt: skip
+
+    def _rank(self, session: Session) -> None:
+        """Rank the session of a model that trains among those of the job's other models, as the policy says."""
+        if self.policy.priority == "high":
+            session.prioritize()
+        elif self.policy.priority == "low":
+            session.deprioritize()
 
     def _sharing(self) -> list[Attachment]:
         return [a for a in self.attachments if a.percent is None]
@@ -222,7 +231,7 @@ class JobOffload:
         """The least budget in bytes that works for a model, as the engine says it; asked before the model streams."""
         if granularity not in attachment.least:
             least = 0
-            with contextlib.closing(LaidOpen(attachment.module)):
+            with contextlib.closing(FlattenedWeights(attachment.module)):
                 try:
                     self._stream(attachment, 0, granularity).close()
                 except BudgetError as error:
@@ -236,7 +245,7 @@ class JobOffload:
         return within_dedicated(vram_budget(self.policy.vram, engine), engine)[0]
 
     def _ram(self, attachment: Attachment) -> int | str:
-        from ..core.sizes import parse_size
+        from ..core.common.sizes import parse_size
 
         if self.policy.ram == "auto" or len(self.attachments) == 1:
             return self.policy.ram

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.errors import CaromError
+from ..core.common.errors import CaromError
 from . import trial
 from .options import Policy
 

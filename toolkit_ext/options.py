@@ -7,19 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.errors import UnsupportedError
-from ..core.sizes import parse_size, probably_meant
+from ..core.common.errors import UnsupportedError
+from ..core.common.sizes import parse_size, suggest_size
 
 MODES = ("bouncing", "aimdo", "auto", "off")
-OPTIONS = ("vram", "ram", "disk", "codec", "granularity")
+OPTIONS = ("vram", "ram", "disk", "codec", "granularity", "priority")
 CODECS = ("auto", "raw", "lossless")
 GRANULARITIES = ("auto", "block", "phase", "layer")
+PRIORITIES = ("normal", "high", "low")
 PERCENTS = ("layer_offloading_transformer_percent", "layer_offloading_text_encoder_percent")
 
 
 @dataclass(frozen=True)
 class Policy:
     """One process's wishes. ``vram``, ``ram``: as `carom.stream` takes them; for all models of the process together.
+    ``priority``: of the transformer that trains, among the models that share the budget.
 
     ``transformer_percent``, ``text_encoder_percent``: the stock share (0 to 1) to stream, None where the YAML
     names none, ``layer_offloading`` is not true, or ``vram`` overrules it. ``remarks``: one line for each key that has no say.
@@ -30,6 +32,7 @@ class Policy:
     ram: int | str = "auto"
     codec: str = "auto"
     granularity: str = "auto"
+    priority: str = "normal"
     transformer_percent: float | None = None
     text_encoder_percent: float | None = None
     remarks: tuple[str, ...] = ()
@@ -68,6 +71,7 @@ def read(model: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> 
     vram, ram = _size("vram", values.get("vram", "auto"), 1), _size("ram", values.get("ram", "auto"), 0)
     codec = _choice("codec", values.get("codec", "auto"), CODECS)
     granularity = _choice("granularity", values.get("granularity", "auto"), GRANULARITIES)
+    priority = _choice("priority", values.get("priority", "normal"), PRIORITIES)
     if mode == "off":
         return None
     # ai-toolkit's UI writes `layer_offloading: false` with both percents into every job: they count where it is true.
@@ -80,7 +84,7 @@ def read(model: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> 
     remarks = _remarks(vram, percents, environ or {})
     if vram != "auto":
         percents = [None if percent else percent for percent in percents]
-    return Policy(mode, vram, ram, codec, granularity, percents[0], percents[1], remarks)
+    return Policy(mode, vram, ram, codec, granularity, priority, percents[0], percents[1], remarks)
 
 
 def _remarks(
@@ -122,7 +126,7 @@ def _size(name: str, value: Any, least: int) -> int | str:
         raise UnsupportedError(
             f"{setting}: {value!r} leaves no room for weights; write a size such as 12GiB, or auto"
         )
-    meant = probably_meant(value)
+    meant = suggest_size(value)
     if meant is not None:
         raise UnsupportedError(f"{setting}: {value} means {nbytes} bytes; did you mean {meant}?")
     return value if isinstance(value, str) else int(value)

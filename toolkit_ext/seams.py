@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import CaromError, UnsupportedError
+from ..core.common.errors import CaromError, UnsupportedError
 from .job import JobOffload, attaches_itself
 from .options import PERCENTS, Policy, read
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..core.errors import BudgetError
-from ..core.sizes import format_size
+from ..core.common.errors import BudgetError
+from ..core.common.sizes import format_size
 
 
 def require(total: int, leasts: Mapping[str, int]) -> None:

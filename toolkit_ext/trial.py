@@ -7,10 +7,10 @@ import math
 import torch
 from torch import nn
 
-from ..core import aimdo
-from ..core.errors import CaromError
-from ..core.session import stream
-from ..core.transfer import make_engine
+from ..core.common.errors import CaromError
+from ..core.device import vbar
+from ..core.device.make_engine import make_engine
+from ..core.session.session import stream
 
 WIDTH = 1024  # 4 MiB a layer in float32: more than allocators' grain, so that something really streams
 _A_PAGE = 8  # layers in a page of the native pool
@@ -31,12 +31,12 @@ def works_in_pool(device: torch.device, *, streaming: bool = True) -> None:
     """
     from .job import engine_device
 
-    found = aimdo.find(make_engine(engine_device(device)), asked=True)
+    found = vbar.find(make_engine(engine_device(device)), asked=True)
     if isinstance(found, str):
         raise CaromError(found)
-    width = max(8, math.isqrt(aimdo.PAGE // _A_PAGE // 4))
+    width = max(8, math.isqrt(vbar.PAGE // _A_PAGE // 4))
     pages = 2 if streaming else 8
-    _try(device, 3 * _A_PAGE, width, pages * aimdo.PAGE, "aimdo")
+    _try(device, 3 * _A_PAGE, width, pages * vbar.PAGE, "aimdo")
 
 
 def _try(device: torch.device, depth: int, width: int, vram: int, pool: str) -> None:

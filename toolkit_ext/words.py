@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..core.report import Report, format_seconds
-from ..core.sizes import format_size
+from ..core.common.sizes import format_size
+from ..core.metrics.report import Report, format_seconds
 
 NOTICEABLE = 0.02  # of a step: stalls below it are not worth a word of advice
 

@@ -1,16 +1,18 @@
-"""What bytes look like on the wire: raw, lossless, and k-bit codebooks (lossy). The formats: docs/codec.md.
+"""Compression of weight tensors: raw bytes, lossless exponent coding, and NF4/NF3/NF2 quantisation (lossy).
 
-One tensor: `encode`, `decode`, `verify`, `get`. All tensors of a unit on the device: `UnitDecoder`.
+The formats are described in docs/codec.md. For one tensor: `encode`, `decode`, `verify`, `get`. For all
+packed tensors of a unit (a module whose weights are copied to the device together): `UnitDecoder`. May import
+`common`.
 """
 
 from __future__ import annotations
 
 from .backends import triton_works
-from .packed import METADATA_KEY, Packed, read_metadata, write_metadata
+from .blob_metadata import METADATA_KEY, Packed, read_metadata, write_metadata
 from .registry import NAMES, Codec, codec_of, decode, decoded_nbytes, encode, entry_of, get, verify
-from .unit import AnyEntry, Entry, KbitEntry, RawEntry, Tuning, UnitDecoder
+from .unit_decoder import AnyEntry, KbitEntry, LosslessEntry, RawEntry, Tuning, UnitDecoder
 
 __all__ = [
-    "METADATA_KEY", "NAMES", "AnyEntry", "Codec", "Entry", "KbitEntry", "Packed", "RawEntry", "Tuning", "UnitDecoder",
+    "METADATA_KEY", "NAMES", "AnyEntry", "Codec", "LosslessEntry", "KbitEntry", "Packed", "RawEntry", "Tuning", "UnitDecoder",
     "codec_of", "decode", "decoded_nbytes", "encode", "entry_of", "get", "read_metadata", "triton_works", "verify", "write_metadata",
 ]  # fmt: skip

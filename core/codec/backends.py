@@ -1,4 +1,4 @@
-"""Which decoder can run here."""
+"""A check whether Triton kernels can run in this process; without them, torch operations decode."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def triton_works() -> bool:
-    """Whether Triton kernels can be launched here: Triton imports, and there is a CUDA or ROCm device to run on."""
+    """Return whether Triton can be imported and a CUDA or ROCm device is there to launch its kernels on."""
     if not torch.cuda.is_available():
         return False
     try:
         from . import lossless_triton  # noqa: F401
-    except Exception as error:  # a broken Triton fails in many ways at import; plain torch always works
-        log.info("Triton is not usable (%s): packed weights are decoded by plain torch operations", error)
+    # A broken Triton installation raises many kinds of errors when it is imported; decoding by torch
+    # operations always works.
+    except Exception as error:
+        log.info("Triton is not usable (%s): packed weights are decoded by torch operations", error)
         return False
     return True

@@ -1,7 +1,9 @@
-"""CRC-32 (zlib's) of a large buffer on several threads: of its parts, joined.
+"""CRC-32 (zlib's) of a large buffer on several threads: the CRCs of its parts are computed in parallel and
+combined.
 
-Joining is zlib's crc32_combine, which Python does not offer: appending n zero bytes to a message is a linear map of its
-CRC over GF(2), so crc(a + b) = zeros(len(b))(crc(a)) ^ crc(b). The map of 2 ** p bytes is 32 words, the square of the one before.
+Combining is zlib's crc32_combine, which Python does not offer. Appending n zero bytes to a message is a
+linear map of its CRC over GF(2), so crc(a + b) = zeros(len(b))(crc(a)) ^ crc(b). The map for 2 ** p bytes is
+32 words, and is the square of the map for 2 ** (p - 1) bytes.
 """
 
 from __future__ import annotations
@@ -10,30 +12,35 @@ import functools
 import zlib
 from concurrent.futures import Executor
 
-PART = 4 << 20  # bytes; zlib releases the GIL
+PART = 4 << 20  # bytes that one task computes; zlib releases the GIL
 _POLYNOMIAL = 0xEDB88320
 
 
 def crc32(data: memoryview, start: int = 0, pool: Executor | None = None) -> int:
-    """As ``zlib.crc32(data, start)``; parts of `PART` bytes are computed on ``pool`` where there is more than one."""
+    """Return ``zlib.crc32(data, start)``; with ``pool`` and more than `PART` bytes, the parts are computed on
+    its threads.
+    """
     if pool is None or len(data) <= PART:
         return zlib.crc32(data, start)
     parts = [data[at : at + PART] for at in range(0, len(data), PART)]
     total = start
     for part, crc in zip(parts, pool.map(zlib.crc32, parts), strict=True):
-        total = join(total, crc, len(part))
+        total = combine_crc32(total, crc, len(part))
     return total
 
 
-def join(first: int, second: int, count: int) -> int:
-    """The CRC of a message of two parts: of the first, and of the second, which has ``count`` bytes."""
+def combine_crc32(first: int, second: int, count: int) -> int:
+    """Return the CRC-32 of a message of two parts from their CRCs ``first`` and ``second``; the second has
+    ``count`` bytes.
+    """
     for power in range(count.bit_length()):
         if count >> power & 1:
-            first = _apply(_zeros(power), first)
+            first = _multiply(_zeros_map(power), first)
     return first ^ second
 
 
-def _apply(matrix: tuple[int, ...], vector: int) -> int:
+def _multiply(matrix: tuple[int, ...], vector: int) -> int:
+    """Return ``matrix`` (32 columns over GF(2), each a 32-bit word) times the bits of ``vector``."""
     total = 0
     for bit, column in enumerate(matrix):
         if vector >> bit & 1:
@@ -42,12 +49,15 @@ def _apply(matrix: tuple[int, ...], vector: int) -> int:
 
 
 @functools.cache
-def _zeros(power: int) -> tuple[int, ...]:
-    """What appending 2 ** ``power`` zero bytes does to a CRC: column b is the image of bit b."""
+def _zeros_map(power: int) -> tuple[int, ...]:
+    """Return the linear map that appending 2 ** ``power`` zero bytes applies to a CRC: column b is the image
+    of bit b.
+    """
     if power:
-        step = _zeros(power - 1)
-        return tuple(_apply(step, column) for column in step)
-    step = (_POLYNOMIAL, *(1 << bit for bit in range(31)))  # one zero bit
+        step = _zeros_map(power - 1)
+        return tuple(_multiply(step, column) for column in step)
+    step = (_POLYNOMIAL, *(1 << bit for bit in range(31)))  # the map of one zero bit
+    # Each round squares the map; after three rounds it is the map of one zero byte.
     for _ in range(3):
-        step = tuple(_apply(step, column) for column in step)  # one zero byte
+        step = tuple(_multiply(step, column) for column in step)
     return step

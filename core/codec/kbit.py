@@ -1,13 +1,15 @@
 """NF4, NF3 and NF2: block-wise codebook quantisation with absmax scales. LOSSY.
 
-From QLoRA (Dettmers et al. 2023, arXiv:2305.14314, section 3 and appendix E): each block of 64 weights is divided by
-its largest magnitude and every quotient replaced by the nearest of 2**k codebook values, which are quantiles of the
-standard normal, so that all codes are about equally common for Gaussian weights; zero is exact.
+From QLoRA (Dettmers et al. 2023, arXiv:2305.14314, section 3 and appendix E): each block of 64 weights is
+divided by its largest magnitude and every quotient is replaced by the nearest of 2**k codebook values. The
+values are quantiles of the standard normal distribution, so that all codes are about equally common for
+Gaussian weights; zero is exact.
 
-The codebook for k bits (`derive_codebook`): with delta = 1 - (1 / 2**(k+1) + 1 / (2 * (2**k - 1))) / 2 (for k = 4:
-0.9677083), 2**(k-1) positive quantiles at evenly spaced probabilities from delta down to (not with) 1/2, 2**(k-1) - 1
-negative ones likewise, and 0; divided by the largest. NF4 below is the published table of bitsandbytes and of the
-paper's appendix E; the paper stops there, NF3 and NF2 are the same formula at k = 3 and k = 2.
+The codebook for k bits (`derive_codebook`): with delta = 1 - (1 / 2**(k+1) + 1 / (2 * (2**k - 1))) / 2 (for k
+= 4: 0.9677083), take 2**(k-1) positive quantiles at evenly spaced probabilities from delta down to (not with)
+1/2, 2**(k-1) - 1 negative quantiles likewise, and 0; then divide all by the largest. NF4 below is the
+published table of bitsandbytes and of the paper's appendix E. The paper stops there; NF3 and NF2 are the same
+formula at k = 3 and k = 2.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from statistics import NormalDist
 import numpy as np
 import torch
 
-from ..errors import UnsupportedError, WeightsError
+from ..common.errors import UnsupportedError, WeightsError
 from .backends import triton_works
 from .kbit_host import quantize_host
 from .lossless import cores
@@ -29,13 +31,17 @@ from .lossless import cores
 DEFAULT_BLOCK = 64
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SMALLEST_SCALE = 2.0**-100  # blocks below are stored as zeros, so that no decoder meets subnormal products
-CHUNK = 1 << 20  # elements quantised or dequantised at once
+# A block whose largest magnitude is below this is stored as zeros, so that no decoder has to multiply
+# subnormal numbers.
+SMALLEST_SCALE = 2.0**-100
+CHUNK = 1 << 20  # elements that are quantised or dequantised at a time
 
 
 @dataclass(frozen=True)
 class Codebook:
-    """``values``: 2**bits ascending float32 numbers from -1 to 1 (as Python floats)."""
+    """A quantisation codebook: ``values`` are 2**bits ascending float32 numbers from -1 to 1 (as Python
+    floats).
+    """
 
     name: str
     bits: int
@@ -57,7 +63,9 @@ CODEBOOKS = {
 
 
 def derive_codebook(bits: int) -> tuple[float, ...]:
-    """The NF codebook of ``bits`` bits from the formula in this file's docstring, in double precision."""
+    """Return the NF codebook of ``bits`` bits from the formula in this file's docstring, in double
+    precision.
+    """
     count, inverse = 1 << bits, NormalDist().inv_cdf
     delta = 1 - (1 / (2 * count) + 1 / (2 * (count - 1))) / 2
 
@@ -70,12 +78,14 @@ def derive_codebook(bits: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a blob of ``numel`` elements keeps codes and scales (bytes). Codes are in groups of 8 elements:
+    """The byte offsets of codes and scales in the blob of a quantised tensor of ``numel`` elements.
 
-    nf4: 4 bytes, element 2i in the upper half of byte i and 2i + 1 in the lower (as bitsandbytes packs);
-    nf3: one byte in each of three planes, bit i of plane j is bit j of element i's code;
-    nf2: 2 bytes, little-endian, element i at bits 2i and 2i + 1.
-    Scales: float32, one a block, at ``scales_at``. Codes of elements that do not exist are that of zero.
+    Codes are stored in groups of 8 elements. nf4: 4 bytes, element 2i in the upper half of byte i and 2i + 1
+    in the lower half (as bitsandbytes packs). nf3: one byte in each of three planes, bit i of plane j is bit
+    j of element i's code. nf2: 2 bytes, little-endian, element i at bits 2i and 2i + 1. Elements that pad the
+    last group have the code of zero.
+
+    Scales are float32, one for each block of ``block`` elements, and start at byte ``scales_at``.
     """
 
     codebook: Codebook
@@ -84,36 +94,40 @@ class Layout:
 
     @property
     def groups(self) -> int:
+        """The number of groups of 8 elements."""
         return -(-self.numel // 8)
 
     @property
     def plane_stride(self) -> int:
-        """nf3: bytes from one plane to the next."""
+        """The bytes from the start of one nf3 plane to the next, a multiple of 16."""
         return -(-self.groups // 16) * 16
 
     @property
     def scales_at(self) -> int:
+        """The byte offset of the scales, a multiple of 16."""
         if self.codebook.bits == 3:
             return 3 * self.plane_stride
         return -(-self.groups * self.codebook.bits // 16) * 16
 
     @property
     def blocks(self) -> int:
+        """The number of blocks, each of which has one scale."""
         return -(-self.numel // self.block)
 
     @property
     def total(self) -> int:
+        """The number of bytes of the blob."""
         return self.scales_at + 4 * self.blocks
 
 
 @functools.cache
 def codebook_on(codebook: Codebook, device: torch.device) -> torch.Tensor:
-    """The values as a float32 tensor on ``device``; copied there once."""
+    """Return the codebook's values as a float32 tensor on ``device``; the copy is cached."""
     return torch.tensor(codebook.values, dtype=torch.float32, device=device)
 
 
 def quantize(tensor: torch.Tensor, codebook: Codebook, block: int, name: str = "tensor") -> torch.Tensor:
-    """The blob (1-D uint8, on the tensor's device) of a bf16, fp16 or fp32 tensor of any shape.
+    """Quantise a bf16, fp16 or fp32 tensor of any shape; return the blob (1-D uint8, on the tensor's device).
 
     Raises WeightsError naming ``name`` where a value is not finite, UnsupportedError for other dtypes.
     """
@@ -140,7 +154,9 @@ def quantize(tensor: torch.Tensor, codebook: Codebook, block: int, name: str = "
 
 
 def quantize_torch(flat: torch.Tensor, layout: Layout, blob: torch.Tensor) -> bool:
-    """Codes and scales of 1-D ``flat`` into ``blob`` (zeros), on any device; False where a value is not finite."""
+    """Write codes and scales of 1-D ``flat`` into ``blob`` (zeros), on any device; return False if a value is
+    not finite.
+    """
     block = layout.block
     scales = blob[layout.scales_at :].view(torch.float32)
     values = codebook_on(layout.codebook, flat.device)
@@ -161,7 +177,7 @@ def quantize_torch(flat: torch.Tensor, layout: Layout, blob: torch.Tensor) -> bo
 
 
 def _pack(codes: torch.Tensor, blob: torch.Tensor, layout: Layout, first: int) -> None:
-    """Writes uint8 ``codes`` [groups, 8] as groups ``first`` and later."""
+    """Write uint8 ``codes`` [groups, 8] into ``blob``, starting with group number ``first``."""
     bits, count = layout.codebook.bits, len(codes)
     if bits == 4:
         blob[first * 4 : (first + count) * 4] = ((codes[:, 0::2] << 4) | codes[:, 1::2]).view(-1)
@@ -176,7 +192,7 @@ def _pack(codes: torch.Tensor, blob: torch.Tensor, layout: Layout, first: int) -
 
 
 def _unpack(blob: torch.Tensor, layout: Layout, first: int, count: int) -> torch.Tensor:
-    """uint8 codes [count * 8] of groups ``first`` and later."""
+    """Return the uint8 codes [count * 8] of ``count`` groups, starting with group number ``first``."""
     bits = layout.codebook.bits
     if bits == 4:
         packed = blob[first * 4 : (first + count) * 4]
@@ -193,15 +209,18 @@ def _unpack(blob: torch.Tensor, layout: Layout, first: int, count: int) -> torch
 
 
 def dequantize_torch(blob: torch.Tensor, layout: Layout, out: torch.Tensor, begin: int = 0) -> None:
-    """codebook[code] * scale in float32, rounded to nearest even into ``out`` ([numel], bf16, fp16 or fp32).
+    """Write codebook[code] * scale, computed in float32 and rounded to nearest even, into ``out`` ([numel],
+    bf16/fp16/fp32).
 
-    Starts at element ``begin``, a multiple of 8.
+    Elements before ``begin`` (a multiple of 8) are left as they are.
     """
     dequantize_range(blob, layout, begin, out[begin : layout.numel])
 
 
 def dequantize_range(blob: torch.Tensor, layout: Layout, begin: int, out: torch.Tensor) -> None:
-    """As `dequantize_torch`, for the elements ``begin`` (a multiple of 8) to ``begin + len(out)`` only."""
+    """Dequantise elements ``begin`` (a multiple of 8) to ``begin + len(out)`` into ``out``, as
+    `dequantize_torch` does.
+    """
     values = codebook_on(layout.codebook, blob.device)
     scales = blob[layout.scales_at :]
     scales = (scales if scales.storage_offset() % 4 == 0 else scales.clone()).view(torch.float32)
@@ -216,21 +235,25 @@ def dequantize_range(blob: torch.Tensor, layout: Layout, begin: int, out: torch.
 
 
 def relative_error(tensor: torch.Tensor, blob: torch.Tensor, layout: Layout) -> float:
-    """Norm of (decoded ``blob`` - ``tensor``) over the norm of ``tensor``; 0 where both are zero. In float64 sums."""
+    """Return the norm of (decoded ``blob`` - ``tensor``) over the norm of ``tensor``; sums are float64, and 0
+    / 0 counts as 0.
+    """
     flat = tensor.detach().contiguous().reshape(-1)
-    wrong = whole = 0.0
-    part = torch.empty(min(CHUNK, flat.numel()), dtype=flat.dtype, device=flat.device)
+    error_squared = norm_squared = 0.0
+    decoded = torch.empty(min(CHUNK, flat.numel()), dtype=flat.dtype, device=flat.device)
     for start in range(0, flat.numel(), CHUNK):
-        true = flat[start : start + CHUNK]
-        dequantize_range(blob, layout, start, part[: len(true)])
-        exact = true.float()
-        wrong += float((part[: len(true)].float() - exact).pow_(2).sum(dtype=torch.float64))
-        whole += float(exact.pow_(2).sum(dtype=torch.float64))
-    return math.sqrt(wrong / whole) if whole else 0.0
+        original = flat[start : start + CHUNK]
+        dequantize_range(blob, layout, start, decoded[: len(original)])
+        exact = original.float()
+        error_squared += float((decoded[: len(original)].float() - exact).pow_(2).sum(dtype=torch.float64))
+        norm_squared += float(exact.pow_(2).sum(dtype=torch.float64))
+    return math.sqrt(error_squared / norm_squared) if norm_squared else 0.0
 
 
 def dequantize(blob: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
-    """`dequantize_torch`, or the Triton kernel where it can run. Same bits."""
+    """Dequantise ``blob`` into ``out`` with the Triton kernel where it can run, else with torch operations;
+    same bits.
+    """
     aligned = blob.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     if layout.numel and blob.is_cuda and aligned and triton_works():
         from .kbit_triton import dequantize_triton
@@ -241,7 +264,9 @@ def dequantize(blob: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
 
 
 def dequantize_reference(blob: np.ndarray, layout: Layout) -> np.ndarray:
-    """float32 [numel], one element at a time: codebook[code] * scale in float32, before rounding to the dtype."""
+    """Return float32 [numel], decoded one element at a time: codebook[code] * scale in float32, not rounded
+    to the dtype.
+    """
     scales = blob[layout.scales_at :].view("<f4")
     values = np.array(layout.codebook.values, np.float32)
     out = np.empty(layout.numel, np.float32)

@@ -1,7 +1,8 @@
-"""Block-wise codebook quantisation (LOSSY) on the CPU's cores: chunk by chunk over threads, in memory that stays in the cache.
+"""Block-wise codebook quantisation (NF4, NF3, NF2; LOSSY) with NumPy on several CPU threads, in chunks that
+fit the cache.
 
-Writes the bytes that `kbit.quantize` writes with torch operations. A value's code is the number of midpoints below it: a
-comparison for each midpoint is ten times faster than a search.
+Writes the same bytes as `kbit.quantize_torch`. A value's code is the number of midpoints between codebook
+values that are below the value; comparing with each midpoint is ten times faster than a binary search.
 """
 
 from __future__ import annotations
@@ -16,23 +17,30 @@ from .scratch import scratch
 if TYPE_CHECKING:
     from .kbit import Layout
 
-CHUNK = 1 << 17  # elements; a multiple of every block
-_MOVE = np.uint64(0x0102040810204080)  # gathers the lowest bit of each of 8 bytes in the highest byte
+CHUNK = 1 << 17  # elements that a thread quantises at a time; a multiple of every block size
+# Multiplying a uint64 by this gathers the lowest bit of each of its 8 bytes in the highest byte.
+_GATHER_BITS = np.uint64(0x0102040810204080)
 _ONES = np.uint64(0x0101010101010101)
 
 
 def quantize_host(raw: np.ndarray, layout: Layout, blob: np.ndarray, smallest: float, pool: Executor) -> bool:
-    """Codes and scales of ``raw`` (bf16 as uint16, float16 or float32) into ``blob`` (zeros).
+    """Write codes and scales of ``raw`` (1-D; bf16 as uint16, float16 or float32) into ``blob`` (zeros), on
+    ``pool``'s threads.
 
-    Blocks below ``smallest`` count as zero. False where a value is not finite.
+    Blocks whose largest magnitude is below ``smallest`` are stored as zeros. Returns False if a value is not
+    finite.
     """
     values = np.array(layout.codebook.values, np.float32)
     middles = (values[1:] + values[:-1]) / np.float32(2)
-    work = _Work(raw, layout, blob, np.float32(smallest), middles)
-    return all(list(pool.map(work, range(0, len(raw), CHUNK))))
+    quantize_chunk = _ChunkQuantizer(raw, layout, blob, np.float32(smallest), middles)
+    return all(list(pool.map(quantize_chunk, range(0, len(raw), CHUNK))))
 
 
-class _Work:
+class _ChunkQuantizer:
+    """A task that quantises one chunk, the `CHUNK` elements from a given start; returns False if a value is
+    not finite.
+    """
+
     def __init__(
         self, raw: np.ndarray, layout: Layout, blob: np.ndarray, smallest: np.float32, middles: np.ndarray
     ) -> None:
@@ -44,7 +52,7 @@ class _Work:
         part = self.raw[start : start + CHUNK]
         padded = -(-len(part) // block) * block
         flat = scratch("values", padded, np.float32)
-        if part.dtype == np.uint16:  # bf16 is the upper half of a float32
+        if part.dtype == np.uint16:  # A bf16 number is the upper half of a float32.
             bits = flat.view(np.uint32)
             np.copyto(bits[: len(part)], part)
             np.left_shift(bits[: len(part)], np.uint32(16), out=bits[: len(part)])
@@ -72,6 +80,7 @@ class _Work:
         return True
 
     def _pack(self, codes: np.ndarray, first: int) -> None:
+        """Write ``codes`` (uint8) into the blob, starting with group number ``first`` (8 elements each)."""
         bits, groups = self.layout.codebook.bits, len(codes) // 8
         if bits == 4:
             pairs = codes.view("<u2")
@@ -84,5 +93,5 @@ class _Work:
             eights = codes.view("<u8")
             for plane in range(3):
                 at = plane * self.layout.plane_stride + first
-                gathered = (eights >> np.uint64(plane) & _ONES) * _MOVE >> np.uint64(56)
+                gathered = (eights >> np.uint64(plane) & _ONES) * _GATHER_BITS >> np.uint64(56)
                 self.blob[at : at + groups] = gathered.astype(np.uint8)

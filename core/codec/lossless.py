@@ -1,11 +1,14 @@
-"""Lossless encoder on the CPU: exponents to k-bit codes with in-order escapes, chunk by chunk over threads.
+"""Lossless encoder on the CPU: exponents become k-bit codes, and rare exponents become escapes that are
+stored in order.
 
-Method: the exponents of trained weights carry about 2.6 bits (NeuZip, arXiv:2410.20650; DFloat11, arXiv:2504.11651),
-so fixed 3-bit codes for 7 neighbouring exponents and 4-bit escapes for the others give 11.1 bits per bf16 Gaussian
-weight. Entropy coders come nearer to 10.6, but their decoders walk bit by bit; fixed codes are unpacked four at a time.
+Method: the exponents of trained weights carry about 2.6 bits of information (NeuZip, arXiv:2410.20650;
+DFloat11, arXiv:2504.11651). So fixed 3-bit codes for 7 neighbouring exponents and 4-bit escapes for the
+others give 11.1 bits for each bf16 Gaussian weight. Entropy coders come nearer to 10.6 bits, but their
+decoders walk bit by bit; fixed codes are unpacked four at a time.
 
-The work is NumPy on chunks that fit the cache, one chunk a thread at a time (core/codec/lossless_chunks.py) in memory that
-is used again (`scratch`), about 4 MB a thread whatever the tensor's size.
+The work is done by NumPy on chunks that fit the CPU's cache, each thread on one chunk at a time
+(core/codec/lossless_chunks.py). The temporary arrays are reused from chunk to chunk (`scratch`) and take
+about 4 MB a thread whatever the tensor's size.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .lossless_chunks import Chunks, exponents_of
+from .blob_metadata import raw_bytes
+from .lossless_chunks import ChunkEncoder, exponents_of
 from .lossless_format import (
     DEFAULT_LANES,
     HEADER_BYTES,
@@ -29,19 +33,24 @@ from .lossless_format import (
     Kind,
     checksum,
 )  # fmt: skip
-from .packed import raw_bytes
 
-CHUNK = 1 << 19  # elements that a thread holds at once: fewer cost calls, more leave the cache
-SAMPLE_RUNS, SAMPLE_RUN = 256, 2048  # larger tensors: exponents are counted in evenly spread runs
-ESCAPE_PENALTY = (
-    8.0  # bits of size that one escape may cost before a wider code is taken: escapes decode slowly
-)
+# Elements that a thread encodes at a time: smaller chunks cost more NumPy calls, larger ones do not fit the
+# CPU's cache.
+CHUNK = 1 << 19
+# In larger tensors, exponents are counted in this many evenly spread runs of this many elements.
+SAMPLE_RUNS, SAMPLE_RUN = 256, 2048
+# The price in bits of an escape, beyond its size, when code widths are compared: escapes are slow to decode.
+ESCAPE_PENALTY = 8.0
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 @dataclass(frozen=True)
 class Code:
-    """What is chosen per tensor: ``k`` bits a code, the exponent ``base`` of code 0, 16 exponents of 4-bit escapes."""
+    """The parameters of a tensor's exponent code, which are chosen for each tensor.
+
+    ``k``: the bits of a code. ``base``: the exponent of code 0. ``table``: the 16 exponents that 4-bit
+    escapes stand for.
+    """
 
     k: int
     base: int
@@ -49,9 +58,12 @@ class Code:
 
 
 def choose_code(counts: np.ndarray, kind: Kind, tile: int, widths: Sequence[int] | None = None) -> Code:
-    """The code with the least expected bits for exponents seen ``counts[e]`` times (with a price on escapes).
+    """Return the code with the fewest expected bits for exponents that occur ``counts[e]`` times, with a
+    penalty for escapes.
 
-    ``widths``: the code widths to choose from, all that the dtype allows by default. Escapes take 4 bits if all those of their tile are among the 16 commonest ones, else 8.
+    ``tile``: elements in a tile. ``widths``: the code widths (k) to choose from; by default all that the
+    dtype allows. An escape takes 4 bits if all escapes of its tile are among the table's 16 exponents, else 8
+    bits.
     """
     share = counts.astype(np.float64) / max(1, int(counts.sum()))
     fields = 1 << kind.exponent_bits
@@ -81,11 +93,14 @@ def encode(
     limit: int | None = None,
     pool: Executor | None = None,
 ) -> torch.Tensor | None:
-    """The lossless blob of a CPU tensor (1-D uint8), or None where it would not be smaller than ``limit`` (the raw bytes).
+    """Return the lossless blob of a CPU tensor (1-D uint8), or None where the blob would take ``limit`` bytes
+    or more.
 
-    Any shape and strides; dtypes bf16, fp16, fp32, fp8 e4m3fn and e5m2 (others: None). ``lanes`` (32 to 256) sets
-    the tile, 32 * lanes elements; ``threads`` defaults to the cores; ``code`` overrides what `choose_code` chooses.
-    ``pool`` has that many threads, for who encodes many tensors: they keep their memory from one to the next.
+    ``limit`` defaults to the tensor's bytes. Any shape and strides; the dtypes bf16, fp16, fp32, fp8 e4m3fn
+    and e5m2 (None is returned for others). ``lanes`` (32 to 256) sets the tile, which is 32 * lanes elements.
+    ``threads`` defaults to the number of CPU cores. ``code`` replaces the result of `choose_code`. ``pool``:
+    an executor of that many threads, for callers that encode many tensors: the threads then keep their
+    scratch memory from tensor to tensor.
     """
     kind = KIND_BY_DTYPE.get(tensor.dtype)
     if kind is None or tensor.numel() < 8 or lanes not in (32, 64, 128, 256):
@@ -100,30 +115,32 @@ def encode(
     limit = header.raw_nbytes if limit is None else limit
     if header.total >= limit:
         return None
-    blob = np.empty(limit, np.uint8)  # pages beyond what is written are never touched, and given back below
-    end, most, offsets, entries = header.escapes_at, 0, 0, []
+    # The pages behind the last written byte are never touched, so they cost no memory; `resize` below frees
+    # them.
+    blob = np.empty(limit, np.uint8)
+    write_at, most, escape_bytes, entries = header.escapes_at, 0, 0, []
     largest = max(1, CHUNK // header.tile)
-    encoder = Chunks(header, flat, blob, largest)
+    encoder = ChunkEncoder(header, flat, blob, largest)
     threads = max(1, min(threads or cores(), -(-header.tiles // largest)))
     rounds = -(-header.tiles // (largest * threads))
-    chunks = _starts(header.tiles, rounds * threads)
+    chunks = _split_evenly(header.tiles, rounds * threads)
     with contextlib.ExitStack() as stack:
         if threads > 1 and pool is None:
             pool = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="carom-encode"))
-        results = _in_order(pool if threads > 1 else None, encoder, chunks, 4 * threads)
+        results = _ordered_results(pool if threads > 1 else None, encoder, chunks, 4 * threads)
         stack.enter_context(contextlib.closing(results))
         for stream, sizes, flags in results:
-            if end + len(stream) > limit:
+            if write_at + len(stream) > limit:
                 return None
-            blob[end : end + len(stream)] = stream
-            before = offsets + np.cumsum(sizes) - sizes
-            entries.append(before | flags)
-            end, offsets = end + len(stream), offsets + len(stream)
+            blob[write_at : write_at + len(stream)] = stream
+            starts = escape_bytes + np.cumsum(sizes) - sizes
+            entries.append(starts | flags)
+            write_at, escape_bytes = write_at + len(stream), escape_bytes + len(stream)
             most = max(most, int((flags >> MOST_SHIFT).max()))
-        header = Header(kind, code.k, lanes, code.base, len(flat), offsets, code.table, tail, most)
+        header = Header(kind, code.k, lanes, code.base, len(flat), escape_bytes, code.table, tail, most)
         if header.total >= limit:
             return None
-        blob[end : header.total] = 0
+        blob[write_at : header.total] = 0
         blob[header.tiles_at : header.tiles_at + 8 * header.tiles] = np.concatenate(entries).view(np.uint8)
         blob[header.tiles_at + 8 * header.tiles : header.escapes_at] = 0
         del encoder, results
@@ -134,23 +151,31 @@ def encode(
 
 
 def cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of CPU cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _starts(tiles: int, chunks: int) -> list[tuple[int, int]]:
-    """(first tile, tiles) of at most ``chunks`` chunks of nearly the same size, so that no thread waits for another."""
+def _split_evenly(tiles: int, chunks: int) -> list[tuple[int, int]]:
+    """Divide ``tiles`` into at most ``chunks`` chunks of nearly the same size; return (first tile, tiles) of
+    each.
+
+    With equal chunks no thread has to wait for another at the end.
+    """
     bounds = [tiles * i // chunks for i in range(chunks + 1)]
     return [(begin, end - begin) for begin, end in zip(bounds, bounds[1:], strict=False) if end > begin]
 
 
-def _in_order(
-    pool: Executor | None, encoder: Chunks, chunks: list[tuple[int, int]], ahead: int
+def _ordered_results(
+    pool: Executor | None, encoder: ChunkEncoder, chunks: list[tuple[int, int]], ahead: int
 ) -> Generator[tuple[np.ndarray, np.ndarray, np.ndarray], None, None]:
-    """Results of ``chunks`` in order, at most ``ahead`` of them waiting; when closed, none is being worked on."""
-    if pool is None:  # here, where this thread's scratch memory is
+    """Yield the encoder's results for ``chunks`` in their order, with at most ``ahead`` chunks submitted at a
+    time.
+
+    When the generator is closed, no thread works on a chunk any more.
+    """
+    if pool is None:  # without a pool, encode on the calling thread, which has scratch memory of its own
         for first, count in chunks:
             yield encoder(first, count)
         return
@@ -167,19 +192,23 @@ def _in_order(
 
 
 def sample_starts(count: int) -> list[tuple[int, int]] | None:
-    """(first element, elements) of the runs that exponents are counted in; None for all of a smaller tensor."""
+    """Return (first element, elements) of the runs in which exponents are counted; None means: count all of a
+    small tensor.
+    """
     if count <= SAMPLE_RUNS * SAMPLE_RUN * 2:
         return None
     return [(int(start), SAMPLE_RUN) for start in np.linspace(0, count - SAMPLE_RUN, SAMPLE_RUNS)]
 
 
 def count_exponents(kind: Kind, flat: np.ndarray) -> np.ndarray:
-    """int64 [256]: how often each exponent field occurs among ``flat`` (elements as unsigned integers)."""
+    """Return int64 [256]: how often each exponent occurs in ``flat`` (elements viewed as unsigned
+    integers).
+    """
     counts = np.zeros(256, np.int64)
     for start in range(0, len(flat), CHUNK):
         exponents = exponents_of(kind, flat[start : start + CHUNK])
         if len(exponents) >= 1 << 17 and len(exponents) % 2 == 0:
-            # Two at a time: what bincount costs is a step for each number that it is given.
+            # Count pairs of exponents as 16-bit numbers: bincount's time grows with the number of its inputs.
             pairs = np.bincount(exponents.view(np.uint16), minlength=1 << 16).reshape(256, 256)
             counts += pairs.sum(0) + pairs.sum(1)
         else:

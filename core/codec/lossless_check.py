@@ -1,6 +1,8 @@
-"""Is a lossless blob one that an encoder can have written? What a checksum cannot say of a file that was made on purpose.
+"""Validation that a lossless blob's tile table agrees with its bit planes, which no checksum can tell of a
+hostile file.
 
-The tile table must say of every tile what its bit planes hold. Looked at run by run, as the bytes come.
+The tile table says for every tile where its escapes lie and how many there are; decoders rely on it. Blobs
+are examined run by run, as their bytes are read, so that a blob need not be in memory as a whole.
 """
 
 from __future__ import annotations
@@ -10,17 +12,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .lossless_escapes import ones_of
+from .blob_metadata import corrupt
+from .lossless_escapes import popcount_uint32
 from .lossless_format import MOST_SHIFT, OFFSET_BITS, WIDE_BIT, Header
-from .packed import corrupt
 
-_AT_ONCE = 1 << 22  # elements whose bit planes are looked at together
+_STEP_ELEMENTS = 1 << 22  # elements whose bit planes are examined at a time
 
 
 @dataclass(slots=True)
-class Tiles:
-    """What a run of a blob's bytes shows: ``counts`` of escapes and the ``most`` of any lane of the tiles from ``first``
-    on, that lie in it whole; ``edges``: (place in the bit planes, bytes) of others; and its part of the tile table."""
+class RunSummary:
+    """The escape counts found in a run of a blob's bytes, together with the run's part of the blob's tile
+    table.
+
+    An escape is an element whose exponent has no code and is stored separately. A tile is a group of 32 *
+    lanes elements; each of its lanes has 32 of them. ``counts`` and ``most``: for each tile that lies in the
+    run as a whole, from tile ``first`` on, the number of escapes and the largest number in any lane.
+    ``edges``: (byte offset in the bit planes, bytes) of tiles that the run contains in part. ``table``: the
+    run's bytes of the tile table.
+    """
 
     first: int
     counts: np.ndarray  # int64 [tiles]
@@ -29,82 +38,98 @@ class Tiles:
     table: bytes = b""
 
 
-def look(header: Header, data: np.ndarray, begin: int) -> Tiles:
-    """Of ``data`` (uint8), the blob's bytes from ``begin`` on. Costs one pass over its bit planes; keeps none of it."""
+def summarize_run(header: Header, data: np.ndarray, begin: int) -> RunSummary:
+    """Return the escape counts of a run of bytes of a blob: ``data`` (uint8) are the bytes from byte
+    ``begin`` on.
+
+    Passes once over the bit planes in the run; the result keeps no reference to ``data``.
+    """
     size, end = _tile_bytes(header), begin + len(data)
-    low, high = max(begin, header.bits_at), min(end, header.tiles_at)
-    first, last = -(-(low - header.bits_at) // size), (high - header.bits_at) // size
-    whole = first < last and low < high
+    planes_begin, planes_end = max(begin, header.bits_at), min(end, header.tiles_at)
+    first, last = -(-(planes_begin - header.bits_at) // size), (planes_end - header.bits_at) // size
+    whole = first < last and planes_begin < planes_end
     if not whole:
         first = last = 0
     at = header.bits_at - begin
     counts, most = _count(header, data[at + first * size : at + last * size] if whole else data[:0])
     edges = (
-        [(low, header.bits_at + first * size), (header.bits_at + last * size, high)]
+        [(planes_begin, header.bits_at + first * size), (header.bits_at + last * size, planes_end)]
         if whole
-        else [(low, high)]
+        else [(planes_begin, planes_end)]
     )
     rest = slice(max(header.tiles_at - begin, 0), max(header.tiles_at + 8 * header.tiles - begin, 0))
-    return Tiles(
+    return RunSummary(
         first, counts, most,
-        [(a - header.bits_at, data[a - begin : b - begin].copy()) for a, b in edges if a < b],
+        [(start - header.bits_at, data[start - begin : stop - begin].copy()) for start, stop in edges if start < stop],
         data[rest].tobytes(),
     )  # fmt: skip
 
 
-def compare(header: Header, found: Iterable[Tiles], name: str) -> None:
-    """Raises WeightsError naming ``name`` unless the runs ``found``, which in their order are the whole blob, show that every
-    tile's escapes lie where a decoder will look."""
+def check_runs(header: Header, runs: Iterable[RunSummary], name: str) -> None:
+    """Raise WeightsError naming ``name`` unless the blob's tile table agrees with the escapes in its bit
+    planes.
+
+    ``runs``: the results of `summarize_run` for all parts of the blob, in their order. Decoders find a tile's
+    escapes by the table.
+    """
     size = _tile_bytes(header)
     counts, most = np.zeros(header.tiles, np.int64), np.zeros(header.tiles, np.uint8)
-    table, cut = bytearray(), dict[int, np.ndarray]()
-    for run in found:
-        mine = slice(run.first, run.first + len(run.counts))
-        counts[mine], most[mine] = run.counts, run.most
+    table, divided = bytearray(), dict[int, np.ndarray]()
+    for run in runs:
+        tiles = slice(run.first, run.first + len(run.counts))
+        counts[tiles], most[tiles] = run.counts, run.most
         table += run.table
         for at, data in run.edges:
             while len(data):
                 tile, within = divmod(at, size)
                 part = data[: size - within]
-                cut.setdefault(tile, np.zeros(size, np.uint8))[within : within + len(part)] = part
+                divided.setdefault(tile, np.zeros(size, np.uint8))[within : within + len(part)] = part
                 at, data = at + len(part), data[len(part) :]
-    for tile, data in cut.items():
+    for tile, data in divided.items():
         (counts[tile],), (most[tile],) = _count(header, data)
-    _compare(header, counts, most, np.frombuffer(bytes(table), "<u8"), name)
+    _check_table(header, counts, most, np.frombuffer(bytes(table), "<u8"), name)
 
 
 def check_tiles(blob: np.ndarray, header: Header, name: str) -> None:
-    """`compare` of a blob (uint8) that is there whole."""
-    compare(header, [look(header, blob, 0)], name)
+    """Raise WeightsError naming ``name`` unless the tile table of ``blob`` (uint8, whole) agrees with its bit
+    planes.
+    """
+    check_runs(header, [summarize_run(header, blob, 0)], name)
 
 
 def _tile_bytes(header: Header) -> int:
-    """Of a tile's bit planes."""
+    """Return the number of bytes that a tile's bit planes take."""
     return header.planes * header.lanes * 4
 
 
 def _count(header: Header, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(escapes, int64; the most of any lane, uint8) of each of the tiles whose bit planes are ``data``."""
+    """Return (number of escapes, int64; largest number in a lane of 32 elements, uint8) for each tile.
+
+    ``data``: the bit planes of whole tiles.
+    """
     bits = data.view(np.uint32).reshape(-1, header.planes, header.lanes)
     counts, most = np.empty(len(bits), np.int64), np.empty(len(bits), np.uint8)
-    step = max(1, _AT_ONCE // header.tile)
+    step = max(1, _STEP_ELEMENTS // header.tile)
     for first in range(0, len(bits), step):
         part = slice(first, first + step)
-        by_lane = ones_of(np.bitwise_and.reduce(bits[part, : header.k], axis=1))
+        by_lane = popcount_uint32(np.bitwise_and.reduce(bits[part, : header.k], axis=1))
         counts[part], most[part] = by_lane.sum(1, dtype=np.int64), by_lane.max(1)
     return counts, most
 
 
-def _compare(header: Header, counts: np.ndarray, most: np.ndarray, table: np.ndarray, name: str) -> None:
+def _check_table(header: Header, counts: np.ndarray, most: np.ndarray, table: np.ndarray, name: str) -> None:
+    """Raise WeightsError unless ``table`` (uint64, one entry a tile) has exactly the entries that ``counts``
+    and ``most`` imply.
+    """
     wide = (table >> np.uint64(WIDE_BIT) & np.uint64(1)).astype(np.int64)
     sizes = ((counts << wide) + 1) >> 1
     ends = np.cumsum(sizes)
-    # Bits that mean nothing are to be zero.
-    right = (ends - sizes) | wide << WIDE_BIT | most.astype(np.int64) << MOST_SHIFT
+    # This compares whole entries, so unused bits must be zero.
+    expected = (ends - sizes) | wide << WIDE_BIT | most.astype(np.int64) << MOST_SHIFT
     if (
         int(ends[-1]) != header.escape_bytes
         or int(ends[-1]) >> OFFSET_BITS
-        or (right != table.astype(np.int64)).any()
+        or (expected != table.astype(np.int64)).any()
         or int(most.max()) != header.most_escapes
     ):
         raise corrupt(name, "its tile table does not fit its escapes")

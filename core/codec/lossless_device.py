@@ -1,13 +1,15 @@
-"""Lossless encoder in torch operations, for tensors that are on a device already. Writes the CPU encoder's bytes.
+"""Lossless encoder in torch operations, for tensors that are on a device. Writes the same bytes as the CPU
+encoder.
 
-Weights that are being loaded lie in host memory and are packed there (core/codec/lossless.py); this is for those
-that were made or changed on the device. The blob is handed back in host memory, where it will wait.
+Weights that are loaded from a file lie in host memory and are packed there (core/codec/lossless.py). This
+encoder is for weights that were made or changed on the device.
 """
 
 from __future__ import annotations
 
 import torch
 
+from .blob_metadata import raw_bytes
 from .lossless import Code, choose_code, count_exponents, sample_starts
 from .lossless_format import (
     DEFAULT_LANES,
@@ -20,7 +22,6 @@ from .lossless_format import (
     checksum,
 )
 from .lossless_torch import popcount
-from .packed import raw_bytes
 
 SCRATCH_ELEMENTS = 1 << 24
 _ONES = 0x01010101
@@ -29,7 +30,9 @@ _ONES = 0x01010101
 def split_torch(
     kind: Kind, elements: torch.Tensor
 ) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor]:
-    """uint8 [n, itemsize] -> (byte planes, rest bits or None, exponents), all uint8 [n]."""
+    """Split elements, given as bytes (uint8 [n, itemsize]), into (byte planes, rest bits or None, exponents),
+    all uint8 [n].
+    """
     high = elements[:, -1].contiguous()
     if kind.name in ("bf16", "fp32"):
         low = elements[:, -2]
@@ -43,27 +46,35 @@ def split_torch(
 def encode_on_device(
     tensor: torch.Tensor, *, lanes: int = DEFAULT_LANES, code: Code | None = None
 ) -> torch.Tensor | None:
-    """As `lossless.encode`, for a tensor on any device: the blob (1-D uint8, host memory) or None."""
-    found = encode_there(tensor, lanes=lanes, code=code)
-    if found is None:
+    """Encode a tensor on its device and return the blob in host memory (1-D uint8), or None where it would
+    not be smaller.
+
+    The bytes are those that `lossless.encode` writes.
+    """
+    result = encode_device_blob(tensor, lanes=lanes, code=code)
+    if result is None:
         return None
-    header, there = found
-    blob = there.cpu()
+    header, device_blob = result
+    blob = device_blob.cpu()
     header = header.with_crc(checksum(header, blob.numpy().data[HEADER_BYTES:]))
     blob[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
     return blob
 
 
-def encode_there(
+def encode_device_blob(
     tensor: torch.Tensor,
     *,
     lanes: int = DEFAULT_LANES,
     code: Code | None = None,
     limit: int | None = None,
-    at_once: int = SCRATCH_ELEMENTS,
+    step_elements: int = SCRATCH_ELEMENTS,
 ) -> tuple[Header, torch.Tensor] | None:
-    """The header and the blob on the tensor's device, without a checksum; None where ``limit`` bytes (default: the raw
-    bytes) are not undercut."""
+    """Encode a tensor on its device; return the header and the blob (1-D uint8 on that device), without a
+    checksum.
+
+    Returns None where the blob would take ``limit`` bytes or more (default: the tensor's bytes). ``step_elements``:
+    elements encoded at a time, which bounds the temporary memory.
+    """
     kind = KIND_BY_DTYPE.get(tensor.dtype)
     if kind is None or tensor.numel() < 8:
         return None
@@ -72,9 +83,9 @@ def encode_there(
         starts = sample_starts(len(elements))
         sample = elements
         if starts is not None:
-            places = torch.tensor([start for start, _ in starts], device=elements.device)
+            positions = torch.tensor([start for start, _ in starts], device=elements.device)
             runs = torch.arange(starts[0][1], device=elements.device)
-            sample = elements[(places[:, None] + runs).view(-1)]
+            sample = elements[(positions[:, None] + runs).view(-1)]
         host = sample.cpu().numpy().reshape(-1).view(f"u{kind.itemsize}")
         code = choose_code(count_exponents(kind, host), kind, 32 * lanes)
     coded = len(elements) // 8 * 8
@@ -91,9 +102,9 @@ def encode_there(
     nibble_of = torch.full((256,), 255, dtype=torch.uint8)
     nibble_of[torch.tensor(list(code.table))] = torch.arange(16, dtype=torch.uint8)
     nibble_of = nibble_of.to(device)
-    places = torch.arange(8, dtype=torch.int32, device=device).view(4, 1, 2)
+    positions = torch.arange(8, dtype=torch.int32, device=device).view(4, 1, 2)
     streams, written, most = [], 0, 0
-    step = max(1, min(at_once, SCRATCH_ELEMENTS) // header.tile)
+    step = max(1, min(step_elements, SCRATCH_ELEMENTS) // header.tile)
     for first in range(0, header.tiles, step):
         tiles = min(step, header.tiles - first)
         begin, end = first * header.tile, min((first + tiles) * header.tile, coded)
@@ -108,10 +119,9 @@ def encode_there(
         combined = torch.nn.functional.pad(combined, (0, tiles * header.tile - (end - begin)))
         part = bits[first : first + tiles]
         words = combined.view(torch.int32).view(tiles, 4, lanes, 2)
-        for j in range(
-            header.planes
-        ):  # a word's bits are others than its neighbours': their sum has them all
-            part[:, j] = (((words >> j) & _ONES) << places).sum((1, 3), dtype=torch.int32)
+        # The eight words of a lane contribute different bits, so their sum is their bitwise OR.
+        for j in range(header.planes):
+            part[:, j] = (((words >> j) & _ONES) << positions).sum((1, 3), dtype=torch.int32)
         mask = part[:, 0]
         for j in range(1, code.k):
             mask = mask & part[:, j]
@@ -135,7 +145,12 @@ def encode_there(
 def _escapes(
     mask: torch.Tensor, exponent: torch.Tensor, nibble_of: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Escape bytes of the tiles of ``mask`` (int32 [tiles, lanes]), their table entries, the fullest lane."""
+    """Return (escape bytes, table entry of each tile, largest number of escapes in a lane) for the escapes
+    set in ``mask``.
+
+    ``mask``: int32 [tiles, lanes], a bit for each element. ``exponent``: the exponents of all elements.
+    ``nibble_of``: maps an exponent to its index in the table of 4-bit escapes, or to 255.
+    """
     tiles, lanes = mask.shape
     device = mask.device
     by_lane = popcount(mask)

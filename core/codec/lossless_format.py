@@ -1,11 +1,13 @@
-"""The lossless wire format, version 1: header, sections, sizes. Pure: bytes and integers only.
+"""The lossless wire format, version 1: header fields, section offsets and sizes. Handles bytes and integers
+only.
 
 docs/codec.md describes the format to the bit; this file is its only implementation of the layout. A blob is
 
     header | byte planes | bit planes | tile table | escapes        (each section 16-byte aligned)
 
-and holds the floats of one tensor split into exponent codes of ``k`` bits and the remaining bits (sign and
-mantissa). Exponents ``base .. base + 2**k - 2`` have a code; the last code, all ones, is the *escape*.
+and holds the floats of one tensor, split into exponent codes of ``k`` bits and the remaining bits (sign and
+mantissa). The exponents ``base`` to ``base + 2**k - 2`` have a code. The last code, all ones, is the
+*escape*: its element's exponent is stored in the escapes section.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from functools import cached_property
 
 import torch
 
-from ..errors import UnsupportedError, WeightsError
+from ..common.errors import UnsupportedError, WeightsError
+from .blob_metadata import corrupt
 from .crc import crc32
-from .packed import corrupt
 
 MAGIC = b"CRML"
 VERSION = 1
@@ -35,9 +37,11 @@ assert _HEADER.size == HEADER_BYTES
 
 @dataclass(frozen=True)
 class Kind:
-    """How one float dtype is split: ``itemsize`` bytes = sign, ``exponent_bits``, ``mantissa_bits``.
+    """The split of a float dtype of ``itemsize`` bytes into a sign bit, ``exponent_bits`` and
+    ``mantissa_bits``.
 
-    Of the sign and mantissa, whole bytes go to ``byte_planes`` planes and the other ``rest_bits`` to bit planes.
+    Of the sign and mantissa, whole bytes are stored in ``byte_planes`` byte planes; the other ``rest_bits``
+    in bit planes.
     """
 
     code: int
@@ -51,11 +55,16 @@ class Kind:
 
     @property
     def max_k(self) -> int:
-        """The widest exponent code that can gain anything and fits a byte together with the rest bits."""
+        """The largest number of bits of an exponent code that can save space and fits a byte together with
+        the rest bits.
+        """
         return min(self.exponent_bits - 1, 8 - self.rest_bits, 6)
 
     def max_base(self, k: int) -> int:
-        """The highest exponent of code 0: all codes are exponents, and base + the escape's code still fits a byte."""
+        """Return the largest exponent that code 0 may stand for when codes have ``k`` bits.
+
+        All codes must be valid exponents, and that exponent plus the escape code must fit a byte.
+        """
         return min((1 << self.exponent_bits) + 1, 256) - (1 << k)
 
 
@@ -71,13 +80,20 @@ _KIND_BY_CODE = {kind.code: kind for kind in KINDS}
 
 
 def align(count: int) -> int:
-    """``count`` rounded up to the alignment of sections."""
+    """Return ``count`` bytes rounded up to the alignment of sections."""
     return -(-count // ALIGN) * ALIGN
 
 
 @dataclass(frozen=True)
 class Header:
-    """The parsed header of one blob; sizes and offsets in bytes from the blob's start follow from it."""
+    """The parsed header of a losslessly packed blob; section offsets (bytes from the blob's start) follow
+    from its fields.
+
+    ``k``: bits of an exponent code. ``lanes``: lanes of 32 elements in a tile. ``base``: the exponent of code
+    0. ``numel``: elements. ``escape_bytes``: bytes of the escapes section. ``escape_table``: the 16 exponents
+    of 4-bit escapes. ``tail``: the last ``numel % 8`` elements, raw. ``most_escapes``: the largest number of
+    escapes in a lane.
+    """
 
     kind: Kind
     k: int
@@ -92,71 +108,86 @@ class Header:
 
     @property
     def words(self) -> int:
-        """Groups of 4 elements that are coded; the last ``numel % 8`` elements travel raw in the header."""
+        """The number of groups of 4 elements that are coded; the last ``numel % 8`` elements are stored raw
+        in the header.
+        """
         return self.numel // 8 * 2
 
     @property
     def tile(self) -> int:
-        """Elements in a tile."""
+        """The number of elements in a tile: 32 for each lane."""
         return 32 * self.lanes
 
     @property
     def tiles(self) -> int:
+        """The number of tiles."""
         return -(-self.words * 4 // self.tile)
 
     @property
     def planes(self) -> int:
-        """Bit planes: k of the exponent code, then the rest bits."""
+        """The number of bit planes: k for the exponent code, then one for each rest bit."""
         return self.k + self.kind.rest_bits
 
     @property
     def byte_plane_stride(self) -> int:
+        """The bytes from the start of one byte plane to the next."""
         return align(self.words * 4)
 
     @cached_property
     def bits_at(self) -> int:
+        """The byte offset of the bit planes."""
         return HEADER_BYTES + self.kind.byte_planes * self.byte_plane_stride
 
     @cached_property
     def tiles_at(self) -> int:
+        """The byte offset of the tile table."""
         return self.bits_at + self.tiles * self.planes * self.lanes * 4
 
     @cached_property
     def escapes_at(self) -> int:
+        """The byte offset of the escapes."""
         return align(self.tiles_at + self.tiles * 8)
 
     @cached_property
     def total(self) -> int:
+        """The number of bytes of the blob."""
         return align(self.escapes_at + self.escape_bytes)
 
     @property
     def raw_nbytes(self) -> int:
+        """The number of bytes of the decoded tensor."""
         return self.numel * self.kind.itemsize
 
     @property
     def tail_count(self) -> int:
+        """The number of elements that are stored raw in the header, 0 to 7."""
         return self.numel % 8
 
     def pack(self) -> bytes:
-        """The 128 bytes of the header."""
+        """Return the 128 bytes of the header."""
         return _HEADER.pack(
             MAGIC, VERSION, self.kind.code, self.k, self.lanes.bit_length() - 1, self.base, self.tail_count,
             self.most_escapes, self.crc, self.numel, self.total, self.escape_bytes, self.escape_table, self.tail,
         )  # fmt: skip
 
     def with_crc(self, crc: int) -> Header:
+        """Return a copy of the header with the checksum ``crc``."""
         return replace(self, crc=crc)
 
 
 def checksum(header: Header, body: memoryview, pool: Executor | None = None) -> int:
-    """CRC-32 (zlib) of the whole blob, with the header's own crc field counted as zero; on ``pool``, if given."""
+    """Return the CRC-32 (zlib) of the whole blob, with the header's crc field counted as zero.
+
+    ``body``: the blob's bytes after the header. ``pool``: an executor whose threads share the work.
+    """
     return crc32(body, zlib.crc32(header.with_crc(0).pack()), pool)
 
 
 def parse_header(blob: memoryview, name: str, length: int | None = None) -> Header:
-    """The validated header of ``blob`` (bytes; or only its first 128, with the blob's true ``length``). Nothing is allocated from what it declares.
+    """Return the validated header of ``blob``; allocate nothing whose size the header declares.
 
-    Raises WeightsError naming ``name`` for anything that version 1 cannot have written, and UnsupportedError
+    ``blob``: all bytes of the blob, or only the first 128 together with ``length``, the blob's true length.
+    Raises WeightsError naming ``name`` for a header that version 1 cannot have written, and UnsupportedError
     for a version that this Carom does not read.
     """
     length = len(blob) if length is None else length
@@ -189,5 +220,5 @@ def parse_header(blob: memoryview, name: str, length: int | None = None) -> Head
     ):
         raise corrupt(name, "the fields of its header contradict each other")
     if total != length:
-        raise corrupt(name, f"{length} bytes are there, its header declares {total}")
+        raise corrupt(name, f"the blob has {length} bytes, its header declares {total}")
     return header

@@ -1,7 +1,9 @@
-"""Decoder of the lossless format on the CPU: any run of tiles, chunk by chunk in memory that stays in the cache.
+"""Decoder of the lossless format on the CPU (NumPy): decodes any run of tiles in chunks that stay in the
+cache.
 
-For files that are loaded or streamed from disk: plain torch operations (core/codec/lossless_torch.py) take eight times as
-long on a CPU. NumPy releases the GIL in all of it, so several threads may decode at once.
+Used for files that are loaded, or streamed from disk; the torch operations (core/codec/lossless_torch.py)
+take eight times as long on a CPU. NumPy releases the GIL in all passes, so several threads may decode at the
+same time.
 """
 
 from __future__ import annotations
@@ -12,28 +14,29 @@ from .lossless_escapes import count_escapes, elements_of, empty_mask
 from .lossless_format import HEADER_BYTES, OFFSET_BITS, TAIL_AT, WIDE_BIT, Header, Kind
 from .scratch import scratch
 
-CHUNK = 1 << 18  # elements decoded at once
+CHUNK = 1 << 18  # elements decoded at a time
 _U64 = np.uint64
-_EVEN = _U64(0x5555555555555555)  # every second bit
+_EVEN = _U64(0x5555555555555555)  # every second bit of each byte
 _BYTES = 0x0101010101010101
 _PAIR = _U64(0x0303030303030303)  # the two lowest bits of each byte
 
 
 def decode_bytes(blob: np.ndarray, header: Header, begin: int, out: np.ndarray) -> None:
-    """Writes the raw bytes ``begin`` to ``begin + len(out)`` of the tensor into ``out`` (uint8, contiguous).
+    """Decode bytes ``begin`` to ``begin + len(out)`` of the tensor into ``out`` (contiguous uint8).
 
-    ``blob``: uint8, whole and verified (`LosslessCodec.verify`); ``header`` of the same bytes.
+    ``blob``: uint8, whole and verified (`LosslessCodec.verify`). ``header``: the parsed header of ``blob``.
     """
     size, coded = header.kind.itemsize, header.words * 4
     end = begin + len(out)
     step = max(1, CHUNK // header.tile) * header.tile
     first, last = begin // size, min(-(-end // size), coded)
-    start = first // header.tile * header.tile if first < last else last  # else: the tail only
+    # Where first >= last, the range lies in the tail, which is stored raw in the header.
+    start = first // header.tile * header.tile if first < last else last
     while start < last:
         stop = min((start // step + 1) * step, -(-last // header.tile) * header.tile)
         count = min(stop, coded) - start
-        whole = begin <= start * size and (start + count) * size <= end
-        if whole:
+        chunk_is_inside = begin <= start * size and (start + count) * size <= end
+        if chunk_is_inside:
             _decode(blob, header, start, count, out[start * size - begin :][: count * size])
         else:
             raw = scratch("edge", count * size, np.uint8)
@@ -48,13 +51,16 @@ def decode_bytes(blob: np.ndarray, header: Header, begin: int, out: np.ndarray) 
 
 
 def _decode(blob: np.ndarray, header: Header, start: int, count: int, out: np.ndarray) -> None:
-    """Elements ``start`` (a tile's first) to ``start + count``, within one chunk, as bytes into ``out``."""
+    """Decode ``count`` elements from ``start`` (the first of a tile), within one chunk, as bytes into
+    ``out``.
+    """
     kind, tile = header.kind, header.tile
     first, tiles = start // tile, -(-count // tile)
     shape = (header.tiles, header.planes, header.lanes)
     bits = blob[header.bits_at : header.tiles_at].view(np.uint32).reshape(shape)[first : first + tiles]
     most = max(1, CHUNK // tile)
-    padded = scratch("exponent", most * tile + 1, np.uint8)  # the last: where what is no escape goes
+    # The last byte takes the padding value of an odd number of escapes.
+    padded = scratch("exponent", most * tile + 1, np.uint8)
     exponent = padded[: tiles * tile]
     _spread(bits[:, : header.k], exponent)
     np.add(exponent, np.uint8(header.base), out=exponent)
@@ -74,7 +80,9 @@ def _decode(blob: np.ndarray, header: Header, start: int, count: int, out: np.nd
 
 
 def _spread(planes: np.ndarray, out: np.ndarray) -> None:
-    """uint32 bit planes [tiles, p, lanes] -> their p-bit fields, uint8 in element order."""
+    """Expand bit planes (uint32 [tiles, p, lanes]) to one uint8 for each element, whose lowest p bits are the
+    element's.
+    """
     tiles, count, lanes = planes.shape
     n = tiles * lanes
     pairs = []
@@ -102,7 +110,9 @@ def _spread(planes: np.ndarray, out: np.ndarray) -> None:
 
 
 def _widen(plane: np.ndarray, out: np.ndarray) -> None:
-    """A plane's words to 64 bits, bit 2v + u of each byte to bit 2v, of the upper half where u is 1."""
+    """Copy uint32 words to uint64 so that bit 2v + u of each byte moves to bit 2v, in the upper half if u is
+    1.
+    """
     np.copyto(out.reshape(plane.shape), plane)
     high = scratch("high", len(out), np.uint64)
     np.left_shift(out, _U64(31), out=high)
@@ -113,7 +123,9 @@ def _widen(plane: np.ndarray, out: np.ndarray) -> None:
 def _patch(
     blob: np.ndarray, header: Header, first: int, codes: np.ndarray, exponent: np.ndarray, most: int
 ) -> None:
-    """Gives escapes, whose codes are all ones, their exponents."""
+    """Overwrite the exponents of escapes (elements whose code is all ones) by those in the blob's escapes
+    section.
+    """
     tiles, k, lanes = codes.shape
     mask = empty_mask(tiles, lanes)
     escapes = mask.view(np.uint32)[:, :lanes]
@@ -135,13 +147,14 @@ def _patch(
         parts.append(known.take(_halves(stream[at:here])))
         at = here + count
         parts.append(stream[here:at])
-        parts.append(known[: count & 1])  # elements come in pairs
+        # An entry for the padding: `elements_of` counts an even number of escapes for each tile.
+        parts.append(known[: count & 1])
     parts.append(known.take(_halves(stream[at:])))
     exponent[elements] = parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _halves(stream: np.ndarray) -> np.ndarray:
-    """The half bytes of ``stream`` in their order, uint8."""
+    """Return the half bytes of ``stream`` in their order, one uint8 each."""
     both = stream.astype("<u2")
     both |= both << 4
     both &= 0x0F0F
@@ -151,7 +164,9 @@ def _halves(stream: np.ndarray) -> np.ndarray:
 def _join(
     kind: Kind, planes: list[np.ndarray], rest: np.ndarray | None, exponent: np.ndarray, out: np.ndarray
 ) -> None:
-    """The bytes of each element, lowest first, to ``out`` (uint8)."""
+    """Join exponents, rest bits and byte planes to elements; write their bytes, lowest first, to ``out``
+    (uint8).
+    """
     n = len(exponent)
     if rest is not None:
         high = out if kind.itemsize == 1 else scratch("high bytes", n, np.uint8)
@@ -161,7 +176,7 @@ def _join(
             np.left_shift(high, np.uint16(8), out=half, dtype=np.uint16)
             np.bitwise_or(half, planes[0], out=out.view(np.uint16))
         return
-    # Sign, 8 exponent bits, 7 mantissa bits: the upper half of fp32 is a bf16.
+    # A bf16 is a sign, 8 exponent bits and 7 mantissa bits; the upper half of an fp32 is a bf16.
     half, field = scratch("half", n, np.uint16), scratch("field", n, np.uint16)
     np.multiply(planes[-1], np.uint16(0x0101), out=half, dtype=np.uint16)
     np.bitwise_and(half, np.uint16(0x807F), out=half)
@@ -178,7 +193,9 @@ def _join(
 
 
 def _join_high(kind: Kind, rest: np.ndarray, exponent: np.ndarray, out: np.ndarray) -> None:
-    """Sign, exponent and as much of the mantissa as there are rest bits for, one byte each, eight at a time."""
+    """Join the sign, the exponent and the upper mantissa bits to one byte for each element, eight elements at
+    a time.
+    """
     mantissa, words = kind.rest_bits - 1, len(rest) // 8
     sign, low = scratch("signs", words, np.uint64), scratch("mantissas", words, np.uint64)
     np.left_shift(rest.view(np.uint64), _U64(7 - mantissa), out=sign)

@@ -1,7 +1,9 @@
-"""Decoder of the lossless format in plain torch operations: any device, no Triton, no host synchronisation.
+"""Decoder of the lossless format in torch operations: for any device, without Triton, without host
+synchronisation.
 
-It does what core/codec/lossless_triton.py does, word by word, on a bounded number of tiles at a time, and writes the
-same bits. The escapes are patched in as many turns as the header says that the fullest lane needs.
+Does the same steps as core/codec/lossless_triton.py, word by word, on a bounded number of tiles at a time,
+and writes the same bits. Escapes are patched in rounds, one escape of every lane a round; the header gives
+the number of rounds, which is the number of escapes in the fullest lane.
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ import torch
 
 from .lossless_format import HEADER_BYTES, OFFSET_BITS, TABLE_AT, WIDE_BIT, Header
 
-SCRATCH_ELEMENTS = 1 << 24  # elements decoded at once: about 4 bytes of scratch each
+SCRATCH_ELEMENTS = 1 << 24  # elements decoded at a time; each takes about 4 bytes of temporary memory
 _ONES = 0x01010101
 
 
 def decode_torch(blob: torch.Tensor, header: Header, out: torch.Tensor) -> None:
-    """Writes the raw bytes of ``blob`` (uint8, 8-byte aligned) into ``out`` (uint8 [raw_nbytes], same device).
+    """Decode ``blob`` (uint8, 8-byte aligned) into ``out`` (uint8 [raw_nbytes], same device).
 
-    ``header`` must come from `parse_header` of the same bytes on the host and the blob must have been verified.
+    ``header`` must come from `parse_header` of the same bytes on the host, and the blob must have been
+    verified.
     """
     kind, coded = header.kind, header.words * 4
     bits = blob[header.bits_at : header.tiles_at].view(torch.int32)
@@ -46,7 +49,11 @@ def decode_torch(blob: torch.Tensor, header: Header, out: torch.Tensor) -> None:
 
 
 def _spread(planes: torch.Tensor, base: int) -> torch.Tensor:
-    """int32 bit planes [tiles, p, lanes] -> uint8 field values + ``base``, in element order, with 16 spare bytes."""
+    """Expand bit planes (int32 [tiles, p, lanes]) to one uint8 for each element: the p-bit field plus
+    ``base``.
+
+    The result has 16 spare bytes at its end.
+    """
     tiles, count, lanes = planes.shape
     flat = torch.empty(tiles * lanes * 32 + 16, dtype=torch.uint8, device=planes.device)
     words = flat[:-16].view(torch.int32).view(tiles, 4, lanes, 2)
@@ -59,7 +66,7 @@ def _spread(planes: torch.Tensor, base: int) -> torch.Tensor:
 
 
 def popcount(mask: torch.Tensor) -> torch.Tensor:
-    """Set bits of each int32."""
+    """Return the number of set bits of each int32."""
     count = mask - ((mask >> 1) & 0x55555555)
     count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
     return (((count + (count >> 4)) & 0x0F0F0F0F) * _ONES) >> 24
@@ -69,7 +76,11 @@ def _patch(
     exponent: torch.Tensor, codes: torch.Tensor, entries: torch.Tensor, stream: torch.Tensor, table: torch.Tensor,
     header: Header,
 ) -> None:  # fmt: skip
-    """Overwrites the exponents of escapes: per turn, one escape of every lane that still has one."""
+    """Overwrite the exponents of escapes (elements whose code is all ones) by those in ``stream``, the escape
+    bytes.
+
+    Each round handles one escape of every lane (32 elements) that has any left.
+    """
     mask = codes[:, 0]
     for j in range(1, header.k):
         mask = mask & codes[:, j]
@@ -78,31 +89,31 @@ def _patch(
     count = popcount(mask)
     wide = (entries >> WIDE_BIT & 1).view(tiles, 1)
     offset = (entries & ((1 << OFFSET_BITS) - 1)).view(tiles, 1)
-    # Escape number in the stream counted in nibbles; wide escapes take two.
-    at = 2 * offset + ((torch.cumsum(count, 1) - count) << wide)
+    # The position of each lane's first escape in the stream, counted in half bytes; wide escapes take two.
+    position = 2 * offset + ((torch.cumsum(count, 1) - count) << wide)
     first = (
         torch.arange(tiles, device=device).view(tiles, 1) * header.tile
         + torch.arange(lanes, device=device) * 8
     )
     mask = mask.to(torch.int64) & 0xFFFFFFFF
-    spare, last = exponent.numel() - 1, stream.numel() - 1
+    discard, last = exponent.numel() - 1, stream.numel() - 1
     for _ in range(header.most_escapes):
         lowest = mask & -mask
         mask = mask ^ lowest
-        byte = stream[(at >> 1).clamp_(max=last)]
-        short = table[((byte >> ((at & 1) * 4).to(torch.uint8)) & 15).to(torch.int32)]
+        byte = stream[(position >> 1).clamp_(max=last)]
+        short = table[((byte >> ((position & 1) * 4).to(torch.uint8)) & 15).to(torch.int32)]
         value = torch.where(wide == 1, byte, short)
-        # log2 of a power of two below 2**32 is exact: its float64 exponent field.
+        # The log2 of a power of two below 2**32 is exactly the exponent field of its float64.
         bit = (lowest.to(torch.float64).view(torch.int64) >> 52) - 1023
         element = first + (bit >> 1 & 3) * (8 * lanes) + (bit & 1) * 4 + (bit >> 3)
-        exponent.scatter_(0, torch.where(lowest == 0, spare, element).view(-1), value.view(-1))
-        at = at + 1 + wide
+        exponent.scatter_(0, torch.where(lowest == 0, discard, element).view(-1), value.view(-1))
+        position = position + 1 + wide
 
 
 def _join(
     name: str, planes: list[torch.Tensor], rest: torch.Tensor | None, exponent: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The bytes of each element, lowest first."""
+    """Return the bytes of the decoded elements as uint8 tensors: the lowest byte of all elements first."""
     if rest is None:
         signed = planes[-1]
         return [*planes[:-1], (signed & 0x7F) | (exponent << 7), (signed & 0x80) | (exponent >> 1)]

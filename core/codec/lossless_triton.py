@@ -1,13 +1,14 @@
-"""Triton decoder of the lossless format, for CUDA and ROCm: all tensors of a unit in one launch.
+"""Triton decoder of the lossless format for CUDA and ROCm; one launch decodes all tensors of a wire buffer.
 
-Why it is fast: one lane owns one 32-bit word of every bit plane, that is 32 elements, laid out so that (1) the bits of
-four neighbouring elements come out of a plane word already one a byte (`(word >> r) & 0x01010101`), so exponents are
-assembled four at a time; (2) neighbouring lanes read 8 and write 16 neighbouring bytes; (3) a lane's escapes are the
-set bits of one register; (4) every tensor is one-dimensional over lanes, so Triton has no layouts to convert. Escapes are then patched in registers, one a lane and turn, for as many turns as the fullest
-lane of the tile needs (the tile table says how many; 4 for Gaussian weights of 4096 elements); ranks need
-one prefix sum over lanes, never over elements.
+Why it is fast: a GPU lane owns one 32-bit word of every bit plane, that is 32 elements, laid out so that (1)
+the bits of four neighbouring elements come out of a plane word already in four bytes (`(word >> r) &
+0x01010101`), so exponents are assembled four at a time; (2) neighbouring lanes read 8 and write 16
+neighbouring bytes; (3) a lane's escapes are the set bits of one register; (4) every tensor in the kernel is
+one-dimensional over lanes, so Triton has no layouts to convert. Escapes are then patched in registers, one a
+lane and round, for as many rounds as the tile's fullest lane needs (the tile table gives the number; 4 for
+Gaussian weights of 4096 elements). The ranks of escapes need one prefix sum over lanes, never over elements.
 
-Import this module only where triton is importable. With TRITON_INTERPRET=1 it runs on CPU tensors.
+Import this module only where triton can be imported. With TRITON_INTERPRET=1 it runs on CPU tensors.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ import triton
 import triton.language as tl
 
 log = logging.getLogger(__name__)
-ROW_FIELDS = 16  # int64 fields of a descriptor row, see core/codec/unit.py
+# Int64 fields of a row of the table that describes the tensors to decode, see core/codec/unit_decoder.py.
+ROW_FIELDS = 16
 _R = tl.constexpr(ROW_FIELDS)
-_LEAST_ROWS = 32  # what the lanes of a warp look at in one go
+_LEAST_ROWS = 32  # as many rows as the lanes of a warp examine in one step
 
 
 @triton.jit
 def _interleave(low, high, ASM: tl.constexpr):
-    """The bytes of two words of four bytes as (low, high) pairs: 64 bits, first element lowest."""
+    """Interleave the bytes of two 32-bit words: return two int32 with (low, high) byte pairs, of the first
+    elements first.
+    """
     if ASM:
         first = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
@@ -45,13 +49,16 @@ def _interleave(low, high, ASM: tl.constexpr):
 
 @triton.jit
 def _widen(first, second):
-    """Two 32-bit words as one of 64 bits, the first one low."""
+    """Return two 32-bit words as one int64, ``first`` in the lower half."""
     return first.to(tl.uint32, bitcast=True).to(tl.int64) | (second.to(tl.int64) << 32)
 
 
 @triton.jit
 def _add_plane(e0, e1, e2, e3, e4, e5, e6, e7, plane, value):
-    """Adds ``value`` to the bytes of a lane's eight words where ``plane`` has a bit: word r owns bits r, 8+r, 16+r, 24+r."""
+    """Add ``value`` to the bytes of a lane's eight words e0 to e7 where ``plane`` has a bit.
+
+    Word r owns the bits r, 8 + r, 16 + r and 24 + r of the plane.
+    """
     ONES: tl.constexpr = 0x01010101
     e0 += (plane & ONES) * value
     e1 += ((plane >> 1) & ONES) * value
@@ -69,7 +76,11 @@ def _store(
     bytes_, data, target, stride, at, live, e_even, e_odd, r_even, r_odd,
     KIND: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Joins exponents and rest of two neighbouring words a lane (8 elements; pair number ``at``) and writes them."""
+    """Join exponents and rest bits of two neighbouring words of each lane to 8 elements, and write them to
+    ``target``.
+
+    ``at``: the number of the word pair. ``live``: which lanes have elements.
+    """
     z = tl.arange(0, 2)[None, :]
     if KIND == "bf16" or KIND == "fp32":
         even = bytes_.to(tl.int32)
@@ -109,7 +120,7 @@ def _store(
 
 @triton.jit
 def _halves(low, high):
-    """The 16-bit halves of two words as (low, high) pairs: two 32-bit elements in 64 bits."""
+    """Return the 16-bit halves of two words as (low, high) pairs: two 32-bit elements in an int64."""
     return _widen((low & 0xFFFF) | (high << 16), ((low >> 16) & 0xFFFF) | (high & -65536))
 
 
@@ -119,7 +130,11 @@ def _decode(
     ROWS: tl.constexpr, KIND: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr,
     TILES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    # Which tensor this program works on: the last one whose first program is not beyond it.
+    """Decode ``TILES`` tiles (groups of 32 * LANES elements) of one of the tensors that the rows of ``table``
+    describe.
+    """
+    # The tensor that this program decodes is the last one whose first program number is at most this
+    # program's.
     pid = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     starts = tl.load(table + rows * _R, mask=rows < tensors, other=1 << 62)
@@ -145,7 +160,7 @@ def _decode(
     ESCAPE: tl.constexpr = (1 << K) - 1
     lane = tl.arange(0, LANES)
 
-    if plain > 0:  # a tensor that travels as it is, in pieces of eight words a lane
+    if plain > 0:  # a tensor that is not packed: copied, eight 64-bit words a lane
         source, place = data.to(tl.pointer_type(tl.int64)), target.to(tl.pointer_type(tl.int64))
         for step in tl.static_range(8):
             word = index.to(tl.int64) * (8 * LANES) + step * LANES + lane
@@ -162,7 +177,8 @@ def _decode(
             planes = bits + tile.to(tl.int64) * ((K + REST) * LANES) + lane
             entry = tl.load(tile_table + tile)
             mask = tl.load(planes)
-            # The last byte plane (sign and top mantissa bits, or fp16's low byte), asked for before anything waits.
+            # Load the last byte plane (sign and top mantissa bits, or fp16's low byte) now, so that the load
+            # is under way while the exponents are decoded.
             first = tile.to(tl.int64) * (4 * LANES)
             left = pairs - first
             src = data + first * 8
@@ -191,7 +207,8 @@ def _decode(
                 wide = (entry >> 40).to(tl.int32) & 1
                 offset = entry & 0xFFFFFFFFFF
                 stream = escapes + offset
-                # Whatever the table and the planes say, nothing beyond the section is read: no file leads a lane out of it.
+                # Bound every load by the end of the escapes section, whatever the tile table and the planes
+                # say: so no hostile file makes a lane read outside the section.
                 inside = tl.minimum(tl.maximum(escape_bytes - offset, 0), 0x7FFFFFFF).to(tl.int32)
                 count = mask - ((mask >> 1) & 0x55555555)
                 count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
@@ -224,14 +241,16 @@ def _decode(
 
 @functools.cache
 def _lanes_of_a_warp(device: torch.device) -> int:
-    """32, but 64 on AMD's data-centre cards."""
+    """Return the lanes in a warp of ``device``: 32, or 64 on AMD's data-centre GPUs."""
     if device.type != "cuda":
         return 32
     return int(getattr(torch.cuda.get_device_properties(device), "warp_size", 32))
 
 
 def _rows(table: torch.Tensor) -> int:
-    """Rows that a program looks through: one kernel, compiled once, for all units of so few tensors."""
+    """Return the number of table rows that a program searches, padded so that one compiled kernel serves all
+    small tables.
+    """
     return max(_LEAST_ROWS, triton.next_power_of_2(table.shape[0]))
 
 
@@ -239,11 +258,12 @@ def decode_group(
     wire: torch.Tensor, out: torch.Tensor, table: torch.Tensor, programs: int, kind: str, k: int, lanes: int,
     tiles: int = 1, warps: int | None = None, asm: bool | None = None,
 ) -> None:  # fmt: skip
-    """Launches one kernel on the current stream for all rows of ``table`` (int64 [tensors, ROW_FIELDS], on the device).
+    """Launch one kernel on the current stream that decodes the tensors of all rows of ``table``.
 
-    ``wire`` and ``out`` are 1-D uint8 tensors on the device, 16-byte aligned; ``tiles`` is how many tiles a program
-    decodes, with ``programs`` counted accordingly. The rows must come from validated headers; what lies in ``wire`` may be anything:
-    values are then worth nothing, but no byte outside of the rows' tensors is read or written.
+    ``table``: int64 [tensors, ROW_FIELDS] on the device; the rows must come from validated headers. ``wire``
+    and ``out``: 1-D uint8 tensors on the device, 16-byte aligned. ``tiles``: the tiles that a program
+    decodes; ``programs`` is counted accordingly. The bytes in ``wire`` may be anything: damaged bytes decode
+    to wrong values, but no byte outside the rows' tensors is read or written.
     """
     if asm is None:
         asm = wire.is_cuda and torch.version.hip is None
@@ -258,28 +278,37 @@ def launcher(
     wire: torch.Tensor, out: torch.Tensor, table: torch.Tensor, programs: int, kind: str, k: int, lanes: int,
     tiles: int = 1, warps: int | None = None,
 ) -> Callable[..., Any] | None:  # fmt: skip
-    """Decodes once as `decode_group` does, and returns a call ``(wire address, out address, stream=None)`` that does the
-    same between other buffers (addresses that are multiples of 16), in a fraction of the host's time: the compiled kernel,
-    without looking it up by its arguments. ``stream``: a raw handle, None for the current one. None where this Triton has no such way.
+    """Decode once as `decode_group` does, and return a function that repeats the launch with other buffers.
+
+    The function takes (wire address, out address, stream=None), where addresses are multiples of 16 and
+    ``stream`` is a raw handle (None: the current stream). Each call launches the compiled kernel without
+    Triton's look-up by arguments, in a fraction of the host time. Returns None where this version of Triton
+    does not allow that.
     """
     asm = wire.is_cuda and torch.version.hip is None
     constants = {"ROWS": _rows(table), "KIND": kind, "K": k, "LANES": lanes, "TILES": tiles, "ASM": asm}
     arguments = (wire, out, table, table.shape[0])
     warps = warps or max(1, lanes // _lanes_of_a_warp(wire.device))
     compiled = _decode[(programs,)](*arguments, **constants, num_warps=warps)
-    if compiled is None:  # Triton's interpreter
+    if compiled is None:  # Triton's interpreter compiles nothing
         return None
-    for more in (tuple(constants.values()), ()):  # which of them: by Triton's version
+    # Triton's version decides whether the constants are passed, so try both.
+    for constant_arguments in (tuple(constants.values()), ()):
         try:
-            runner, rest = compiled[(programs, 1, 1)], (table.data_ptr(), table.shape[0], *more)
+            runner, rest = compiled[(programs, 1, 1)], (table.data_ptr(), table.shape[0], *constant_arguments)
 
-            def again(
+            def launch(
                 source: int, target: int, stream: int | None = None, runner: Any = runner, rest: tuple = rest
             ) -> None:
                 runner(source, target, *rest, stream=stream)
 
-            again(wire.data_ptr(), out.data_ptr())
-            return again
-        except Exception as error:  # another Triton: the ordinary way stays
-            log.debug("the compiled kernel cannot be launched with %d arguments: %s", 4 + len(more), error)
+            launch(wire.data_ptr(), out.data_ptr())
+            return launch
+        # An incompatible version of Triton: the caller goes on with ordinary launches.
+        except Exception as error:
+            log.debug(
+                "the compiled kernel cannot be launched with %d arguments: %s",
+                4 + len(constant_arguments),
+                error,
+            )
     return None

@@ -1,10 +1,10 @@
-"""Codecs by name: what bytes look like on the wire, one tensor at a time.
+"""The codecs (raw, lossless, nf4, nf3, nf2) by name, each of which packs and unpacks one tensor at a time.
 
-    packed = get("lossless").encode(weight)          # Packed(meta, blob); codec "raw" where that is not smaller
-    codec_of(packed.meta).verify(packed, "name")     # once, on the host, for bytes that were read from anywhere
+    packed = get("lossless").encode(weight)       # Packed(meta, blob); codec "raw" where not smaller
+    codec_of(packed.meta).verify(packed, "name")  # once, on the host, for bytes from a file
     weight = decode(packed, "name")
 
-Decoding many tensors of a unit on the device, from a wire buffer into a slot, is `core/codec/unit.py`.
+`core/codec/unit_decoder.py` decodes many tensors on the device with few kernel launches.
 """
 
 from __future__ import annotations
@@ -15,40 +15,55 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import UnsupportedError
+from ..common.errors import UnsupportedError
 from . import kbit, lossless
+from .blob_metadata import (
+    Packed,
+    check_blob,
+    check_metadata_crc32,
+    check_version,
+    corrupt,
+    describe,
+    parse_meta,
+    raw_bytes,
+)
 from .lossless_check import check_tiles
 from .lossless_device import encode_on_device
 from .lossless_format import HEADER_BYTES, KIND_BY_DTYPE, Header, checksum, parse_header
 from .lossless_torch import decode_torch
-from .packed import Packed, check_blob, check_seal, check_version, corrupt, describe, parse_meta, raw_bytes
-from .unit import AnyEntry, Entry, KbitEntry, RawEntry
+from .unit_decoder import AnyEntry, KbitEntry, LosslessEntry, RawEntry
 
 NAMES = ("raw", "lossless", "nf4", "nf3", "nf2")
 
 
 class Codec(Protocol):
-    """One way to write a tensor. ``lossy`` codecs change values; all others give back every bit."""
+    """The interface of a codec. A ``lossy`` codec changes values; all others give back every bit."""
 
     name: str
     version: int
     lossy: bool
 
     def encode(self, tensor: torch.Tensor, name: str = "tensor") -> Packed:
-        """Packs a tensor of any shape; ``name`` is for error messages."""
+        """Pack a tensor of any shape; ``name`` is for error messages."""
 
     def verify(self, packed: Packed, name: str = "tensor") -> None:
-        """Raises WeightsError naming ``name`` unless the blob (on the host) is whole and safe to decode."""
+        """Raise WeightsError naming ``name`` unless the blob (in host memory) is undamaged and safe to
+        decode.
+        """
 
     def decode(self, packed: Packed, name: str = "tensor", out: torch.Tensor | None = None) -> torch.Tensor:
-        """The tensor, on the blob's device; ``out`` (1-D uint8, at least the decoded bytes) receives its bytes if given."""
+        """Return the decoded tensor on the blob's device.
+
+        ``out`` (1-D uint8, at least the decoded bytes), if given, receives the bytes, and the result is a
+        view of ``out``.
+        """
 
     def decoded_nbytes(self, meta: Mapping[str, Any], name: str = "tensor") -> int:
-        """Bytes of the decoded tensor."""
+        """Return the number of bytes of the decoded tensor."""
 
 
 def get(name: str) -> Codec:
-    """The codec called ``name``; ValueError lists the known ones."""
+    """Return the codec called ``name``; raise ValueError, which lists the known names, for an unknown one."""
     codec = _CODECS.get(name)
     if codec is None:
         raise ValueError(f"codec={str(name)[:40]!r} is unknown; choose one of {', '.join(NAMES)}")
@@ -56,7 +71,9 @@ def get(name: str) -> Codec:
 
 
 def codec_of(meta: Mapping[str, Any], name: str = "tensor") -> Codec:
-    """The codec that a packed tensor names; UnsupportedError where this Carom has none of that name."""
+    """Return the codec that the ``meta`` of a packed tensor names; raise UnsupportedError if this Carom has
+    no such codec.
+    """
     codec = _CODECS.get(meta["codec"]) if isinstance(meta.get("codec"), str) else None
     if codec is None:
         raise UnsupportedError(
@@ -67,17 +84,17 @@ def codec_of(meta: Mapping[str, Any], name: str = "tensor") -> Codec:
 
 
 def encode(tensor: torch.Tensor, codec: str = "lossless", name: str = "tensor") -> Packed:
-    """`get(codec).encode(tensor, name)`."""
+    """Pack a tensor with the codec called ``codec``; see `Codec.encode`."""
     return get(codec).encode(tensor, name)
 
 
 def verify(packed: Packed, name: str = "tensor") -> None:
-    """Checks a packed tensor of any codec; see `Codec.verify`."""
+    """Raise WeightsError unless a tensor packed by any codec is undamaged; see `Codec.verify`."""
     codec_of(packed.meta, name).verify(packed, name)
 
 
 def decode(packed: Packed, name: str = "tensor", out: torch.Tensor | None = None) -> torch.Tensor:
-    """Verifies where the blob is on the host, then decodes; see `Codec.decode`."""
+    """Decode a packed tensor, after verifying the blob if it is in host memory; see `Codec.decode`."""
     codec = codec_of(packed.meta, name)
     if packed.blob.device.type == "cpu":
         codec.verify(packed, name)
@@ -85,27 +102,31 @@ def decode(packed: Packed, name: str = "tensor", out: torch.Tensor | None = None
 
 
 def decoded_nbytes(meta: Mapping[str, Any], name: str = "tensor") -> int:
-    """Bytes that a packed tensor decodes to."""
+    """Return the number of bytes that a packed tensor with this ``meta`` decodes to."""
     return codec_of(meta, name).decoded_nbytes(meta, name)
 
 
 def entry_of(packed: Packed, wire_at: int, out_at: int, name: str = "tensor") -> AnyEntry:
-    """What a `UnitDecoder` needs of a tensor that lies at these bytes of its wire buffer and slot.
+    """Return the entry by which a `UnitDecoder` decodes a packed tensor.
 
-    Verifies the blob where it is on the host; a blob on a device must have been verified before.
+    ``wire_at`` and ``out_at``: the tensor's byte offsets in the buffer of packed bytes and in the buffer of
+    decoded bytes. Verifies a blob in host memory; a blob on a device must have been verified before.
     """
     codec = codec_of(packed.meta, name)
     if packed.blob.device.type == "cpu":
         codec.verify(packed, name)
     if isinstance(codec, LosslessCodec):
-        return Entry(codec.header(packed, name), wire_at, out_at)
+        return LosslessEntry(codec.header(packed, name), wire_at, out_at)
     dtype, _, nbytes = parse_meta(packed.meta, name)
     if isinstance(codec, KbitCodec):
         return KbitEntry(codec.layout(packed, name), dtype, wire_at, out_at)
     return RawEntry(nbytes, wire_at, out_at)
 
 
-def _target(nbytes: int, like: torch.Tensor, out: torch.Tensor | None, name: str) -> torch.Tensor:
+def _output_bytes(nbytes: int, like: torch.Tensor, out: torch.Tensor | None, name: str) -> torch.Tensor:
+    """Return the uint8 tensor that receives ``nbytes`` decoded bytes: the beginning of ``out``, or a new one
+    on ``like``'s device.
+    """
     if out is None:
         return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
     if out.dtype != torch.uint8 or out.dim() != 1 or out.numel() < nbytes or out.device != like.device:
@@ -116,12 +137,15 @@ def _target(nbytes: int, like: torch.Tensor, out: torch.Tensor | None, name: str
 
 
 def _as_tensor(raw: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the bytes ``raw`` as a tensor of ``dtype`` and ``shape``; copies only if they are not aligned to
+    the dtype.
+    """
     if raw.storage_offset() % dtype.itemsize:
         raw = raw.clone()
     return raw.view(dtype).view(shape)
 
 
-class _Base:
+class _CodecBase:
     name: str
     version = 1
     lossy = False
@@ -130,8 +154,8 @@ class _Base:
         return parse_meta(meta, name)[2]
 
 
-class RawCodec(_Base):
-    """The tensor's own bytes."""
+class RawCodec(_CodecBase):
+    """The codec that stores a tensor's own bytes."""
 
     name = "raw"
 
@@ -144,22 +168,24 @@ class RawCodec(_Base):
         check_blob(packed, name)
         dtype, shape, nbytes = parse_meta(packed.meta, name)
         if packed.blob.numel() != nbytes:
-            raise corrupt(name, f"{packed.blob.numel()} bytes are there, shape and dtype need {nbytes}")
+            raise corrupt(name, f"the blob has {packed.blob.numel()} bytes, shape and dtype need {nbytes}")
         return dtype, shape
 
     def verify(self, packed: Packed, name: str = "tensor") -> None:
         self._check(packed, name)
-        check_seal(packed.meta, packed.blob.numpy().data, name)
+        check_metadata_crc32(packed.meta, packed.blob.numpy().data, name)
 
     def decode(self, packed: Packed, name: str = "tensor", out: torch.Tensor | None = None) -> torch.Tensor:
         dtype, shape = self._check(packed, name)
-        raw = _target(packed.blob.numel(), packed.blob, out, name)
+        raw = _output_bytes(packed.blob.numel(), packed.blob, out, name)
         raw.copy_(packed.blob)
         return _as_tensor(raw, dtype, shape)
 
 
-class LosslessCodec(_Base):
-    """k-bit exponent codes with in-order escapes: every bit comes back. Falls back to `raw` where it does not gain."""
+class LosslessCodec(_CodecBase):
+    """The codec of k-bit exponent codes with in-order escapes: gives back every bit. Falls back to `raw` if
+    not smaller.
+    """
 
     name = "lossless"
 
@@ -169,9 +195,11 @@ class LosslessCodec(_Base):
     def smaller(
         self, tensor: torch.Tensor, limit: int | None = None, pool: Executor | None = None
     ) -> Packed | None:
-        """The tensor packed, its blob on the host; None where that takes ``limit`` bytes or more (default: the raw ones).
+        """Return the packed tensor with its blob in host memory, or None where the blob would take ``limit``
+        bytes or more.
 
-        ``pool``: as many threads as there are cores, for who packs many tensors on the CPU.
+        ``limit`` defaults to the tensor's bytes. ``pool``: an executor with one thread for each CPU core, for
+        callers that pack many CPU tensors.
         """
         if tensor.device.type == "cpu":
             blob = lossless.encode(tensor, limit=limit, pool=pool)
@@ -182,20 +210,22 @@ class LosslessCodec(_Base):
         return Packed(describe(self.name, self.version, tensor, blob.numpy().data[:HEADER_BYTES]), blob)
 
     def header(self, packed: Packed, name: str = "tensor") -> Header:
-        """The parsed header, checked against the metadata; copies 128 bytes where the blob is on a device."""
+        """Return the parsed header, checked against the metadata; copies 128 bytes from the device if the
+        blob is there.
+        """
         check_version(packed.meta, self.version, name)
         check_blob(packed, name)
         head = packed.blob[:HEADER_BYTES].cpu().numpy()
         return self._header(packed.meta, head.data, packed.blob.numel(), name)
 
     def header_of(self, meta: Mapping[str, Any], head: memoryview, length: int, name: str) -> Header:
-        """The checked header of a blob of ``length`` bytes of which ``head`` are the first 128 (or all, if it is shorter).
+        """Return the checked header of a blob of ``length`` bytes; ``head`` are the first 128 bytes, or more.
 
-        Raises WeightsError naming ``name`` for a header or metadata that are damaged or do not fit each other.
+        Raises WeightsError naming ``name`` where header or metadata are damaged or contradict each other.
         """
         check_version(meta, self.version, name)
         header = self._header(meta, head, length, name)
-        check_seal(meta, head, name)
+        check_metadata_crc32(meta, head, name)
         return header
 
     @staticmethod
@@ -209,22 +239,22 @@ class LosslessCodec(_Base):
     def verify(self, packed: Packed, name: str = "tensor") -> None:
         header = self.header(packed, name)
         blob = packed.blob.numpy()
-        check_seal(packed.meta, blob.data[:HEADER_BYTES], name)
+        check_metadata_crc32(packed.meta, blob.data[:HEADER_BYTES], name)
         if checksum(header, blob.data[HEADER_BYTES:]) != header.crc:
-            raise corrupt(name, "its checksum differs")
+            raise corrupt(name, "its checksum differs from its bytes")
         check_tiles(blob, header, name)
 
     def decode(self, packed: Packed, name: str = "tensor", out: torch.Tensor | None = None) -> torch.Tensor:
         header = self.header(packed, name)
         dtype, shape, nbytes = parse_meta(packed.meta, name)
-        raw = _target(nbytes, packed.blob, out, name)
+        raw = _output_bytes(nbytes, packed.blob, out, name)
         blob = packed.blob if packed.blob.storage_offset() % 8 == 0 else packed.blob.clone()
         decode_torch(blob, header, raw)
         return _as_tensor(raw, dtype, shape)
 
 
-class KbitCodec(_Base):
-    """Lossy: block-wise codebook quantisation, see core/codec/kbit.py."""
+class KbitCodec(_CodecBase):
+    """A codec of block-wise quantisation with a codebook (NF4, NF3 or NF2): LOSSY."""
 
     lossy = True
 
@@ -239,7 +269,11 @@ class KbitCodec(_Base):
         block: int = kbit.DEFAULT_BLOCK,
         measure: bool = False,
     ) -> Packed:
-        """As `Codec.encode`. ``measure``: the description says the relative error (norm of the change over norm)."""
+        """Quantise a tensor; see `Codec.encode`.
+
+        ``block``: elements that share a scale. ``measure``: add ``error`` to the metadata, the relative error
+        (norm of the change over the tensor's norm).
+        """
         blob = kbit.quantize(tensor, self.codebook, block, name)
         data = blob.cpu().numpy().data
         more: dict[str, Any] = {}
@@ -249,7 +283,7 @@ class KbitCodec(_Base):
         return Packed(describe(self.name, self.version, tensor, data, block=block, lossy=True, **more), blob)
 
     def layout(self, packed: Packed, name: str = "tensor") -> kbit.Layout:
-        """Where codes and scales lie, checked against the blob's size."""
+        """Return the byte offsets of codes and scales, after checking that they fit the blob's size."""
         check_version(packed.meta, self.version, name)
         check_blob(packed, name)
         dtype, shape, nbytes = parse_meta(packed.meta, name)
@@ -258,17 +292,17 @@ class KbitCodec(_Base):
             raise corrupt(name, "its metadata has no valid dtype or block size")
         layout = kbit.Layout(self.codebook, nbytes // dtype.itemsize, block)
         if packed.blob.numel() != layout.total:
-            raise corrupt(name, f"{packed.blob.numel()} bytes are there, its shape needs {layout.total}")
+            raise corrupt(name, f"the blob has {packed.blob.numel()} bytes, its shape needs {layout.total}")
         return layout
 
     def verify(self, packed: Packed, name: str = "tensor") -> None:
         self.layout(packed, name)
-        check_seal(packed.meta, packed.blob.numpy().data, name)
+        check_metadata_crc32(packed.meta, packed.blob.numpy().data, name)
 
     def decode(self, packed: Packed, name: str = "tensor", out: torch.Tensor | None = None) -> torch.Tensor:
         layout = self.layout(packed, name)
         dtype, shape, nbytes = parse_meta(packed.meta, name)
-        raw = _target(nbytes, packed.blob, out, name)
+        raw = _output_bytes(nbytes, packed.blob, out, name)
         if raw.storage_offset() % dtype.itemsize:
             raise ValueError(f"tensor {name!r}: out must start at a multiple of {dtype.itemsize} bytes")
         kbit.dequantize(packed.blob, layout, raw.view(dtype))

@@ -1,7 +1,8 @@
-"""Memory that a thread uses again and again: fresh pages cost more than the arithmetic done in them.
+"""Scratch arrays that each thread keeps and reuses, because faulting in fresh pages costs more than the
+arithmetic on them.
 
-glibc hands large arrays of a thread back to the system when they are freed, so that every temporary of a chunk would be
-faulted in anew: measured, that is two thirds of the time of encoding.
+glibc returns a thread's large arrays to the system when they are freed, so without reuse every temporary
+array of a chunk would be faulted in anew: measured, that is two thirds of the time of encoding.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ _local = threading.local()
 
 
 def scratch(name: str, count: int, dtype: type[np.generic]) -> np.ndarray:
-    """This thread's array ``name`` of ``count`` elements, contents undefined; valid until it is asked for again."""
-    held: dict[tuple[str, type], np.ndarray] = _local.__dict__.setdefault("held", {})
-    found = held.get((name, dtype))
-    if found is None or len(found) < count:
-        found = held[name, dtype] = np.empty(count, dtype)
-    return found[:count]
+    """Return this thread's array called ``name`` with ``count`` elements of ``dtype``, contents undefined.
 
-
-def forget() -> None:
-    """Give this thread's arrays back."""
-    _local.__dict__.clear()
+    The array is valid until the same thread asks for the same name and dtype again.
+    """
+    arrays: dict[tuple[str, type], np.ndarray] = _local.__dict__.setdefault("arrays", {})
+    array = arrays.get((name, dtype))
+    if array is None or len(array) < count:
+        array = arrays[name, dtype] = np.empty(count, dtype)
+    return array[:count]

@@ -27,14 +27,14 @@ def _of(file: str, *changes: tuple[str, ...]) -> list[Mutant]:
 MUTANTS: list[Mutant] = [
     # -- core: runs, backward passes, slots
     *_of(
-        "core/streamer.py",
+        "core/streaming/streamer.py",
         (
-            "early.\n        self.engine.synchronize()",
-            "early.",
+            "into the region.\n        self.engine.synchronize()",
+            "into the region.",
             "no wait between making the region and the first copy",
         ),
         (
-            "if self.held or self.backward.reading:",
+            "if self.held or self.backward.has_uses:",
             "if False:",
             "uses that are over are not ended at the next one",
         ),
@@ -55,7 +55,7 @@ MUTANTS: list[Mutant] = [
             "no wait where an event after a read could not be recorded",
         ),
         (
-            "self._waiting.slot_freed()\n            if slot.users == 0",
+            "self.slot_waiters.slot_freed()\n            if slot.users == 0",
             "if slot.users == 0",
             "threads that wait for a slot are not woken by a release",
         ),
@@ -75,14 +75,18 @@ MUTANTS: list[Mutant] = [
             "a unit that another thread brought is brought twice",
         ),
         (
-            "self._need_open(unit)  # the region",
-            "pass  # the region",
+            "self._check_open(unit)  # the session",
+            "pass  # the session",
             "who waits for a slot is not told of the close",
         ),
-        (".target, after)", ".target, [])", "a copy does not wait for the last reads of its place"),
         (
-            "        self._tails.leave(slot)  # first",
-            "        pass  # first",
+            ".target, after, self.link)",
+            ".target, [], self.link)",
+            "a copy does not wait for the last reads of its place",
+        ),
+        (
+            "        self._freed.add(slot)  # recorded first",
+            "        pass  # recorded first",
             "the events of an evicted slot's reads are forgotten",
         ),
         (
@@ -102,8 +106,8 @@ MUTANTS: list[Mutant] = [
             "a slot whose view is kept is evicted after a backward",
         ),
         (
-            "        self.resting = True\n",
-            "        pass\n",
+            "        self.awaiting_optimizer = True\n        slots =",
+            "        slots =",
             "weights that are about to be stepped are brought ahead",
         ),
         (
@@ -116,19 +120,19 @@ MUTANTS: list[Mutant] = [
             "            slot.reads",
             "interrupted: slots stay in use",
         ),
-        ("state[name] = owner.value()", "pass", "a state dict taken in a forward keeps views of slots"),
-        ("                unit.epoch += 1\n", "                pass\n", "refresh() refreshes nothing"),
+        ("state[name] = home.value()", "pass", "a state dict taken in a forward keeps views of slots"),
+        ("                backing.epoch += 1\n", "                pass\n", "refresh() refreshes nothing"),
         (
             "            self.engine.synchronize()\n            if not self.closed",
             "            if not self.closed",
             "close does not wait for the device",
         ),
         (
-            "            self._waiting.slot_freed()  # whoever",
-            "            pass  # whoever",
+            "            self.slot_waiters.slot_freed()  # waiting",
+            "            pass  # waiting",
             "close does not wake who waits",
         ),
-        ("            self._landings.close()\n", "", "closed: the gradients' buffers stay pinned"),
+        ("            self._gradient_buffers.close()\n", "", "closed: the gradients' buffers stay pinned"),
         (
             "return not any(unit.in_graphs for unit in self.units)",
             "return True",
@@ -136,20 +140,20 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/runs.py",
+        "core/streaming/forward.py",
         (
-            "                streamer.resting = False\n",
+            "                streamer.awaiting_optimizer = False\n",
             "                pass\n",
             "after a step of all weights nothing is prefetched",
         ),
         (
-            "self._under_way + self._roots > self._local.runs",
-            "self._under_way > self._local.runs",
+            "self._unit_runs + self._roots > self._local.runs",
+            "self._unit_runs > self._local.runs",
             "another thread's root forward is not seen",
         ),
         ("            streamer.meter.abandon()\n", "", "a failed forward counts as a step"),
         (
-            "for unit, slot in reversed(mine.entered[entered:]):",
+            "for unit, slot in reversed(thread_state.entered[entered:]):",
             "for unit, slot in ():",
             "an interrupted run is not cleaned up",
         ),
@@ -165,7 +169,7 @@ MUTANTS: list[Mutant] = [
             "a run that failed at its beginning is not left",
         ),
         (
-            "                self._local.bounced -= len(slots)\n",
+            "                self._local.operator_slots -= len(slots)\n",
             "",
             "a thread counts slots that it used once as its own",
         ),
@@ -182,31 +186,35 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/backward.py",
-        ("            self._landings.forget(task)\n", "", "each failed backward keeps pinned buffers"),
+        "core/streaming/backward.py",
         (
-            "                return\n            self._over(task)\n",
+            "            self._gradient_buffers.forget(task)\n",
+            "",
+            "each failed backward keeps pinned buffers",
+        ),
+        (
+            "                return\n            self._close_pass(task)\n",
             "                return\n            self._tasks.discard(task)\n",
             "a failed backward keeps its slots in use",
         ),
         (
-            "                    streamer.rest()\n",
+            "                    streamer.evict_trainable()\n",
             "                    pass\n",
             "weights are kept in slots while they are stepped",
         ),
         (
-            "self._lingering.append(self._reading.pop(thread))",
-            "self._reading.pop(thread)",
+            "self._ending_uses.append(self._current_uses.pop(thread))",
+            "self._current_uses.pop(thread)",
             "the last slot of a backward stays in use",
         ),
         (
-            "        self._streamer.settle()\n",
+            "        self._streamer.end_finished_uses()\n",
             "",
             "at the end of a backward nothing is given back",
             "the next use of any slot ends them; until then nobody asks",
         ),
         (
-            "            reading.given.append(weakref.ref(view))\n",
+            "            use.views.append(weakref.ref(view))\n",
             "",
             "a slot is given up while autograd holds a view of it",
             "a slot whose storage somebody still uses is held at its release anyway, where uses are counted",
@@ -217,14 +225,14 @@ MUTANTS: list[Mutant] = [
             "another thread's backward is not seen",
         ),
         (
-            "        self._reading.clear()\n        self._lingering.clear()\n",
+            "        self._current_uses.clear()\n        self._ending_uses.clear()\n",
             "        pass\n",
             "closed: slots of a backward are kept",
             "the streamer's own references to region and slots are dropped in close(), and later calls end at `closed`",
         ),
     ),
     *_of(
-        "core/landing.py",
+        "core/streaming/gradients.py",
         (
             "            self._engine.synchronize(event)\n",
             "            pass\n",
@@ -236,14 +244,10 @@ MUTANTS: list[Mutant] = [
             "            pass\n",
             "the buffers of gradients stay pinned after the end",
         ),
-        (
-            "        runs.hosting(False)\n",
-            "        pass\n",
-            "after a hook the thread sees host tensors in its passes",
-        ),
+        ("show_host_tensors(False)\n", "pass\n", "after a hook the thread sees host tensors in its passes"),
     ),
     *_of(
-        "core/slots.py",
+        "core/plan/region.py",
         (
             "list(slot.reads.values()) or [slot.copied]",
             "list(slot.reads.values())",
@@ -256,14 +260,14 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/lookahead.py",
+        "core/streaming/prefetch.py",
         (
             "slot is guarded or slot.state is held:\n",
             "slot is guarded:\n",
             "a slot whose view is kept is chosen to give way",
         ),
         (
-            "            if streamer.late(unit):\n",
+            "            if not unit.backing.ready():\n",
             "            if False:\n",
             "what is not read yet is brought ahead",
         ),
@@ -274,7 +278,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/streamed.py",
+        "core/streaming/unit.py",
         ("self.uses += _uses_of_a_view()", "pass", "a slot that autograd read counts as kept for ever"),
         ("(storage_uses(self.base) or 0) > self.uses", "False", "a kept view of a slot is not noticed"),
         (
@@ -284,7 +288,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/transfer.py",
+        "core/device/stream_engine.py",
         (
             "stream = self._in\n        for event in after:\n            stream.wait_event(event)\n",
             "stream = self._in\n",
@@ -309,20 +313,20 @@ MUTANTS: list[Mutant] = [
     ),
     # -- core: packed units
     *_of(
-        "core/staging.py",
+        "core/device/staging.py",
         (
             "if low < end and start < high and event is not None",
             "if False",
             "the ring is overwritten before it was decoded",
         ),
         (
-            "(copied, *after), timed)\n        self.given(event)",
+            "(copied, *after), timed)\n        self.release_after(event)",
             "(copied, *after), timed)",
             "the ring is free after the copy, not after the decoding",
         ),
     ),
     *_of(
-        "core/packed_here.py",
+        "core/placement/packed_residents.py",
         (
             "unit, buffer\n        self._engine.synchronize()\n",
             "unit, buffer\n",
@@ -341,69 +345,66 @@ MUTANTS: list[Mutant] = [
         ("        self._versions.pop(unit.index, None)\n", "", "a block made anew is not copied"),
     ),
     *_of(
-        "core/packed_placement.py",
+        "core/placement/packed_tier.py",
         (
-            "self._engine.synchronize()  # copies of the old block",
-            "pass  # copies of the old block",
+            "self.engine.synchronize()  # copies from the old block",
+            "pass  # copies from the old block",
             "a block is given up while it is copied from",
         ),
         (
-            "        if pinned:\n            self._arena.pin(unit.block)\n",
+            "        if pinned:\n            self.store.arena.pin(backing.block)\n",
             "",
             "a block made anew is not pinned",
         ),
-        (
-            "        self.wire_bytes += block.data.numel() - before\n",
-            "",
-            "bytes of units unpacked again are not counted",
-        ),
     ),
     *_of(
-        "core/unpacking.py",
+        "core/streaming/streamer.py",
         (
-            "self._engine.synchronize()\n                self._exchange",
-            "self._exchange",
+            "self.engine.synchronize()\n            after_fetch()",
+            "after_fetch()",
             "a block is unpinned while it is copied from",
         ),
         (
-            "self._engine.synchronize(\n                    self._engine.copy_out(block.data, streamer.views(slot).base.detach())\n"
-            "                )",
-            "self._engine.copy_out(block.data, streamer.views(slot).base.detach())",
+            "self.engine.synchronize(self.engine.copy_out(block.data, self.views(slot).base.detach()))",
+            "self.engine.copy_out(block.data, self.views(slot).base.detach())",
             "unpacked weights are used before they are on the host",
         ),
         (
-            "                streamer.release(slot)\n",
-            "                pass\n",
+            "        finally:\n            self.release(slot)\n",
+            "        finally:\n            pass\n",
             "unpacking leaves slots in use",
         ),
     ),
     # -- core: weights from disk
     *_of(
-        "core/disk_streamer.py",
+        "core/placement/file_reads.py",
         (
-            "                self.engine.synchronize()\n                with torch.inference_mode",
+            "                self._engine.synchronize()\n                with torch.inference_mode",
             "                with torch.inference_mode",
             "a value is overwritten while it is copied",
             "what arrives is of another version by then, and brought again before it is used",
         ),
         (
-            "            stand.accept(kept)\n            self._distrust(stand)\n",
-            "            stand.accept(kept)\n",
+            "            file_tensor.accept(kept)\n            self._invalidate(file_tensor)\n",
+            "            file_tensor.accept(kept)\n",
             "a written weight is used as it was",
         ),
+    ),
+    *_of(
+        "core/placement/file_backing.py",
         (
-            "                cache.forget(piece)\n",
-            "                pass\n",
+            "                    cache.release_unused(piece)\n",
+            "                    pass\n",
             "a copy that failed keeps its buffer for ever",
         ),
         (
-            "                raise\n            cache.used(piece, copied)",
-            "                raise\n            cache.used(piece, None)",
+            "                raise\n            cache.release(piece, copied)",
+            "                raise\n            cache.release(piece, None)",
             "a buffer is read into while it is copied",
         ),
     ),
     *_of(
-        "core/disk_residents.py",
+        "core/placement/resident_loader.py",
         (
             "                self._engine.synchronize(staged.copied)\n                staged.copied = None\n",
             "                staged.copied = None\n",
@@ -416,20 +417,20 @@ MUTANTS: list[Mutant] = [
             "a block that nobody has any more is unpinned by its finalizer",
         ),
         (
-            "        self.staging_bytes = 0\n\n    def _give_back",
-            "\n    def _give_back",
+            "        self.staging_bytes = 0\n\n    def _release_buffers",
+            "\n    def _release_buffers",
             "staging counts as held after it was given back",
         ),
     ),
     *_of(
-        "core/store/cache.py",
+        "core/host/cache.py",
         (
-            "if buffer.copied is not None and self._landed(buffer.copied):",
-            "if buffer.copied is not None:",
+            "if buffer.copy_event is not None and self._copy_is_done(buffer.copy_event):",
+            "if buffer.copy_event is not None:",
             "a buffer is read into before its copy is over",
         ),
         (
-            "                self._settle(oldest.copied)\n",
+            "                self._wait_for_copy(oldest.copy_event)\n",
             "",
             "the host does not wait for the copy of a buffer it needs",
         ),
@@ -442,33 +443,31 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/store/reader.py",
+        "core/checkpoint/reader.py",
         ("if priority == handle.priority else 0", "", "a piece that became urgent is read in its old turn"),
     ),
     # -- core: layouts
     *_of(
-        "core/attach.py",
+        "core/placement/attached_tensors.py",
         (
-            "            tensor.__class__ = worn\n            tensor.__dict__.pop",
+            "            tensor.__class__ = before\n            tensor.__dict__.pop",
             "            tensor.__dict__.pop",
             "weights keep the class of the session",
         ),
+    ),
+    *_of(
+        "core/placement/pinned_tier.py",
         (
-            "        streamed.block.unpin()\n",
-            "        pass\n",
+            "            self.block.unpin()\n",
+            "            pass\n",
             "blocks stay pinned after the end",
             "a block that nobody has any more is unpinned by its finalizer",
         ),
-        (
-            "        self.here.receive(moved)\n        self.resident_bytes += round_up(nbytes, self._engine.grain)\n",
-            "        self.here.receive(moved)\n",
-            "a unit that came back within a pass is not counted",
-        ),
     ),
     *_of(
-        "core/on_device.py",
+        "core/placement/residents.py",
         (
-            "            self.moved += [moved for members in waiting for moved in members if id(moved) not in known]\n",
+            "            self.moved += [moved for members in undecided for moved in members if id(moved) not in known]\n",
             "",
             "a layout that failed forgets what is on the device",
         ),
@@ -484,46 +483,49 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/parking.py",
+        "core/session/device_weights.py",
+        ("        locks.callback(manager.lock.release)\n", "", "who was asked to give keeps its lock"),
         (
-            "                self._engine.trim()  # what it held",
-            "                pass  # what it held",
-            "parked: the allocator keeps the device's memory",
-        ),
-        (
-            "                self._copies.clear()\n",
-            "                pass\n",
-            "copies of a parking that failed are trusted",
-        ),
-    ),
-    *_of(
-        "core/together.py",
-        (
-            "            self._governor.gave()\n            if bounded",
-            "            if bounded",
-            "who gave way takes it back at once",
-        ),
-        ("        locks.callback(self._lock.release)\n", "", "who was asked to give keeps its lock"),
-        (
-            "            self._vram = min(budget, self._most(budget))",
-            "            self._vram = budget",
-            "a shared budget is exceeded",
-        ),
-        (
-            "return self._keeps if self._parked and not self._laying else 0",
-            "return 0",
-            "a parked session's least is given away",
-        ),
-        (
-            "if not self._streamer.unreferenced or self._meter.awaiting:",
-            "if False:",
+            "return self.movable and layout.streamer.unreferenced and not layout.meter.awaiting",
+            "return self.movable",
             "who is asked gives though a backward is to come",
         ),
     ),
     *_of(
-        "core/shared.py",
+        "core/session/layout_manager.py",
         (
-            "taken += sum(each._kept_bytes() for each in sessions if each is not session)",
+            "        self.engine.trim()  # what the layout held",
+            "        pass  # what the layout held",
+            "parked: the allocator keeps the device's memory",
+        ),
+        (
+            "                    self.host.copies.clear()\n",
+            "                    pass\n",
+            "copies of a parking that failed are trusted",
+        ),
+    ),
+    *_of(
+        "core/budget/ledger.py",
+        (
+            "            self.governor.gave()\n            if bounded",
+            "            if bounded",
+            "who gave way takes it back at once",
+        ),
+        (
+            "            self._vram = min(budget, self.most(budget))",
+            "            self._vram = budget",
+            "a shared budget is exceeded",
+        ),
+        (
+            "return 0 if self._laying or self.holder.attached else self._keeps",
+            "return 0",
+            "a parked session's least is given away",
+        ),
+    ),
+    *_of(
+        "core/budget/shared_budget.py",
+        (
+            "taken += sum(each.kept_bytes for each in sessions if each is not member)",
             "pass",
             "what is kept for others is free",
         ),
@@ -534,10 +536,10 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/adapt.py",
+        "core/session/policies/device_memory.py",
         (
-            "        self._lay_out()\n        self._engine.trim()\n",
-            "        self._lay_out()\n",
+            "        self._manager.engine.trim()\n        if self._manager.wanted",
+            "        if self._manager.wanted",
             "after a fall the allocator keeps what was given up",
         ),
         (
@@ -547,38 +549,28 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/follow_ram.py",
+        "core/session/policies/host_memory.py",
         (
-            "        self._engine.synchronize()  # copies",
-            "        pass  # copies",
-            "blocks are unpinned while they are copied",
-        ),
-        (
-            "        self._copies.spare(before - limit)\n",
+            "        self._manager.host.copies.unpin_resident_copies(before - limit)\n",
             "",
             "copies of residents stay pinned where memory is short",
         ),
-        (
-            "            arena.bound(self._pin_limit())\n",
-            "",
-            "what was unpinned is pinned again by the next layout",
-        ),
     ),
     *_of(
-        "core/follow_room.py",
+        "core/session/policies/leftover.py",
         (
-            "        self._room.failed(beyond)\n        # Where",
+            "        room.failed(beyond)\n        # Where",
             "        # Where",
             "what was too much is taken again",
         ),
         (
-            "if not self._parked and (before is None or not before.restore()):",
-            "if not self._parked and before is None:",
+            "if not manager.phase.parked and (before is None or not before.restore()):",
+            "if not manager.phase.parked and before is None:",
             "a pass runs again on what the failed one wrote",
         ),
     ),
     *_of(
-        "core/stepping.py",
+        "core/budget/optimizer_reserve.py",
         ("    place.trim()  #", "    pass  #", "pieces that the allocator keeps count as room for the state"),
         (
             "activations = max(activations, before.cached - memory.cached)",
@@ -587,7 +579,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/meter.py",
+        "core/metrics/meter.py",
         (
             "            step.wire_bytes += nbytes\n",
             "            step.wire_bytes += raw_bytes\n",
@@ -605,7 +597,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/report.py",
+        "core/metrics/report.py",
         (
             "return self.resident_bytes + packed + self.streamed_bytes",
             "return self.resident_bytes + self.streamed_bytes",
@@ -613,12 +605,15 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/hooks.py",
+        "core/model/interpose.py",
         (
             "            front.live = False\n            if module",
             "            if module",
             "a front that others stepped before runs on",
         ),
+    ),
+    *_of(
+        "core/session/root_forward.py",
         (
             "                end(streamer, failed)\n",
             "                end(streamer, False)\n",
@@ -631,16 +626,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/wrapped.py",
+        "core/model/quantized.py",
         ("            hook.remove()\n", "            pass\n", "hooks of state dicts stay after the end"),
         (
-            "                self._kept.pop(name, None)\n",
+            "                self._resident_wrappers.pop(name, None)\n",
             "                pass\n",
             "what a run left in a wrapper is there at the next",
         ),
     ),
     *_of(
-        "core/made_once.py",
+        "core/model/wrapper_cache.py",
         (
             "if len(holder) != len(held) or not all(map(operator.is_, _parts(holder), held)):",
             "if False:",
@@ -648,27 +643,22 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/pooled.py",
+        "core/streaming/vbar_slots.py",
         (
             "            self._bar.unpin(start, end)\n            raise",
             "            raise",
             "a home whose copy failed stays pinned",
         ),
         (
-            "                    bar.set_watermark(0)\n",
-            "                    pass\n",
+            "                bar.set_watermark(0)\n",
+            "                pass\n",
             "closed: pages are not given back",
-        ),
-        (
-            "                self.engine.synchronize(slot.copied)\n",
-            "",
-            "weights at home are stepped while they are copied",
         ),
     ),
     *_of(
-        "core/pooling.py",
+        "core/session/policies/vbar_pressure.py",
         (
-            "            self._regrow.lost()\n",
+            "            self._regrowth.lost()\n",
             "            pass\n",
             "homes that were taken are wanted back as soon as at first",
         ),

@@ -1,0 +1,355 @@
+"""The real ai-toolkit job, plain and stock offloading beside `offload: bouncing`; each an unmodified run.py of its own.
+
+    AI_TOOLKIT_PATH=/path/to/ai-toolkit python3 benchmarks/hosts/aitoolkit_gpu.py [--configs plain,stock,all/raw,...] [--json FILE]
+
+Run by path from anywhere; AI_TOOLKIT_PYTHON names the Python that runs ai-toolkit (default: this one; docs/ai-toolkit.md
+says what it needs). The job trains a LoRA on a Z-Image-shaped random model (--layers 12: 2.9 B parameters), 512 px, batch 1,
+bf16, checkpointing on, latents and captions cached by a first job of a small model. A configuration is `plain`, `stock`
+(layer_offloading) or BUDGET/CODEC for bouncing, where BUDGET is a size, `auto`, `all` (everything streams: what stock's peak
+leaves beside the activations; `--stock-peak` where stock does not run) or `half` (of plain's peak, activations included); "float8-" before it quantises the model,
+"@RANK" and "#STEPS" after it are of this one job; `--text-layers` gives the jobs a second model at work in every step.
+A configuration named twice runs twice: the second `plain` tells how far a job is from itself. `--limit` leaves so much of
+the card to configurations whose BUDGET is `auto`, the rest is held by another process; `fit` is what weights, adapters, gradients and optimizer take together.
+Seconds per step: from the end of a step to the end of the next, median of the warm ones; peaks: of torch's allocator
+over the same steps. Without a GPU: `--tiny --cpu`, which proves the path and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TESTS = ROOT / "tests" / "support" / "ai_toolkit"
+sys.path.insert(0, str(HERE))
+from aitoolkit_cases import Config, Shape, against, figures, fits, job, line, losses, needed, phases, table  # noqa: E402
+from aitoolkit_ready import Ready, copied, processes  # noqa: E402
+
+CONFIGS = "plain,plain,stock,all/raw,all/lossless,half/raw,half/auto,float8-plain,float8-half/auto"
+LEAST = re.compile(r"least budget that works is (\d+) bytes")  # of a BudgetError in a job's log
+TINY_BUDGET = "34MiB"  # no device's peaks to derive one from
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    checkout = os.environ.get("AI_TOOLKIT_PATH")
+    if not checkout:
+        print("set AI_TOOLKIT_PATH to an ai-toolkit checkout")
+        return 2
+    configs = [Config(word) for word in arguments.configs.split(",")]
+    if not arguments.cpu and (lacking := needed(configs, bool(arguments.stock_peak))):
+        print(lacking)
+        return 2
+    started = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="carom-ait-", dir=arguments.work))
+    bench = Bench(Path(checkout).resolve(), folder, arguments, len(configs))
+    try:
+        lib = bench.lib = load_checkout()
+        record = lib["record"].new_record("aitoolkit_gpu", sys.argv[1:] if argv is None else argv)
+        record |= {
+            "layers": arguments.layers,
+            "text_layers": arguments.text_layers,
+            "steps": arguments.steps,
+            "rank": arguments.rank,
+            "runs": [],
+        }
+        record["prepared"] = bench.prepare()
+        print(f"ready after {time.monotonic() - started:.0f} s: {record['prepared']}", flush=True)
+        for config in configs:
+            if time.monotonic() - started > arguments.seconds:
+                run: dict[str, Any] = {"status": "skipped", "reason": "the time given was over"}
+            else:
+                run = bench.run(config)
+            record["runs"].append({"config": config.word, **run})
+            print(line(record["runs"][-1]), flush=True)
+            if arguments.json:
+                lib["record"].write_record(record, arguments.json)
+    finally:
+        bench.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    print(table(record))
+    print(losses(record))
+    return 0 if all(run["status"] != "failed" for run in record["runs"]) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--configs", default=CONFIGS)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--pixels", type=int, default=512)
+    parser.add_argument(
+        "--text-layers", type=int, default=0, metavar="N",
+        help="captions are encoded in every step, by a Qwen3 of N layers of the real widths (default: cached ones)",
+    )  # fmt: skip
+    parser.add_argument("--no-checkpointing", action="store_true")
+    parser.add_argument("--mode", default="bouncing", help="of offload, where a configuration has a budget")
+    parser.add_argument("--granularity", default="auto", help="of offload_kwargs")
+    parser.add_argument("--limit", help="free memory of the card where BUDGET is auto: a size, or `fit`")
+    parser.add_argument("--stock-peak", help="VRAM that a kept run of stock took: a size, for BUDGET `all`")
+    parser.add_argument(
+        "--touch-gb", type=float, default=0, help="first use so much host memory: guests that grow"
+    )
+    parser.add_argument("--seconds", type=float, default=480, help="no configuration begins after this")
+    parser.add_argument("--json", type=Path, help="keep the record here")
+    parser.add_argument("--logs", type=Path, help="keep the jobs' logs in this folder")
+    parser.add_argument("--work", help="where models and outputs go; removed afterwards (default: temporary)")
+    parser.add_argument("--tiny", action="store_true", help="a model of 20 M parameters, 64 pixels")
+    parser.add_argument(
+        "--device", default="cuda", help="of the jobs: cuda:1 is one (memory is read of the first)"
+    )
+    parser.add_argument("--cpu", action="store_true", help="no GPU")
+    return parser
+
+
+def load_checkout() -> dict[str, Any]:
+    """The checkout's modules, imported as the package carom whatever its folder is called."""
+    if "carom" not in sys.modules:
+        _load("carom", ROOT / "__init__.py", [str(ROOT)])
+    names = (
+        "core.common.sizes",
+        "benchmarks.engines.record",
+        "benchmarks.hosts.card",
+        "tools.ai_toolkit_folder",
+    )
+    return {name.rpartition(".")[2]: importlib.import_module(f"carom.{name}") for name in names}
+
+
+def _load(name: str, path: Path, folders: list[str] | None = None) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Bench:
+    """The checkout behind links, the model and the jobs, all below ``folder``; ``lib`` is `load_checkout`'s.
+
+    What takes long begins here, all at once: processes for ``jobs`` jobs import, the models are written, memory is touched.
+    """
+
+    lib: dict[str, Any]
+
+    def __init__(self, checkout: Path, folder: Path, arguments: argparse.Namespace, jobs: int) -> None:
+        self.folder, self.arguments = folder, arguments
+        self.place = folder / "ai-toolkit"
+        self.python = os.environ.get("AI_TOOLKIT_PYTHON", sys.executable)
+        links = folder / "path"
+        links.mkdir()
+        (links / "carom").symlink_to(ROOT, target_is_directory=True)
+        path = [str(TESTS / "aitoolkit_site"), str(links), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.env = {
+            **os.environ, "PYTHONPATH": os.pathsep.join(path), "SEED": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg",
+            "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        if arguments.cpu:
+            self.env |= {"OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"}
+        self.done: dict[str, dict[str, Any]] = {}  # the first run of each
+        self.shape = Shape(
+            64 if arguments.tiny else arguments.pixels, arguments.rank, not arguments.no_checkpointing,
+            "cpu" if arguments.cpu else arguments.device,
+            arguments.mode, arguments.granularity, not arguments.text_layers,
+        )  # fmt: skip
+        self._began = time.monotonic()
+        copied(checkout, self.place)
+        self._ready = Ready(self.python, self.place, self.env, folder / "imports.txt", processes(jobs + 1))
+        self._writing = {part: self._write(part) for part in ("rest", "encoder", "transformer")}
+        code = "import numpy, sys; numpy.empty(int(sys.argv[1]), numpy.uint8).fill(1)"
+        pieces = int(arguments.touch_gb * 1e9 / 2**30) + 1 if arguments.touch_gb else 0
+        self._touching = [
+            subprocess.Popen([sys.executable, "-c", code, str(int(arguments.touch_gb * 1e9 / pieces))])
+            for _ in range(pieces)
+        ]
+
+    def _write(self, part: str) -> subprocess.Popen:
+        """Part of what is trained, on its way to the disk."""
+        layers = 0 if self.arguments.tiny else self.arguments.layers
+        target = [str(TESTS), str(self.folder / "models"), str(layers), str(self.shape.pixels)]
+        target.append(str(self.arguments.text_layers))
+        return subprocess.Popen(
+            [self.python, str(HERE / "aitoolkit_shape.py"), part, *target], env=self.env, text=True,
+            stdout=subprocess.DEVNULL, stderr=(self.folder / f"{part}.txt").open("w"),
+        )  # fmt: skip
+
+    def prepare(self) -> dict[str, float]:
+        """What is under way comes to its end, and a small model's job fills the caches of latents and captions.
+
+        Returns when which part was done, in seconds from the beginning.
+        """
+        took: dict[str, float] = {}
+
+        def done(what: str) -> None:
+            took[what] = round(time.monotonic() - self._began, 1)
+
+        self.lib["ai_toolkit_folder"].install(self.place)
+        probe = self.place / "extensions" / "carom_bench_probe"
+        probe.mkdir()
+        shutil.copy(ROOT / "benchmarks" / "hosts" / "aitoolkit_probe.py", probe / "__init__.py")
+        self._written("rest")
+        done("small model written")
+        warm = self._job("warm", Config("plain"), None, steps=1, model="small")
+        if warm["status"] != "ok":
+            imports = (self.folder / "imports.txt").read_text("utf-8")[-2000:]
+            raise RuntimeError(
+                f"the job that fills the caches failed: {warm['reason']}\n{warm['log']}\n{imports}"
+            )
+        done("caches filled")
+        self._written("encoder")
+        self._written("transformer")
+        done("model written")
+        for process in self._touching:
+            process.wait()
+        done("memory touched")
+        self._ready.imported()
+        done("all imported")
+        return took
+
+    def _written(self, part: str) -> None:
+        if self._writing[part].wait(timeout=600):
+            errors = (self.folder / f"{part}.txt").read_text("utf-8")[-4000:]
+            raise RuntimeError(f"the model's {part} could not be written:\n{errors}")
+
+    def run(self, config: Config) -> dict[str, Any]:
+        """Figures of one configuration; a failure is a result too."""
+        budget: int | str | None = None
+        if config.bounces:
+            try:
+                budget = self._budget(config)
+            except KeyError as error:
+                return {"status": "skipped", "reason": f"needs {error.args[0]} run before it"}
+        with self._card(config) or contextlib.nullcontext():
+            result = self._job(config.word, config, budget)
+        least = LEAST.search(result.get("log", ""))
+        if result["status"] == "failed" and least and config.budget in ("all", "half"):
+            first, budget = budget, int(least[1])
+            result = self._job(config.word, config, budget)
+            result["budget_refused"] = first
+        if config.bounces:
+            result["budget"] = budget
+        other = self.done.get(config.plain) or self._longer_or_shorter(config)
+        self.done.setdefault(config.word, result)
+        if result["status"] == "ok" and other is not None and other["status"] == "ok":
+            result["against_plain"] = against(result["losses"], other["losses"])
+        if result["status"] == "ok":
+            result.pop("log", None)
+        return result
+
+    def _longer_or_shorter(self, config: Config) -> dict[str, Any] | None:
+        """A plain run of the same job with other steps: its first losses and its peaks are as good."""
+        return next((run for word, run in self.done.items() if Config(word).is_plain_of(config)), None)
+
+    def _budget(self, config: Config) -> int | str:
+        """Bytes for "all" and "half", from the peaks of the runs before; other words as they are."""
+        if config.budget not in ("all", "half"):
+            return config.budget
+        if self.arguments.cpu:
+            return TINY_BUDGET
+        plain = self._peak("plain", Config("plain"))
+        beside = max(
+            0, plain - self._weights()
+        )  # activations, adapters, optimizer: all but the model's own weights
+        if config.budget == "all":
+            if self.arguments.stock_peak:
+                return self.lib["sizes"].parse_size(self.arguments.stock_peak, setting="stock-peak") - beside
+            return self._peak("stock") - beside
+        return self._peak(config.plain, config) // 2 - beside
+
+    def _peak(self, word: str, config: Config | None = None) -> int:
+        found = self.done.get(word) or (config and self._longer_or_shorter(config)) or {}
+        if found.get("status") != "ok":
+            raise KeyError(word)
+        return found["peak_reserved_bytes"]
+
+    def _card(self, config: Config) -> Any:
+        """The card that a configuration has: None for all of it, or what `--limit` leaves."""
+        limit = self.arguments.limit
+        if not limit or config.budget != "auto":
+            return None
+        if limit != "fit":
+            return self.lib["card"].Card(self.lib["sizes"].parse_size(limit, setting="limit"))
+        return self.lib["card"].Card(fits(self._shapes(), self._weights(), config.rank or self.shape.rank))
+
+    def _weights(self) -> int:
+        encoder = (self.folder / "models" / "zimage" / "text_encoder").glob("*.safetensors")
+        streams = encoder if self.arguments.text_layers else ()
+        return sum(file.stat().st_size for file in (*self._files(), *streams))
+
+    def _files(self) -> list[Path]:
+        return sorted((self.folder / "models" / "zimage" / "transformer").glob("*.safetensors"))
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the weights that get an adapter: ai-toolkit gives a Z-Image's layers one each, its refiners none."""
+        found = {}
+        for file in self._files():
+            with file.open("rb") as read:
+                header = json.loads(read.read(int.from_bytes(read.read(8), "little")))
+            found.update({n: tuple(one["shape"]) for n, one in header.items() if n.startswith("layers.")})
+        return found
+
+    def _job(
+        self,
+        word: str,
+        config: Config,
+        budget: int | str | None,
+        steps: int | None = None,
+        model: str = "zimage",
+    ) -> dict[str, Any]:
+        name = "job-" + re.sub(r"[^A-Za-z0-9]+", "-", word)
+        path, told, log = (self.folder / f"{name}{end}" for end in (".job.json", ".told.json", ".txt"))
+        told.unlink(missing_ok=True)
+        shutil.rmtree(self.folder / "output", ignore_errors=True)
+        steps = steps or config.steps or self.arguments.steps
+        file = job(name, config, self.shape, self.folder, budget, steps, model)
+        path.write_text(json.dumps(file), encoding="utf-8")
+        began, start = time.monotonic(), time.time()
+        code = self._ready.run(path, log, {"CAROM_BENCH_OUT": str(told)})
+        ended = time.time()
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if self.arguments.logs:
+            self.arguments.logs.mkdir(parents=True, exist_ok=True)
+            shutil.copy(log, self.arguments.logs / log.name)
+        steps_done = json.loads(told.read_text(encoding="utf-8"))["steps"] if told.exists() else []
+        result: dict[str, Any] = {"job_s": time.monotonic() - began, "steps_done": len(steps_done)}
+        result["carom_lines"] = [line for line in text.splitlines() if line.startswith("carom: ")]
+        result["oom_skipped"] = text.count("OOM during training step, skipping")
+        if code or not steps_done:
+            errors = [line for line in text.splitlines() if "Error" in line] or text.splitlines()[-1:]
+            return {
+                **result,
+                "status": "failed",
+                "reason": (errors or ["no output"])[-1][-500:],
+                "log": text[-4000:],
+            }
+        noted = json.loads(told.read_text(encoding="utf-8"))
+        result |= {**figures(noted), "seconds": phases(noted, start, ended)}
+        report = next((self.folder / "output").rglob("report.json"), None)
+        result["report"] = None if report is None else json.loads(report.read_text(encoding="utf-8"))
+        return {**result, "status": "ok", "log": text[-4000:]}
+
+    def close(self) -> None:
+        """End what is still under way."""
+        self._ready.close()
+        for process in (*self._touching, *self._writing.values()):
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,318 @@
+"""The real ComfyUI server, stock beside Carom, with the card's free memory held to a limit; a fresh server each.
+
+    COMFYUI_PATH=/path/to/ComfyUI python3 benchmarks/hosts/comfy_gpu.py [--limits none,6GiB,4GiB] [--json FILE]
+
+Run by path from anywhere; COMFYUI_PYTHON names the Python that runs ComfyUI (default: this one). A Flux-shaped checkpoint
+of random bf16 weights is written first (--double and --single: its depth; 19 and 38 are Flux.1-dev's 22 GiB). For each limit and
+loader a headless server starts as on a user's machine (stock: DynamicVRAM where ComfyUI chooses it) and gets three prompts:
+the first loads the file; the second, of another seed, is the one whose iterations are timed (device events between sampler
+steps, median without the first); before the first and the third, of two steps, the file is thrown out of the page cache, so
+that everybody begins from the disk, and whatever is read again is counted. `--settle` adds prompts of 20 steps until Carom has laid out by what
+they taught, and times one more. `--alternate` adds two models taking turns. Device memory is what the whole card lost; host memory is the server's
+anonymous memory (RssAnon) beyond what it had before the first prompt, sampled. Without a GPU: `--tiny --cpu`, which proves the path and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model, and what one sampler step computes: ``tokens`` of text, ``side`` of the latent (8 pixels each)."""
+
+    double: int = 8
+    single: int = 16
+    hidden: int = 3072
+    width: int = 4096
+    pooled: int = 768
+    tokens: int = 512
+    side: int = 128
+
+
+TINY = Shape(3, 4, 256, 128, 64, 8, 16)
+
+
+@dataclass(frozen=True)
+class Config:
+    """``loader``: "stock", or a codec of Carom's loader, "@" and its vram widget where that is not auto;
+    ``alternating``: two models take turns."""
+
+    limit: int | None
+    loader: str
+    alternating: bool = False
+
+    @property
+    def codec(self) -> str:
+        return self.loader.partition("@")[0]
+
+    @property
+    def vram(self) -> str:
+        return self.loader.partition("@")[2] or "auto"
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    comfyui = os.environ.get("COMFYUI_PATH", "").split(os.pathsep)[0]
+    if not comfyui:
+        print("set COMFYUI_PATH to a ComfyUI folder")
+        return 2
+    lib = load_checkout()
+    table = lib["comfy_table"]
+    shape = replace(TINY if arguments.tiny else Shape(), **{
+        name: value for name in ("double", "single") if (value := getattr(arguments, name)) is not None
+    })  # fmt: skip
+    parse = lib["sizes"].parse_size
+    limits = [None] if arguments.cpu else [
+        None if word == "none" else parse(word, setting="limits") for word in arguments.limits.split(",")
+    ]  # fmt: skip
+    loaders = [word for word in arguments.loaders.split(",") if word]
+    configs = [Config(limit, loader) for limit in limits for loader in loaders]
+    if arguments.alternate:
+        limit, _, words = arguments.alternate.partition("=")
+        free = None if arguments.cpu or limit == "none" else parse(limit, setting="alternate")
+        configs += [Config(free, loader, True) for loader in (words or "stock,lossless").split(",")]
+    record = lib["record"].new_record("comfy_gpu", sys.argv[1:] if argv is None else argv)
+    record |= {"shape": asdict(shape), "steps": arguments.steps, "runs": []}
+    started = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="carom-comfy-", dir=arguments.work))
+    try:
+        bench = Bench(lib, comfyui, folder, shape, arguments)
+        bench.prepare()
+        record["file_bytes"] = bench.file.stat().st_size
+        print(
+            f"checkpoint of {record['file_bytes'] / GIB:.2f} GiB ready after {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+        for config in configs:
+            if time.monotonic() - started > arguments.seconds:
+                run: dict[str, Any] = {"status": "skipped", "reason": "the time given was over"}
+            else:
+                run = bench.run(config)
+            record["runs"].append({**asdict(config), **run})
+            print(table.line(record["runs"][-1]), flush=True)
+            if arguments.json:
+                lib["record"].write_record(record, arguments.json)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(table.table(record))
+    return 0 if all(run["status"] != "failed" for run in record["runs"]) and table.same_latents(record) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--limits", default="none,6GiB,4GiB", help="free memory of the card, none: all of it")
+    parser.add_argument(
+        "--loaders", default="stock,raw,lossless", help="stock, or CODEC or CODEC@VRAM of Carom's loader"
+    )
+    parser.add_argument("--mode", default="auto", help="of Carom's loader")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=3, choices=(2, 3), help="2: without the third")
+    parser.add_argument(
+        "--settle", type=int, default=0,
+        help="steps of Carom's prompts between the second and a last timed one, in which a layout found by their times is taken",
+    )  # fmt: skip
+    parser.add_argument(
+        "--alternate",
+        default="",
+        help="LIMIT=LOADERS: two models and a text encoder taking turns, as in 6GiB=stock,raw",
+    )
+    parser.add_argument("--turns", type=int, default=2, help="of each model, once both were loaded")
+    parser.add_argument("--double", type=int, help="double blocks (8)")
+    parser.add_argument("--single", type=int, help="single blocks (16)")
+    parser.add_argument(
+        "--touch-gb", type=float, default=0, help="first use so much host memory: guests that grow"
+    )
+    parser.add_argument("--seconds", type=float, default=480, help="no configuration begins after this")
+    parser.add_argument("--json", type=Path, help="keep the record here")
+    parser.add_argument(
+        "--work", help="where the checkpoint goes; it is removed (default: the system's temporary folder)"
+    )
+    parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
+    parser.add_argument(
+        "--trace", type=Path, help="keep a trace of two iterations of each run here (Perfetto opens it)"
+    )
+    parser.add_argument("--options", default="", help="further options of every server, separated by spaces")
+    parser.add_argument("--tiny", action="store_true", help="a model of 18 MB")
+    parser.add_argument("--cpu", action="store_true", help="no GPU")
+    return parser
+
+
+def load_checkout() -> dict[str, Any]:
+    """The checkout's modules, imported as the package carom whatever its folder is called."""
+    if "carom" not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            "carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+        )
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["carom"] = module
+        spec.loader.exec_module(module)
+    names = (
+        "core.common.sizes", "benchmarks.engines.record", "benchmarks.hosts.comfy_host", "benchmarks.hosts.comfy_alternation", "benchmarks.hosts.comfy_table",
+        "benchmarks.hosts.card", "benchmarks.hosts.process",
+    )  # fmt: skip
+    return {name.rpartition(".")[2]: importlib.import_module(f"carom.{name}") for name in names}
+
+
+class Bench:
+    """The data folder of the servers, below ``folder``, and one run per configuration."""
+
+    def __init__(
+        self, lib: dict[str, Any], comfyui: str, folder: Path, shape: Shape, arguments: argparse.Namespace
+    ) -> None:
+        self.lib, self.comfyui, self.folder, self.shape, self.arguments = (
+            lib,
+            comfyui,
+            folder,
+            shape,
+            arguments,
+        )
+        self.file = folder / "models" / "diffusion_models" / "bench.safetensors"
+        self.text_encoder = folder / "models" / "text_encoders" / "bench_clip.safetensors"
+        self.python = lib["comfy_host"].PYTHON
+
+    def prepare(self) -> None:
+        """Host memory, node packs, an empty page (no frontend package is needed) and the checkpoint."""
+        if self.arguments.touch_gb:
+            self.lib["card"].touch(int(self.arguments.touch_gb * 1e9))
+        pack = self.folder / "custom_nodes" / "carom_bench"
+        for path in (pack, self.folder / "input", self.folder / "user", self.folder / "page"):
+            path.mkdir(parents=True)
+        shutil.copy(ROOT / "benchmarks" / "hosts" / "comfy_pack.py", pack / "__init__.py")
+        (self.folder / "custom_nodes" / "carom").symlink_to(ROOT, target_is_directory=True)
+        (self.folder / "page" / "index.html").write_text(
+            "<!doctype html><title>no page</title>", encoding="utf-8"
+        )
+        script = str(ROOT / "benchmarks" / "hosts" / "comfy_checkpoint.py")
+        clip = [str(self.text_encoder)] if self.arguments.alternate else []
+        made = subprocess.run(
+            [self.python, script, self.comfyui, str(self.file), json.dumps(asdict(self.shape)), *clip],
+            capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        if made.returncode:
+            raise RuntimeError(f"the checkpoint could not be made:\n{made.stderr[-4000:]}")
+        print(made.stdout.strip().splitlines()[-1], flush=True)
+
+    def run(self, config: Config) -> dict[str, Any]:
+        """Figures of one configuration; a failure is a result too."""
+        card: Any = contextlib.nullcontext()
+        if not self.arguments.cpu:
+            card = self.lib["card"].Card(config.limit)
+        turns = "-turns" if config.alternating else ""
+        log = self.folder / f"server-{config.limit}-{config.loader}{turns}.log"
+        server = self.lib["comfy_host"].ComfyServer(self.comfyui, self.folder, log)
+        try:
+            with card as held, contextlib.closing(contextlib.ExitStack()) as stack:
+                stack.callback(server.stop)
+                return self._measure(config, server, held)
+        except Exception as error:
+            return {"status": "failed", "reason": f"{type(error).__name__}: {str(error)[-1500:]}"}
+        finally:
+            if self.arguments.logs and log.exists():
+                self.arguments.logs.mkdir(parents=True, exist_ok=True)
+                shutil.copy(log, self.arguments.logs / f"{log.stem.replace('@', '-')}.txt")
+
+    def _measure(self, config: Config, server: Any, card: Any) -> dict[str, Any]:
+        options = [*(["--cpu"] if self.arguments.cpu else []), *self.arguments.options.split()]
+        began = time.monotonic()
+        server.start("--front-end-root", str(self.folder / "page"), "--disable-api-nodes", *options)
+        result: dict[str, Any] = {"status": "ok", "server_start_s": time.monotonic() - began}
+        result["dynamic_vram"] = "DynamicVRAM support detected and enabled" in server.tail(1 << 20)
+        widgets = server.get("/object_info/CaromLoadDiffusionModel")["CaromLoadDiffusionModel"]["input"][
+            "optional"
+        ]
+        codecs = widgets["codec"][1].get("options") or widgets["codec"][0]
+        if config.codec != "stock" and config.codec not in codecs:
+            return {"status": "skipped", "reason": f"the node offers no codec {config.codec!r}"}
+        evict = self.lib["process"].evict
+        if config.alternating:
+            evict(self.file)
+            alternation = self.lib["comfy_alternation"]
+            found = alternation.run(server, self, config, self.arguments.turns, self.arguments.steps, evict)
+            return result | found | ({} if card is None else {"card": card.figures()})
+        prompts = [("first", 1, self.arguments.steps), ("second", 2, self.arguments.steps), ("third", 2, 2)]
+        prompts = prompts[: self.arguments.prompts]
+        if self.arguments.settle and config.codec != "stock":
+            many = [("settling", 2, 20)] * -(-self.arguments.settle // 20)
+            prompts += [*many, ("settled", 2, self.arguments.steps)]
+        with self.lib["process"].watched(server.pid) as memory:
+            for name, seed, steps in prompts:
+                if name in ("first", "third"):
+                    evict(self.file)
+                before, posted = self.io(server.pid), time.time()
+                told = server.run(self.prompt(config, seed, steps), timeout=300)["sample"]["told"][0]
+                after = self.io(server.pid)
+                told["read_bytes"] = {key: after[key] - before[key] for key in after}
+                told["wall_s"] = told["ended"] - posted
+                told["loading_s"] = told["started"] - posted
+                result[name] = told
+                if card is not None:
+                    told["card"] = card.figures()
+            result["host"] = memory.summary()
+        if card is not None:
+            least = min(result[name]["card"]["least_free"] for name, _, _ in prompts)
+            result["card"] = {
+                "free_before_bytes": card.start["free"],
+                "peak_bytes": card.start["free"] - least,
+            }
+        if self.arguments.trace:
+            self.arguments.trace.mkdir(parents=True, exist_ok=True)
+            kept = self.arguments.trace / f"{config.limit}-{config.loader.replace('@', '-')}.json.gz"
+            server.run(self.prompt(config, 2, max(8, self.arguments.steps), trace=str(kept)), timeout=300)
+        for name, ending in (("second", ""), ("settled", "_settled")):
+            if name in result:
+                timed = result[name]["iterations_s"][1:] or result[name]["iterations_s"]
+                result[f"s_per_iteration{ending}"] = statistics.median(timed)
+                result[f"s_per_iteration{ending}_min_max"] = [min(timed), max(timed)]
+        return result
+
+    def io(self, pid: int) -> dict[str, int]:
+        return self.lib["process"].io_of(pid)
+
+    def prompt(
+        self, config: Config, seed: int, steps: int, name: str = "", trace: str = ""
+    ) -> dict[str, Any]:
+        """One image with the model of that file name; ``trace``: where a trace of two of its iterations goes."""
+        node, name = self.lib["comfy_host"].node, name or self.file.name
+        if config.codec == "stock":
+            loader = node("UNETLoader", unet_name=name, weight_dtype="default")
+        else:
+            vram, mode = config.vram, self.arguments.mode
+            if self.arguments.cpu:  # where auto leaves all to ComfyUI
+                vram, mode = "8MiB" if vram == "auto" else vram, "stream"
+            loader = node(
+                "CaromLoadDiffusionModel",
+                unet_name=name,
+                weight_dtype="default",
+                mode=mode,
+                vram=vram,
+                codec=config.codec,
+            )
+        shape = self.shape
+        sample = node(
+            "CaromBenchSample", model=["load", 0], tokens=shape.tokens, width=shape.width, pooled=shape.pooled,
+            side=shape.side, seed=seed, steps=steps, trace=trace,
+        )  # fmt: skip
+        return {"load": loader, "sample": sample}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

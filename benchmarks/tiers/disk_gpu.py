@@ -1,0 +1,271 @@
+"""All figures of the disk tier in one bounded run: `python benchmarks/tiers/disk_gpu.py --seconds 290 --folder DIR --record FILE`.
+
+A Llama-shaped model of 24 GB (7B's width, 59 blocks) is drawn on the device and written to DIR, which is the drive to measure. Then:
+
+- `raw`: plain direct reads by several threads and block sizes; the best way reads the whole file before and after the first
+  output (the same bytes in the same order: what a host keeps of a virtual drive, it keeps for both), and once into 1 GiB of
+  memory instead of the same few megabytes;
+- `first_output`: all of it built on meta and streamed with ``ram`` an eighth of its bytes: until `carom.stream` returns, until the
+  first output is there, and whether it is that of the model which is still on the device, bit for bit; the process's memory,
+  watched from outside (a forward of one block went before, so that libraries and kernels are loaded);
+- `lora`: its first 32 blocks, which is 7B's shape, under 3 GiB of device and 4 GiB of host memory: PEFT, checkpointing, `OptimizerInBackward`; the
+  adapters against those of the resident run with plain AdamW, and the step beside what its bytes take;
+- `rate`: passes over 20 blocks in turns with plain direct reads of as many bytes in the same part of the file;
+- `packed`: a model of 16 blocks (7 GB) and its file, packed by `carom pack --codec lossless`: the raw and the packed file streamed one
+  after the other under the same budgets, bits, first output, passes, bytes, and where was decoded. `--parts packed` runs it alone.
+
+Parts are processes of their own, end when the time does, and what is known so far is in FILE at any time. The last line that
+is printed is the record's `result`. `--device cpu` with small sizes proves the path without a GPU.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy
+
+HERE = Path(__file__).resolve()
+SWEPT = 3 << 27  # bytes of one measurement of the sweep
+LARGE = 1 << 30  # bytes of memory that a drive's bytes are read into one after the other
+NAMES = ("first_output", "stream", "packed")  # parts to choose from; `stream` is `lora` and `rate`
+RESERVED = 3.0  # seconds kept for the end of the run
+
+
+def module(name: str):
+    """``carom.name`` of the checkout this script lies in, whatever its folder is called."""
+    if "carom" not in sys.modules:
+        root = HERE.parents[2]
+        spec = importlib.util.spec_from_file_location(
+            "carom", root / "__init__.py", submodule_search_locations=[str(root)]
+        )
+        assert spec and spec.loader
+        sys.modules["carom"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["carom"])
+    return importlib.import_module(f"carom.{name}") if name else sys.modules["carom"]
+
+
+class Run:
+    """The whole: parts one after the other, and the record."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.folder = args, folder
+        self.result: dict = {"seconds": {}}
+        self.began = time.time()
+        self.until = self.began + args.seconds - RESERVED
+        self.best: dict | None = None
+        self._memory = module("benchmarks.tiers.disk_parts").memory
+        record = module("benchmarks.engines.record")
+        self._write = record.write_record
+        self.record = record.new_record("disk_gpu", sys.argv[1:])
+        del self.record["cases"]
+
+    def keep(self, interrupted: bool = True) -> None:
+        if self.args.record is not None:
+            self._write({**self.record, "interrupted": interrupted, "result": self.result}, self.args.record)
+
+    def part(self, name: str, until: float) -> None:
+        """Run a part; what it says is in the record at once."""
+        settings = {
+            key: getattr(self.args, key) for key in vars(self.args) if key not in ("record", "part", "folder")
+        }
+        settings |= {"part": name, "inside": str(self.folder), "until": until}
+        if self.best is not None:
+            settings |= {"threads": self.best["threads"], "block": self.best["block"]}
+        given = [item for key, value in settings.items() if value is not None
+                 for item in (f"--{key.replace('_', '-')}", str(value))]  # fmt: skip
+        began, peak = time.time(), {}
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+            process = subprocess.Popen(
+                [sys.executable, str(HERE), *given], stdout=subprocess.PIPE, stderr=errors, encoding="utf-8"
+            )
+            reader = threading.Thread(target=self._listen, args=(process,))
+            reader.start()
+            while process.poll() is None:
+                for kind, nbytes in self._memory(process.pid).items():
+                    peak[kind] = max(peak.get(kind, 0), nbytes)
+                if time.time() > until:
+                    process.kill()
+                    self.result[f"{name}_failed"] = {"killed": "the time was over"}
+                    break
+                time.sleep(0.02)
+            process.wait()
+            reader.join()
+            errors.seek(0)
+            if process.returncode and f"{name}_failed" not in self.result:
+                self.result[f"{name}_failed"] = {"exit": process.returncode, "stderr": errors.read()[-4000:]}
+        self.result["seconds"][name] = time.time() - began
+        self.result.setdefault(name, {})["peak_rss_bytes_from_outside"] = peak
+        self.keep()
+
+    def _listen(self, process: subprocess.Popen) -> None:
+        for line in process.stdout:
+            try:
+                said = json.loads(line)
+            except ValueError:
+                continue
+            for name, found in said.items():
+                self.result[name] = {**self.result.get(name, {}), **found}
+                self.keep()
+                print(f"[{time.time() - self.began:5.0f} s] {name}: {json.dumps(found)[:400]}", flush=True)
+
+    def grow(self) -> None:
+        """Use once what the parts will hold: a virtual machine gets its memory when it is first used, and slowly."""
+        sizes = module("core.common.sizes")
+        most = max(
+            self.result["make"]["weights_bytes"] // 8,
+            *map(sizes.parse_size, (self.args.lora_ram, self.args.rate_ram)),
+        )
+        began = time.perf_counter()
+        module("benchmarks.tiers.disk_llama").grow(2 * most)
+        self.result["grown"] = {"bytes": 2 * most, "seconds": time.perf_counter() - began}
+
+    def raw(self) -> float:
+        """The best way of plain reads over the whole file, with the drive to itself."""
+        assert self.best is not None
+        return self.plain.rate(self.best["threads"], self.best["block"], self.result["make"]["weights_bytes"])
+
+    def into_large(self) -> float:
+        """The same way into memory that no cache holds."""
+        assert self.best is not None
+        memory = module("core.common.huge_pages").allocate_pages(
+            max(self.best["block"], min(LARGE, 2 * self.args.swept))
+        )
+        numpy.frombuffer(memory, numpy.uint8)[:] = 0  # touched before, as the other's
+        return self.plain.rate(self.best["threads"], self.best["block"], 4 * self.args.swept, into=memory)
+
+    def go(self) -> None:
+        wanted = self.args.parts.split(",")
+        if any(name != "packed" for name in wanted):
+            self.large([name for name in ("first_output", "stream") if name in wanted])
+        if "packed" in wanted:
+            if self.until - time.time() < 5:
+                self.result["packed_failed"] = {"left out": "the time was over"}
+            else:
+                self.part("packed", self.until)
+
+    def large(self, wanted: list[str]) -> None:
+        """What is measured of the large model, beside the drive's own rates."""
+        args, result = self.args, self.result
+        self.part("make", self.began + 0.6 * args.seconds)
+        if "layers" not in result["make"]:
+            return
+        args.layers = result["make"]["layers"]
+        args.lora_layers, args.rate_layers = (
+            min(n, args.layers) for n in (args.lora_layers, args.rate_layers)
+        )
+        self.grow()
+        self.plain = module("benchmarks.tiers.disk_llama").PlainReads(str(self.folder / "model.safetensors"))
+        began = time.time()
+        sweep = self.plain.sweep(args.swept)
+        self.best = sweep[0]
+        result["raw"] = {"sweep": sweep, "into_large_memory": self.into_large(), "beside": [self.raw()]}
+        result["seconds"]["raw"] = time.time() - began
+        self.keep()
+        for name in wanted:
+            if self.until - time.time() < 5:
+                result[f"{name}_failed"] = {"left out": "the time was over"}
+                continue
+            before = result["raw"]["beside"][-1]
+            self.part(name, self.until)
+            if name != "stream":
+                result["raw"]["beside"].append(self.raw())
+            rounds = [r["raw_bytes_per_second"] for r in result.get("rate", {}).get("rounds", ())]
+            raw = max(before, result["raw"]["beside"][-1], *rounds)
+            self.judge("lora" if name == "stream" else name, raw)
+            self.keep()
+
+    def judge(self, name: str, raw: float) -> None:
+        """The figures that are wanted, from what was measured; ``raw``: the fastest of the plain reads before and after."""
+        found = self.result.setdefault(name, {})
+        found["raw_bytes_per_second"] = raw
+        if name == "first_output" and "first_output_seconds" in found:
+            found["first_output_of_raw"] = found["first_output_seconds"] * raw / found["weights_bytes"]
+            held, before = found["peak_rss_bytes_from_outside"], self.result["process"]["rss_bytes"]
+            ram = found["weights_bytes"] // 8
+            # What the process was before it heard of a model is not the disk tier's; nor are pages of libraries' files.
+            found["rss_over_ram_and_process"] = held["all"] - before["all"] - ram
+            if "anon" in held:
+                found["anonymous_over_ram_and_process"] = held["anon"] - before["anon"] - ram
+        if name == "lora" and "timed" in found:
+            alone = {"disk": found["disk_bytes_per_step"] / raw}
+            if "resident" in self.result:
+                alone["compute"] = min(self.result["resident"]["timed"]["seconds"])
+            if found["link_bytes_per_second"]:
+                alone["link"] = found["wire_bytes_per_step"] / found["link_bytes_per_second"]
+            found["seconds_alone"] = alone
+            found["of_binding_stage"] = statistics.median(found["timed"]["seconds"]) / max(alone.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=290, help="the run is over by then")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--folder", default=".", help="where the file goes: on the drive to measure")
+    parser.add_argument(
+        "--record", type=Path, help="the result, with commit, date and machine, as far as it is known"
+    )
+    sizes = {"width": 4096, "inner": 11008, "heads": 32, "vocab": 32000, "layers": 59, "lora_layers": 32,
+             "rate_layers": 20, "packed_layers": 16, "tokens": 2048, "steps": 2, "swept": SWEPT}  # fmt: skip
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument(
+        "--parts", default=",".join(NAMES), help=f"which of {', '.join(NAMES)} (default: all of them)"
+    )
+    parser.add_argument("--vram", help="of the first output; default: an eighth of the weights, as its ram")
+    parser.add_argument("--packed-vram", help="of the packed part; default: a quarter of its weights")
+    parser.add_argument("--packed-ram", help="default: an eighth of its weights")
+    for name, value in {
+        "lora_vram": "3GiB",
+        "lora_ram": "4GiB",
+        "rate_vram": "2GiB",
+        "rate_ram": "1GiB",
+    }.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", default=value)
+    parser.add_argument("--part", choices=["make", *NAMES], help=argparse.SUPPRESS)
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--threads", type=int, default=4, help=argparse.SUPPRESS)
+    parser.add_argument("--block", type=int, default=8 << 20, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part:
+        module("benchmarks.tiers.disk_parts").run_part(args)
+        return
+    unknown = [name for name in args.parts.split(",") if name not in NAMES]
+    if unknown:
+        parser.error(f"--parts: {', '.join(map(repr, unknown))} is none of {', '.join(NAMES)}")
+    if not Path(args.folder).is_dir():
+        parser.error(f"--folder {args.folder}: there is no such folder; make it, or name another")
+    if args.record is not None and not args.record.absolute().parent.is_dir():
+        parser.error(f"--record {args.record}: there is no folder for it; make it, or name another")
+    if args.device.startswith("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("torch sees no GPU; --device cpu with small sizes runs it in miniature")
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="carom-disk-gpu-") as name:
+        run = Run(args, Path(name))
+        try:
+            run.go()
+        finally:
+            failed = [key for key in run.result if key.endswith("_failed")]
+            run.keep(interrupted=bool(failed))
+        print(json.dumps(run.result))
+    if failed:
+        raise SystemExit(f"not everything was measured: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The part `packed` of `disk_gpu.py`: one model's file, raw and packed by `carom pack`, each streamed from the drive.
+
+The model, the file and the packed file are made here, so this part runs alone as well. Both runs have the same budgets; each
+comes after one plain read of its whole file, since what a host keeps of a virtual drive it keeps for both.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+
+import torch
+
+from ...core.checkpoint.packed_source import codec_name
+from ...core.common.sizes import parse_size
+from ...tools.pack.writer import pack
+from . import disk_llama
+
+carom = sys.modules[__name__.split(".")[0]]
+RUNS = {"raw": "raw.safetensors", "packed": "packed.safetensors"}
+COMPARED = (
+    "first_output_seconds",
+    "pass_seconds",
+    "disk_bytes_per_step",
+    "wire_bytes_per_step",
+    "file_bytes",
+)
+
+
+def packed(part, say, figures) -> None:
+    """Draw a model, write it, pack it, and stream both files; ``figures``: of a session's report."""
+    args, folder = part.args, part.folder
+    expected, found = _draw(part, folder / RUNS["raw"])
+    say("packed", found)
+    found |= _pack(folder)
+    say("packed", found)
+    ram = parse_size(args.packed_ram) if args.packed_ram else found["weights_bytes"] // 8
+    vram = parse_size(args.packed_vram) if args.packed_vram else found["weights_bytes"] // 4
+    disk_llama.grow(2 * ram)
+    for name, file in RUNS.items():
+        say("packed", {f"warm_{name}_seconds": _warm(part, folder / file, vram // 2, ram)})
+    runs: dict[str, dict] = {}
+    for name, file in RUNS.items():
+        path = folder / file
+        plain = disk_llama.PlainReads(str(path)).rate(args.threads, args.block, path.stat().st_size)
+        runs[name] = {"file_bytes": path.stat().st_size, "plain_bytes_per_second": plain}
+        # What is left is the other file's as well: it has as many passes.
+        until = time.time() + part.left() / (2 if name == "raw" else 1)
+        runs[name] |= _stream(part, path, expected, vram, ram, until, figures)
+        runs[name]["of_plain"] = runs[name]["disk_bytes_per_step"] / runs[name]["pass_seconds"] / plain
+        say("packed", {name: runs[name]})
+    shares = {key: runs["packed"][key] / runs["raw"][key] for key in COMPARED if runs["raw"].get(key)}
+    say("packed", {"of_raw": shares, "bit_exact": all(run["bit_exact"] for run in runs.values())})
+
+
+def _draw(part, path) -> tuple[torch.Tensor, dict]:
+    """The output of a model that is all on the device, once it is in a file."""
+    torch.manual_seed(0)
+    model = disk_llama.build(part.shape, part.args.packed_layers, part.device).requires_grad_(False).eval()
+    part.wait()
+    began = time.perf_counter()
+    nbytes = disk_llama.write_packed(str(path), disk_llama.in_order_of_use(model))
+    seconds = time.perf_counter() - began
+    expected = part.output(model)
+    weights = sum(p.nbytes for p in model.parameters())
+    del model
+    gc.collect()
+    if part.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return expected, {
+        "layers": part.args.packed_layers, "weights_bytes": weights, "write_seconds": seconds,
+        "write_bytes_per_second": nbytes / seconds,
+    }  # fmt: skip
+
+
+def _pack(folder) -> dict:
+    """Pack the file as `carom pack` does, and return what packing says of itself."""
+    began = time.perf_counter()
+    source, destination = (str(folder / file) for file in RUNS.values())
+    told = pack(source, destination, codec="lossless").to_dict()
+    kept = {key: told[key] for key in ("raw_bytes", "tensor_bytes", "codecs", "notes") if key in told}
+    return {"pack": {"seconds": time.perf_counter() - began, **kept}}
+
+
+def _warm(part, path, vram: int, ram: int) -> float:
+    """Seconds of a model of one block: what a process's first session brings with it, and compiles, is not the drive's."""
+    began, model = time.perf_counter(), part.meta(1).eval()
+    with carom.stream(model, device=part.device, vram=vram, ram=ram, weights=path):
+        part.output(model)
+        part.wait()
+    return time.perf_counter() - began
+
+
+def _stream(part, path, expected, vram: int, ram: int, until: float, figures) -> dict:
+    """First output and passes after it, as many as the time allows, at most three timed ones."""
+    model = part.meta(part.args.packed_layers).eval()
+    tokens = part.tokens(0)
+    began = time.perf_counter()
+    with carom.stream(model, device=part.device, vram=vram, ram=ram, weights=path) as session:
+        found = {"ready_seconds": time.perf_counter() - began}
+        found["decoded_bytes"] = decoded(session)
+        began = time.perf_counter() - found["ready_seconds"]
+        with torch.no_grad():
+            logits = model(input_ids=tokens).logits
+        part.wait()
+        found["first_output_seconds"] = time.perf_counter() - began
+        found["bit_exact"] = torch.equal(logits, expected)
+        del logits
+        passes: list[float] = []
+        while len(passes) < 4 and (len(passes) < 2 or time.time() + 2 * passes[-1] < until):
+            began = time.perf_counter()
+            logits = part.output(model)
+            part.wait()
+            passes.append(time.perf_counter() - began)
+            found["bit_exact"] &= torch.equal(logits, expected)
+            del logits
+        # Residents still came during the first, and what is read ahead was not steady.
+        found |= {"passes_seconds": passes, "pass_seconds": statistics.median(passes[1:]), **figures(session)}
+    return found
+
+
+def decoded(session) -> dict[str, int]:
+    """Bytes of weights that the device unpacks, and those that the host does, of a session that has read nothing yet."""
+    manager = sys.modules["carom.core.session.assembly"].parts(session).manager
+    tier, index = manager.layout.placement.tier, manager.module.checkpoint.index
+    wires = [
+        *(backing.wire for backing in tier.backings),
+        *(load.wire for load in tier.residents._pending.values() if load.packed is not None),
+    ]
+    there = sum(blob.header.raw_nbytes for wire in wires for blob in wire.blobs)
+    whole = sum(entry.nbytes for entry in index.entries.values() if codec_name(entry) != "raw")
+    return {"device": there, "host": whole - there}

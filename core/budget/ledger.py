@@ -1,0 +1,468 @@
+"""`BudgetLedger`: the device bytes that one session holds, is promised, and may give to others or ask of them.
+
+The rules are in `device_governor`, `shared_budget` and `priority`. The ledger applies them to one session, which it knows as a
+`Holder`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ..common.errors import BudgetError
+from ..common.memory import Memory
+from ..common.sizes import format_size
+from ..device.engine import Engine
+from .device_governor import LOW, Governor, wherever
+from .shared_budget import Mates, SharedBudget
+
+logger = logging.getLogger("carom")
+
+
+class Holder(Protocol):
+    """A session's weights on the device, as its ledger asks about them. All sizes are bytes."""
+
+    name: str
+
+    @property
+    def closed(self) -> bool:
+        """Whether no layout was made yet, or the session was closed."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether a layout is in effect."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory that the layout's weights take now."""
+
+    @property
+    def pool_promise(self) -> int | None:
+        """The most that residents and a VBAR take together, None where there is no VBAR."""
+
+    @property
+    def vbar_bytes(self) -> int:
+        """Device memory of a VBAR, which is not the allocator's."""
+
+    @property
+    def everything_bytes(self) -> int:
+        """What all of the module's weights take on the device."""
+
+    @property
+    def loading_bytes(self) -> int:
+        """An upper bound of `everything_bytes` before any layout was made."""
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest budget that works with the module's present tensors."""
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of the units that stream now."""
+
+    @property
+    def waiting_bytes(self) -> int | None:
+        """Host memory that weights give back when they move to a device that shares it; None for other devices and files."""
+
+    @property
+    def may_give(self) -> bool:
+        """Whether residents may leave now: no graph needs them, and the last step's times were read."""
+
+    def hold_idle(self, locks: contextlib.ExitStack) -> bool:
+        """Keep the session out of passes while ``locks`` are held; return False at once where it is in one."""
+
+    def resize(self, budget: int) -> None:
+        """Lay the weights out again for ``budget`` bytes."""
+
+    def account(self) -> None:
+        """Note that the budget changed."""
+
+
+class BudgetLedger:
+    """The one writer of a session's VRAM budget, and a member of a `SharedBudget` or of its device's sessions.
+
+    ``vram``: the session's budget in bytes. ``priority``: sessions of lower priority give way first.
+    """
+
+    def __init__(self, engine: Engine, shared: SharedBudget | None) -> None:
+        self._engine = engine
+        self.shared = shared
+        self.mates: Mates | None = None
+        self.governor: Governor | None = None  # where the budget follows the device's memory
+        self._vram = 0
+        self.priority = 0
+        self._holder: Holder | None = None
+        self._laying = 0  # bytes that a layout under way may take
+        self._keeps = 0  # bytes kept for the return of a parked session
+        self._passing = (
+            0  # the most that the allocator was seen to keep for passes, when the session was parked
+        )
+        self._peak = self._peak_under = 0  # the most bytes held, and the budget then
+
+    def follow(self, holder: Holder) -> None:
+        """Answer for ``holder`` from now on."""
+        self._holder = holder
+
+    @property
+    def holder(self) -> Holder:
+        """The session's weights."""
+        assert self._holder is not None
+        return self._holder
+
+    # -- the budget
+
+    @property
+    def vram(self) -> int:
+        """The session's budget in bytes."""
+        return self._vram
+
+    def set(self, budget: int) -> None:
+        """Set the session's budget to ``budget`` bytes."""
+        self._vram = budget
+
+    def allot(self, budget: int) -> None:
+        """Set the session's budget to ``budget`` bytes, or to what a shared budget leaves of them."""
+        with self.taking():
+            self._vram = min(budget, self.most(budget))
+
+    def most(self, otherwise: int) -> int:
+        """Return the largest budget that a shared budget leaves the session; ``otherwise`` where nothing is shared."""
+        if self.shared is None:
+            return otherwise
+        return self.promised_bytes - self.unused_bytes + self.shared.free_for(self)
+
+    def most_grown(self, memory: Memory, most: int, everything: int) -> int:
+        """Return ``most``, or more where a shared budget can rise by what ``memory`` leaves."""
+        shared = self.shared
+        if shared is None or self.holder.pool_promise is not None:
+            return most
+        total = shared.could_be(memory, self)
+        return max(most, min(most + total - shared.nbytes, shared.part_of(self, everything, total)))
+
+    def memory(self) -> Memory | None:
+        """Return what the session may take of the device, None where nothing tells."""
+        device, holder = self._engine.memory(), self.holder
+        if device is not None and not self._engine.counts_all_memory:
+            # A VBAR's pages are not the allocator's, and so not among what this process has.
+            device = replace(device, total=device.total + holder.vbar_bytes)
+        waiting = holder.waiting_bytes
+        if device is not None and waiting is not None:
+            device = wherever(device, waiting)
+        return device if self.shared is None else self.shared.memory(device, self)
+
+    # -- what is held and promised
+
+    @property
+    def closed(self) -> bool:
+        """Whether the session has no layout yet, or none any more."""
+        return self.holder.closed
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory that the session's weights take now."""
+        return self.holder.held_bytes
+
+    @property
+    def everything_bytes(self) -> int:
+        """What all of the session's weights would take on the device."""
+        return self.holder.everything_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest budget that works for the session."""
+        return self.holder.least_bytes
+
+    @property
+    def promised_bytes(self) -> int:
+        """Device bytes of weights that are held, or may be under a shared budget without asking again."""
+        if self._laying:
+            return self._laying
+        holder = self.holder
+        if not holder.attached:
+            return 0
+        if holder.pool_promise is not None:
+            return holder.pool_promise
+        held = holder.held_bytes
+        return held if self.shared is None else max(held, min(self._vram, holder.everything_bytes))
+
+    @property
+    def unused_bytes(self) -> int:
+        """The promised bytes that are not held."""
+        none = self._laying or not self.holder.attached or self.holder.pool_promise is not None
+        return 0 if none else self.promised_bytes - self.held_bytes
+
+    @property
+    def unheld_bytes(self) -> int:
+        """The promised bytes that may not be on the device yet: all of those of a layout that is about to begin."""
+        if self._laying:
+            return self._laying
+        return max(0, self.promised_bytes - self.held_bytes) if self.holder.attached else 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of a shared budget that are kept for the session's return from being parked."""
+        return 0 if self._laying or self.holder.attached else self._keeps
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that the session could give to another one now."""
+        with contextlib.ExitStack() as locks:
+            return max(0, self.promised_bytes - self.least_bytes) if self.holder.hold_idle(locks) else 0
+
+    # -- the most that was held
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most device bytes that weights took under the present budget."""
+        return self._peak
+
+    def begin_peak(self) -> None:
+        """Forget the peak of a larger budget."""
+        if self._vram < self._peak_under:
+            self._peak = 0
+        self._peak_under = self._vram
+
+    def note_held(self, nbytes: int) -> None:
+        """Note that weights take ``nbytes`` bytes of the device."""
+        self.begin_peak()
+        self._peak = max(self._peak, nbytes)
+
+    # -- what others want
+
+    def give(self, nbytes: int, of_device: bool = False) -> int:
+        """Let up to ``nbytes`` bytes of resident weights leave for another session, and return how many did.
+
+        ``of_device``: device memory is wanted, so that promised bytes that are not held do not count. Never raises: a session
+        that fails at giving is parked, and its own next forward tries again.
+        """
+        before = self.promised_bytes
+        try:
+            return self.release(nbytes, of_device)
+        except Exception as error:
+            # As text: a kept record would keep the error's frames.
+            logger.warning(
+                "carom: %s could not give memory to another model: %s", self.holder.name, str(error)
+            )
+            return max(0, before - self.promised_bytes)
+
+    def release(self, nbytes: int, of_device: bool = False) -> int:
+        """Let up to ``nbytes`` bytes of resident weights leave, and return how many did. Raises what laying out raises."""
+        holder = self.holder
+        with contextlib.ExitStack() as locks:
+            if not holder.hold_idle(locks) or self.governor is None or not holder.may_give:
+                return 0
+            bounded = self.shared is not None and not of_device
+
+            def has() -> int:
+                return self.promised_bytes if bounded else self.held_bytes
+
+            before = has()
+            budget = max(self.least_bytes, before - nbytes)
+            if budget >= before:
+                return 0
+            self.governor.gave()
+            if bounded and holder.pool_promise is None and budget >= self.held_bytes:
+                self._vram = budget  # the rest was not held
+                holder.account()
+            else:
+                holder.resize(budget)
+            return max(0, before - has())
+
+    def prioritize(self) -> None:
+        """Let every other session on the same memory give way to this one first."""
+        if self.mates is not None:
+            self.priority = self.mates.order.highest(id(self))
+            self.mates.order.set_priority(id(self), self.priority)
+        else:
+            self.priority = max(self.priority, 1)
+
+    def deprioritize(self) -> None:
+        """Let this session give way before every other one on the same memory."""
+        if self.mates is not None:
+            self.priority = self.mates.order.lowest(id(self))
+            self.mates.order.set_priority(id(self), self.priority)
+        else:
+            self.priority = min(self.priority, -1)
+
+    # -- what this session wants
+
+    def ask(
+        self, missing: int, of_device: bool = False, mates: Mates | None = None, needed: bool = False
+    ) -> bool:
+        """Let other sessions give ``missing`` bytes, as far as they can. Returns whether any did.
+
+        ``needed``: this session cannot run without these bytes, so that sessions of higher priority give way too.
+        """
+        given = False
+        mates = mates or self.mates
+        if mates is not None and missing > 0:
+            for key in mates.order.givers(id(self), needed):
+                other = mates.members.get(key)
+                if other is not None and missing > 0:
+                    got = other.give(missing, of_device)
+                    missing -= got
+                    given = given or got > 0
+        return given
+
+    def make_room(self, budget: int, among: SharedBudget | None = None) -> bool:
+        """Let other sessions give way where ``budget`` bytes are short of this new session's weights.
+
+        ``among``: the shared budget that the session is about to join. Returns whether the room changed.
+        """
+        most = self.holder.loading_bytes
+        shared = among or self.shared
+        if shared is None:
+            return self.ask(most - budget)
+        grown, least = shared.grown, 0 if among is None else self.least_bytes
+        most = max(least, shared.part_of(self, most, shared.nbytes - grown))
+        given = self.ask(most - budget + grown, mates=shared.mates)
+        shared.fall_back(least)
+        return given or grown != 0
+
+    def count_use(self) -> None:
+        """Note that a step begins. Where this session is short and another is used much less, that one gives way."""
+        mates = self.mates
+        if mates is None or len(mates.members) < 2:
+            return
+        streamed, spare = self.holder.streamed_bytes, {}
+        if streamed:
+            spare = {
+                key: other.spare_bytes for key, other in list(mates.members.items()) if other is not self
+            }
+        giver = mates.order.used(id(self), streamed > 0, spare)
+        found = None if giver is None else mates.members.get(giver)
+        if found is not None:
+            found.give(self.holder.streamed_bytes)
+
+    # -- locks of a shared budget
+
+    def coming(self, shared: SharedBudget | None) -> contextlib.AbstractContextManager[Any]:
+        """Return a lock that keeps other new sessions of ``shared`` waiting until this one is laid out."""
+        return contextlib.nullcontext() if shared is None else shared.mates.coming
+
+    def taking(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a lock under which nobody else takes bytes of the shared budget."""
+        return contextlib.nullcontext() if self.shared is None else self.shared.mates.lock
+
+    def growing(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a lock under which nobody else of a budget that grows takes or leaves device memory."""
+        return self.taking() if self.shared is not None and self.shared.grows else contextlib.nullcontext()
+
+    def may_grow(self, locks: contextlib.ExitStack) -> bool:
+        """Enter `growing` for as long as ``locks`` are held; return False at once where another session is in it."""
+        if self.shared is None or not self.shared.grows:
+            return True
+        lock = self.shared.mates.lock
+        if not lock.acquire(blocking=False):
+            return False
+        locks.callback(lock.release)
+        return True
+
+    # -- layouts
+
+    @contextlib.contextmanager
+    def laying_out(self) -> Iterator[None]:
+        """Keep what is promised now promised until a layout is done, whatever is held meanwhile."""
+        with self.growing():
+            before = self._laying
+            self._laying = before or self.promised_bytes
+            try:
+                yield
+            finally:
+                self._laying = before
+
+    def promise(self, nbytes: int) -> None:
+        """Promise ``nbytes`` to the first layout, or to one that returns from being parked; 0 ends the promise."""
+        self._laying = nbytes
+
+    def claim(self, budget: int) -> bool:
+        """Raise the promise of the layout under way to ``budget`` bytes; return False where they are not there."""
+        with self.taking():
+            more = budget - (self._laying or self._vram)
+            if self.shared is not None and more > 0:
+                if more > self.shared.free_for(self):
+                    return False
+                self._laying += more
+            self._vram = max(self._vram, budget)
+            return True
+
+    def begin_with_least(self, least: int, had: int, error: BudgetError) -> None:
+        """Set the budget to ``least`` bytes for a first layout, where they are there; raises ``error`` or BudgetError.
+
+        ``had``: bytes of a shared budget before others gave way.
+        """
+        shared = self.shared
+        if shared is not None:
+            self.ask(least - shared.free_bytes, needed=True)
+            shared.fall_back(least, had)
+        free = self._engine.free_bytes() if shared is None else shared.free_bytes
+        if least > free:
+            if shared is None or least > shared.nbytes:
+                raise error
+            raise self.too_little(free, least) from error
+        self._vram = least
+        self._laying = 0 if shared is None else least
+
+    # -- parked sessions
+
+    def keep_least(self) -> None:
+        """Keep what the parked session needs to return, where a budget is shared."""
+        self._keeps = 0 if self.shared is None else self.least_bytes
+
+    def leave_device(self) -> None:
+        """Note what passes took of the device before the session is parked."""
+        memory = self.memory() if self.governor is not None else None
+        self._passing = 0 if memory is None else max(self._passing, memory.cached)
+
+    def return_to_device(self) -> None:
+        """Choose the budget of a session that returns from being parked; others give way first where memory is short.
+
+        Raises BudgetError where they cannot, and the session's least is not there.
+        """
+        memory = self.memory()
+        if self.governor is None or memory is None:
+            return
+        if self.mates is not None:
+            self.mates.order.returned(id(self))
+        passing = max(self._passing, memory.cached)  # what passes want of what is free
+
+        def room(memory: Memory) -> int:
+            return memory.free if memory.weights_only else memory.free + memory.cached - passing
+
+        headroom = Governor.headroom(memory)
+        budget, asked = self._vram, False
+        if not memory.weights_only and room(memory) - int(LOW * headroom) < budget:
+            asked = True
+            if self.ask(budget + headroom - room(memory), of_device=True):
+                memory = self.memory() or memory
+            budget = min(budget, room(memory) - Governor.headroom(memory))
+        if self.shared is not None:
+            part = self.shared.part_of(self, self.everything_bytes)
+            short = max(self.least_bytes, min(self._vram, part)) - self.shared.free_for(self)
+            asked = asked or short > 0
+            self.ask(short, needed=True)
+        self._come_back(max(self.least_bytes, budget))
+        if asked or self._vram < budget:
+            self.governor.gave()
+
+    def _come_back(self, budget: int) -> None:
+        with self.taking():
+            least = self.least_bytes
+            if self.shared is not None:
+                left = self.shared.free_for(self)
+                if left < least:
+                    raise self.too_little(left, least)
+                budget = min(budget, left)
+            self._vram = self._laying = budget
+
+    def too_little(self, left: int, least: int) -> BudgetError:
+        """Return the error for ``left`` bytes of the shared budget where the session needs ``least``."""
+        return BudgetError(
+            f"{format_size(left)} of {self.shared} are left for {self.holder.name}, whose least is {least} bytes "
+            f"({format_size(least)}): others hold the rest, and cannot give way now (they are in a step, or a graph still "
+            "wants their weights); end their step, or give them less with set_budget(vram=...)",
+            least,
+        )

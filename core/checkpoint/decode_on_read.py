@@ -1,0 +1,183 @@
+"""Reads of packed tensors: the whole blob is read and verified once, and the requested byte range is decoded
+on the CPU.
+
+A `DiskReader` uses this for a `PackedSource`. Packed bytes are read from the drive; decoded bytes fill the
+caller's buffers. Requests for several ranges of one tensor that come soon after one another share one read,
+because a blob is kept until other blobs have been read. Only a few blobs are in memory at a time, however
+many reads are requested ahead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..codec.host_decode import HostBlob
+from ..common.errors import CaromError, WeightsError
+from .direct_io import aligned_buffer
+from .header import show
+from .packed_source import PackedSource
+from .read_handle import SubmittedRead
+
+if TYPE_CHECKING:
+    from .reader import DiskReader
+
+MAX_RUNNING = 2  # blobs that are read or decoded at the same time
+MAX_IDLE_BLOBS = 2  # blobs without requests that are kept in memory for further ranges
+
+
+class DecodedRead(SubmittedRead):
+    """A read whose bytes are decoded from a packed tensor."""
+
+    def __init__(
+        self, source: PackedSource, offset: int, target: memoryview, label: str, priority: float
+    ) -> None:
+        super().__init__(source, offset, len(target), label, priority)
+        self._target: np.ndarray | None = np.frombuffer(target, np.uint8) if len(target) else None
+        self._claimed = False
+
+    def _abandon(self) -> bool:
+        return not self._claimed
+
+    def _release(self) -> None:
+        self._target = None
+
+    def _claim(self) -> np.ndarray | None:
+        """Claim the read: return the target to write to before `_finish`, or None if the read was
+        cancelled.
+        """
+        with self._lock:
+            if self._cancelled or self._event.is_set():
+                return None
+            self._claimed = True
+            return self._target
+
+
+@dataclass(eq=False)
+class _BlobJob:
+    """A blob that is to be read, with the reads that wait for its decoded bytes."""
+
+    source: PackedSource
+    reads: list[DecodedRead] = field(default_factory=list)
+    blob: HostBlob | None = None
+    busy: bool = False
+
+    @property
+    def urgency(self) -> float:
+        """The lowest (most urgent) priority among the reads that were not cancelled."""
+        return min((read.priority for read in self.reads if not read.cancelled()), default=float("inf"))
+
+
+class DecodingReader:
+    """The part of a `DiskReader` that reads packed tensors and decodes them on a thread pool."""
+
+    def __init__(self, reader: DiskReader) -> None:
+        self._reader = reader
+        self._lock = threading.Lock()
+        self._jobs: OrderedDict[PackedSource, _BlobJob] = OrderedDict()
+        self._pool = ThreadPoolExecutor(MAX_RUNNING, thread_name_prefix="carom-decode")
+        self._busy = 0
+        self._closed = False
+
+    def submit(
+        self, source: PackedSource, offset: int, target: memoryview, label: str, priority: float
+    ) -> DecodedRead:
+        """Submit a read of the decoded bytes ``offset`` to ``offset + len(target)`` of ``source`` into
+        ``target``.
+        """
+        read = DecodedRead(source, offset, target, label or f"tensor {show(source.stored.name)}", priority)
+        if not len(target):
+            read._finish()
+            return read
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the reader is closed")
+            job = self._jobs.setdefault(source, _BlobJob(source))
+            job.reads.append(read)
+            self._submit_jobs()
+        return read
+
+    def close(self) -> None:
+        """Cancel the waiting reads and wait for the running ones."""
+        with self._lock:
+            self._closed = True
+            reads = [read for job in self._jobs.values() for read in job.reads]
+        for read in reads:
+            read.cancel()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            self._jobs.clear()
+
+    # -- called with the lock held
+
+    def _submit_jobs(self) -> None:
+        """Submit the most urgent blobs to the pool, up to `MAX_RUNNING` at a time."""
+        while self._busy < MAX_RUNNING and not self._closed:
+            waiting = [job for job in self._jobs.values() if job.reads and not job.busy]
+            if not waiting:
+                return
+            job = min(waiting, key=lambda job: job.urgency)
+            job.busy = True
+            self._busy += 1
+            self._pool.submit(self._run, job)
+
+    def _drop_idle_blobs(self) -> None:
+        """Drop blobs that no read waits for, oldest first, down to `MAX_IDLE_BLOBS`."""
+        idle = [job for job in self._jobs.values() if not job.reads and not job.busy]
+        for job in idle[: max(0, len(idle) - MAX_IDLE_BLOBS)]:
+            del self._jobs[job.source]
+
+    # -- on the pool's threads
+
+    def _run(self, job: _BlobJob) -> None:
+        """Read the job's blob if need be, decode the ranges of the job's reads, and finish the reads."""
+        error: BaseException | None = None
+        with self._lock:
+            reads, job.reads = job.reads, []
+        try:
+            if job.blob is None and any(not read.cancelled() for read in reads):
+                job.blob = self._load(job.source, min(read.priority for read in reads))
+        except BaseException as caught:  # noqa: BLE001 - the reads' callers receive the error
+            error = caught
+        for read in reads:
+            target = read._claim()
+            failure = error
+            if target is not None and job.blob is not None and error is None:
+                try:
+                    job.blob.read(read.offset, target)
+                except BaseException as caught:  # noqa: BLE001
+                    failure = caught
+            del target  # no reference to the target may be left when the buffer's owner is notified
+            read._finish(failure)
+        with self._lock:
+            self._busy -= 1
+            job.busy = False
+            if job.blob is None and not job.reads:
+                self._jobs.pop(job.source, None)
+            elif job.source in self._jobs:
+                self._jobs.move_to_end(job.source)
+            self._drop_idle_blobs()
+            self._submit_jobs()
+
+    def _load(self, source: PackedSource, priority: float) -> HostBlob:
+        """Read and verify the blob of ``source``; raise WeightsError if it is damaged or memory is short."""
+        entry = source.stored
+        try:
+            buffer = aligned_buffer(max(entry.nbytes, 1))
+        except MemoryError as error:
+            raise WeightsError(
+                f"{source.path}: no memory for the {entry.nbytes} packed bytes of {show(entry.name)}; free some, or "
+                "unpack the file once with carom pack --codec raw"
+            ) from error
+        self._reader.submit(entry, buffer, priority=priority).result()
+        blob = torch.from_numpy(np.frombuffer(buffer, np.uint8)[: entry.nbytes])
+        try:
+            return HostBlob(source.meta, blob, entry.name)
+        except CaromError as error:
+            raise type(error)(f"{source.path}: {error}") from error

@@ -1,0 +1,42 @@
+"""The exception classes that Carom raises on purpose. Each message names the tensor or the setting at fault
+and a remedy.
+"""
+
+from __future__ import annotations
+
+
+class CaromError(Exception):
+    """Base class of all errors raised by Carom."""
+
+
+class BudgetError(CaromError):
+    """The error for a memory budget that is too small for the tensors that must be in the memory at the same
+    time.
+
+    The budget is of device memory or of host RAM. ``least_bytes``: the smallest budget in bytes that works,
+    or None where that number is not known.
+    """
+
+    def __init__(self, message: str, least_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+
+class WeightsError(CaromError):
+    """The error for a weights file that is damaged, hostile, or does not fit the module."""
+
+
+class PinError(CaromError):
+    """The error for host memory that the driver refused to pin where the caller demanded pinned memory."""
+
+
+class UnsupportedError(CaromError):
+    """The error for a request that cannot be fulfilled on this machine or by this version; the message says
+    which alternatives work.
+    """
+
+
+# Programs that embed Carom (such as ComfyUI) show the full name of an exception's class. This makes the name
+# `carom.BudgetError`, as users import it, whatever folder the package was loaded from.
+for _error_class in (CaromError, BudgetError, WeightsError, PinError, UnsupportedError):
+    _error_class.__module__ = "carom"

@@ -1,0 +1,116 @@
+"""A TorchDispatchMode that shows every operator of a step to the simulated device."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Watched:
+    """Base class of an engine that is told of every operator that runs within `step`, on any thread."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def _check_operator(self, func: Any, tensors: list[torch.Tensor]) -> bool:
+        """Check ``func`` before it runs on ``tensors``; return whether any of them is on the device."""
+        raise NotImplementedError
+
+    def _account_operator(self, func: Any, args: Any, kwargs: Any, result: Any, on_device: bool) -> None:
+        """Account for ``func``, which has run and is no view; ``on_device`` is the result of
+        `_check_operator`.
+        """
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Return a context in which operators of this thread are shown to the engine."""
+        if getattr(self._local, "watching", False):
+            yield
+            return
+        self._local.watching = True
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            self._local.watching = False
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Return a context in which this thread's operators are the engine's own and are not shown to it."""
+        before = getattr(self._local, "suspended", False)
+        self._local.suspended = True
+        try:
+            yield
+        finally:
+            self._local.suspended = before
+
+
+class _HigherOrderCall:
+    """A higher-order operator (flex_attention), shown to an engine as one operator that writes to none of its
+    arguments.
+    """
+
+    is_view = False
+    _schema = SimpleNamespace(is_mutable=False)
+
+    def __init__(self, func: HigherOrderOperator) -> None:
+        self._overloadpacket = func
+
+    def __str__(self) -> str:
+        return str(self._overloadpacket)
+
+
+class _Watch(TorchDispatchMode):
+    """The dispatch mode that shows every operator to an engine."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: keep the mode active while torch.compile runs."""
+        return True
+
+    def __init__(self, engine: Watched) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        engine = self._engine
+        if getattr(engine._local, "suspended", False):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            seen = _HigherOrderCall(func) if isinstance(func, HigherOrderOperator) else func
+            on_device = engine._check_operator(seen, _tensors((*args, *kwargs.values())))
+        result = func(*args, **kwargs)
+        if not seen.is_view:
+            engine._account_operator(seen, args, kwargs, result, on_device)
+        return result
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the plain tensors among an operator's arguments, lists of tensors included."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if plain(value):
+                found.append(value)
+        elif isinstance(value, (list, tuple, dict)):  # nested deeper for higher-order operators only
+            found += [t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and plain(t)]
+    return found
+
+
+def plain(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor has CPU storage of its own; wrapper subclasses have none."""
+    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
+    own = dispatch is None or dispatch is torch._C._disabled_torch_dispatch_impl
+    return own and tensor.device.type == "cpu" and tensor.layout == torch.strided

@@ -1,0 +1,240 @@
+"""`Engine`: the protocol by which the streamer asks a device to allocate, copy, decode and order work.
+
+An engine owns the copy streams and creates events. An engine knows nothing of units. `StreamEngine`
+(stream_engine.py) serves any accelerator with torch streams. `RuntimeEngine` (cuda_runtime.py) makes its
+calls cheaper on CUDA and ROCm. `PlainEngine` (cpu_engine.py) serves the CPU and accelerators without streams.
+`SimulatedEngine` (simulated.py) is for tests. `make_engine` chooses among them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from ..common.memory import Memory
+from ..host.arena import Pinner
+
+
+class Decoder(Protocol):
+    """Interface of an object that unpacks one unit on the device: `codec.unit_decoder.UnitDecoder`."""
+
+    # (bytes, offset in the wire, offset in the target) of tensors that are not packed.
+    raw_copies: Sequence[tuple[int, int, int]]
+
+    def __call__(self, wire: torch.Tensor, target: torch.Tensor, /) -> None:
+        """Unpack ``wire`` into ``target``, both uint8 tensors on the device, on the current stream."""
+
+    def cached_launches(
+        self, wire: torch.Tensor, target: torch.Tensor, /
+    ) -> Sequence[Callable[..., Any]] | None:
+        """Return the kernel launches that unpack ``wire`` into ``target``, None if these buffers were never
+        used before.
+
+        Each launch takes the raw handle of a stream as ``stream``.
+        """
+
+
+class Engine(Protocol):
+    """Interface of a device for the streamer.
+
+    Events are opaque: only the engine that created an event can interpret it.
+    """
+
+    device: torch.device
+    name: str
+    pinner: Pinner | None
+    blocking: bool  # whether a copy is done when the call returns
+    grain: int  # bytes; the device's allocator rounds large buffers up to a multiple of it
+    unpacks: bool  # whether unpacking on the device is faster than copying unpacked weights over the link
+    shares_host: bool  # whether the device computes in host memory, so that its allocations reduce the host's
+    virtual_clock: bool  # whether its times are simulated
+    decodes_files: bool  # whether packed weights of a file may be copied packed, faster or not
+    decode_bytes_per_second: float | None  # unpacked bytes per second, if known without measuring
+    # Whether `memory` also counts device memory that is not the allocator's, such as VBAR pages.
+    counts_all_memory: bool
+
+    @property
+    def place(self) -> Hashable:
+        """A hashable name of the device, equal for engines that share its memory."""
+
+    @property
+    def location(self) -> torch.device:
+        """The value that `locate` returns for a tensor on the device."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return uninitialised device memory as a uint8 tensor of ``nbytes``."""
+
+    def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+        """Return ``buffer[offset:offset+nbytes]``, with a storage of its own where possible, so that its uses
+        can be counted.
+        """
+
+    def at(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
+        """Return device memory at ``address`` that is not from torch's allocator, as a uint8 tensor.
+
+        Every tensor over this memory keeps ``owner`` alive.
+        """
+
+    def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
+        """Return the host bytes ``data`` (uint8) as a tensor that operators on the device can read; None if
+        they cannot.
+        """
+
+    def locate(self, tensor: torch.Tensor) -> torch.device:
+        """Return the device that a tensor is on; on the simulated device this is not ``tensor.device``."""
+
+    def move(self, tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
+        """Return the tensor's values on the device ``to`` (in the sense of `locate`); the tensor itself if it
+        is there already.
+        """
+
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        """Copy from host to device on the copy stream, after the events ``after``.
+
+        Returns the event of the copy's end, and if ``timed`` the marks of its begin and end, else None.
+        """
+
+    def decode(
+        self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        """Unpack ``wire`` into ``target`` (both on the device) on the decode stream.
+
+        Returns as `copy_in` does.
+        """
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Copy from device to host after all work issued so far on the current stream; return the event of
+        the copy's end.
+        """
+
+    def stream(self) -> Any:
+        """Return the stream (hashable) that the current thread computes on."""
+
+    def record(self, stream: Any, event: Any = None) -> Any:
+        """Return an event after all work issued so far on ``stream``; if ``event`` is given, record that
+        event again.
+        """
+
+    def mark(self) -> Any:
+        """Record a time on the current stream; `elapsed` reads it once it is `done`."""
+
+    def wait(self, event: Any) -> None:
+        """Let later work on the current stream wait for ``event``, without blocking the host."""
+
+    def done(self, mark: Any) -> bool:
+        """Return whether a mark has been reached."""
+
+    def landed(self, copied: Any) -> bool:
+        """Return whether a copy's end event has been reached, so that its host memory may be overwritten.
+
+        Any thread may call this.
+        """
+
+    def synchronize(self, event: Any = None) -> None:
+        """Block the host until ``event`` is reached, or without an event until the device is idle."""
+
+    def elapsed(self, first: Any, last: Any) -> float:
+        """Return the seconds between two marks that have been reached."""
+
+    def freed(self, memory: torch.Tensor, start: int, end: int) -> None:
+        """Note that bytes ``start`` to ``end`` of ``memory`` are unused now; the simulated device poisons
+        them.
+        """
+
+    def read(self, target: torch.Tensor) -> None:
+        """Note that the current stream is about to read a slot; the simulated device checks that the slot's
+        copy is done.
+        """
+
+    def step(self) -> AbstractContextManager:
+        """Return a context to hold while a step computes; the simulated device watches the operators in it."""
+
+    def free_bytes(self) -> int:
+        """Return the bytes of device memory that could be allocated now."""
+
+    def memory(self) -> Memory | None:
+        """Return what the device has left; None if the engine computes in host memory."""
+
+    def trim(self) -> None:
+        """Give the allocator's unused memory back to the device."""
+
+    def belongs_to_host(self, tensor: torch.Tensor, name: str) -> None:
+        """Note that the module's tensor called ``name`` is on the host; the simulated device tracks where
+        tensors are.
+        """
+
+    def guard(self, data: torch.Tensor, name: str) -> None:
+        """Let operators that read the host bytes ``data`` during a step raise, if the engine sees them."""
+
+    def unguard(self, data: torch.Tensor) -> None:
+        """Undo `guard`."""
+
+
+class DefaultEngine:
+    """Base class of the engines of real devices, with the answers that most of them share."""
+
+    unpacks = False
+    shares_host = False
+    virtual_clock = False
+    decodes_files = False
+    decode_bytes_per_second: float | None = None
+    counts_all_memory = False
+    device: torch.device
+    name: str
+
+    @property
+    def place(self) -> Hashable:
+        return self.name
+
+    def belongs_to_host(self, tensor: torch.Tensor, name: str) -> None:
+        pass
+
+    def guard(self, data: torch.Tensor, name: str) -> None:
+        pass
+
+    def unguard(self, data: torch.Tensor) -> None:
+        pass
+
+    def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
+        return None
+
+    @property
+    def location(self) -> torch.device:
+        return self.device
+
+    def locate(self, tensor: torch.Tensor) -> torch.device:
+        return tensor.device
+
+    def move(self, tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
+        return tensor.to(to)
+
+    def freed(self, memory: torch.Tensor, start: int, end: int) -> None:
+        pass
+
+    def read(self, target: torch.Tensor) -> None:
+        pass
+
+    def step(self) -> AbstractContextManager:
+        return contextlib.nullcontext()
+
+
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def storage_uses(tensor: torch.Tensor) -> int | None:
+    """Return the number of references to ``tensor``'s storage, from tensors and from Python; None if torch
+    cannot tell.
+
+    The number is meaningful only in comparison with an earlier one.
+    """
+    if _use_count is None:
+        return None
+    storage = tensor.untyped_storage()
+    return _use_count(storage._cdata) + sys.getrefcount(storage)

@@ -1,0 +1,285 @@
+"""Virtual streams and events with the interface of torch's device modules (`torch.cuda`).
+
+Copies take effect as late, as early or as arbitrarily as the events allow. A vector clock over the streams
+tells which work happened before which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+
+class _Current(threading.local):
+    """The index of the stream that this thread computes on, on every simulated device."""
+
+    index = 0  # the same on every simulated device
+
+
+CURRENT = _Current()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Work issued to a stream.
+
+    ``seen``: for each stream, how many of its works happen before this one. ``run``: lets the work take
+    effect.
+    """
+
+    number: int
+    seen: dict[VirtualStream, int]  # how many works of each stream happen before this work
+    run: Callable[[], None]
+
+
+class VirtualStream:
+    """A stream that queues work until some other stream or the host waits for it.
+
+    ``lands``: whether work that this stream waits for takes effect at the wait; if false, it takes effect
+    when this stream itself is waited for. ``clock``: virtual time in seconds. ``issued``, ``done``: counts of
+    works. ``seen``: the vector clock.
+    """
+
+    def __init__(self, device: VirtualDevice, lands: bool) -> None:
+        self._device, self.lands = device, lands
+        self.clock = 0.0
+        self.issued = self.done = 0
+        self.seen: dict[VirtualStream, int] = {}
+        self.queue: deque[_Work] = deque()  # work that was issued and has not taken effect
+
+    def wait_event(self, event: VirtualEvent) -> None:
+        """Let later work on this stream happen after ``event``."""
+        self.clock = max(self.clock, event.time)
+        for stream, count in event.seen.items():
+            self.seen[stream] = max(self.seen.get(stream, 0), count)
+        if self.lands:
+            self._device.land(event.seen)
+
+    def ran(self) -> int:
+        """Count a kernel, which ran when it was issued; return its number."""
+        self.issued += 1
+        self.done = self.issued
+        return self.issued
+
+    def issue(self, seconds: float, run: Callable[[], None]) -> None:
+        """Queue work of ``seconds``; ``run`` is called between now and the time the work is waited for."""
+        self.clock += seconds
+        self.issued += 1
+        self.queue.append(_Work(self.issued, dict(self.seen), run))
+        if self._device.at_once():
+            self._device.land({self: self.issued})
+
+
+class VirtualEvent:
+    """An event: the works that its stream had been given when it was last recorded."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device = device
+        self.time = 0.0
+        self.seen: dict[VirtualStream, int] = {}
+
+    def record(self, stream: VirtualStream) -> None:
+        """Record the event on ``stream``."""
+        self.time, self.seen = stream.clock, {**stream.seen, stream: stream.issued}
+
+    def query(self) -> bool:
+        """Return whether all work before the event is done."""
+        return all(stream.done >= count for stream, count in self.seen.items())
+
+    def synchronize(self) -> None:
+        """Let the host wait for the event."""
+        self._device.host_waits([self])
+
+    def elapsed_time(self, last: VirtualEvent) -> float:
+        """Return the virtual milliseconds from this event to ``last``."""
+        return (last.time - self.time) * 1e3
+
+
+class VirtualDevice:
+    """A stand-in for a device module such as torch.cuda, with streams and events.
+
+    ``unwatched``: makes the context in which queued work takes effect.
+    """
+
+    def __init__(self, timing: str, seed: int, unwatched: Callable[[], AbstractContextManager]) -> None:
+        self._timing, self._random, self._unwatched = timing, random.Random(seed), unwatched
+        self._lock = threading.RLock()
+        self._streams: list[VirtualStream] = []
+        self._computing: dict[int, VirtualStream] = {}
+        self._host: dict[VirtualStream, int] = {}  # how many works of each stream the host has waited for
+        self.accesses = Accesses()
+
+    def Stream(self, device: Any = None, priority: int = 0) -> VirtualStream:  # noqa: N802 - as torch calls it
+        """Return a new stream."""
+        stream = VirtualStream(self, lands=True)
+        stream.seen.update(self._host)
+        self._streams.append(stream)
+        return stream
+
+    def Event(self, enable_timing: bool = False) -> VirtualEvent:  # noqa: N802
+        """Return a new event."""
+        return VirtualEvent(self)
+
+    def device(self, device: Any) -> AbstractContextManager:
+        """Return a context that does nothing: there is one device."""
+        return contextlib.nullcontext()
+
+    def current_device(self) -> int:
+        """Return 0, the index of the only device."""
+        return 0
+
+    def current_stream(self, device: Any = None) -> VirtualStream:
+        """Return the stream that this thread computes on."""
+        return self.computing(CURRENT.index)
+
+    def computing(self, index: int) -> VirtualStream:
+        """Return the stream ``index`` of those that kernels run on."""
+        found = self._computing.get(index)
+        if found is None:
+            found = self._computing[index] = self.Stream()
+        return found
+
+    def synchronize(self, device: Any = None) -> None:
+        """Let the host wait for all work issued so far."""
+        events = [self.Event() for _ in self._streams]
+        for event, stream in zip(events, self._streams, strict=True):
+            event.record(stream)
+        self.host_waits(events)
+        self.accesses.forget()
+
+    def host_waits(self, events: list[VirtualEvent]) -> None:
+        """Let the host wait for ``events``, so that all work issued from now on happens after them."""
+        for event in events:
+            self._host |= {s: max(self._host.get(s, 0), count) for s, count in event.seen.items()}
+            for stream in self._streams:
+                stream.wait_event(event)
+            self.land(event.seen)
+
+    def at_once(self) -> bool:
+        """Return whether work that is issued now takes effect at once under the device's timing."""
+        return self._timing == "early" or (self._timing == "random" and self._random.random() < 0.5)
+
+    def some_land(self) -> None:
+        """Let some queued work take effect, with random timing only."""
+        if self._timing != "random":
+            return
+        waiting = [stream for stream in self._streams if stream.queue]
+        if waiting and self._random.random() < 0.5:
+            stream = waiting[0]
+            self.land({stream: stream.done + 1})
+
+    def land(self, seen: dict[VirtualStream, int]) -> None:
+        """Let the work that ``seen`` counts take effect, and the work before it first."""
+        if not any(stream.queue for stream in seen):
+            return
+        with self._lock, self._unwatched():
+            for stream, count in seen.items():
+                while stream.queue and stream.queue[0].number <= count:
+                    self.land(stream.queue[0].seen)
+                    work = stream.queue.popleft()
+                    try:
+                        work.run()
+                    finally:
+                        stream.done = work.number  # set last, because threads that fill host memory poll it
+
+
+class WeakTensor:
+    """A weak reference to a tensor's memory, from which `take` makes the tensor again."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._storage = storage._weak_ref()
+        self._layout = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._strong: torch.Tensor | None = None
+        self._taken = False
+
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self._storage)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` has the storage that is referenced."""
+        return tensor.untyped_storage()._cdata == self._storage
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep the memory alive until `take`."""
+        if not self._taken:
+            self._strong = tensor
+
+    def take(self) -> torch.Tensor | None:
+        """Return the tensor, None if its memory has been freed."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage)
+        self._taken, self._strong = True, None
+        if storage is None:
+            return None
+        dtype, *layout = self._layout
+        with torch.inference_mode(False):
+            return torch.empty(0, dtype=dtype, device="cpu").set_(storage, *layout)
+
+
+class Accesses:
+    """The last reads and writes of device memory by address range and virtual stream, checked for
+    happens-before.
+    """
+
+    def __init__(self) -> None:
+        self._reads: dict[tuple[int, int, Any], int] = {}
+        # Writes sorted by address, without overlap, and the list of their starts. Both are replaced as a
+        # whole, because other threads may be reading them.
+        self._written: tuple[list[tuple[int, int, Any, int]], list[int]] = [], []
+
+    def read(self, low: int, high: int, stream: Any, ahead: int = 0) -> bool:
+        """Note that ``stream``'s newest work (``ahead=1``: its next) reads bytes [low, high).
+
+        Returns False if a write to them did not happen before.
+        """
+        ordered = True
+        writes, starts = self._written
+        for at in range(max(0, bisect_right(starts, low) - 1), len(writes)):
+            start, end, writer, number = writes[at]
+            if start >= high:
+                break
+            if low < end and stream.seen.get(writer, 0) < number and writer is not stream:
+                ordered = False
+        self._reads[(low, high, stream)] = stream.issued + ahead
+        return ordered
+
+    def write(self, low: int, high: int, stream: Any) -> bool:
+        """Note that ``stream``'s next work overwrites bytes [low, high).
+
+        Returns False if a read of them, or a write to them, did not happen before.
+        """
+        ordered = True
+        for (start, end, reader), number in list(self._reads.items()):
+            if low < end and start < high:
+                ordered = ordered and (reader is stream or stream.seen.get(reader, 0) >= number)
+                del self._reads[(start, end, reader)]
+        left = []
+        for write in self._written[0]:
+            start, end, writer, number = write
+            if start >= high or low >= end:
+                left.append(write)
+                continue
+            ordered = ordered and (writer is stream or stream.seen.get(writer, 0) >= number)
+            if start < low:
+                left.append((start, low, writer, number))
+            if high < end:
+                left.append((high, end, writer, number))
+        left.append((low, high, stream, stream.issued + 1))
+        left.sort(key=itemgetter(0))
+        self._written = left, [write[0] for write in left]
+        return ordered
+
+    def forget(self) -> None:
+        """Forget all accesses: everything so far happened before everything that follows."""
+        self._reads.clear()
+        self._written = [], []

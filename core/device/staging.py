@@ -1,0 +1,119 @@
+"""`Staging`: a ring buffer in device memory in which packed bytes arrive before they are decoded into a slot.
+
+A ring lets one copy run while the previous one is decoded. A unit's packed bytes (its wire) that do not fit
+into the ring twice are copied in pieces of at most half the ring, so that the link is not idle while a piece
+is decoded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..codec.unit_decoder import UnitDecoder, WirePiece
+from .engine import Engine
+
+STEP = 512  # bytes; every part of the ring starts on this boundary
+_VIEWS = 256  # views that are cached
+
+
+class Staging:
+    """A ring of ``nbytes`` of device memory; each part is overwritten only after its bytes are decoded."""
+
+    def __init__(self, engine: Engine, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._engine = engine
+        self.memory = engine.allocate(nbytes)
+        self._head = 0
+        self._taken: list[list[Any]] = []  # [start, end, event], oldest first
+        # The events that the last `take` returned. Its caller may have failed before any stream waited for
+        # them.
+        self._awaited: list[Any] = []
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+
+    def take(self, nbytes: int) -> tuple[torch.Tensor, list[Any]]:
+        """Return the next ``nbytes`` of the ring (at most all of it), and the events that a copy into them
+        has to wait for.
+
+        The caller then calls `release_after`. If it does not, because it failed, the next call of `take`
+        returns the same events again.
+        """
+        start = self._head if self._head + nbytes <= self.nbytes else 0
+        end = start + nbytes
+        after = self._awaited + [
+            event for low, high, event in self._taken if low < end and start < high and event is not None
+        ]
+        self._awaited = after
+        self._taken = [piece for piece in self._taken if not (piece[0] < end and start < piece[1])]
+        self._taken.append([start, end, None])
+        self._head = -(-end // STEP) * STEP
+        view = self._views.get((start, end))
+        if view is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            view = self._views[(start, end)] = self.memory[start:end]
+        return view, after
+
+    def release_after(self, event: Any) -> None:
+        """Let the part that was taken last be overwritten after ``event``.
+
+        ``event`` must come after all events that `take` returned.
+        """
+        self._taken[-1][2] = event
+        self._awaited = []
+
+    def pieces(self, decoder: UnitDecoder, nbytes: int) -> list[WirePiece]:
+        """Return the pieces in which a wire of ``nbytes`` crosses if it does not fit into the ring twice; []
+        if it crosses whole.
+        """
+        pieces = decoder.pieces(self.nbytes // 2) if 2 * nbytes > self.nbytes else []
+        return pieces if len(pieces) > 1 else []
+
+    def bring(
+        self,
+        wire: torch.Tensor,
+        decoder: UnitDecoder,
+        target: torch.Tensor,
+        after: Sequence[Any],
+        timed: bool,
+    ) -> Iterator[tuple[Any, Any, int, Any]]:
+        """Copy ``wire`` (host) to the ring and decode it into ``target``, after the events ``after``.
+
+        Yields for each piece: the event of its end, the marks that `Engine.copy_in` returned, its bytes, and
+        the marks that `Engine.decode` returned.
+        """
+        pieces, done = self.pieces(decoder, wire.numel()), 0
+        if not pieces:
+            yield self._copy_and_decode(wire, decoder, target, after, timed)
+            return
+        try:
+            for start, end, low, high, part in pieces:
+                yield self._copy_and_decode(wire[start:end], part, target[low:high], after, timed)
+                after = []  # the decode stream has waited for these events with the first piece
+                done += 1
+        except BaseException:
+            # The caller does not know of the pieces issued before. They must not be written to the slot after
+            # it is given to another unit, so wait for them.
+            if done < len(pieces):
+                with contextlib.suppress(Exception):
+                    self._engine.synchronize()
+            raise
+
+    def _copy_and_decode(
+        self,
+        wire: torch.Tensor,
+        decoder: UnitDecoder,
+        target: torch.Tensor,
+        after: Sequence[Any],
+        timed: bool,
+    ) -> tuple[Any, Any, int, Any]:
+        """Copy one piece to the ring and decode it; return as `bring` yields."""
+        staged, free = self.take(wire.numel())
+        copied, marks = self._engine.copy_in(staged, wire, free, timed)
+        self.release_after(copied)
+        event, times = self._engine.decode(decoder, staged, target, (copied, *after), timed)
+        self.release_after(event)
+        return event, marks, wire.numel(), times

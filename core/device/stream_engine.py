@@ -1,0 +1,266 @@
+"""`StreamEngine`: the engine of any accelerator with torch streams; pinning of host memory by the CUDA or HIP
+runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ..codec.backends import triton_works
+from ..common.memory import Memory, shares_host
+from ..host.arena import Pinner
+from ..host.probe import HostMemory, host_memory, on_windows
+from ..plan.residency import GRAIN
+from .engine import Decoder, DefaultEngine
+
+
+class StreamEngine(DefaultEngine):
+    """The engine of CUDA, ROCm (torch's cuda module is HIP there) and other accelerators with streams."""
+
+    blocking = False
+    grain = GRAIN
+
+    def __init__(self, device: torch.device, module: Any = None) -> None:
+        """Create the copy and decode streams; ``module`` replaces torch's device module (torch.cuda)."""
+        self._api: Any = torch.get_device_module(device) if module is None else module
+        if device.index is None:
+            device = torch.device(device.type, self._api.current_device())
+        self.device, self.name = device, str(device)
+        with self._device_context():
+            # High priority, so that a copy that computing waits for runs before the prefetches of other
+            # streams.
+            self._in = self._api.Stream(device=device, priority=-1)
+            self._out = self._api.Stream(device=device)
+            self._decode = self._api.Stream(device=device, priority=-1)
+        self.unpacks = self.decodes_files = device.type == "cuda" and triton_works()
+        self.pinner = runtime_pinner(device) if device.type == "cuda" else None
+        self._countable = device.type == "cuda"
+        self.shares_host = self._integrated()
+        self._set_stream = getattr(self._api, "set_stream", None)
+        # Returns the raw handle of the current stream, at a tenth of the cost of asking for the stream
+        # object.
+        self._raw_stream = (
+            getattr(torch._C, "_cuda_getCurrentRawStream", None) if device.type == "cuda" else None
+        )
+        self._stream_objects: dict[int, Any] = {}
+
+    def _device_context(self) -> AbstractContextManager:
+        """Return a context in which the engine's device is the current device."""
+        return self._api.device(self.device)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def alias(self, buffer: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+        piece = buffer[offset : offset + nbytes]
+        if not self._countable or nbytes == 0:
+            return piece
+        return self._tensor_over(piece, piece.data_ptr(), nbytes)
+
+    def at(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return self._tensor_over(owner, address, nbytes)
+
+    def _tensor_over(self, owner: Any, address: int, nbytes: int) -> torch.Tensor:
+        """Return a uint8 tensor over device memory, whose storage is marked as not the allocator's."""
+        tensor = torch.as_tensor(_DeviceArray(owner, address, nbytes), device=self.device)
+        setattr(tensor.untyped_storage(), _FOREIGN_MEMORY, True)  # the storage's, so that views have it too
+        return tensor
+
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        stream = self._in
+        for event in after:
+            stream.wait_event(event)
+        marks = self._start_marks(stream) if timed else None
+        self._copy(stream, target, source)
+        if marks is not None:
+            marks[1].record(stream)
+        return self.record(stream), marks
+
+    def decode(
+        self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        stream = self._decode
+        for event in after:
+            stream.wait_event(event)
+        marks = self._start_marks(stream) if timed else None
+        self._on_stream(stream, decoder, wire, target)
+        if marks is not None:
+            marks[1].record(stream)
+        return self.record(stream), marks
+
+    def _start_marks(self, stream: Any) -> tuple[Any, Any]:
+        """Return two timing events, the first recorded on ``stream`` now."""
+        marks = self._api.Event(enable_timing=True), self._api.Event(enable_timing=True)
+        marks[0].record(stream)
+        return marks
+
+    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy ``source`` to ``target`` on ``stream``, without blocking the host."""
+        self._on_stream(stream, target.copy_, source, True)
+
+    def _on_stream(self, stream: Any, call: Callable, *args: Any) -> None:
+        # set_stream costs a third of the context manager, and this runs for every unit.
+        """Call ``call`` with ``stream`` as the current stream."""
+        before = self._current()
+        if self._set_stream is None or self._api.current_device() != self.device.index:
+            with self._api.stream(stream):
+                call(*args)
+            return
+        self._set_stream(stream)
+        try:
+            call(*args)
+        finally:
+            self._set_stream(before)
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        self._out.wait_event(self.record(self.stream()))
+        self._copy(self._out, target, source)
+        self._keep_until_done(source, self._out)
+        return self.record(self._out)
+
+    def _keep_until_done(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Tell torch's allocator to keep the tensor's memory until ``stream`` is done with it.
+
+        Memory that is not the allocator's needs no such call: a slot stays in use until the copy ends.
+        `record_stream` on such memory does nothing with torch's own allocator and fails with cudaMallocAsync.
+        """
+        if not hasattr(tensor.untyped_storage(), _FOREIGN_MEMORY):
+            tensor.record_stream(stream)
+
+    def stream(self) -> Any:
+        return self._current()
+
+    def _current(self) -> Any:
+        """Return the current stream as torch's object."""
+        if self._raw_stream is None:
+            return self._api.current_stream(self.device)
+        raw = self._raw_stream(self.device.index)
+        found = self._stream_objects.get(raw)
+        if found is None:
+            found = self._stream_objects[raw] = self._api.current_stream(self.device)
+        return found
+
+    def record(self, stream: Any, event: Any = None) -> Any:
+        if event is None:
+            event = self._api.Event()
+        event.record(stream)
+        return event
+
+    def mark(self) -> Any:
+        mark = self._api.Event(enable_timing=True)
+        mark.record(self.stream())
+        return mark
+
+    def wait(self, event: Any) -> None:
+        self.stream().wait_event(event)
+
+    def done(self, mark: Any) -> bool:
+        return mark.query()
+
+    def landed(self, copied: Any) -> bool:
+        return copied.query()
+
+    def synchronize(self, event: Any = None) -> None:
+        if event is None:
+            self._api.synchronize(self.device)
+        else:
+            event.synchronize()
+
+    def elapsed(self, first: Any, last: Any) -> float:
+        return first.elapsed_time(last) / 1e3
+
+    def _integrated(self) -> bool:
+        """Return whether the device computes in host memory, as integrated GPUs do."""
+        if self.device.type != "cuda":  # only CUDA and ROCm report it
+            return False
+        properties = self._api.get_device_properties(self.device)
+        integrated = bool(getattr(properties, "is_integrated", False))
+        return integrated and shares_host(properties.total_memory, host_memory().total)
+
+    def _usable_bytes(self, free: int, of_host: Callable[[HostMemory], int]) -> int:
+        """Return ``free``, the bytes that the runtime reports; on a device that shares host memory, the
+        host's free bytes.
+        """
+        if not self.shares_host:
+            return free
+        # CUDA counts the page cache as used, though the system frees it on demand. HIP may have a limit of
+        # its own.
+        host = of_host(host_memory())
+        return min(free, host) if torch.version.hip else host
+
+    def free_bytes(self) -> int:
+        """Return free device memory in bytes, including what torch's allocator has cached."""
+        reserved = self._api.memory_reserved(self.device)
+        if hasattr(self._api, "mem_get_info"):
+            free, _ = self._api.mem_get_info(self.device)
+        else:  # without mem_get_info the memory of other programs is unknown
+            free = self._api.get_device_properties(self.device).total_memory - reserved
+        cached = reserved - self._api.memory_allocated(self.device)
+        return self._usable_bytes(free, lambda host: host.free) + cached
+
+    def memory(self) -> Memory | None:
+        if not hasattr(self._api, "mem_get_info") or not hasattr(self._api, "memory_stats"):
+            return None
+        free, total = self._api.mem_get_info(self.device)
+        # Without the host memory that the system keeps for itself.
+        free = self._usable_bytes(free, lambda host: host.usable)
+        stats = self._api.memory_stats(self.device)
+        reserved = stats.get("reserved_bytes.all.current", 0)
+        cached = reserved - stats.get("allocated_bytes.all.current", 0)
+        # Memory that other programs hold is not counted in the total, as this process cannot use it.
+        return Memory(
+            min(total, free + reserved), free, cached, stats.get("num_ooms", 0),
+            retries=stats.get("num_alloc_retries", 0), spills=on_windows(),
+        )  # fmt: skip
+
+    def trim(self) -> None:
+        self._api.empty_cache()
+
+
+_FOREIGN_MEMORY = "_carom_not_the_allocators"
+
+
+class _DeviceArray:
+    """Device memory in the ``__cuda_array_interface__``, which torch.as_tensor wraps without a copy; keeps
+    its owner alive.
+    """
+
+    def __init__(self, owner: Any, address: int, nbytes: int) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2,
+        }  # fmt: skip
+
+
+def runtime_pinner(device: torch.device) -> Pinner:
+    """Return a `Pinner` that registers host memory with the CUDA or HIP runtime that torch loaded, for
+    ``device``.
+
+    The functions have the same names in both runtimes.
+    """
+    from .cuda_runtime import forget_error
+
+    runtime: Any = torch.cuda.cudart()
+
+    def register(address: int, size: int) -> str | None:
+        """Pin ``size`` bytes at ``address``; return the reason if that failed, else None."""
+        code = int(runtime.cudaHostRegister(address, size, 0))
+        if code == 0:
+            return None
+        forget_error(device)
+        return f"cudaHostRegister of {size} bytes failed with error {code}"
+
+    def unregister(address: int) -> None:
+        """Unpin the host memory at ``address``."""
+        if int(runtime.cudaHostUnregister(address)):
+            forget_error(device)
+
+    return Pinner(register, unregister)

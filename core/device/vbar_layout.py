@@ -1,0 +1,105 @@
+"""The layout of units in a VBAR (without side effects), and a region that also knows the slots of these
+units.
+
+A VBAR is a range of device addresses from comfy-aimdo whose pages can be taken away and given back.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..plan.region import Region, Slot
+from . import vbar
+
+
+@dataclass(frozen=True)
+class Homes:
+    """The layout of a VBAR: slots for streaming first, then a fixed place for each unit.
+
+    ``region_bytes``: bytes for slots, at the beginning. ``begin``: the offset of the first unit's place.
+    ``places``: (start, end) in bytes by unit. ``later``: slots get memory only when a unit has to stream.
+    """
+
+    region_bytes: int
+    begin: int
+    places: dict[int, tuple[int, int]]
+    later: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole layout."""
+        return max((end for _, end in self.places.values()), default=self.begin)
+
+
+def spread(units: Sequence[int]) -> list[int]:
+    """Return ``units`` reordered so that every prefix of the result is spread evenly over them (bit-reversed
+    order).
+    """
+    bits = max(1, (len(units) - 1).bit_length())
+    turned = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits))
+    return [units[number] for number in turned if number < len(units)]
+
+
+def lay_out(sizes: Sequence[int], resident: Sequence[int], region_bytes: int, room: int) -> Homes | None:
+    """Return the places for units of ``sizes`` bytes, the ``resident`` units first; None if ``room`` is too
+    small for a slot.
+
+    ``room``: bytes that the VBAR's pages may take at once. ``region_bytes``: bytes wanted for slots, 0 if all
+    units are resident.
+    """
+    room = room // vbar.PAGE * vbar.PAGE
+    first, largest = set(resident), max(sizes)
+    order = spread(list(resident)) + spread([i for i in range(len(sizes)) if i not in first])
+    later = sum(sizes) <= room and len(resident) == len(sizes)
+    region = region_bytes
+    if not region:
+        region = min(2 * largest, sum(sizes))
+    if not later:
+        region = min(region, room)
+    if region < largest:
+        return None
+    at = begin = -(-region // vbar.PAGE) * vbar.PAGE if later else region
+    places = {}
+    for index in order:
+        places[index] = at, at + sizes[index]
+        at += sizes[index]
+    return Homes(region, begin, places, later)
+
+
+class PooledRegion(Region):
+    """A region of slots that also contains the slots of units at their places in the VBAR, beyond the
+    region's end.
+    """
+
+    def __init__(self, nbytes: int, largest: int, starts: Sequence[int]) -> None:
+        super().__init__(nbytes, largest)
+        self._begins = sorted(starts)
+        self.homes: dict[int, Slot] = {}  # by offset
+
+    def slot_at(self, offset: int) -> Slot | None:
+        """Return the slot that contains ``offset``, None if there is none."""
+        if offset < self.nbytes:
+            return super().slot_at(offset)
+        place = bisect_right(self._begins, offset) - 1
+        return self.homes.get(self._begins[place]) if place >= 0 else None
+
+    @property
+    def users(self) -> int:
+        """The number of users of all slots."""
+        return super().users + sum(slot.users for slot in self.homes.values())
+
+    def add(self, slot: Slot) -> None:
+        """Add a slot, in the region or at a unit's place."""
+        if slot.offset < self.nbytes:
+            super().add(slot)
+        else:
+            self.homes[slot.offset] = slot
+
+    def remove(self, slot: Slot) -> None:
+        """Remove a slot, from the region or from a unit's place."""
+        if slot.offset < self.nbytes:
+            super().remove(slot)
+        else:
+            del self.homes[slot.offset]

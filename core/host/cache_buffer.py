@@ -1,0 +1,87 @@
+"""The state of one buffer of the host cache, and the cache's totals."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..checkpoint.read_handle import SubmittedRead
+from .arena import Block
+from .cache_pieces import CachePiece
+
+_SPANS = 4096  # the number of latest reads that are kept for the timeline
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A RAM buffer of the host cache, together with the piece of a unit's weights that it holds."""
+
+    block: Block
+    arrival: int  # the sequence number of the current piece's read
+    piece: CachePiece | None = None
+    ready: bool = False  # all bytes of the piece have been read
+    unused: bool = False  # the piece was read and has not been used yet
+    in_use: bool = False  # the caller of `acquire` is using the bytes
+    pending_reads: int = 0  # the number of reads that are not finished
+    error: BaseException | None = None
+    handles: list[SubmittedRead] = field(default_factory=list)
+    # The event after the last copy to the device that reads the buffer; copies complete in order.
+    copy_event: Any = None
+    inspection: Any = None  # the result of inspecting the piece's bytes
+    read_began: float = 0.0
+    pinned: bool = False  # pinning was tried, which is done once, whether it succeeded or not
+
+
+@dataclass(frozen=True)
+class CacheFigures:
+    """Totals of a host cache since it was made.
+
+    ``reading_seconds``: time in which at least one read was under way. ``late_seconds``: time in which a host
+    thread waited for a read. ``held_bytes``: host memory of the buffers.
+    """
+
+    read_bytes: int = 0
+    reading_seconds: float = 0.0
+    late_seconds: float = 0.0
+    held_bytes: int = 0
+
+
+class Totals:
+    """The running totals of the cache's reads.
+
+    Times are seconds of the host's clock (perf_counter). The cache's lock protects the object.
+    """
+
+    def __init__(self) -> None:
+        self.reading = 0  # the number of buffers that are being read into
+        self.read_bytes, self.late_seconds, self.held_bytes = 0, 0.0, 0
+        self._seconds, self._since = 0.0, 0.0
+        self.spans: deque[tuple[str, float, float, int]] = deque(maxlen=_SPANS)
+
+    def read_begins(self, now: float) -> None:
+        """Record that the read of a buffer begins at ``now``."""
+        if self.reading == 0:
+            self._since = now
+        self.reading += 1
+
+    def read_ends(self, now: float) -> None:
+        """Record that the read of a buffer ended at ``now``, with or without an error."""
+        self.reading -= 1
+        if self.reading == 0:
+            self._seconds += now - self._since
+
+    def record_read(self, piece: CachePiece, began: float, now: float) -> None:
+        """Record that the piece was read between ``began`` and ``now``."""
+        nbytes = sum(read.disk_bytes for read in piece.reads)
+        self.read_bytes += nbytes
+        if piece.reads:
+            self.spans.append((piece.reads[0].label, began, now, nbytes))
+
+    def figures(self) -> CacheFigures:
+        """Return a frozen copy of the totals so far."""
+        reading_seconds = self._seconds
+        if self.reading:
+            reading_seconds += time.perf_counter() - self._since
+        return CacheFigures(self.read_bytes, reading_seconds, self.late_seconds, self.held_bytes)

@@ -1,0 +1,82 @@
+"""The eviction policies of a bounded RAM cache: Belady, FIFO and priority, behind one interface. Plain Python
+without I/O.
+
+*belady* keeps the pieces that the learnt order of use needs soonest (L. A. Belady, "A study of replacement
+algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966). *fifo* evicts the piece that was
+read first, as a rotating window does. *priority* keeps the first units of the model for good and streams the
+others.
+
+A buffer whose piece has been used is either *kept* or free to be overwritten. Belady's rule decides nothing
+if pieces are used in a circle, because every choice then misses equally often. So while there is room, the
+kept pieces are spread evenly over the order of use: then the disk neither idles for long nor falls behind for
+long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+EVICTIONS = ("belady", "fifo", "priority")
+
+
+@dataclass
+class EvictionPolicy:
+    """A policy that chooses which pieces a cache keeps after their use: at most ``room`` of ``total`` pieces.
+
+    Pieces are identified by their ranks. The functions called ``next_use`` return the number of accesses
+    until a rank is expected to be used again (lower: sooner).
+    """
+
+    eviction: str
+    room: int
+    total: int
+    kept: set[int] = field(default_factory=set)
+    _credit: float = 0.0
+
+    def record_use(self, rank: int, next_use: Callable[[int], float]) -> int | None:
+        """Record that the piece ``rank`` was used, and return the rank of a piece that may be evicted now.
+
+        The returned rank may be the same piece; None means that all kept pieces stay.
+        """
+        if self.eviction == "fifo" or self.room <= 0:
+            return rank
+        if rank in self.kept:
+            return None
+        if len(self.kept) < self.room:
+            if self.eviction == "priority" or self._keep_next():
+                self.kept.add(rank)
+                return None
+            return rank
+        score: Callable[[int], float] = next_use if self.eviction == "belady" else float
+        worst = max(self.kept, key=score)
+        if score(rank) >= score(worst):
+            return rank
+        self.kept.remove(worst)
+        self.kept.add(rank)
+        return worst
+
+    def _keep_next(self) -> bool:
+        """Return whether to keep the piece that was just used, so that the kept ``room`` of ``total`` pieces
+        are evenly spread.
+        """
+        self._credit += self.room / max(1, self.total)
+        if self._credit >= 1 - 1e-9:
+            self._credit -= 1
+            return True
+        return False
+
+    def remove(self, rank: int) -> None:
+        """Record that the piece ``rank`` is not in the cache any more."""
+        self.kept.discard(rank)
+
+    def choose_victim(
+        self, ranks: Collection[int], next_use: Callable[[int], float], arrival: Callable[[int], int]
+    ) -> int:
+        """Return which of ``ranks``, all of which may be evicted, is overwritten first.
+
+        ``arrival``: returns the sequence number of a rank's read.
+        """
+        if self.eviction == "fifo":
+            return min(ranks, key=arrival)
+        return max(ranks, key=lambda rank: (next_use(rank), rank))

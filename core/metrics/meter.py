@@ -1,0 +1,447 @@
+"""The meter of a session: counts bytes and copies of each step on the host, and times the step with device
+events.
+
+The meter never waits for the device, except in `Meter.finish`: the events of a step are converted to seconds
+once all of them have completed. A step is one forward of the root module or, when training, everything from
+the first forward after a backward to the end of the next backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from ..device.engine import Engine
+from ..plan.profile import ForwardTiming, StepProfile, UnitTiming
+from .report import Span
+
+_KEPT_STEPS = 64  # number of latest steps over which medians are taken
+_OPEN_STEPS = 6  # steps whose events may be incomplete; beyond that the oldest step is dropped
+_TIMED_FIRST = 8  # number of first steps that are all timed
+_TIMED_EVERY = 16  # afterwards two of this many steps are timed
+# Numbers of the steps, of each kind (with gradients or without), that time every unit.
+_PROFILED = range(2, 8)
+_MARKS = 8  # number of events recorded to measure the host seconds that one event takes
+_FORWARDS = 8  # more forwards than this without a backward count as inference
+
+
+@dataclass
+class _Copy:
+    """A copy of one unit from host to device, with the events ``started`` and ``done``."""
+
+    name: str
+    started: Any
+    done: Any
+    nbytes: int
+    backward: bool
+
+
+@dataclass
+class _Step:
+    """The counts and events of one step. Events are of the device, times of the host are in seconds."""
+
+    begin: Any
+    gradient: bool  # whether a backward may follow the forward
+    timed: bool
+    end: Any = None
+    turn: Any = None  # event recorded where the backward begins
+    forwards: int = 1
+    clock: float = field(default_factory=time.perf_counter)  # host time when the step began
+    transfers: int = 0
+    wire_bytes: int = 0
+    raw_bytes: int = 0
+    disk_bytes: int = 0
+    copies: list[_Copy] = field(default_factory=list)
+    decodes: list[tuple[Any, Any]] = field(default_factory=list)
+    waits: list[tuple[Any, Any, str, bool]] = field(default_factory=list)
+    # Uses of units in the forward: name, events `came`, `went_on` and `left` (see UnitTiming), and `close`.
+    turns: list[list[Any]] = field(default_factory=list)
+    # For each use, whether the device had begun the unit's kernels when the host had just issued the last of
+    # them.
+    close: list[bool] = field(default_factory=list)
+    spent: float = 0.0  # host seconds that Carom took before and after the units' forwards
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """The seconds and bytes of one finished step.
+
+    ``raw_bytes``: bytes of the copied weights when unpacked; ``wire_bytes``: bytes that were copied;
+    ``copied_bytes``: bytes of the copies that were timed; pairs ``..._by_phase`` are (forward, backward).
+    """
+
+    train: bool
+    timed: bool
+    seconds: float
+    copied_bytes: int
+    stall_seconds: float
+    copy_seconds: float
+    decode_seconds: float
+    wire_bytes: int
+    raw_bytes: int
+    transfers: int
+    disk_bytes: int
+    compute_by_phase: tuple[float, float]
+    bytes_by_phase: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Medians:
+    """Medians over the steps of the latest kind (inference or training); None where nothing was measured.
+
+    ``roofline_seconds``: seconds of a step if computing, copies and disk reads overlapped perfectly;
+    ``hidden_fraction``: share of the copies' seconds in which the device did not wait for them.
+    """
+
+    train: bool = False
+    steps: int = 0
+    seconds: float | None = None
+    stall_seconds: float | None = None
+    compute_seconds: float | None = None
+    roofline_seconds: float | None = None
+    hidden_fraction: float | None = None
+    link_bytes_per_second: float | None = None
+    decode_seconds: float = 0.0
+    wire_bytes: float = 0
+    raw_bytes: float = 0
+    transfers: float = 0
+    disk_bytes: float = 0
+    host_bound: bool = False
+
+
+class Meter:
+    """A recorder of a session's steps. All methods are called with the streamer's lock held."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._open: _Step | None = None
+        self._waiting: deque[_Step] = deque()
+        self._figures: deque[StepFigures] = deque(maxlen=_KEPT_STEPS)
+        self._timeline_step: tuple[_Step, float] | None = None
+        self._profiled: deque[tuple[bool, ForwardTiming]] = deque(maxlen=2 * len(_PROFILED))
+        # (bytes, seconds) of the copies of the last profiled step.
+        self._copies: tuple[tuple[int, float], ...] = ()
+        self._steps = 0
+        self.disk_bytes: Callable[[], int] = int  # returns the bytes read from disk so far; 0 without a disk
+        self._disk_before = 0
+        # Returns (name, start, end, bytes) of disk reads on the host's clock; None where the device has a
+        # virtual clock.
+        self.disk_reads: Callable[[], Iterable[tuple[str, float, float, int]]] | None = None
+        self._read_steps = 0
+        self._kinds = [0, 0]  # number of steps begun without gradients, and with gradients
+        self.profiling = False  # whether the streamer reports the begin and end of each unit's forward
+        # Whether the present step is timed; the streamer checks this before it records events.
+        self.timing = True
+        # Whether the device waits for the host can be measured only where copies do not block the host, and
+        # where the device's clock is real.
+        self.watches_host = not engine.blocking and not engine.virtual_clock
+        self._mark_seconds: float | None = None  # host seconds that recording one event takes
+
+    # -- called by the streamer while a step runs
+
+    def forward_begins(self, gradient: bool) -> None:
+        """Record the start of the root's forward; ``gradient``: whether a backward may follow."""
+        step = self._open
+        if step is not None and step.end is not None:
+            if gradient and step.gradient and step.turn is None and step.forwards < _FORWARDS:
+                step.end = None  # a further forward of the same step, before its backward
+                step.forwards += 1
+                return
+            self._close()
+        # Recording events costs host time, so only the first steps and then some are timed. Bytes are always
+        # counted.
+        self.timing = self._steps < _TIMED_FIRST or self._steps % _TIMED_EVERY < 2
+        self._steps += 1
+        self.profiling = self.timing and self._kinds[gradient] in _PROFILED
+        if self.profiling and self.watches_host and self._mark_seconds is None:
+            began = time.perf_counter()
+            for _ in range(_MARKS):
+                self._engine.mark()
+            self._mark_seconds = (time.perf_counter() - began) / _MARKS
+        self._kinds[gradient] += 1
+        self._open = _Step(self._engine.mark(), gradient, self.timing)
+
+    def no_backward(self) -> None:
+        """Mark the running forward as a whole step, because no output of it requires gradients."""
+        if self._open is not None and self._open.forwards == 1:
+            self._open.gradient = False
+
+    def forward_ends(self) -> None:
+        """Record the end of the root's forward, which ends the step unless a backward may follow."""
+        if self._open is not None:
+            self._open.end = self._engine.mark()
+            if not self._open.gradient:
+                self._close()
+
+    def backward_begins(self) -> None:
+        """Record the start of the backward."""
+        self.profiling = False
+        if self._open is not None and self._open.turn is None:
+            self._open.turn = self._engine.mark()
+
+    def backward_ends(self) -> None:
+        """Record the end of the backward, which ends the step."""
+        if self._open is not None:
+            self._open.end = self._engine.mark()
+            self._close()
+
+    def abandon(self) -> None:
+        """Discard the present step, because an operator in it raised an error."""
+        self._open = None
+
+    def copied(
+        self, name: str, marks: Any, nbytes: int, raw_bytes: int, backward: bool, transfers: int = 1
+    ) -> None:
+        """Record a copy of unit ``name``, between the two events ``marks`` (None: not timed).
+
+        ``nbytes``: bytes copied; ``raw_bytes``: bytes of the unit when unpacked; ``transfers``: number to
+        count the copy as.
+        """
+        step = self._open
+        if step is not None:
+            step.transfers += transfers
+            step.wire_bytes += nbytes
+            step.raw_bytes += raw_bytes
+            if marks is not None:
+                step.copies.append(_Copy(name, marks[0], marks[1], nbytes, backward))
+
+    def decoded(self, marks: Any) -> None:
+        """Record that a unit was unpacked on the device between the two events ``marks`` (None: not timed)."""
+        if self._open is not None and marks is not None:
+            self._open.decodes.append(marks)
+
+    def waited(self, before: Any, after: Any, name: str, backward: bool) -> None:
+        """Record that the computing stream waited for unit ``name`` between the events ``before`` and
+        ``after``.
+        """
+        if self._open is not None:
+            self._open.waits.append((before, after, name, backward))
+
+    def unit_begins(self, name: str, came: Any, went_on: Any) -> None:
+        """Record the start of a unit's forward: event ``came`` before and ``went_on`` after the wait for its
+        weights.
+        """
+        if self._open is not None:
+            self._open.turns.append([name, came, went_on, None, False])
+
+    def unit_ends(self, name: str, left: Any) -> None:
+        """Record the end of a unit's forward: event ``left`` comes after the unit's kernels."""
+        if self._open is not None:
+            for turn in reversed(self._open.turns):
+                if turn[0] == name and turn[3] is None:
+                    turn[3] = left
+                    if self.watches_host:
+                        # The host has just issued the unit's last kernel. If the device has already begun the
+                        # unit, the device has nothing else queued and waits for the host.
+                        turn[4] = self._engine.done(turn[2])
+                        self._open.close.append(turn[4])
+                    return
+
+    def add_host_seconds(self, seconds: float) -> None:
+        """Add the host seconds that Carom took before or after a unit's forward."""
+        if self._open is not None:
+            self._open.spent += seconds
+
+    # -- figures of finished steps
+
+    def _use_seconds(self, step: _Step) -> float:
+        """Return Carom's host seconds for one use of a unit, less those of the events that only profiled
+        steps record.
+        """
+        copies = sum(not copy.backward for copy in step.copies)
+        decodes = min(len(step.decodes), max(copies, len(step.turns)))
+        waits = sum(not backward for *_, backward in step.waits)
+        marks = 3 * len(step.turns) + 2 * (copies + decodes + waits)
+        return max(0.0, step.spent - marks * (self._mark_seconds or 0.0)) / len(step.turns)
+
+    def _close(self) -> None:
+        """End the present step, and convert the steps whose events have completed to figures."""
+        step, self._open = self._open, None
+        if step is not None and step.end is not None:
+            read = self.disk_bytes()  # reads go on between steps, so count from the end of the previous step
+            step.disk_bytes, self._disk_before = read - self._disk_before, read
+            self._waiting.append(step)
+        while self._waiting and self._reached(self._waiting[0]):
+            self._figures.append(self._read(self._waiting.popleft()))
+        while len(self._waiting) > _OPEN_STEPS:
+            self._waiting.popleft()
+
+    def _reached(self, step: _Step) -> bool:
+        """Return whether all events of ``step`` have completed."""
+        done = self._engine.done
+        return (
+            done(step.end)
+            and all(done(copy.done) for copy in step.copies)
+            and all(done(after) for _, after in step.decodes)
+            # Events on a side stream, or of a unit used after the root's forward, may complete later than
+            # `step.end`.
+            and all(done(after) for _, after, _, _ in step.waits)
+            and all(done(mark) for turn in step.turns for mark in turn[1:4] if mark is not None)
+        )
+
+    def _read(self, step: _Step) -> StepFigures:
+        """Convert the completed events of ``step`` to seconds."""
+        between = self._engine.elapsed
+        seconds = between(step.begin, step.end)
+        self._read_steps += 1
+        stalls = [0.0, 0.0]
+        for before, after, _, backward in step.waits:
+            stalls[backward] += max(0.0, between(before, after))
+        forward = between(step.begin, step.turn) if step.turn is not None else seconds
+        copies = [(copy, max(0.0, between(copy.started, copy.done))) for copy in step.copies]
+        if step.timed:
+            self._timeline_step = step, seconds
+        if step.turns:
+            at = lambda event: between(step.begin, event)  # noqa: E731
+            turns = tuple(
+                UnitTiming(name, at(came), at(went_on), at(left), close)
+                for name, came, went_on, left, close in step.turns
+                if left is not None
+            )
+            # In a step that begins on an idle device the host has to get ahead first, so look at the later
+            # half only.
+            late = step.close[len(step.close) // 2 :]
+            close = sum(late) / len(late) if late else 0.0
+            use = self._use_seconds(step)
+            self._profiled.append((step.turn is not None, ForwardTiming(turns, forward, close, use)))
+            self._copies = tuple((copy.nbytes, time) for copy, time in copies)
+        return StepFigures(
+            train=step.turn is not None,
+            seconds=seconds,
+            stall_seconds=sum(stalls),
+            copy_seconds=sum(time for _, time in copies),
+            decode_seconds=sum(max(0.0, between(*marks)) for marks in step.decodes),
+            timed=step.timed,
+            copied_bytes=sum(copy.nbytes for copy, _ in copies),
+            wire_bytes=step.wire_bytes,
+            raw_bytes=step.raw_bytes,
+            transfers=step.transfers,
+            disk_bytes=step.disk_bytes,
+            compute_by_phase=(max(0.0, forward - stalls[0]), max(0.0, seconds - forward - stalls[1])),
+            bytes_by_phase=(
+                sum(copy.nbytes for copy, _ in copies if not copy.backward),
+                sum(copy.nbytes for copy, _ in copies if copy.backward),
+            ),
+        )
+
+    def spans(self) -> tuple[Span, ...]:
+        """Return the timeline of the last timed step."""
+        return () if self._timeline_step is None else self._timeline(*self._timeline_step)
+
+    def _timeline(self, step: _Step, seconds: float) -> tuple[Span, ...]:
+        """Return the spans of ``step``, which took ``seconds``: copies, stalls, computing in between, and
+        disk reads.
+        """
+        at = lambda event: self._engine.elapsed(step.begin, event)  # noqa: E731
+        spans = [Span("link", c.name, at(c.started), at(c.done), c.nbytes) for c in step.copies]
+        cursor = 0.0
+        for before, after, name, _ in sorted(step.waits, key=lambda wait: at(wait[0])):
+            start, end = at(before), at(after)
+            if end > start:
+                spans.append(Span("stall", name, start, end))
+                if start > cursor:
+                    spans.append(Span("compute", "compute", cursor, start))
+                cursor = max(cursor, end)
+        if seconds > cursor:
+            spans.append(Span("compute", "compute", cursor, seconds))
+        for name, start, end, nbytes in self.disk_reads() if self.disk_reads is not None else ():
+            first, last = max(0.0, start - step.clock), min(seconds, end - step.clock)
+            if first < last:
+                spans.append(Span("disk", name, first, last, nbytes))
+        return tuple(spans)
+
+    @property
+    def settled(self) -> int:
+        """The number of steps with figures, less the first two, in which the access order is learned."""
+        return max(0, self._read_steps - 2)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps begun."""
+        return self._steps
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether a forward has finished and its backward may still follow."""
+        step = self._open
+        return step is not None and step.gradient and step.turn is None and step.end is not None
+
+    def profile(self) -> StepProfile | None:
+        """Return the timings of the latest kind of step that was profiled; None before any step was."""
+        if not self._profiled:
+            return None
+        train = self._profiled[-1][0]
+        timed = [figures for figures in self._figures if figures.train == train and figures.timed]
+        timed = timed[2:] or timed[-1:]
+        if not timed:
+            return None
+        copy_seconds = sum(figures.copy_seconds for figures in timed)
+        return StepProfile(
+            train=train,
+            seconds=median(figures.seconds for figures in timed),
+            compute=(
+                median(figures.compute_by_phase[0] for figures in timed),
+                median(figures.compute_by_phase[1] for figures in timed),
+            ),
+            link_bytes_per_second=sum(figures.copied_bytes for figures in timed) / copy_seconds
+            if copy_seconds > 0
+            else None,
+            forwards=tuple(forward for kind, forward in self._profiled if kind == train),
+            copies=self._copies,
+        )
+
+    def finish(self) -> None:
+        """Wait for the device, then convert the events of all steps that are left."""
+        self._engine.synchronize()
+        if self._open is not None and self._open.end is not None:
+            self._close()
+        while self._waiting:
+            self._figures.append(self._read(self._waiting.popleft()))
+
+    def medians(self, disk: float | None = None) -> Medians:
+        """Return medians over the recorded steps of the latest kind (inference or training).
+
+        ``disk``: the drive's rate in bytes/s, or None. The drive bounds the step as a whole in the roofline,
+        and not each phase, because reads go on from the forward into the backward.
+        """
+        if not self._figures:
+            return Medians()
+        train = self._figures[-1].train
+        steps = [figures for figures in self._figures if figures.train == train]
+        # The first two steps learn the access order and fill caches; leave them out once there are others.
+        steps = steps[2:] or steps[-1:]
+        timed = [step for step in steps if step.timed] or steps
+        copy_seconds = sum(step.copy_seconds for step in timed)
+        link = sum(step.copied_bytes for step in timed) / copy_seconds if copy_seconds > 0 else None
+
+        def roofline(step: StepFigures) -> float:
+            """Return the seconds of ``step`` with perfect overlap."""
+            wire = [count / link if link else 0.0 for count in step.bytes_by_phase]
+            phases = sum(max(pair) for pair in zip(step.compute_by_phase, wire, strict=True))
+            return max(phases, step.disk_bytes / disk if disk else 0.0)
+
+        return Medians(
+            train=train,
+            steps=len(steps),
+            seconds=median(step.seconds for step in steps),
+            stall_seconds=median(step.stall_seconds for step in timed),
+            compute_seconds=median(sum(step.compute_by_phase) for step in timed),
+            roofline_seconds=median(roofline(step) for step in timed),
+            hidden_fraction=median(
+                max(0.0, 1 - step.stall_seconds / step.copy_seconds) if step.copy_seconds > 0 else 1.0
+                for step in timed
+            ),
+            link_bytes_per_second=link,
+            decode_seconds=median(step.decode_seconds for step in timed),
+            wire_bytes=median(step.wire_bytes for step in steps),
+            raw_bytes=median(step.raw_bytes for step in steps),
+            transfers=median(step.transfers for step in steps),
+            host_bound=(profile := self.profile()) is not None
+            and profile.train == train
+            and profile.host_bound,
+            disk_bytes=median(step.disk_bytes for step in steps),
+        )

@@ -1,0 +1,95 @@
+"""Tensor subclasses with `__torch_function__` for resident weights of a file that are still being read.
+
+The first operator that needs the values of such a tensor first waits until its bytes are on the device.
+Queries of shape, dtype or device are answered without waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from . import managed_tensor
+from .elsewhere_tensor import AwayParameter, AwayTensor
+
+_METADATA_QUERIES = {
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex",
+    "is_contiguous", "is_signed", "storage_offset", "__len__", "__hash__", "requires_grad_", "register_hook",
+    "is_pinned", "register_post_accumulate_grad_hook", "get_device", "is_inference", "has_names", "_is_view",
+    "is_same_size", "is_shared", "is_conj", "is_neg",
+}  # fmt: skip
+_VALUE_GETTERS = {
+    *managed_tensor._VIEW_GETTERS, torch.Tensor.imag.__get__, torch.Tensor.data.__set__, torch.Tensor._base.__get__,  # type: ignore[attr-defined,union-attr]
+}  # fmt: skip
+
+
+def load_pending(values: Any) -> None:
+    """Load the bytes of every tensor in ``values`` (a pytree) that is still pending."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, (PendingParameter, PendingTensor)):
+            leaf.__dict__["_pending"]()
+
+
+def _dispatch_pending(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    """Answer queries of metadata at once; load the pending arguments before any other operator, then run the
+    operator.
+    """
+    kwargs = kwargs or {}
+    name = getattr(func, "__name__", "")
+    getter = name in ("__get__", "__set__")
+    if name in _METADATA_QUERIES or (getter and func not in _VALUE_GETTERS):
+        return managed_tensor.plain(func, args, kwargs)
+    load_pending((args, kwargs))
+    # Loaded arguments are plain tensors; streamed arguments have a __torch_function__ of their own.
+    return func(*args, **kwargs)
+
+
+class PendingParameter(AwayParameter):
+    """The class of a resident Parameter until its bytes are on the device."""
+
+    _pending: Callable[[], None]  # loads the bytes
+    __torch_function__: Any = classmethod(_dispatch_pending)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        load_pending(self)
+        return self.__deepcopy__(memo)  # loading has changed the class, so this calls another method
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        load_pending(self)
+        return self.__reduce_ex__(proto)
+
+
+class PendingTensor(AwayTensor):
+    """The class of a resident buffer until its bytes are on the device."""
+
+    _pending: Callable[[], None]  # loads the bytes
+    __torch_function__: Any = classmethod(_dispatch_pending)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        load_pending(self)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        load_pending(self)
+        return self.__reduce_ex__(proto)
+
+
+def mark_pending(tensor: torch.Tensor, load: Callable[[], None]) -> None:
+    """Set the class of ``tensor`` to a pending class that calls ``load`` when an operator needs its values.
+
+    ``tensor`` is a plain Parameter or Tensor of Carom's. `clear_pending` undoes this.
+    """
+    tensor._pending = load  # type: ignore[attr-defined]
+    tensor.__class__ = PendingParameter if isinstance(tensor, nn.Parameter) else PendingTensor
+
+
+def clear_pending(tensor: torch.Tensor) -> None:
+    """Set the class of ``tensor`` back to Parameter or Tensor."""
+    if isinstance(tensor, (PendingParameter, PendingTensor)):
+        is_parameter = isinstance(tensor, nn.Parameter)
+        del tensor._pending
+        tensor.__class__ = nn.Parameter if is_parameter else torch.Tensor  # type: ignore[assignment]

@@ -1,0 +1,183 @@
+"""Tensor subclasses with `__torch_function__` for streamed weights that have no host memory of their own.
+
+The bytes of such a weight are in a file or packed by a codec. The model's Parameter is then a meta tensor, or
+the model's own object without its storage. During a step operators use the weight's slot, as for every
+streamed tensor. Outside a step an operator gets the true value, read for that operator only. So
+`state_dict()` of a model larger than RAM takes no memory until one of its values is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from . import managed_tensor
+from .home import Home
+from .managed_tensor import HostParameter, HostTensor
+from .override_queries import ForOperators
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+# The meta tensor may have other strides than the home's tensor.
+_MEMORY_FORMAT_QUERIES = {
+    "stride",
+    "is_contiguous",
+}
+
+
+class ElsewhereHome(Home):
+    """The home of a weight without host memory of its own: values are read from, and written to, a file or
+    packed bytes.
+    """
+
+    __slots__ = ()
+    has_bytes = False
+
+    def value(self) -> torch.Tensor:
+        """Return the tensor that a state dict holds of the weight: its bytes are read when an operator uses
+        them.
+        """
+        return lazy(self)
+
+    def read(self) -> torch.Tensor:
+        """Return the true value of the weight, a new CPU tensor."""
+        raise NotImplementedError
+
+    def replace(self, value: torch.Tensor) -> None:
+        """Store ``value``, which has the weight's shape and dtype and may be on any device, as the weight's
+        new value.
+        """
+        raise NotImplementedError
+
+    def change(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        """Apply ``func``, an operator that writes to its first argument, to the weight.
+
+        Raises UnsupportedError where the home cannot store the result.
+        """
+        raise NotImplementedError
+
+    def set_data(self, new: torch.Tensor) -> None:
+        """Do what ``parameter.data = new`` asks for: store the value of ``new`` unless the weight has this
+        value already.
+
+        Raises UnsupportedError while an autograd graph needs the old value.
+        """
+        if isinstance(new, LazyTensor):
+            if new._carom is self:
+                return
+            new = new._carom.read()
+        runtime = self.runtime
+        if new.is_meta or runtime.low <= new.data_ptr() < runtime.high:
+            return
+        if new.device == runtime.device:
+            if new.device.type != "cpu" and (new.shape, new.dtype) != (self.host.shape, self.host.dtype):
+                return
+            # ``new`` has the weight's own shape and dtype on the compute device: a submodule's .to moved the
+            # weight, or the caller computed a new value there. The comparison below tells which.
+            new = new.cpu()
+        if (new.shape, new.dtype) == (self.host.shape, self.host.dtype) and torch.equal(new, self.read()):
+            return
+        self.refuse_in_graphs()
+        self.replace(new)
+
+
+def _dispatch_elsewhere(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    """Run ``func`` on a weight without host memory: with the weight's slot during a step, with its true value
+    outside a step.
+
+    Answers queries of metadata without reading the value.
+    """
+    kwargs = kwargs or {}
+    name = getattr(func, "__name__", "")
+    # torch.nn.init passes the weight as a keyword.
+    if not args and isinstance(kwargs.get("tensor"), managed_tensor.ManagedTensor):
+        kwargs = dict(kwargs)
+        args = (kwargs.pop("tensor"),)
+    first = args[0] if args else None
+    home = getattr(first, "_carom", None)
+    getter = name in ("__get__", "__set__")
+    if home is not None and (name in _MEMORY_FORMAT_QUERIES or func == _IS_META):
+        return managed_tensor.plain(func, (home.host, *args[1:]), kwargs)
+    if name in managed_tensor._ATTRIBUTES or (getter and func not in managed_tensor._VIEW_GETTERS):
+        if isinstance(first, LazyTensor):  # a detached value reports its own device, not the compute device
+            return managed_tensor.plain(func, args, kwargs)
+        return managed_tensor._dispatch_managed(cls, func, types, args, kwargs)
+    leaves = tree_leaves((args, kwargs))
+    for leaf in leaves:
+        # A resident weight whose bytes are still being read: load them first.
+        if isinstance(leaf, managed_tensor.ManagedTensor) and "_pending" in leaf.__dict__:
+            leaf.__dict__["_pending"]()
+    ours = [leaf for leaf in leaves if isinstance(leaf, managed_tensor.ManagedTensor)]
+    found = [leaf._carom for leaf in ours if isinstance(getattr(leaf, "_carom", None), ElsewhereHome)]
+    if not found:
+        return managed_tensor.plain(func, args, kwargs)
+    runtime = found[0].runtime
+    writes = isinstance(home, ElsewhereHome) and managed_tensor.writes(name, kwargs)
+    if func == _DATA and home is not None and runtime.computing():
+        return lazy(home)
+    if not runtime.closed and (
+        runtime.computing() or (managed_tensor.on_device(runtime, leaves) and not writes)
+    ):
+        return managed_tensor._dispatch_managed(cls, func, types, args, kwargs)
+    if home is not None and (func == _DATA or name == "detach"):
+        return lazy(home)
+    with torch._C.DisableTorchFunctionSubclass():
+        if home is not None and writes:
+            return _write(home, name, func, args, kwargs)
+        values = {id(leaf): leaf._carom.read() for leaf in ours if isinstance(leaf._carom, ElsewhereHome)}
+        args, kwargs = managed_tensor.substitute(args, kwargs, values)
+    return managed_tensor.plain(func, args, kwargs)
+
+
+def _write(home: ElsewhereHome, name: str, func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Apply ``func``, an in-place operator, to the weight of ``home`` and return the weight's tensor."""
+    if name == "copy_" and len(args) > 1 and isinstance(args[1], torch.Tensor):
+        source = getattr(args[1], "_carom", None)
+        value = source.read() if isinstance(source, ElsewhereHome) else args[1]
+        home.replace(value.to(home.host.dtype).expand(home.host.shape))
+    else:
+        home.change(func, args, kwargs)
+    return args[0]
+
+
+def lazy(home: ElsewhereHome) -> torch.Tensor:
+    """Return a tensor for a state dict that stands for the weight's value and reads it when an operator uses
+    it.
+    """
+    return managed_tensor.value_of(home, LazyTensor)
+
+
+class AwayParameter(HostParameter):
+    """The class of a Parameter whose value is in a file or packed, for as long as a session is attached."""
+
+    __torch_function__: Any = ForOperators(_dispatch_elsewhere)
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        copy = nn.Parameter(self._carom.read(), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return nn.Parameter(self._carom.read(), self.requires_grad).__reduce_ex__(proto)
+
+
+class AwayTensor(HostTensor):
+    """The class of a buffer whose value is in a file or packed, for as long as a session is attached."""
+
+    __torch_function__: Any = ForOperators(_dispatch_elsewhere)
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        copy = self._carom.read()
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self._carom.read().__reduce_ex__(proto)
+
+
+class LazyTensor(AwayTensor, managed_tensor.Value):
+    """A detached weight value, as state dicts hold it, that is read when an operator uses it."""

@@ -1,0 +1,219 @@
+"""Classes `Home`, `ManagedUnit` and protocol `Runtime`: what the tensor subclasses for streamed weights refer
+to.
+
+Every managed tensor (see managed_tensor.py and elsewhere_tensor.py) refers to a `Home`, which reads and
+writes the tensor's value while the tensor is not in a device slot. The homes of one unit belong to a
+`ManagedUnit`. A `ManagedUnit` belongs to a `Runtime`, which copies the unit into device slots.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from ..common.errors import UnsupportedError
+from .gradient_hooks import delay_hooks
+from .units import Entry, Unit
+
+
+class SlotRange(Protocol):
+    """The address range of the device memory that holds slots, and the conversion of slot views to autograd
+    handles.
+
+    ``low``: the first address. ``high``: the address after the last byte.
+    """
+
+    low: int
+    high: int
+
+    def handle(self, saved: torch.Tensor) -> Any:
+        """Return the object that autograd saves instead of ``saved``, a view of a slot."""
+
+
+class Runtime(SlotRange, Protocol):
+    """Interface of the streamer (the object that copies units into slots), as managed tensors use it."""
+
+    closed: bool  # whether the session is closed, so that no unit can be fetched
+    lock: threading.RLock  # held while units are fetched
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the module computes on."""
+
+    def computing(self) -> bool:
+        """Return whether this thread is in a step: a forward of the root, a unit's forward, or a backward
+        pass.
+        """
+
+    def in_forward(self) -> bool:
+        """Return whether this thread is in a forward of the root or of a unit."""
+
+    def run_operator(self, func: Callable, args: tuple, kwargs: dict, found: list[Any]) -> Any:
+        """Run one operator with the slots of the managed tensors ``found`` instead of these arguments."""
+
+
+class ManagedUnit:
+    """A unit whose tensors are managed by a session; ``homes`` has one `Home` for each of the unit's entries.
+
+    ``epoch``: incremented when host bytes may have changed without torch raising a tensor's version counter.
+    ``trainable``: whether any of the tensors requires a gradient. ``in_graphs``: whether an autograd graph
+    still needs the unit.
+    """
+
+    def __init__(self, unit: Unit, runtime: Runtime) -> None:
+        self.unit, self.runtime = unit, runtime
+        self.homes: list[Home] = []
+        self.epoch = 0
+        self.trainable = False
+        self.in_graphs = InGraphs()
+
+    @property
+    def name(self) -> str:
+        """The unit's name."""
+        return self.unit.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unit in a slot, with alignment."""
+        return self.unit.nbytes
+
+    def version(self) -> int:
+        """Return a number that changes whenever a host tensor's version counter or `epoch` rises."""
+        version = self.epoch
+        for home in self.homes:
+            version += home.host._version
+        return version
+
+    def note_trainable(self) -> None:
+        """Set `trainable` from the homes."""
+        self.trainable = any(home.trainable for home in self.homes)
+
+
+class Home:
+    """The value of one managed tensor while it is not in a slot: ``host``, a tensor in host memory.
+
+    ``tensor``: the model's own Parameter or buffer object. ``keeps_writes``: whether values that the model
+    writes to the weight during a step can be stored. ``has_bytes``: whether ``tensor`` has its value in its
+    own storage.
+    """
+
+    __slots__ = ("unit", "runtime", "entry", "host", "tensor", "trainable", "_no_swap")
+    keeps_writes = True
+    has_bytes = True
+
+    def __init__(self, unit: ManagedUnit, entry: Entry, host: torch.Tensor) -> None:
+        self.unit, self.runtime, self.entry, self.host = unit, unit.runtime, entry, host
+        self.tensor = entry.tensor
+        self.trainable = entry.trainable
+        # torch.utils.swap_tensors refuses tensors that have weak references.
+        self._no_swap = weakref.ref(self.tensor)
+
+    def value(self) -> torch.Tensor:
+        """Return the tensor that a state dict holds of the weight."""
+        return self.host.detach()
+
+    def read(self) -> torch.Tensor:
+        """Return the true value as a CPU tensor that the caller must not write to."""
+        return self.host
+
+    def keep(self, value: torch.Tensor) -> None:
+        """Store ``value``, a CPU tensor that holds what the model has written to the weight's slot."""
+        self.host.copy_(value)
+
+    def dress(self, view: torch.Tensor) -> None:
+        """Copy the Python attributes that the model set on the weight to ``view``, which stands for the
+        weight.
+        """
+        view.__dict__.update(
+            {name: value for name, value in self.tensor.__dict__.items() if name != "_carom"}
+        )
+
+    def set_trainable(self, trainable: bool) -> None:
+        """Follow a change of the weight's ``requires_grad``.
+
+        From the unit's next run on, gradients of the weight are copied to the host, or no longer are.
+        """
+        self.trainable = trainable
+        if trainable:
+            delay_hooks(self.tensor)
+        self.unit.note_trainable()
+
+    def set_data(self, new: torch.Tensor) -> None:
+        """Do what ``parameter.data = new`` asks for: overwrite the weight's host bytes in place.
+
+        Raises UnsupportedError for another shape, dtype or device, and while an autograd graph needs the old
+        value.
+        """
+        runtime = self.runtime
+        device = runtime.device
+        if (
+            new.device == device
+            and device.type != "cpu"
+            and (new.shape, new.dtype) != (self.host.shape, self.host.dtype)
+        ):
+            return  # a submodule's .to moved and converted the weight
+        if new.device.type not in ("cpu", device.type) or (new.shape, new.dtype) != (
+            self.host.shape,
+            self.host.dtype,
+        ):
+            raise UnsupportedError(
+                f"{self.entry.name} is streamed as {self.host.dtype} {tuple(self.host.shape)}; it cannot become "
+                f"{new.dtype} {tuple(new.shape)} on {new.device} while attached: close the session first"
+            )
+        if getattr(new, "_carom", None) is self or runtime.low <= new.data_ptr() < runtime.high:
+            # A submodule's .to moved the weight to the device that computes with it: the weight stays
+            # streamed.
+            return
+        self.refuse_in_graphs()
+        self.unit.epoch += 1
+        if new.device.type != "cpu":
+            new = new.cpu()
+        if new.data_ptr() != self.host.data_ptr():
+            with torch.no_grad():
+                self.host.copy_(new)
+
+    def refuse_in_graphs(self) -> None:
+        """Raise UnsupportedError while an autograd graph still needs the value that is to be replaced."""
+        if self.unit.in_graphs:
+            raise UnsupportedError(
+                f"{self.entry.name}.data is replaced while a graph that was made before still needs the old value: call "
+                "backward() first, drop what keeps the graph, or run that forward under torch.no_grad()"
+            )
+
+
+class InGraphs:
+    """A flag that is true while any autograd graph still needs a unit in backward.
+
+    Every handle that such a graph saves holds a reference on one token object, and the flag is a weak
+    reference on it.
+    """
+
+    __slots__ = ("_reference",)
+
+    def __init__(self) -> None:
+        self._reference: Callable[[], Any] = _nothing
+
+    def token(self) -> Any:
+        """Return the token object; while any reference on it exists, a graph needs the unit."""
+        token = self._reference()
+        if token is None:
+            token = _Token()
+            self._reference = weakref.ref(token)
+        return token
+
+    def __bool__(self) -> bool:
+        return self._reference() is not None
+
+
+class _Token:
+    """An object that does nothing but be referenced."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _nothing() -> None:
+    """Return None, as a weak reference to a dead object does."""

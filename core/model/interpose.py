@@ -1,0 +1,206 @@
+"""Wrappers around modules' forwards, set as the instance attribute ``forward`` and removed again by
+`Wrapped.undo`.
+
+Forward hooks would not do: hooks registered with always_call run on Exceptions only, not on
+KeyboardInterrupt, they cost more, and they do not see ``module.forward(x)``. torch.compile is told to skip
+the frames of these wrappers and to compile the functions that they call, so graphs break at the edges of
+units and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._jit_internal import FunctionModifiers
+
+from ..common.errors import UnsupportedError
+from .compiling import pass_over, untraced
+
+_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+_tracing: Callable[[], Any] = torch._C._get_tracing_state
+_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode  # type: ignore[attr-defined]
+_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
+
+
+NO_GRAPH = (
+    "{} streams: its weights are not where a captured graph could keep them. Close the session before torch.export, "
+    "torch.jit, torch.onnx or make_fx, and stream again afterwards"
+)
+NO_PICKLE = "a streamed module cannot be pickled whole; save its state_dict() or close the session"
+
+
+class Wrapped:
+    """The wrapped forwards and set attributes of one session, with the calls that undo them.
+
+    `undo` also works where other code has wrapped the same forwards since.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._undo)
+
+    def forward(self, module: nn.Module, make: Callable[[Callable], Callable], lasts: bool = False) -> None:
+        """Replace ``module``'s forward by ``make(inner)``, where ``inner`` is its present forward.
+
+        ``lasts``: wrappers that are set later go behind this one (nearer to the module's own forward), as
+        long as no foreign wrapper has been put in front of this one.
+        """
+        before = module.__dict__.get("forward")
+        if isinstance(before, _Forward) and before.lasts and before.live:
+            self._undo.append(before.insert_behind(make))
+            return
+        front = _Forward(make, module.forward, before, lasts)
+        module.forward = front  # type: ignore[method-assign]
+
+        def undo() -> None:
+            front.live = False
+            if module.__dict__.get("forward") is front:
+                previous = before
+                # That wrapper was removed before this one.
+                while isinstance(previous, _Forward) and not previous.live:
+                    previous = previous.before
+                if previous is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.forward = previous  # type: ignore[method-assign]
+
+        self._undo.append(undo)
+
+    def attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute in the module's ``__dict__`` until `undo`."""
+        before = module.__dict__.get(name)
+        module.__dict__[name] = value
+
+        def undo() -> None:
+            if module.__dict__.get(name) is value:
+                if before is None:
+                    del module.__dict__[name]
+                else:
+                    module.__dict__[name] = before
+
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        """Remove all wrappers and attributes, the last one first."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def stands_first(module: nn.Module) -> bool:
+    """Return whether the outermost wrapper of ``module``'s forward was set by Carom with ``lasts``."""
+    front = module.__dict__.get("forward")
+    return isinstance(front, _Forward) and front.lasts and front.live
+
+
+class _Forward:
+    """A wrapper that calls ``make(inner)`` while ``live`` is true, and ``inner`` afterwards.
+
+    A deep copy of the module gets its plain forward.
+    """
+
+    def __init__(
+        self, make: Callable[[Callable], Callable], inner: Callable, before: Any, lasts: bool = False
+    ) -> None:
+        functools.update_wrapper(self, inner)
+        self.live, self.lasts = True, lasts
+        self.before = before  # the instance's attribute ``forward`` before this wrapper was set, or None
+        self._inner = inner
+        self._run = make(self._call_inner if lasts else inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs) if self.live else self._inner(*args, **kwargs)
+
+    def _call_inner(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward behind this wrapper, which `insert_behind` may have changed."""
+        return self._inner(*args, **kwargs)  # read at the time of the call: insert_behind may have changed it
+
+    def insert_behind(self, make: Callable[[Callable], Callable]) -> Callable[[], None]:
+        """Insert a wrapper between this wrapper and the forward behind it; return the function that removes
+        the new wrapper.
+        """
+        front = self._inner = _Forward(make, self._inner, None)
+
+        def undo() -> None:
+            front.live = False
+            while isinstance(self._inner, _Forward) and not self._inner.live:
+                self._inner = self._inner._inner
+
+        return undo
+
+    @property
+    def _torchscript_modifier(self) -> Any:
+        """The TorchScript modifier of the forward; raises UnsupportedError while a session is attached.
+
+        Only torch.jit.script and torch.jit.trace read this attribute, before they compile the module.
+        """
+        if self.live:
+            raise UnsupportedError(NO_GRAPH.format(self._name()))
+        return getattr(self._inner, "_torchscript_modifier", FunctionModifiers.DEFAULT)
+
+    @property
+    def __signature__(self) -> Any:
+        """An attribute that always raises: UnsupportedError while torch.export is running, else
+        AttributeError.
+
+        torch.export, strict or not, reads this attribute before it traces the module. After AttributeError
+        `inspect.signature` reads the signature of the wrapped forward.
+        """
+        if self.live and exporting():
+            raise UnsupportedError(NO_GRAPH.format(self._name()))
+        raise AttributeError("__signature__")
+
+    def _name(self) -> str:
+        """Return the class name of the module whose forward is wrapped."""
+        inner = self._inner
+        while isinstance(inner, _Forward):
+            inner = inner._inner
+        return type(getattr(inner, "__self__", inner)).__name__
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return _without_session(self._inner, memo)
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(NO_PICKLE)
+
+
+def exporting() -> bool:
+    """Return whether torch.export is running."""
+    trace = sys.modules.get("torch.export._trace")
+    return _exporting() or getattr(trace, "_EXPORT_FLAGS", None) is not None
+
+
+def refuse_capture(name: str) -> None:
+    """Raise UnsupportedError while torch.jit.trace, torch.export or make_fx records a graph.
+
+    A recorded graph would keep the bytes of a slot as the weight's value.
+    """
+    if (
+        _tracing() is not None
+        or _exporting()
+        or (torch._C._len_torch_dispatch_stack() and _mode(_PROXY) is not None)
+    ):
+        raise UnsupportedError(NO_GRAPH.format(name))
+
+
+def _without_session(inner: Callable, memo: dict) -> Callable:
+    """Return ``inner`` bound to the copy of its module that a running deepcopy is making."""
+    while isinstance(inner, _Forward):
+        inner = inner._inner
+    owner = getattr(inner, "__self__", None)
+    copy = memo.get(id(owner))
+    if copy is None:
+        return inner
+    return functools.partial(type(copy).forward, copy)
+
+
+untraced(_Forward.__call__)
+untraced(_Forward._call_inner)
+# All units share this code object; the function that it calls has a code object for each unit.
+pass_over(_Forward.__call__.__code__)

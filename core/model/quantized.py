@@ -1,0 +1,444 @@
+"""Quantised weights (torchao, bitsandbytes, optimum-quanto, GGUF and others) streamed by their inner tensors.
+
+A quantised weight is a tensor subclass. A wrapper subclass has no storage, so it can neither be pinned nor
+copied to a slot. Of a subclass with bytes of its own, tensors in its attributes (scales) would stay behind.
+So each weight is flattened (`tensor_flatten`) and its inner tensors are registered as buffers of the module,
+which stream like any others. The weight object stays readable as an attribute of the module. Whenever the
+module's own forward runs, the attribute is a wrapper made of the tensors that are in the buffers then: slot
+views, or residents. Tensors that autograd saves of such a wrapper are saved as inner tensors, each packed by
+the surrounding saved-tensor hook: as handles, while a unit runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..common.errors import UnsupportedError
+from . import managed_tensor
+from .saved_attributes import pack_node_attributes
+from .tensor_flatten import (
+    ObjectSpec,
+    SubclassSpec,
+    WrapperSpec,
+    aliases_of,
+    can_be_rebuilt,
+    flatten,
+    flatten_object,
+    is_data_subclass,
+    is_wrapper,
+    set_data,
+    tensor_attributes,
+)
+from .wrapper_cache import CachedWrapper, WrapperReferences, cache_of, measure_references
+
+if TYPE_CHECKING:
+    from .home import SlotRange
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+INNER = "__inner_"  # part of the names of buffers that hold inner tensors
+
+
+class FlattenedWeights:
+    """Every frozen quantised parameter below ``root``, with its inner tensors registered as buffers until
+    `close`.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._flattened: list[_FlattenedModule] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """Flatten quantised weights that were added since, and drop those that the model replaced.
+
+        Must not be called during a forward.
+        """
+        kept = [leaf for leaf in self._flattened if leaf.intact]
+        replaced = [leaf for leaf in self._flattened if not leaf.intact]
+        self._flattened = kept
+        for leaf in replaced:
+            leaf.close()
+        try:
+            for module in self._root.modules():
+                names = _flattenable_names(module)
+                if names and any(leaf.module is module for leaf in self._flattened):
+                    continue  # a weight added to a module that is flattened already stays as it is
+                if names:
+                    self._flattened.append(_FlattenedModule(module, names))
+        except BaseException:
+            self.close()
+            raise
+
+    def follow(self) -> None:
+        """Let the weight objects share the memory of the buffers again, after the buffers have moved."""
+        for leaf in self._flattened:
+            leaf.follow()
+
+    def __len__(self) -> int:
+        """Return the number of flattened weights."""
+        return sum(len(leaf.weights) for leaf in self._flattened)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether other code has replaced a flattened weight (as a merge into quantised weights does)."""
+        return any(not leaf.intact for leaf in self._flattened)
+
+    @property
+    def stale(self) -> bool:
+        """Whether `renew` would change anything."""
+        known = {id(leaf.module) for leaf in self._flattened}
+        return self.replaced or any(
+            id(module) not in known and _flattenable_names(module) for module in self._root.modules()
+        )
+
+    def read(self, name: str) -> torch.Tensor | None:
+        """Return the true value of the quantised weight called ``name`` in the tree, on the CPU; None if
+        there is none.
+        """
+        path, _, leaf_name = name.rpartition(".")
+        for leaf in self._flattened:
+            weight = leaf.weights.get(leaf_name)
+            if weight is not None and leaf.module is dict(self._root.named_modules()).get(path):
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    parts = [_bytes(leaf.module._buffers[b]).detach().cpu().clone() for b in weight.buffers]
+                    return weight.spec.unflatten(iter(parts))
+        return None
+
+    @property
+    def wrappers(self) -> list[nn.Parameter]:
+        """The weight objects, as they were before they were flattened."""
+        return [weight.wrapper for leaf in self._flattened for weight in leaf.weights.values()]
+
+    @property
+    def inner(self) -> set[int]:
+        """Ids of the inner tensors, which are in the modules' buffers outside a forward."""
+        return {
+            id(leaf.module._buffers.get(name))
+            for leaf in self._flattened
+            for weight in leaf.weights.values()
+            for name in weight.buffers
+        }
+
+    def close(self) -> None:
+        """Put the same Parameter objects back around the same inner tensors; may be called again."""
+        while self._flattened:
+            self._flattened.pop().close()
+
+
+def _flattenable_names(module: nn.Module) -> list[str]:
+    """Return the names of the parameters of ``module`` that can be flattened and rebuilt."""
+    return [
+        name
+        for name, p in module._parameters.items()
+        if p is not None and (is_wrapper(p) or is_data_subclass(p))
+        and not (p.requires_grad or p.is_inference()) and can_be_rebuilt(p)
+    ]  # fmt: skip
+
+
+def is_inner(name: str) -> bool:
+    """Return whether a buffer called ``name`` holds an inner tensor of a weight; such a buffer is never
+    state.
+    """
+    return INNER in name
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """One flattened weight of a module.
+
+    ``companions``: attributes of the module that hold tensors of the weight. ``references``: reference counts
+    of a wrapper that may be cached, None if a wrapper is built for every run. ``key``: the weight's key in a
+    `WrapperCache`.
+    """
+
+    wrapper: nn.Parameter
+    spec: WrapperSpec | SubclassSpec
+    buffers: tuple[str, ...]
+    companions: dict[str, ObjectSpec] = field(default_factory=dict)
+    references: WrapperReferences | None = None
+    key: object = field(default_factory=object)
+
+
+class _FlattenedModule:
+    """A module with quantised weights whose inner tensors are registered as its buffers."""
+
+    def __init__(self, module: nn.Module, names: list[str]) -> None:
+        self.module = module
+        self.weights: dict[str, _Weight] = {}
+        # By weight name, if all inner tensors are resident: the inner tensors, their device, the wrapper
+        # around them.
+        self._resident_wrappers: dict[str, tuple[list[Any], Any, CachedWrapper]] = {}
+        self._order = list(module._parameters)
+        self._not_saved = set(module._non_persistent_buffers_set)
+        for name in names:
+            wrapper: Any = module._parameters[name]
+            spec, tensors = flatten(wrapper)
+            companions = _companions(module, spec, tensors) if isinstance(spec, SubclassSpec) else {}
+            buffers = tuple(f"{name}{INNER}{i}" for i in range(len(tensors)))
+            for buffer, tensor in zip(buffers, tensors, strict=True):
+                if hasattr(module, buffer):
+                    raise UnsupportedError(f"{type(module).__name__} has an attribute {buffer} of its own")
+                module.register_buffer(buffer, tensor, persistent=False)
+            del module._parameters[name]
+            module.__dict__[name] = wrapper
+            references = measure_references(spec, tensors) if isinstance(spec, WrapperSpec) else None
+            self.weights[name] = _Weight(wrapper, spec, buffers, companions, references)
+            # The buffer has the bytes now. Without this a data subclass would keep a second copy in host
+            # memory.
+            _share_memory(self.weights[name], torch.empty(0, dtype=tensors[0].dtype))
+        self._hooks = [
+            module.register_state_dict_pre_hook(self._begin_save),
+            module._register_state_dict_hook(self._end_save),
+        ]
+        self._own_forward = module.__dict__.get("forward")
+        self._wrapped = _WrappedForward(self, module.forward)
+        module.__dict__["forward"] = self._wrapped
+
+    @property
+    def intact(self) -> bool:
+        """Whether the module still has the weight objects that were flattened."""
+        return all(self.module.__dict__.get(name) is weight.wrapper for name, weight in self.weights.items())
+
+    def build(self, name: str, plain: bool = False) -> dict[str, Any]:
+        """Return module attributes rebuilt from the tensors in the buffers: the weight and its companions, by
+        name.
+
+        ``plain``: build them from detached plain tensors instead of a session's tensor subclasses.
+        """
+        weight, table = self.weights[name], self.module._buffers
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            parts: list[Any] = [_bytes(table[buffer]) for buffer in weight.buffers]
+            if plain:
+                parts = [part.detach() for part in parts]
+            tensors = iter(parts)
+            made: Any = weight.spec.unflatten(tensors)
+            if isinstance(weight.spec, WrapperSpec):
+                made = nn.Parameter(made, requires_grad=False)
+            companions = {key: held.unflatten(parts[0], tensors) for key, held in weight.companions.items()}
+        return {name: made, **companions}
+
+    def set_weight(self, name: str) -> Any:
+        """Set the module's weight and its companions, rebuilt from the tensors in the buffers; return the
+        weight.
+        """
+        weight, module = self.weights[name], self.module
+        if weight.references is None:
+            module.__dict__.update(self.build(name))
+        else:
+            parts = [module._buffers[buffer] for buffer in weight.buffers]
+            module.__dict__[name] = self._cached_or_new(name, weight, parts, weight.references)
+        return module.__dict__[name]
+
+    def _cached_or_new(
+        self, name: str, weight: _Weight, parts: list[Any], references: WrapperReferences
+    ) -> Any:
+        """Return a wrapper around ``parts``: the cached wrapper of these very tensors, or a new one."""
+        caches = set(map(cache_of, parts))
+        cache = caches.pop()
+        if caches or (cache is None and not all(type(part) in _PLAIN for part in parts)):
+            return self.build(name)[name]  # some inner tensors stream, or wait on the host
+        if cache is None:  # all are resident: the tensor objects stay the same, also when their bytes move
+            found = self._resident_wrappers.get(name)
+            if found is not None:
+                tensors, device, kept = found
+                if device == parts[0].device and all(map(operator.is_, tensors, parts)) and not kept.changed:
+                    return kept.made
+            made = references.build(parts)
+            self._resident_wrappers[name] = (parts, parts[0].device, CachedWrapper(made, parts))
+            return made
+        made = cache.get(weight.key)
+        if made is None:
+            made = references.build(parts)
+            cache.add(weight.key, made, parts, references)
+        return made
+
+    def end_run(self) -> None:
+        """Restore the weight objects after a forward; drop cached wrappers of resident tensors that the
+        forward changed.
+        """
+        for name in self.weights:
+            self.module.__dict__.update(self.originals(name))
+            found = self._resident_wrappers.get(name)
+            if found is not None and found[2].changed:
+                self._resident_wrappers.pop(name, None)
+
+    def originals(self, name: str) -> dict[str, Any]:
+        """Return the module attributes as they are outside a forward."""
+        weight = self.weights[name]
+        return {name: weight.wrapper, **{key: held.original for key, held in weight.companions.items()}}
+
+    def follow(self) -> None:
+        """Let the weight objects share the memory of the buffers."""
+        for weight in self.weights.values():
+            main = self.module._buffers.get(weight.buffers[0])
+            if main is not None:
+                _share_memory(weight, main)
+
+    def _begin_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Make the weights parameters again, of plain tensors, while the module makes its state dict.
+
+        A state-dict pre-hook; the module's class may save the weights in a format of its own.
+        """
+        if self.module is module and self.intact:
+            for name in self.weights:
+                made = self.build(name, plain=True)
+                module._parameters[name] = made.pop(name)
+                del module.__dict__[name]
+                module.__dict__.update(made)
+            self._reorder()
+
+    def _end_save(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
+        """Undo `_begin_save`. A state-dict hook."""
+        if self.module is module:
+            for name in self.weights:
+                if name not in module.__dict__ and module._parameters.pop(name, None) is not None:
+                    module.__dict__.update(self.originals(name))
+
+    def _reorder(self) -> None:
+        """Put the parameters in the order that they had at first."""
+        table = self.module._parameters
+        ordered = {name: table[name] for name in [*self._order, *table] if name in table}
+        table.clear()
+        table.update(ordered)
+
+    def close(self) -> None:
+        """Remove buffers, hooks and the wrapped forward; put the weights back among the parameters."""
+        module, table = self.module, self.module._parameters
+        self._wrapped.live = False
+        self._resident_wrappers.clear()
+        if module.__dict__.get("forward") is self._wrapped:
+            if self._own_forward is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = self._own_forward
+        for hook in self._hooks:
+            hook.remove()
+        self.follow()
+        for name, weight in self.weights.items():
+            for buffer in weight.buffers:
+                module._buffers.pop(buffer, None)
+            if module.__dict__.pop(name, None) is not None:
+                table[name] = weight.wrapper
+        module._non_persistent_buffers_set = self._not_saved
+        self._reorder()
+
+
+def _bytes(tensor: Any) -> Any:
+    """Return ``tensor``, or its value if it waits in a file or packed.
+
+    A wrapper built of a waiting tensor would use the meta tensor instead of reading the value.
+    """
+    return tensor._carom.read() if managed_tensor.waits_elsewhere(tensor) else tensor
+
+
+def _share_memory(weight: _Weight, data: torch.Tensor) -> None:
+    """Let a data subclass weight and its aliases use the storage of ``data``; do nothing for a wrapper, which
+    has none.
+    """
+    if isinstance(weight.spec, SubclassSpec):
+        set_data(weight.wrapper, data)
+        aliases = list(aliases_of(weight.spec, weight.wrapper))
+        for held in weight.companions.values():
+            aliases += aliases_of(held, held.original)
+        for tensor in aliases:
+            set_data(tensor, data)
+
+
+def _companions(module: nn.Module, spec: SubclassSpec, tensors: list[torch.Tensor]) -> dict[str, ObjectSpec]:
+    """Return specs of the module's attributes that hold tensors, or that take over attributes of the weight.
+
+    bitsandbytes' int8 state is such an object.
+    """
+    attribute_names = tensor_attributes(spec)
+    found: dict[str, ObjectSpec] = {}
+    for name, value in module.__dict__.items():
+        attributes = getattr(value, "__dict__", None)
+        if name.startswith("_") or isinstance(value, (type, nn.Module, torch.Tensor)) or callable(value):
+            continue
+        if not isinstance(attributes, dict):
+            continue
+        held = flatten_object(value, tensors)
+        if held is None and attribute_names & attributes.keys():
+            held = ObjectSpec(value, {})
+        if held is not None:
+            found[name] = held
+    return found
+
+
+class _WrappedForward:
+    """A wrapper of a module's forward that sets the module's weights for the time of the call.
+
+    The weights are built of the tensors that are in the buffers when the call begins.
+    """
+
+    def __init__(self, leaf: _FlattenedModule, inner: Callable) -> None:
+        functools.update_wrapper(self, inner)
+        self.live, self._leaf, self._inner = True, leaf, inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaf = self._leaf
+        if not self.live or not leaf.intact:
+            return self._inner(*args, **kwargs)
+        streamer = managed_tensor.streaming() if torch.is_grad_enabled() else None
+        saved = False
+        try:
+            weights = [leaf.set_weight(name) for name in leaf.weights]
+            if streamer is not None:
+                pack_inner_tensors(streamer, weights)
+                saved = True
+            del weights
+            result = self._inner(*args, **kwargs)
+            if streamer is not None:
+                pack_node_attributes(streamer, result, (*args, *kwargs.values()))
+            return result
+        finally:
+            if saved:
+                managed_tensor.pop_handles()
+            leaf.end_run()
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        raise UnsupportedError(
+            "a module with wrapped weights that stream cannot be copied; close the session first"
+        )
+
+
+@dataclass(frozen=True)
+class _PackedWrapper:
+    """What autograd saves of a wrapper: its spec, and its inner tensors as packed by the hook below."""
+
+    spec: WrapperSpec | SubclassSpec
+    parts: tuple[Any, ...]
+    unpack: Callable
+
+
+def pack_inner_tensors(slots: SlotRange, wrappers: list[Any]) -> None:
+    """Push saved-tensor hooks that save each of ``wrappers`` as its inner tensors, until
+    `managed_tensor.pop_handles`.
+
+    The inner tensors are packed by the hooks below, which belong to ``slots``.
+    """
+    pack_below, unpack_below = managed_tensor._top_hooks(False)  # type: ignore[misc]
+    shapes = {type(wrapper) for wrapper in wrappers}
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if type(tensor) in shapes or is_wrapper(tensor):
+            spec, parts = flatten(tensor)
+            return _PackedWrapper(spec, tuple(pack_below(part) for part in parts), unpack_below)
+        return pack_below(tensor)
+
+    def unpack(packed: Any) -> Any:
+        if type(packed) is not _PackedWrapper:
+            return unpack_below(packed)
+        parts = [packed.unpack(part) for part in packed.parts]  # a checkpoint recomputes during this call
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return packed.spec.unflatten(iter(parts))
+
+    pack._carom = slots  # type: ignore[attr-defined]
+    managed_tensor._push_hooks(pack, unpack)

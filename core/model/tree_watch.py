@@ -1,0 +1,44 @@
+"""Detection of changes in a module tree, such as added adapters or replaced weights, cheap enough for every
+forward.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from torch import nn
+
+from .units import Entry, collect
+
+
+class Tree:
+    """A fingerprint of every module's children, parameters and buffers, by object identity."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        tables = [t for m in root.modules() for t in (m._modules, m._parameters, m._buffers)]
+        # Dict views, which show later changes of their dicts.
+        self._members = [table.values() for table in tables if table]
+        self._sizes, self._ids = list(map(len, self._members)), self._now()
+
+    def _now(self) -> list[int]:
+        # A tree has thousands of dicts and this runs before every forward, so the loop runs in C. Ids are
+        # kept instead of tensors because references would keep device memory of removed weights alive.
+        """Return the ids of all members as they are now."""
+        return list(map(id, chain.from_iterable(self._members)))
+
+    def changed(self) -> bool:
+        """Return whether any module's children, parameters or buffers differ from the fingerprint."""
+        return list(map(len, self._members)) != self._sizes or self._now() != self._ids
+
+    def lent(self) -> bool:
+        """Return whether a parameter is substituted for a while, as `torch.func.functional_call` does."""
+        return any(
+            value is not None and not isinstance(value, nn.Parameter)
+            for module in self._root.modules()
+            for value in module._parameters.values()
+        )
+
+    def entries(self) -> list[Entry]:
+        """Return the tree's tensors as they are now."""
+        return collect(self._root)

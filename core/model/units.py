@@ -1,0 +1,394 @@
+"""Division of a module tree into units: groups of tensors that are fetched, used and evicted together.
+
+Blocks are found by structure: children of a container that repeat (lists, dicts, numbered attributes), at any
+depth and of any number of kinds. Weights outside blocks become units of kind "stem". A unit larger than the
+limit is split into phases (its children), and these into layers. No class names are used. Tensors that cannot
+be streamed safely are listed with the reason and stay resident.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..common.errors import UnsupportedError
+from ..plan.region import ALIGN
+from .managed_tensor import HostParameter, HostTensor, waits_elsewhere
+from .quantized import is_inner
+
+# Bytes. Smaller buffers are often state that the model writes (statistics, caches), so they stay resident.
+SMALL_BUFFER = 256 << 10
+# The reason why a buffer stays resident that the model creates during a forward. The VRAM budget does not
+# count such buffers, as it does not count activations.
+MODELS_OWN = "the model makes it as it runs"
+FILE_ALIGN = 4096  # bytes; with this alignment direct reads of packed files need no second buffer
+_NUMBERED = re.compile(r"(.*?)(\d+)$")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in the module tree that names a tensor."""
+
+    module: nn.Module
+    name: str
+    buffer: bool
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The module's dict of buffers or of parameters, in which the tensor is."""
+        return self.module._buffers if self.buffer else self.module._parameters
+
+
+@dataclass(eq=False)
+class Entry:
+    """A parameter or buffer: one tensor, with all the sites that share it."""
+
+    name: str
+    tensor: torch.Tensor
+    sites: list[Site]
+    offset: int = 0  # bytes, from the beginning of the unit
+    counted: bool = True  # whether the VRAM budget counts the tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, without alignment."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the tensor requires a gradient."""
+        return self.tensor.requires_grad
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether the tensor is a buffer at all its sites; inner tensors of quantised weights do not count as
+        buffers.
+        """
+        return all(site.buffer and not is_inner(site.name) for site in self.sites)
+
+
+@dataclass(eq=False)
+class Unit:
+    """Entries that are copied to the device together, and the modules whose forward needs them.
+
+    ``modules`` is empty for a unit that only operators use, outside any module's forward.
+    """
+
+    name: str
+    kind: str  # "block" | "phase" | "layer" | "stem" | "loose"
+    modules: list[nn.Module]
+    entries: list[Entry] = field(default_factory=list)
+    nbytes: int = 0  # bytes in a slot, with alignment
+    raw_bytes: int = 0
+    align: int = ALIGN  # bytes; every tensor starts on this boundary
+
+    def add(self, entry: Entry) -> None:
+        """Append ``entry`` at the next aligned offset."""
+        entry.offset = self.nbytes
+        self.entries.append(entry)
+        self.nbytes += -(-entry.nbytes // self.align) * self.align
+        self.raw_bytes += entry.nbytes
+
+
+@dataclass(eq=False)
+class Carving:
+    """A division of a module's tensors.
+
+    ``units``: in registration order. ``resident``: (entry, reason) of tensors that must stay on the device.
+    ``adapters``: trainable entries that stay resident.
+    """
+
+    units: list[Unit]
+    resident: list[tuple[Entry, str]]
+    adapters: list[Entry]
+    split_bytes: int = 0  # bytes of the largest block (or stem) that was split into parts
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest unit, with alignment."""
+        return max((unit.nbytes for unit in self.units), default=0)
+
+
+def carving_matches(carving: Carving, root: nn.Module) -> bool:
+    """Return whether the tree still has exactly the tensors that were carved, at the same sites."""
+    entries = [entry for unit in carving.units for entry in unit.entries]
+    entries += [entry for entry, _ in carving.resident]
+    if carving.adapters or not all(
+        site.table.get(site.name) is entry.tensor for entry in entries for site in entry.sites
+    ):
+        return False
+    return {id(entry.tensor) for entry in entries} == {id(entry.tensor) for entry in collect(root)}
+
+
+def collect(root: nn.Module) -> list[Entry]:
+    """Return every parameter and buffer of the tree once, with all its sites, in registration order.
+
+    Raises UnsupportedError for a lazy parameter or buffer, which has no shape yet.
+    """
+    found: dict[int, Entry] = {}
+    for prefix, module in root.named_modules():
+        for buffer, table in ((False, module._parameters), (True, module._buffers)):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if is_lazy(tensor):
+                    raise UnsupportedError(
+                        f"{prefix + '.' if prefix else ''}{name} of {type(module).__name__} has no shape yet: run one forward "
+                        "of the module before it streams (a dry run), so that lazy modules make their weights"
+                    )
+                entry = found.get(id(tensor))
+                if entry is None:
+                    entry = found[id(tensor)] = Entry(f"{prefix}.{name}" if prefix else name, tensor, [])
+                entry.sites.append(Site(module, name, buffer))
+    return list(found.values())
+
+
+def why_not_streamed(entry: Entry) -> str | None:
+    """Return the reason why a tensor has to stay resident, None if it can be streamed."""
+    tensor = entry.tensor
+    # A streamed tensor has one of our subclasses while attached, and the planner may run then too.
+    if type(tensor) not in (nn.Parameter, torch.Tensor) and not isinstance(
+        tensor, (HostParameter, HostTensor)
+    ):
+        return f"tensor subclass {type(tensor).__name__}, which cannot be put together of tensors in a slot"
+    if waits_elsewhere(tensor):
+        return None
+    if tensor.layout != torch.strided:
+        return f"layout {tensor.layout}"
+    if tensor.is_inference():
+        return "made under torch.inference_mode"
+    if tensor.is_conj() or tensor.is_neg():
+        return "a conjugate or negative view"
+    if entry.nbytes == 0:
+        return "empty"
+    if not is_dense(tensor):
+        return "its elements overlap or leave gaps in memory"
+    state = any(site.buffer and not is_inner(site.name) for site in entry.sites)
+    if state and entry.nbytes < SMALL_BUFFER:
+        return "small buffer: may be written by the model"
+    return None
+
+
+def carve(
+    root: nn.Module,
+    *,
+    granularity: str = "auto",
+    limit: int | None = None,
+    stream_trainable: bool = False,
+    stay: dict[str, str] | None = None,
+    from_file: Callable[[torch.Tensor], Any] | None = None,
+) -> Carving:
+    """Return the units of ``root``, each of at most ``limit`` bytes where it can be split.
+
+    ``granularity``: "auto", "phase" or "layer". ``stay``: names of tensors that must be resident, with the
+    reason. ``from_file``: returns whether a tensor's bytes come from a weights file. If it is given, only
+    such tensors stream, aligned to 4096 bytes as files are.
+
+    Raises UnsupportedError for meta tensors without a file and for parameters that are inference tensors,
+    with their names.
+    """
+    carver = _Carver(root, granularity, limit, stream_trainable, stay or {}, from_file)
+    carver.visit(root, "", top=True)
+    carver.share_tied()
+    order = {id(entry): index for index, entry in enumerate(carver.entries)}
+    units = [unit for unit in carver.units if unit.entries]
+    units.sort(key=lambda unit: order[id(unit.entries[0])])
+    return Carving(units, carver.resident, carver.adapters, carver.split_bytes)
+
+
+class _Carver:
+    """One run of `carve`: the tree being walked, and the units found so far."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        granularity: str,
+        limit: int | None,
+        stream_trainable: bool,
+        stay: dict[str, str],
+        from_file: Callable[[torch.Tensor], Any] | None,
+    ) -> None:
+        self.granularity, self.limit = granularity, limit
+        self.align = ALIGN if from_file is None else FILE_ALIGN
+        self.units: list[Unit] = []
+        self.split_bytes = 0
+        self.resident: list[tuple[Entry, str]] = []
+        self.adapters: list[Entry] = []
+        self.entries = collect(root)
+        own: dict[int, list[Entry]] = {}
+        for entry in self.entries:
+            filed = from_file is not None and bool(from_file(entry.tensor))
+            if entry.tensor.is_meta and not filed and not waits_elsewhere(entry.tensor):
+                raise UnsupportedError(
+                    f"{entry.name} is on the meta device and no file with its value was given: name one with weights= "
+                    "when streaming starts, or load the module's weights first"
+                )
+            if entry.tensor.is_inference() and not entry.is_buffer:
+                raise UnsupportedError(
+                    f"{entry.name} was made under torch.inference_mode and cannot be managed; build or clone "
+                    "the module outside it"
+                )
+            reason = stay.get(entry.name) or why_not_streamed(entry)
+            entry.counted = reason != MODELS_OWN
+            if from_file is not None and not filed:
+                reason = reason or "its value is in no file"
+            if entry.trainable and not stream_trainable:
+                self.adapters.append(entry)
+            elif reason is not None:
+                self.resident.append((entry, reason))
+            else:
+                for module in {id(site.module): site.module for site in entry.sites}.values():
+                    own.setdefault(id(module), []).append(entry)
+        self._own = own
+        self._bytes: dict[int, int] = {}
+        self._nested: dict[int, bool] = {}
+        self.total = self.bytes(root)
+        self._taken: dict[int, Unit] = {}  # the unit that has an entry, by the entry's id
+        self._tied: list[tuple[Entry, Unit]] = []
+
+    def bytes(self, module: nn.Module) -> int:
+        """Return the bytes of streamable tensors below ``module``, aligned as in slots."""
+        if id(module) not in self._bytes:
+            seen = {
+                id(e): -(-e.nbytes // self.align) * self.align
+                for m in module.modules()
+                for e in self._own.get(id(m), ())
+            }
+            self._bytes[id(module)] = sum(seen.values())
+        return self._bytes[id(module)]
+
+    def repeats(self, module: nn.Module, leaves: bool = False) -> set[str]:
+        """Return the names of children that repeat: numbered children of a container, or attributes that
+        differ by a number.
+
+        Single layers count only with ``leaves``: inside a block they are parts of the block, not blocks.
+        """
+        weighty = {name: child for name, child in module.named_children() if self.bytes(child)}
+        groups: dict[object, list[str]] = {}
+        for name, child in weighty.items():
+            match = _NUMBERED.fullmatch(name)
+            if isinstance(module, nn.ModuleDict) or (match and not match[1]):
+                groups.setdefault("container", []).append(name)
+            elif match:
+                groups.setdefault((match[1], type(child)), []).append(name)
+        found = {name for names in groups.values() if len(names) > 1 for name in names}
+        return {name for name in found if leaves or not self.leaf(weighty[name])}
+
+    def leaf(self, module: nn.Module) -> bool:
+        """Return whether at most one module of the subtree owns streamable weights."""
+        return sum(1 for m in module.modules() if self._own.get(id(m))) <= 1
+
+    def nested(self, module: nn.Module) -> bool:
+        """Return whether ``module`` or any module below has children that repeat."""
+        if id(module) not in self._nested:
+            self._nested[id(module)] = any(self.repeats(m) for m in module.modules())
+        return self._nested[id(module)]
+
+    def visit(self, module: nn.Module, name: str, *, top: bool = False) -> None:
+        """Descend to the children that repeat and emit them as blocks; emit the modules beside them as stem
+        units.
+        """
+        repeats = self.repeats(module) or self.repeats(module, leaves=True)
+        if not top and not repeats and not self.nested(module):
+            self.emit(module, name, "stem")
+            return
+        if top and self.leaf(module):
+            self.emit(module, name, "stem")
+            return
+        self.loose(module, name)
+        for child_name, child in module.named_children():
+            if not self.bytes(child):
+                continue
+            path = f"{name}.{child_name}" if name else child_name
+            if child_name in repeats and not (self.nested(child) and self.bytes(child) * 8 > self.total):
+                self.emit(child, path, "block")
+            else:
+                self.visit(child, path)
+
+    def emit(self, module: nn.Module, name: str, kind: str) -> None:
+        """Add one unit for the whole subtree, or units for its parts if it is too large or a finer
+        granularity was asked for.
+        """
+        size = self.bytes(module)
+        too_large = self.limit is not None and size > self.limit and self.granularity != "block"
+        finer = self.granularity == "layer" or (self.granularity == "phase" and kind in ("block", "stem"))
+        # A module that owns large weights beside its parts (attention with fused projections) uses them
+        # together, so a module whose own weights are more than a quarter of its bytes is not split.
+        own = sum(-(-e.nbytes // self.align) * self.align for e in self._own.get(id(module), ()))
+        whole = self.leaf(module) or own * 4 > size
+        if (too_large or finer) and not whole:
+            self.split_bytes = max(self.split_bytes, size)
+            self.loose(module, name)
+            part = "phase" if kind in ("block", "stem") else "layer"
+            for child_name, child in module.named_children():
+                if self.bytes(child):
+                    self.emit(child, f"{name}.{child_name}" if name else child_name, part)
+            return
+        unit = Unit(name or type(module).__name__, kind, self.run(module), align=self.align)
+        for m in module.modules():
+            for entry in self._own.get(id(m), ()):
+                self.take(entry, unit)
+        self.units.append(unit)
+
+    def run(self, module: nn.Module) -> list[nn.Module]:
+        """Return the outermost modules of a subtree that have weights and a forward of their own.
+
+        A ModuleList or ModuleDict has no forward, so its children are returned. A container without a forward
+        that owns weights itself (a ParameterList) is returned too: operators use its weights.
+        """
+        runs = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+        if runs or self._own.get(id(module)):
+            return [module]
+        return [part for child in module.children() if self.bytes(child) for part in self.run(child)]
+
+    def loose(self, module: nn.Module, name: str) -> None:
+        """Add a unit of kind "loose" for each weight that a module with parts owns itself.
+
+        The module's forward contains those of its parts, so it is too long to be the run of one unit.
+        """
+        for entry in self._own.get(id(module), ()):
+            unit = Unit(entry.name, "loose", [], align=self.align)
+            self.take(entry, unit)
+            self.units.append(unit)
+
+    def take(self, entry: Entry, unit: Unit) -> None:
+        """Add ``entry`` to ``unit``, or note that it is tied if another unit has it already."""
+        owner = self._taken.setdefault(id(entry), unit)
+        if owner is unit:
+            if entry not in unit.entries:
+                unit.add(entry)
+        else:
+            self._tied.append((entry, unit))
+
+    def share_tied(self) -> None:
+        """Move each tensor that several units name to a unit of its own, used by every module that owns the
+        tensor.
+        """
+        for entry in {id(entry): entry for entry, _ in self._tied}.values():
+            first = self._taken[id(entry)]
+            rest = [e for e in first.entries if e is not entry]
+            first.entries, first.nbytes, first.raw_bytes = [], 0, 0
+            for other in rest:
+                first.add(other)
+            owners = list({id(site.module): site.module for site in entry.sites}.values())
+            shared = Unit(entry.name, "stem", owners, align=self.align)
+            shared.add(entry)
+            self.units.append(shared)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill one range of memory without overlap or gaps, in any order of
+    dimensions.
+    """
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,59 @@
+"""Defines `AttachedTensors`, which records tensors whose Python class was replaced by a managed-tensor class,
+and restores them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..device.engine import Engine
+from ..model.gradient_hooks import delay_hooks, restore_hooks
+from ..model.home import Home
+from .residents import replace
+
+
+class AttachedTensors:
+    """The tensors of a module that a tier turned into managed tensors, each with its original class and
+    device."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._before: list[tuple[torch.Tensor, type, torch.device]] = []
+
+    def remember(self, tensor: torch.Tensor, came_from: torch.device) -> None:
+        """Record the present class of ``tensor`` before a tier changes the tensor.
+
+        ``came_from``: the device that the value returns to in `undo`.
+        """
+        self._before.append((tensor, type(tensor), came_from))
+
+    @property
+    def came_from(self) -> set[torch.device]:
+        """The set of devices that the recorded tensors return to."""
+        return {device for _, _, device in self._before}
+
+    def undo(self) -> None:
+        """Restore every tensor's class, and move values that came from an accelerator back to that device.
+
+        After a failure the call may be repeated.
+        """
+        for tensor, before, came_from in reversed(self._before):
+            tensor.__class__ = before
+            tensor.__dict__.pop("_carom", None)
+            restore_hooks(tensor)
+            if came_from.type != "cpu":
+                replace(tensor, self._engine.move(tensor.detach(), came_from))
+        self._before.clear()
+
+
+def attach(home: Home, parameter: type, tensor: type) -> None:
+    """Turn the model's tensor into a managed tensor that reads and writes its value through ``home``.
+
+    A Parameter gets the class ``parameter``; a buffer gets the class ``tensor``. Both classes are
+    managed-tensor classes of `model`.
+    """
+    found = home.tensor
+    found._carom = home  # type: ignore[attr-defined]
+    found.__class__ = parameter if isinstance(found, nn.Parameter) else tensor
+    if home.trainable:
+        delay_hooks(found)

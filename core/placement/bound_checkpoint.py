@@ -1,0 +1,400 @@
+"""Defines `Checkpoint`, which binds a safetensors file to a module: meta tensors replace the weights that the
+file holds.
+
+While the file is bound, every tensor of the module that the file holds is a `meta` tensor without gradient:
+either the module's own meta tensor, or a placeholder where the module had values. Tensors that are not in the
+file are left alone, except non-persistent buffers on `meta`, whose values are computed by their modules.
+Values written to the file's tensors during the session are kept in host memory, and the module gets them at
+the end (`Checkpoint.unbind`); unwritten tensors become the objects that they were before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..checkpoint.computed_buffers import compute_buffers
+from ..checkpoint.direct_io import ALIGN
+from ..checkpoint.header import show
+from ..checkpoint.index import Index, open_index
+from ..checkpoint.mapping import BoundTensor, match_module
+from ..checkpoint.read_concurrency import ReadLimit
+from ..checkpoint.read_path import ReadPathTuner
+from ..checkpoint.reader import DiskReader, ReaderPolicy
+from ..common.errors import BudgetError, UnsupportedError, WeightsError
+from ..common.sizes import format_size
+from ..device.engine import Engine
+from ..host.arena import PAGE, Block, HostArena
+from ..host.cache_pieces import LEAST_BUFFERS, choose_buffers
+from ..host.eviction import EVICTIONS
+from ..model.units import Site, Unit, collect
+from ..plan.residency import round_up
+from .file_wire import WireFormat, WireFormats, find_wire_formats, plain_wire_format
+
+# bytes; smaller written values share pageable memory, larger ones get a pinnable block each
+_SMALL = 64 << 10
+
+logger = logging.getLogger("carom")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The ``weights=`` argument with options.
+
+    ``path``: a .safetensors file, a folder of shards, or its index.json. ``prefix``: removed from the names
+    in the file ("auto" detects the prefix). ``rename``: applied first to the module's names. ``eviction``:
+    which units a host cache that is too small for all of them keeps: "belady" (by the learnt order of use),
+    "fifo" or "priority" (the model's first units). ``workers``: number of reader threads, 1 to 64.
+    """
+
+    path: str | os.PathLike[str]
+    prefix: str = "auto"
+    rename: Callable[[str], str] | None = None
+    eviction: str = "belady"
+    workers: int = 4
+
+    def __post_init__(self) -> None:
+        """Raise UnsupportedError for an unknown ``eviction`` or a ``workers`` outside 1 to 64."""
+        if self.eviction not in EVICTIONS:
+            raise UnsupportedError(
+                f"eviction={self.eviction!r}: choose one of {', '.join(map(repr, EVICTIONS))}"
+            )
+        if not isinstance(self.workers, int) or not 1 <= self.workers <= 64:
+            raise UnsupportedError(f"workers={self.workers!r}: choose 1 to 64")
+
+
+@dataclass(frozen=True, eq=False)
+class HostValue:
+    """A weight's value in host memory; ``block`` is its pinnable memory, None for a small value."""
+
+    value: torch.Tensor
+    block: Block | None = None
+
+
+@dataclass(eq=False)
+class FileTensor:
+    """One tensor of the weights file, and its place in the module.
+
+    ``tensor``: the meta tensor that is in the module at ``sites`` in place of ``original``. ``trainable``:
+    whether ``original`` required a gradient. ``changed``: the value on the CPU where it differs from the
+    file's, else None. ``block``: the pinnable memory of ``changed``.
+    """
+
+    bound: BoundTensor
+    tensor: torch.Tensor
+    original: torch.Tensor
+    sites: list[Site]
+    trainable: bool
+    changed: torch.Tensor | None = None
+    block: Block | None = None
+
+    @property
+    def name(self) -> str:
+        """The tensor's name in the module."""
+        return self.bound.name
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of host memory that a written value of this tensor takes."""
+        return self.bound.nbytes if self.bound.nbytes < _SMALL else round_up(self.bound.nbytes, PAGE)
+
+    def change(self, value: torch.Tensor) -> None:
+        """Store ``value`` in host memory as the tensor's value from now on. Raise MemoryError if there is no
+        room."""
+        self.accept(self.copy_of(value))
+
+    def copy_of(self, value: torch.Tensor) -> HostValue:
+        """Return a copy of ``value`` in host memory of its own, pinnable unless the value is small. Raise
+        MemoryError."""
+        bound, block = self.bound, None
+        with torch.inference_mode(False), torch.no_grad():
+            if bound.nbytes < _SMALL:
+                return HostValue(value.detach().to("cpu", copy=True).contiguous())
+            block = HostArena(None, None).allocate(bound.nbytes)
+            # The view gets an untyped storage of exactly its size, so that torch.save writes no alignment
+            # padding.
+            own = torch.frombuffer(block.data.numpy(), dtype=torch.uint8).view(bound.dtype).view(bound.shape)
+            own.copy_(value.detach())
+        return HostValue(own, block)
+
+    def accept(self, kept: HostValue) -> None:
+        """Store ``kept`` (from `copy_of`) as the tensor's value. No copy may still read the previous
+        value."""
+        if self.block is not None:
+            self.block.unpin()
+        self.changed, self.block = kept.value, kept.block
+
+    def check(self, value: torch.Tensor) -> None:
+        """Raise WeightsError unless ``value`` has the tensor's shape and dtype and is not on meta."""
+        if (value.shape, value.dtype) != (self.tensor.shape, self.tensor.dtype) or value.is_meta:
+            raise WeightsError(
+                f"{self.name} is {self.tensor.dtype} {tuple(self.tensor.shape)}; cannot write {value.dtype} "
+                f"{tuple(value.shape)} on {value.device}"
+            )
+
+
+@dataclass(eq=False)
+class _Computed:
+    """A non-persistent buffer that was on meta: ``value`` is computed, and replaces ``original`` at
+    ``sites``."""
+
+    value: torch.Tensor
+    original: torch.Tensor
+    sites: list[Site] = field(default_factory=list)
+
+
+class Checkpoint:
+    """The binding of ``module`` to the weights file ``weights`` (a path or `Weights`), until `unbind`.
+
+    The constructor raises WeightsError and UnsupportedError as `open_index`, `match_module` and
+    `compute_buffers` do, and UnsupportedError for weights of the file that require gradients. In these cases
+    the module is unchanged.
+    """
+
+    def __init__(self, module: nn.Module, weights: Weights | str | os.PathLike[str]) -> None:
+        self.settings = weights if isinstance(weights, Weights) else Weights(weights)
+        self.index: Index = open_index(self.settings.path)
+        # Measurements of the drive are kept here, so that the readers of later layouts start from them.
+        self.path_tuner, self.read_limit = ReadPathTuner(), ReadLimit(self.settings.workers)
+        self.module = module
+        self.notes: list[str] = []
+        # None until `stay_packed` found tensors that the device can decode
+        self.wires: WireFormats | None = None
+        self._file_tensors: dict[int, FileTensor] = {}
+        self._computed: list[_Computed] = []
+        try:
+            found = match_module(module, self.index, prefix=self.settings.prefix, rename=self.settings.rename)
+        except WeightsError as error:
+            raise WeightsError(f"{error}{_about_adapters(module)}") from error
+        values = compute_buffers(module, found.computed)
+        tensors = {
+            **dict(module.named_parameters(remove_duplicate=False)),
+            **dict(module.named_buffers(remove_duplicate=False)),
+        }
+        sites = {id(entry.tensor): entry.sites for entry in collect(module)}
+        self._refuse_trained({name: tensors[name] for name in found.bound})
+        self._refuse_layouts({name: tensors[name] for name in found.bound})
+        try:
+            for bound in found.bound.values():
+                self._insert_placeholder(bound, tensors[bound.name], sites[id(tensors[bound.name])])
+            for name, value in values.items():
+                original = tensors[name]
+                self._computed.append(_Computed(value, original, sites[id(original)]))
+                replace_in_modules(sites[id(original)], original, value)
+            self._note(found.extra)
+        except BaseException:
+            self.unbind()
+            raise
+
+    def _refuse_trained(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Raise UnsupportedError if some, but not all, floating-point parameters of the file require a
+        gradient."""
+        parameters = {
+            n: t for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.is_floating_point()
+        }
+        trained = [name for name, tensor in parameters.items() if tensor.requires_grad]
+        if trained and len(trained) < len(parameters):
+            raise UnsupportedError(
+                f"{len(trained)} weights of the file are to be trained, first {trained[0]}; weights that stream from a "
+                "file are frozen. Freeze them (requires_grad_(False)) and train adapters, or load the module first "
+                "and stream it without weights="
+            )
+
+    def _refuse_layouts(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Raise UnsupportedError for a meta tensor that is not contiguous: safetensors files hold contiguous
+        tensors."""
+        for name, tensor in tensors.items():
+            if tensor.is_meta and not tensor.is_contiguous():
+                raise UnsupportedError(
+                    f"{name} has strides {tensor.stride()} on meta, files hold contiguous tensors; build it contiguous"
+                )
+
+    def _insert_placeholder(self, bound: BoundTensor, tensor: torch.Tensor, sites: list[Site]) -> None:
+        """Put a meta tensor without gradient into the module in place of ``tensor``, which the file holds."""
+        placeholder: torch.Tensor = tensor
+        with torch.inference_mode(False):
+            if not tensor.is_meta:
+                placeholder = torch.empty(bound.shape, dtype=bound.dtype, device="meta")
+                if isinstance(tensor, nn.Parameter):
+                    placeholder = nn.Parameter(placeholder, requires_grad=False)
+        self._file_tensors[id(placeholder)] = FileTensor(
+            bound, placeholder, tensor, sites, tensor.requires_grad
+        )
+        replace_in_modules(sites, tensor, placeholder)
+        placeholder.requires_grad_(False)
+
+    def _note(self, extra: tuple[str, ...]) -> None:
+        """Collect and log notes for the report: unused tensors of the file (``extra``), frozen weights,
+        weights held twice."""
+        if extra:
+            names = ", ".join(show(name) for name in extra[:4])
+            self.notes.append(
+                f"{len(extra)} tensors of the file have no place in the module and are not read: {names}"
+                f"{', ...' if len(extra) > 4 else ''}"
+            )
+        trained = sum(file_tensor.trainable for file_tensor in self._file_tensors.values())
+        if trained:
+            self.notes.append(f"{trained} weights from the file take no gradients while they stream")
+        kept = sum(s.original.nbytes for s in self._file_tensors.values() if not s.original.is_meta)
+        if kept:
+            self.notes.append(
+                f"the module holds {kept} bytes of weights of its own besides; built on meta it would not"
+            )
+        for note in self.notes:
+            logger.info("carom: %s", note)
+
+    # -- what stands where
+
+    def of(self, tensor: torch.Tensor) -> FileTensor | None:
+        """Return the file's tensor that ``tensor`` represents in the module, or None if the file does not
+        hold ``tensor``."""
+        return self._file_tensors.get(id(tensor))
+
+    def bind_device_tensor(self, tensor: torch.Tensor, file_tensor: FileTensor) -> None:
+        """Register ``tensor``, a resident copy on the device, as representing ``file_tensor``, until
+        `unbind_device_tensor`."""
+        self._file_tensors[id(tensor)] = file_tensor
+
+    def unbind_device_tensor(self, tensor: torch.Tensor) -> None:
+        """Remove the registration that `bind_device_tensor` made for ``tensor``."""
+        self._file_tensors.pop(id(tensor), None)
+
+    @property
+    def changed_bytes(self) -> int:
+        """Bytes of host memory that hold values which differ from the file's."""
+        found = {
+            id(file_tensor): file_tensor
+            for file_tensor in self._file_tensors.values()
+            if file_tensor.changed is not None
+        }
+        return sum(file_tensor.kept_bytes for file_tensor in found.values())
+
+    def read(self, file_tensor: FileTensor) -> torch.Tensor:
+        """Return the tensor's current value as a new CPU tensor, from host memory or from the file. Raise
+        WeightsError."""
+        if file_tensor.changed is not None:
+            return file_tensor.changed.clone()
+        bound = file_tensor.bound
+        with torch.inference_mode(False):
+            try:
+                value = torch.empty(bound.shape, dtype=bound.dtype)
+            except (RuntimeError, MemoryError) as error:
+                raise WeightsError(
+                    f"no memory for {show(bound.name)} of {bound.nbytes} bytes; stream it instead of reading it"
+                ) from error
+            raw = value.reshape(-1).view(torch.uint8)
+        with DiskReader(ReaderPolicy(direct=False, workers=self.settings.workers)) as reader:
+            handles = [
+                reader.submit(
+                    s.entry, raw[s.at : s.at + s.nbytes], start=s.start, nbytes=s.nbytes
+                )
+                for s in bound.segments
+            ]  # fmt: skip
+            for handle in handles:
+                handle.result()
+        return value
+
+    def stay_packed(self, engine: Engine) -> None:
+        """Let lossless packed tensors cross the link packed, where ``engine``'s device can decode them.
+
+        One header is read from the file for each packed tensor.
+        """
+        self.wires, note = find_wire_formats(
+            self._file_tensors.values(), self.of, engine, self.settings.workers
+        )
+        self.notes += [note] if note else []
+
+    def wire(self, unit: Unit, staging_bytes: int) -> WireFormat:
+        """Return the format in which ``unit`` is cached in RAM and copied to the device.
+
+        The format is packed only if the packed unit fits in ``staging_bytes`` of device memory.
+        """
+        wire = plain_wire_format(unit, self.of) if self.wires is None else self.wires(unit)
+        return (
+            wire if wire.decoder is None or wire.nbytes <= staging_bytes else plain_wire_format(unit, self.of)
+        )
+
+    def require_ram(self, ram: int, units: list[Unit], staging_bytes: int = 0, known: bool = False) -> None:
+        """Raise BudgetError if ``ram`` bytes are too few to stream ``units`` beside the changed values in
+        host memory.
+
+        ``known``: the present session already exceeds the budget in this way, which is then no reason to
+        refuse.
+        """
+        if units:
+            sizes = [self.wire(unit, staging_bytes).nbytes for unit in units]
+            choose_buffers(sizes, self.cache_bytes(ram) if known else ram - self.changed_bytes)
+
+    def require_room(self, file_tensor: FileTensor, ram: int, sizes: Sequence[int]) -> None:
+        """Raise BudgetError, naming ``file_tensor``, if a written value of this tensor leaves too little of
+        ``ram`` for reading.
+
+        ``ram`` is in bytes. ``sizes``: bytes of each streamed unit in the host cache; empty if only residents
+        are read.
+        """
+        kept = self.changed_bytes + (0 if file_tensor.changed is not None else file_tensor.kept_bytes)
+        try:
+            choose_buffers(sizes or [ALIGN], ram - kept)
+        except BudgetError as error:
+            least = kept + (error.least_bytes or 0)
+            raise BudgetError(
+                f"ram={format_size(ram)} has no room for a new value of {file_tensor.name} beside what the file is read "
+                f"through: values that were written would take {kept} bytes. Raise ram to {least} bytes "
+                "(session.set_budget(ram=...)), or load the module first and stream it without weights=",
+                least,
+            ) from None
+
+    def cache_bytes(self, ram: int) -> int:
+        """Return the bytes of ``ram`` that changed values leave for reading, but at least the minimum that
+        reading works with.
+
+        Changed values may exceed the budget: residents that were changed on the device can only go to host
+        memory when they leave the device.
+        """
+        return max(ram - self.changed_bytes, min(ram, LEAST_BUFFERS * ALIGN))
+
+    def unbind(self) -> None:
+        """Put the module's original tensors back, with the written values where there are any. Idempotent."""
+        with torch.inference_mode(False), torch.no_grad():
+            for file_tensor in self._file_tensors.values():
+                file_tensor.tensor.requires_grad_(file_tensor.trainable)
+                back = file_tensor.original
+                if file_tensor.changed is not None and back.is_meta:
+                    back = file_tensor.changed
+                    if isinstance(file_tensor.original, nn.Parameter):
+                        back = nn.Parameter(back, requires_grad=file_tensor.trainable)
+                elif file_tensor.changed is not None:
+                    back.copy_(file_tensor.changed)
+                replace_in_modules(file_tensor.sites, file_tensor.tensor, back)
+        for computed in self._computed:
+            replace_in_modules(computed.sites, computed.value, computed.original)
+        self._file_tensors.clear()
+        self._computed.clear()
+
+
+def _about_adapters(module: nn.Module) -> str:
+    """Return a hint for an error message where some parameters on meta are trainable and others frozen:
+    adapters without values."""
+    meta = [parameter.requires_grad for parameter in module.parameters() if parameter.is_meta]
+    if not any(meta) or all(meta):
+        return ""
+    return " Adapters that were added on meta have no values: call carom.stream first, then add the adapters."
+
+
+def replace_in_modules(sites: list[Site], old: torch.Tensor, new: torch.Tensor) -> None:
+    """Replace ``old`` by ``new`` at every site, and in lists of weights that modules keep themselves (as
+    LSTMs do)."""
+    if new is old:
+        return
+    for site in sites:
+        if site.table.get(site.name) is old:
+            site.table[site.name] = new
+    for module in {id(site.module): site.module for site in sites}.values():
+        for kept in vars(module).values():
+            if type(kept) is list:
+                kept[:] = [new if item is old else item for item in kept]

@@ -1,0 +1,90 @@
+"""Defines `DecoderCheck`: decodes one packed unit on the device while the session attaches, verifies the
+bytes, and measures the rate."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..codec.unit_decoder import LosslessEntry
+from ..device.engine import Engine
+from ..host.arena import host_bytes
+from ..model.units import Entry
+
+if TYPE_CHECKING:
+    from .packed_backing import PackedBacking
+
+logger = logging.getLogger("carom")
+
+
+class DecoderCheck:
+    """Verification of a device's decoders: each kind of packed format is decoded once and compared with the
+    original.
+
+    ``broken``: why the device cannot decode ("" while it can); from then on nothing is packed.
+    ``decode_bytes_per_second``: the measured rate, in bytes of output.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._checked_kinds: set[tuple[str, int, int]] = set()
+        self.broken = ""
+        self.decode_bytes_per_second: float | None = None
+        self._timed_bytes = 0  # size in bytes of the unit that the rate was measured on
+
+    def check(self, backing: PackedBacking, entries: Sequence[Entry]) -> bool:
+        """Decode a unit with a packed format that was not seen before, and return whether the bytes are
+        right.
+
+        ``entries``: the packed tensors of the unit that still have their plain bytes, for the comparison. On
+        failure, `broken` holds the reason.
+        """
+        assert backing.decoder is not None
+        kinds = {
+            (e.header.kind.name, e.header.k, e.header.lanes)
+            for e in backing.decoder.entries
+            if isinstance(e, LosslessEntry)
+        }
+        if self._engine.device.type == "cpu":
+            return True
+        if kinds <= self._checked_kinds:
+            # The decoding time of a small unit is mostly launch overhead, so measure again with a unit of at
+            # least twice the size: the rate is that of the largest unit, to within half.
+            if backing.nbytes > 2 * self._timed_bytes:
+                # This format was verified before, so a failed measurement only keeps the previous rate.
+                with contextlib.suppress(Exception):
+                    self._time_decoding(backing)
+            return True
+        try:
+            out = self._time_decoding(backing)
+            for entry in entries:
+                decoded = out[entry.offset : entry.offset + entry.nbytes]
+                if not torch.equal(decoded.cpu(), host_bytes(entry.tensor)):
+                    raise RuntimeError("what was decoded is not what was encoded")
+        except Exception as error:
+            self.broken = f"packed weights cannot be decoded here ({error}): they cross as they are"
+            logger.warning("carom: %s", self.broken)
+            return False
+        self._checked_kinds |= kinds
+        return True
+
+    def _time_decoding(self, backing: PackedBacking) -> torch.Tensor:
+        """Return the unit's bytes, decoded on the device three times; the fastest run gives the rate."""
+        assert backing.decoder is not None
+        wire = backing.block.data.to(self._engine.device)
+        out = torch.empty(backing.nbytes, dtype=torch.uint8, device=self._engine.device)
+        best = math.inf
+        for _ in range(3):
+            before = self._engine.mark()
+            backing.decoder(wire, out)
+            after = self._engine.mark()
+            self._engine.synchronize()
+            best = min(best, self._engine.elapsed(before, after))
+        if best > 0 and backing.nbytes > self._timed_bytes:
+            self._timed_bytes, self.decode_bytes_per_second = backing.nbytes, backing.nbytes / best
+        return out

@@ -1,0 +1,125 @@
+"""Defines `FileBacking`: a streamed unit whose bytes are in a weights file, copied to a slot from the host
+cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ..host.arena import storage_bytes
+from ..host.blob_checksums import PieceChecksums
+from ..model.home import Runtime
+from ..model.managed_tensor import in_backward
+from ..model.units import Unit
+from .backing import Backing, Link
+from .file_home import FileHome
+from .file_wire import WireFormat
+
+if TYPE_CHECKING:
+    from .file_reads import FileReads
+
+
+class FileBacking(Backing):
+    """A unit that is read from a file in pieces, in the format ``wire``: packed, or with the bytes as in a
+    slot."""
+
+    def __init__(self, unit: Unit, runtime: Runtime, index: int, wire: WireFormat, reads: FileReads) -> None:
+        super().__init__(unit, runtime, index)
+        self.wire, self._reads = wire, reads
+
+    @property
+    def packed(self) -> bool:
+        """Whether a fetch decodes packed bytes on the device."""
+        return self.wire.decoder is not None
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one fetch of the unit copies over the link."""
+        return self.wire.nbytes
+
+    @property
+    def file_homes(self) -> list[FileHome]:
+        """The homes of the unit's tensors."""
+        return cast("list[FileHome]", self.homes)
+
+    def ready(self) -> bool:
+        """Return whether the whole unit is in the host cache, with correct checksums if packed."""
+        return self._reads.is_ready(self.index, self.packed)
+
+    def fetch(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
+        """Enqueue the copies of the unit's pieces to ``target``, each as soon as its disk read is done.
+
+        Packed pieces are decoded from ``link.staging``. Tensors with a written value are copied from host
+        memory instead of the file, so each byte crosses once. Return the last event.
+        """
+        engine, meter, backward, wire = link.engine, link.meter, in_backward(), self.wire
+        written = [
+            which for which, home in enumerate(self.file_homes) if home.file_tensor.changed is not None
+        ]
+        spans, decoder = wire.without(frozenset(written)) if written else (None, wire.decoder)
+        if decoder is None:
+            event, _ = self._copy_pieces(target, after, link, spans)
+        else:
+            assert link.staging is not None
+            staged, free = link.staging.take(wire.nbytes)
+            copied, found = self._copy_pieces(staged, free, link, spans)
+            link.staging.release_after(copied)
+            self._reads.verify_checksums(self.index, found)
+            event, times = engine.decode(decoder, staged, target, (copied, *after), meter.timing)
+            link.staging.release_after(event)
+            meter.decoded(times)
+            after = [event]
+        for home in map(self.file_homes.__getitem__, written):
+            value = home.file_tensor.changed
+            assert value is not None
+            start, end = home.entry.offset, home.entry.offset + home.entry.nbytes
+            event, marks = engine.copy_in(target[start:end], storage_bytes(value), after, meter.timing)
+            self._count(link, marks, end - start, backward)
+        # Count one transfer, however many copies were needed.
+        meter.copied(self.name, None, 0, self.unit.raw_bytes, backward)
+        return event
+
+    def _copy_pieces(
+        self, to: torch.Tensor, after: Sequence[Any], link: Link, spans: list[tuple[int, int]] | None
+    ) -> tuple[Any, list[PieceChecksums]]:
+        """Copy the unit's bytes from the host cache to ``to`` on the device: all bytes, or only those in
+        ``spans``.
+
+        Return the event of the last copy, and the checksums of the pieces.
+        """
+        cache, engine, meter, backward = self._reads.cache, link.engine, link.meter, in_backward()
+        assert cache is not None
+        event: Any = None
+        found: list[PieceChecksums] = []
+        for piece in self._reads.pieces(self.index):
+            before = engine.mark() if meter.timing and not cache.has(self.index) else None
+            source = cache.acquire(piece)
+            if before is not None:
+                meter.waited(before, engine.mark(), self.name, backward)
+            copied = None
+            try:
+                found.append(cache.inspection(piece))
+                for start, end in ((0, piece.nbytes),) if spans is None else piece.within(spans):
+                    # Give the slice no name: an exception's traceback would keep a named slice alive, and
+                    # with it the slot.
+                    copied, marks = engine.copy_in(
+                        to[piece.start + start : piece.start + end], source[start:end], after, meter.timing
+                    )
+                    self._count(link, marks, end - start, backward)
+                    event, after = copied, []
+            except BaseException:
+                if copied is None:
+                    cache.release_unused(piece)
+                else:  # a copy of one part was enqueued
+                    cache.release(piece, copied)
+                raise
+            cache.release(piece, copied)
+        return event, found
+
+    def _count(self, link: Link, marks: Any, nbytes: int, backward: bool) -> None:
+        """Count one copy of ``nbytes`` of the unit in the meter."""
+        if link.engine.blocking and marks is not None:
+            link.meter.waited(marks[0], marks[1], self.name, backward)
+        link.meter.copied(self.name, marks, nbytes, 0, backward, 0)

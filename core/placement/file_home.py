@@ -1,0 +1,62 @@
+"""Defines `FileHome`: reads the value of a weight that streams from a file from disk, for each operator
+outside a step.
+
+In-place operators on the weight are refused, except ``copy_``, which replaces the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..common.errors import UnsupportedError
+from ..model import managed_tensor
+from ..model.elsewhere_tensor import ElsewhereHome
+from ..model.home import ManagedUnit
+from ..model.units import Entry
+
+if TYPE_CHECKING:
+    from .bound_checkpoint import Checkpoint, FileTensor
+
+
+class FileHome(ElsewhereHome):
+    """The home of a streamed weight whose bytes are in a weights file."""
+
+    __slots__ = ("checkpoint", "file_tensor", "write")
+    keeps_writes = False
+
+    def __init__(
+        self,
+        unit: ManagedUnit,
+        entry: Entry,
+        checkpoint: Checkpoint,
+        file_tensor: FileTensor,
+        write: Callable[[FileTensor, torch.Tensor], None],
+    ) -> None:
+        super().__init__(unit, entry, managed_tensor.plain(torch.Tensor.detach, (entry.tensor,), {}))
+        self.checkpoint, self.file_tensor, self.write = checkpoint, file_tensor, write
+
+    def set_trainable(self, trainable: bool) -> None:
+        """Raise UnsupportedError if ``trainable``: weights that stream from a file are frozen."""
+        if trainable:
+            raise UnsupportedError(
+                f"{self.entry.name} streams from a file and cannot be trained; train adapters, or load the module first"
+            )
+
+    def read(self) -> torch.Tensor:
+        """Return the current value as a new CPU tensor."""
+        return self.checkpoint.read(self.file_tensor)
+
+    def replace(self, value: torch.Tensor) -> None:
+        """Store ``value`` as the weight's value in place of the file's."""
+        self.write(self.file_tensor, value)
+
+    def change(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        """Raise UnsupportedError: an in-place operator cannot change a weight in a file."""
+        raise UnsupportedError(
+            f"{getattr(func, '__name__', func)} on {self.entry.name}, which streams from a file: read it with "
+            "session.read(), change the copy, and give it back with session.write(), or load the module first and "
+            "stream it without weights="
+        )

@@ -1,0 +1,342 @@
+"""Defines `FileReads`: the host cache between a weights file and the slots, its read-ahead, and the account
+of host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..checkpoint.direct_io import ALIGN as PAGE
+from ..common.errors import BudgetError, UnsupportedError, WeightsError
+from ..device.engine import Engine
+from ..host.arena import HostArena
+from ..host.blob_checksums import BlobChecks, PieceChecksums
+from ..host.cache import CacheFigures, HostCache
+from ..host.cache_pieces import BufferPlan, CachePiece, choose_buffers, cut
+from .backing import Link
+from .bound_checkpoint import FileTensor
+from .file_source import FileSource
+from .resident_loader import ResidentLoader
+from .tier import ReadFigures
+
+if TYPE_CHECKING:
+    from .file_backing import FileBacking
+
+
+@dataclass(frozen=True)
+class Read:
+    """Figures of disk reads. ``nbytes``: bytes read recently. ``seconds``: time in which at least one read
+    was running. ``late_seconds``: total time that host threads waited for reads. ``held_bytes``: peak host
+    memory of the cache and its buffers."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    late_seconds: float = 0.0
+    held_bytes: int = 0
+
+
+def union_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length in seconds of the union of (start, end) intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+class FileReads:
+    """The disk reads of the units of one `FileTier`, through a host cache.
+
+    ``cache``: None until host memory has room for the cache beside the staging buffers of residents that are
+    still being loaded.
+    """
+
+    def __init__(
+        self, engine: Engine, arena: HostArena, source: FileSource, residents: ResidentLoader
+    ) -> None:
+        self._engine, self._arena, self._source, self._residents = engine, arena, source, residents
+        self.backings: list[FileBacking] = []
+        self.cache: HostCache | None = None
+        self._link: Link | None = None
+        self._closed = False
+        self._final = Read()
+        self._pieces: list[list[CachePiece]] = []
+        self._checks: BlobChecks | None = None  # set if units cross packed
+        self._buffers: BufferPlan | None = None
+        self._peak = 0  # peak bytes of host memory, up to the last time that memory was released
+        self._used_units: set[int] = set()  # units used while residents are still being loaded
+
+    @property
+    def link(self) -> Link:
+        """The streamer's copy path to the device."""
+        assert self._link is not None
+        return self._link
+
+    def start(self, link: Link) -> None:
+        """Begin to read: residents first, and units at the same time if host memory has room for both.
+
+        Raise BudgetError if the ``ram`` budget is less than one page and residents have to be read.
+        """
+        self._link = link
+        budget, residents = self._source.cache_bytes, self._residents
+        for file_tensor in {
+            id(h.file_tensor): h.file_tensor for b in self.backings for h in b.file_homes
+        }.values():
+            if file_tensor.block is not None:
+                self._arena.pin(file_tensor.block)
+        wires = [backing.wire for backing in self.backings]
+        if wires:
+            self._buffers = choose_buffers([wire.nbytes for wire in wires], budget)
+            self._pieces = cut([(wire.nbytes, wire.placed) for wire in wires], self._buffers.nbytes)
+        if any(wire.blobs for wire in wires):
+            self._checks = BlobChecks(self._pieces, [wire.blobs for wire in wires])
+        link.meter.disk_bytes = self.total_read
+        if not self._engine.virtual_clock:
+            link.meter.disk_reads = self._reads
+        residents.attach_streamer(link.lock, link.meter)
+        buffers_beside = self._buffers_beside_cache(budget)
+        size, count = buffers_beside or residents.choose_buffers(budget, 4, PAGE)
+        if residents.wanted and not size:
+            raise BudgetError(f"ram={budget} is too small to load weights through: {PAGE} bytes work", PAGE)
+        residents.start(self._source.reader, size, count, self._residents_loaded, link.staging)
+        if buffers_beside:
+            self._open_cache()
+
+    def _buffers_beside_cache(self, budget: int) -> tuple[int, int] | None:
+        """Return the staging buffers (bytes of each, count) that residents are read through while the cache
+        fills.
+
+        Return None if host memory has no room for both at once.
+        """
+        buffers, (size, count) = self._buffers, self._residents.choose_buffers(budget, 16)
+        if buffers is None or not self._residents.waiting:
+            return self._residents.choose_buffers(budget, 4, PAGE)
+        if buffers.whole and budget < size * count + sum(p.nbytes for pieces in self._pieces for p in pieces):
+            return None
+        return (size, count) if size else None
+
+    def _residents_loaded(self) -> None:
+        """Open the cache, or give the cache the staging buffers' memory, now that all residents are on the
+        device."""
+        self._peak = max(self._peak, self._host_bytes())
+        if self.cache is None:
+            self._open_cache()
+        else:
+            self.cache.hold_back(0)
+            self._used_units.clear()
+            self.link.foresee()
+
+    def _open_cache(self) -> None:
+        """Create the host cache and begin to read the first expected units, before any is requested."""
+        if self._buffers is None or self.cache is not None:
+            return
+        self.cache = HostCache(
+            self._pieces, self._buffers, self._arena, self._source.reader(self._buffers.nbytes), self._engine.landed,
+            self._engine.synchronize, self._source.checkpoint.settings.eviction,
+            None if self._checks is None else self._checks.checksum,
+        )  # fmt: skip
+        if not self._buffers.whole:
+            self.cache.hold_back(self._residents.staging_bytes)
+        self.cache.expect(self.link.upcoming())
+
+    @property
+    def complete(self) -> bool:
+        """Whether all units are in RAM and stay there."""
+        return self.cache is not None and self.cache.complete
+
+    @property
+    def waits_for_residents(self) -> bool:
+        """Whether the cache has no room before all residents are on the device."""
+        return self.cache is None and self._buffers is not None
+
+    @property
+    def used_lately(self) -> AbstractSet[int]:
+        """Indexes of units that are not to be read again for now.
+
+        While residents are being loaded, the drive reads each unit once, for the first pass; afterwards
+        residents come before a second read of units.
+        """
+        return self._used_units if self._residents.waiting else frozenset()
+
+    def expect(self, upcoming: Iterable[int]) -> None:
+        """Read these units ahead, in this order."""
+        if self.cache is not None and not self.cache.complete:
+            self.cache.expect(upcoming)
+
+    # -- pieces of units
+
+    def pieces(self, index: int) -> list[CachePiece]:
+        """Return the pieces of the unit ``index``, and record that the unit is being used."""
+        if self._residents.waiting:
+            self._used_units.add(index)
+        return self._pieces[index]
+
+    def verify_checksums(self, index: int, found: list[PieceChecksums]) -> None:
+        """Raise WeightsError if a unit's packed bytes do not match their checksums; the cache then drops the
+        unit, to be read again."""
+        assert self._checks is not None and self.cache is not None
+        try:
+            self._checks.verify(index, found)
+        except WeightsError:
+            self.cache.discard(index)
+            raise
+
+    def is_ready(self, index: int, packed: bool) -> bool:
+        """Return whether all of a unit is in RAM and, if packed, has correct checksums.
+
+        A wrong checksum returns False here; the error is raised when the unit is needed.
+        """
+        if self.cache is None:
+            return False
+        if not packed:
+            return self.cache.has(index)
+        found = self.cache.inspections(index)
+        try:
+            if found is not None:
+                self.verify_checksums(index, found)
+        except WeightsError:
+            return False
+        return found is not None
+
+    # -- values that are written
+
+    def write(self, file_tensor: FileTensor, value: torch.Tensor) -> bool:
+        """Give a streamed weight another value.
+
+        Return False if the cache must first become smaller, which needs a new layout. Raise BudgetError if
+        even the smallest cache leaves no room, UnsupportedError if there is no room and a pass is running.
+        """
+        with self.link.lock:
+            changed = self._source.checkpoint.changed_bytes
+            spare = self._source.ram - self._reserved_bytes() - changed - self.link.mapped_bytes()
+            if (
+                file_tensor.kept_bytes > spare and file_tensor.changed is not None
+            ):  # no room for two values: overwrite the previous one after its copies ended
+                self._engine.synchronize()
+                with torch.inference_mode(False), torch.no_grad():
+                    file_tensor.changed.copy_(value.detach())
+                self._invalidate(file_tensor)
+                return True
+            if file_tensor.kept_bytes > spare:
+                if not self.link.idle():
+                    raise UnsupportedError(
+                        f"no room in ram for a new value of {file_tensor.name} during a pass; write it between passes"
+                    )
+                sizes = [backing.wire.nbytes for backing in self.backings]
+                self._source.checkpoint.require_room(file_tensor, self._source.ram, sizes)
+                return False
+        kept = file_tensor.copy_of(value)  # a slow copy, so not under the lock
+        if kept.block is not None:
+            self._arena.pin(kept.block)
+        with self.link.lock:
+            if file_tensor.changed is not None:
+                self._engine.synchronize()  # a copy to a slot may still read the previous value
+                self._peak = max(self._peak, self._host_bytes() + file_tensor.kept_bytes)
+            file_tensor.accept(kept)
+            self._invalidate(file_tensor)
+        return True
+
+    def _reserved_bytes(self) -> int:
+        """Return the bytes of ``ram`` that reading takes, now or later: the cache, and the staging buffers of
+        residents."""
+        residents, buffers = self._residents, self._buffers
+        staging = residents.staging_bytes if residents.waiting else 0
+        if buffers is None:
+            return staging
+        cache = buffers.count * buffers.nbytes if self.cache is None else self.cache.limit_bytes
+        if buffers.whole:
+            cache = sum(piece.nbytes for pieces in self._pieces for piece in pieces)
+            if self.cache is not None:
+                return cache + staging
+        return max(cache, staging)  # the two exist one after the other, or share this bound
+
+    def _host_bytes(self) -> int:
+        """Return the bytes of host memory that hold weights now."""
+        cache = 0 if self.cache is None else self.cache.figures().held_bytes
+        held = self._residents.staging_bytes + cache + self._source.checkpoint.changed_bytes
+        return held + (0 if self._link is None else self._link.mapped_bytes())
+
+    def make_host_room(self, nbytes: int) -> None:
+        """Shrink the host cache by the bytes by which ``nbytes`` more would exceed the ``ram`` budget."""
+        held = self._reserved_bytes() + self._source.checkpoint.changed_bytes + self.link.mapped_bytes()
+        if self.cache is not None and held + nbytes > self._source.ram:
+            self._peak = max(self._peak, self._host_bytes())
+            self.cache.shrink(held + nbytes - self._source.ram)
+
+    def _invalidate(self, file_tensor: FileTensor) -> None:
+        """Mark the copies in slots of a file tensor's unit as outdated, after the value changed."""
+        for backing in self.backings:
+            if any(home.file_tensor is file_tensor for home in backing.file_homes):
+                backing.epoch += 1
+
+    def figures(self) -> ReadFigures:
+        """Return the disk and RAM figures for the report."""
+        source, read = self._source, self._read_figures()
+        return ReadFigures(
+            ram_budget_bytes=source.ram,
+            ram_peak_bytes=read.held_bytes,
+            read_bytes=read.nbytes,
+            reading_seconds=read.seconds,
+            wait_seconds=read.late_seconds,
+            notes=(
+                *source.checkpoint.notes,
+                *self._residents.notes,
+                *self._packing_note(),
+                *source.budget_notes(),
+            ),
+        )
+
+    def total_read(self) -> int:
+        """Return the bytes read from disk so far."""
+        return self._residents.read_bytes + (0 if self.cache is None else self.cache.total_read())
+
+    def _reads(self) -> list[tuple[str, float, float, int]]:
+        """Return recent reads as (label, start in seconds, end in seconds, bytes)."""
+        return [*self._residents.spans, *(() if self.cache is None else self.cache.reads())]
+
+    def _read_figures(self) -> Read:
+        """Return the present figures of disk reads; after `close`, those at the time of closing."""
+        if self._closed:
+            return self._final
+        spans, residents = self._reads(), self._residents
+        cache = CacheFigures() if self.cache is None else self.cache.figures()
+        return Read(
+            sum(nbytes for *_, nbytes in spans),
+            union_seconds((start, end) for _, start, end, _ in spans),
+            residents.late_seconds + cache.late_seconds,
+            max(self._peak, self._host_bytes()),
+        )
+
+    def _packing_note(self) -> tuple[str, ...]:
+        """Return a note on how many reads and host copies `carom pack` would save for this session."""
+        copied = sum(
+            read.nbytes
+            for pieces in self._pieces
+            for piece in pieces
+            for read in piece.reads
+            if (read.offset - read.at) % PAGE
+        )
+        count = sum(len(piece.reads) for pieces in self._pieces for piece in pieces)
+        whole = sum(len(pieces) for pieces in self._pieces)
+        if not copied or self._source.checkpoint.index.packed:
+            return ()
+        return (
+            f"the file is not packed: {count} reads a pass instead of {whole}, and {copied} bytes copied once more "
+            "in host memory; `carom pack` rewrites it in streaming order",
+        )
+
+    def close(self) -> None:
+        """End reading and release the host memory. No work may be pending on the device."""
+        self._final, self._closed = self._read_figures(), True
+        self._residents.close()
+        if self.cache is not None:
+            self.cache.close()
+            self.cache = None
+        for backing in self.backings:
+            for home in backing.file_homes:
+                if home.file_tensor.block is not None:
+                    home.file_tensor.block.unpin()

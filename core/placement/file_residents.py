@@ -1,0 +1,132 @@
+"""Defines `FileResidents`: resident tensors of a weights file, with device memory from the start and bytes
+loaded on first use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ..device.engine import Engine
+from ..host.arena import HostArena, storage_bytes
+from ..host.cache_pieces import PlacedTensor
+from ..model.units import SMALL_BUFFER, Entry, Unit
+from ..plan.region import ALIGN
+from ..plan.residency import round_up
+from .bound_checkpoint import Checkpoint, FileTensor, replace_in_modules
+from .resident_loader import ResidentLoader
+from .resident_loads import Load
+
+
+@dataclass(eq=False)
+class _Resident:
+    """A resident tensor on the device. ``version``: the tensor's torch version counter after loading, None
+    before. ``loaded``: a CPU copy of a small buffer as loaded, None otherwise."""
+
+    entry: Entry
+    file_tensor: FileTensor
+    tensor: torch.Tensor
+    version: int | None = None
+    # kernels may update a buffer (batch-norm statistics) without raising its version, so the bytes are
+    # compared
+    loaded: torch.Tensor | None = None
+
+    def arrive(self) -> None:
+        """Record that the bytes were loaded; copy a written value, which is in host memory, over them."""
+        if self.version is not None:  # the model replaced the tensor before the load finished
+            return
+        if self.file_tensor.changed is not None:
+            self.tensor.copy_(self.file_tensor.changed)
+        self.version = self.tensor._version
+        if self.file_tensor.bound.is_buffer and self.entry.nbytes <= SMALL_BUFFER:
+            self.loaded = self.tensor.detach().to("cpu", copy=True)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the model changed the tensor since its bytes were loaded."""
+        if self.version is None:
+            return False
+        if self.tensor._version != self.version:
+            return True
+        return self.loaded is not None and not torch.equal(
+            storage_bytes(self.loaded), storage_bytes(self.tensor.detach().cpu())
+        )
+
+
+class FileResidents:
+    """The resident tensors of one layout that come from a weights file.
+
+    ``arriving``: the loader of those whose bytes are not on the device yet. ``nbytes``: device memory of all
+    of them, as the allocator reserves it.
+    """
+
+    def __init__(self, engine: Engine, arena: HostArena, checkpoint: Checkpoint, staging_bytes: int) -> None:
+        self._engine, self._checkpoint, self._staging_bytes = engine, checkpoint, staging_bytes
+        self.arriving = ResidentLoader(engine, arena)
+        self.nbytes = 0
+        self._residents: list[_Resident] = []
+
+    def load(self, entries: list[Entry], name: str, modules: list[nn.Module]) -> None:
+        """Allocate device memory for these tensors and queue the loading of their bytes, which happens on
+        first use.
+
+        ``modules``: as in `Tier.load`.
+        """
+        places, nbytes = [], 0
+        for entry in entries:
+            places.append(nbytes)
+            nbytes += -(-entry.nbytes // ALIGN) * ALIGN
+        buffer = self._engine.allocate(nbytes)
+        self.nbytes += round_up(nbytes, self._engine.grain)
+        fresh, residents = [], []
+        layout = Unit(name, "", [], nbytes=nbytes)  # describes the bytes that are read from the file
+        for at, entry in zip(places, entries, strict=True):
+            file_tensor = self._checkpoint.of(entry.tensor)
+            assert file_tensor is not None
+            if file_tensor.changed is None:
+                fresh.append(PlacedTensor(at, file_tensor.bound.segments))
+                layout.entries.append(replace(entry, offset=at))
+            with torch.inference_mode(False), torch.no_grad():
+                view = self._engine.alias(buffer, at, entry.nbytes).view(file_tensor.bound.dtype)
+                tensor: torch.Tensor = view.as_strided(
+                    entry.tensor.shape, entry.tensor.stride(), view.storage_offset()
+                )
+                if isinstance(entry.tensor, nn.Parameter):
+                    tensor = nn.Parameter(tensor, requires_grad=False)
+            replace_in_modules(entry.sites, entry.tensor, tensor)
+            entry.tensor = tensor
+            self._checkpoint.bind_device_tensor(tensor, file_tensor)
+            residents.append(_Resident(entry, file_tensor, tensor))
+        self._residents += residents
+
+        def arrived() -> None:
+            for resident in residents:
+                resident.arrive()
+
+        wire = self._checkpoint.wire(layout, self._staging_bytes)
+        if wire.decoder is not None and self._engine.device.type != "cpu":
+            wire.decoder.prepare(self._engine.device)
+        load = Load(name, buffer, nbytes, fresh, [r.tensor for r in residents], modules, arrived)
+        load.wire = None if wire.decoder is None else wire
+        self.arriving.add(load)
+
+    def replaced(self, entries: dict[int, Entry]) -> None:
+        """Follow tensors that the model replaced. ``entries``: the new tensors, by the id of the replaced
+        ones."""
+        for resident in self._residents:
+            entry = entries.get(id(resident.tensor))
+            if entry is not None:
+                resident.tensor, resident.version = entry.tensor, -1
+                self._checkpoint.bind_device_tensor(entry.tensor, resident.file_tensor)
+
+    def undo(self) -> None:
+        """Put the meta tensors back, and keep values that changed on the device in host memory."""
+        for resident in self._residents:
+            if resident.changed:
+                resident.file_tensor.change(resident.tensor)
+            replace_in_modules(resident.entry.sites, resident.tensor, resident.file_tensor.tensor)
+            resident.entry.tensor = resident.file_tensor.tensor
+            self._checkpoint.unbind_device_tensor(resident.tensor)
+        self._residents.clear()
+        self.nbytes = 0

@@ -1,0 +1,53 @@
+"""Defines `FileSource`: the weights file and the host memory budget with which a `FileTier` reads one
+layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..checkpoint.direct_io import ALIGN as PAGE
+from ..checkpoint.reader import DiskReader, ReaderPolicy
+from ..common.sizes import MIB, format_size
+from .bound_checkpoint import Checkpoint, FileTensor
+
+_CHUNK = 4 * MIB  # bytes of one read call (docs/disk.md)
+
+
+@dataclass(frozen=True, eq=False)
+class FileSource:
+    """The weights file of one layout.
+
+    ``ram``: bytes of host memory for the cache and changed values. ``write``: replaces the value of a
+    streamed weight.
+    """
+
+    checkpoint: Checkpoint
+    ram: int
+    write: Callable[[FileTensor, torch.Tensor], None]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of host memory for the cache."""
+        return self.checkpoint.cache_bytes(self.ram)
+
+    def budget_notes(self) -> tuple[str, ...]:
+        """Return a note if changed values and the smallest cache together exceed ``ram``, else nothing."""
+        changed = self.checkpoint.changed_bytes
+        if changed + self.cache_bytes <= self.ram:
+            return ()
+        return (
+            f"weights that were changed on the device take {format_size(changed)} of host memory, more than "
+            f"ram={format_size(self.ram)} allows: raise ram",
+        )
+
+    def reader(self, largest: int) -> DiskReader:
+        """Return a disk reader whose chunks are at most ``largest`` bytes, so that its own buffers stay
+        within a small budget."""
+        chunk = min(_CHUNK, max(PAGE, largest // PAGE * PAGE))
+        policy = ReaderPolicy(workers=self.checkpoint.settings.workers, chunk=chunk)
+        return DiskReader(
+            policy, path_tuner=self.checkpoint.path_tuner, read_limit=self.checkpoint.read_limit
+        )

@@ -1,0 +1,169 @@
+"""Defines `FileTier`: streamed units are read from a weights file through a host cache with read-ahead.
+
+The host thread waits for a disk read only if the unit that is needed now is not in RAM. Prefetched units are
+copied to the device only after their bytes are in RAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..device.engine import Engine
+from ..host.arena import HostArena
+from ..model.elsewhere_tensor import AwayParameter, AwayTensor
+from ..model.home import Runtime
+from ..model.units import Entry, Unit
+from .attached_tensors import attach
+from .backing import Backing, Link
+from .bound_checkpoint import FileTensor
+from .file_backing import FileBacking
+from .file_home import FileHome
+from .file_reads import FileReads
+from .file_residents import FileResidents
+from .file_source import FileSource
+from .resident_loader import ResidentLoader
+from .resident_placer import ResidentPlacer
+from .tier import Tier, TierFigures
+
+
+class FileTier(Tier):
+    """The tier of weights that are on meta in the module and in a file.
+
+    ``staging_bytes``: device memory in which packed units arrive before they are decoded.
+    """
+
+    reads_ahead = True
+
+    def __init__(self, engine: Engine, arena: HostArena, source: FileSource, staging_bytes: int) -> None:
+        super().__init__(engine)
+        self._arena, self._source, self._staging_bytes = arena, source, staging_bytes
+        self._residents = FileResidents(engine, arena, source.checkpoint, staging_bytes)
+        self.reads = FileReads(engine, arena, source, self.residents)
+
+    @property
+    def residents(self) -> ResidentLoader:
+        """The loader of resident tensors of the file."""
+        return self._residents.arriving
+
+    # -- laying out, and taking back
+
+    def load(self, entries: list[Entry], name: str, modules: list[nn.Module]) -> list[Entry]:
+        """Begin to load the entries that the file holds; return the others."""
+        file_tensor_of = self._source.checkpoint.of
+        mine = [entry for entry in entries if file_tensor_of(entry.tensor) is not None]
+        if mine:
+            self._residents.load(mine, name, modules)
+        return [entry for entry in entries if file_tensor_of(entry.tensor) is None] if mine else entries
+
+    @property
+    def loading_bytes(self) -> int:
+        """Device memory in bytes of residents that come from the file."""
+        return self._residents.nbytes
+
+    def replaced(self, entries: dict[int, Entry]) -> None:
+        """Follow resident tensors that the model replaced. ``entries``: the new tensors, by the id of the
+        replaced ones."""
+        self._residents.replaced(entries)
+
+    def place(self, units: Sequence[Unit], runtime: Runtime, residents: ResidentPlacer) -> list[Backing]:
+        """Turn the units' meta tensors into managed tensors whose values are in the file. No bytes are read
+        yet."""
+        checkpoint, source = self._source.checkpoint, self._source
+        for index, unit in enumerate(units):
+            wire = checkpoint.wire(unit, self._staging_bytes)
+            backing = FileBacking(unit, runtime, index, wire, self.reads)
+            self.backings.append(backing)
+            self.reads.backings.append(backing)
+            if wire.decoder is not None and self.engine.device.type != "cpu":
+                wire.decoder.prepare(self.engine.device)
+            for entry in unit.entries:
+                file_tensor = checkpoint.of(entry.tensor)
+                # tensors that the file lacks are resident, so the lookup cannot fail
+                assert file_tensor is not None
+                self.attached.remember(entry.tensor, torch.device("cpu"))
+                home = FileHome(backing, entry, checkpoint, file_tensor, source.write)
+                backing.homes.append(home)
+                attach(home, AwayParameter, AwayTensor)
+        return self.backings
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory in bytes that packed units need for decoding, 0 if nothing is packed."""
+        wanted = self.residents.packs or any(backing.packed for backing in self.backings)
+        return self._staging_bytes if wanted else 0
+
+    def start(self, link: Link) -> None:
+        """Begin to read, with ``link`` as the copy path to the device."""
+        self.reads.start(link)
+
+    def close(self) -> None:
+        """End all reads and release the cache."""
+        self.reads.close()
+
+    def undo(self) -> None:
+        """Restore streamed and resident tensors."""
+        super().undo()
+        self._residents.undo()
+
+    # -- reading ahead
+
+    @property
+    def complete(self) -> bool:
+        """Whether all units are in RAM and stay there."""
+        return self.reads.complete
+
+    def open(self) -> None:
+        """Load all residents if the cache waits for them: a unit is used without a forward of the root
+        module."""
+        if self.reads.cache is None:  # the cache opens only after the residents are loaded
+            self.begin_pass(everything=True)
+
+    def expect(self, upcoming: Iterable[int]) -> None:
+        """Read these units ahead, in this order."""
+        self.reads.expect(upcoming)
+
+    @property
+    def used_lately(self) -> AbstractSet[int]:
+        """Indexes of units that are not to be read again for now."""
+        return self.reads.used_lately
+
+    # -- residents that are still on their way
+
+    @property
+    def arriving(self) -> bool:
+        """Whether residents are still to be loaded."""
+        return self.residents.waiting
+
+    def begin_pass(self, everything: bool) -> None:
+        """Load the residents that any module may need; all of them if ``everything`` or if the cache waits
+        for them."""
+        if self.residents.waiting:
+            # If RAM is too small for both, the cache opens only after the residents are loaded.
+            self.residents.begin_pass(everything or self.reads.waits_for_residents)
+
+    def end_pass(self) -> None:
+        """Remove forward wrappers that are no longer needed, after a root forward succeeded."""
+        self.residents.end_pass()
+
+    def wrap_arriving(self) -> None:
+        """Wrap the forwards of modules whose resident weights are still to be loaded."""
+        self.residents.wrap_forwards()
+
+    # -- values, memory, accounts
+
+    def write(self, file_tensor: FileTensor, value: torch.Tensor) -> bool:
+        """Give a streamed weight another value; return False if that needs a new layout."""
+        return self.reads.write(file_tensor, value)
+
+    def make_host_room(self, nbytes: int) -> None:
+        """Shrink the host cache so that ``nbytes`` more host memory stays within the budget."""
+        self.reads.make_host_room(nbytes)
+
+    def figures(self) -> TierFigures:
+        """Return the figures for the report, disk reads included."""
+        return replace(super().figures(), read=self.reads.figures())

@@ -1,0 +1,219 @@
+"""Defines `HostCopies`: host copies of units that are kept from one layout of a session to the next, so that
+few bytes are copied again.
+
+A unit's bytes are in a host block of their own, copied and pinned once, plain or packed. While the unit
+streams, the block is the tier's memory. While the unit is resident, the block is kept: before the unit
+streams again, a fingerprint of the tensors on the device shows whether the block still holds their values. A
+change of the budget therefore copies to the host only what the host does not have.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..host.arena import Block, storage_bytes
+from ..model.units import Unit
+from ..plan.residency import SMALL_UNIT
+
+if TYPE_CHECKING:
+    from ..codec.unit_decoder import UnitDecoder
+    from .packed_tensor import PackedTensor
+
+# The widths are odd and relatively prime, so that changes which cancel out in the sums of one table do not in
+# the other's.
+_WIDTHS = (61, 67)
+
+
+@dataclass(eq=False)
+class HostCopy:
+    """A host copy of one unit in ``block``.
+
+    ``tensors``: the model's tensors. ``views``: their values in the block, None for those that are
+    ``packed``. ``decoder``: decodes the packed block, None if nothing is packed. ``device_fingerprint``: the
+    fingerprint of the values that were copied to the device, None while the unit is not resident.
+    """
+
+    tensors: list[torch.Tensor]
+    views: list[torch.Tensor | None]
+    block: Block
+    packed: list[PackedTensor | None]
+    decoder: UnitDecoder | None = None
+    device_fingerprint: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block."""
+        return self.block.data.numel()
+
+    def lies_in_block(self) -> bool:
+        """Return whether all unpacked tensors of the model still have their memory in the block."""
+        return all(
+            view is None
+            or (
+                tensor.data_ptr() == view.data_ptr()
+                and (tensor.dtype, tensor.shape, tensor.stride()) == (view.dtype, view.shape, view.stride())
+            )
+            for tensor, view in zip(self.tensors, self.views, strict=True)
+        )
+
+    def has(self, blob: torch.Tensor) -> bool:
+        """Return whether ``blob`` lies in the block: a packed weight whose value was replaced has a blob
+        elsewhere."""
+        start = self.block.data.data_ptr()
+        return start <= blob.data_ptr() and blob.data_ptr() + blob.numel() <= start + self.nbytes
+
+    def matches(self, tensors: list[torch.Tensor]) -> bool:
+        """Return whether ``tensors`` on the device are this unit's tensors and still have the fingerprinted
+        values."""
+        if self.device_fingerprint is None or len(tensors) != len(self.tensors):
+            return False
+        if any(mine is not other for mine, other in zip(self.tensors, tensors, strict=True)):
+            return False
+        return torch.equal(self.device_fingerprint, fingerprint(tensors))
+
+
+def _copy_key(unit: Unit) -> Hashable:
+    """Return a key for the unit: the identities and offsets of its tensors."""
+    return tuple((id(entry.tensor), entry.offset) for entry in unit.entries)
+
+
+class HostCopies:
+    """The host copies of one session, by unit. All methods are thread-safe."""
+
+    def __init__(self) -> None:
+        self._copies: dict[Hashable, HostCopy] = {}
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    @property
+    def packs(self) -> bool:
+        """Whether any copy holds packed tensors."""
+        return any(packed is not None for copy in self._copies.values() for packed in copy.packed)
+
+    def keep(self, unit: Unit, copy: HostCopy) -> None:
+        """Store ``copy`` as the unit's host copy."""
+        with self._lock:
+            self._copies[_copy_key(unit)] = copy
+
+    def find(self, unit: Unit) -> HostCopy | None:
+        """Return the unit's copy, or None."""
+        with self._lock:
+            return self._copies.get(_copy_key(unit))
+
+    def take(self, unit: Unit) -> HostCopy | None:
+        """Remove and return the unit's copy, or None. The caller owns the copy from now on."""
+        with self._lock:
+            return self._copies.pop(_copy_key(unit), None)
+
+    def keep_only(self, units: Iterable[Unit]) -> None:
+        """Release the copies of all units but ``units``."""
+        wanted = {_copy_key(unit) for unit in units}
+        with self._lock:
+            for key in [key for key in self._copies if key not in wanted]:
+                _release(self._copies.pop(key))
+
+    def drop(self, unit: Unit) -> None:
+        """Release the unit's copy, if there is one."""
+        copy = self.take(unit)
+        if copy is not None:
+            _release(copy)
+
+    def discard(self, copy: HostCopy) -> None:
+        """Release ``copy``, whose bytes are outdated."""
+        with self._lock:
+            for key in [key for key, one in self._copies.items() if one is copy]:
+                del self._copies[key]
+        _release(copy)
+
+    def unpin_resident_copies(self, nbytes: int) -> None:
+        """Release pinned copies of resident units until ``nbytes`` of pinned memory are freed, or no such
+        copy is left.
+
+        Streamed units need the pinned memory more.
+        """
+        with self._lock:
+            for key, copy in list(self._copies.items()):
+                if nbytes <= 0:
+                    return
+                if copy.device_fingerprint is not None and copy.block.pinned:
+                    nbytes -= copy.block.registered_bytes
+                    _release(self._copies.pop(key))
+
+    def unpin(self) -> None:
+        """Unpin the blocks of all copies; the copies remain in pageable memory."""
+        with self._lock:
+            for copy in self._copies.values():
+                copy.block.unpin()
+
+    def clear(self) -> None:
+        """Release all copies. Tensors of the model that lie in a block keep its memory, unpinned."""
+        with self._lock:
+            for copy in self._copies.values():
+                _release(copy, always=False)
+            self._copies.clear()
+
+
+def _release(copy: HostCopy, always: bool = True) -> None:
+    """Empty the copy, so that remaining references to the object do not keep the bytes; ``always`` as in
+    `move_small_tensors_out`."""
+    move_small_tensors_out(copy.tensors, copy.block, always)
+    copy.block.unpin()
+    copy.block = Block(torch.empty(0, dtype=torch.uint8), False, 0)
+    copy.tensors, copy.views, copy.packed, copy.decoder, copy.device_fingerprint = [], [], [], None, None
+
+
+def move_small_tensors_out(tensors: Iterable[torch.Tensor], block: Block, always: bool = True) -> None:
+    """Give small tensors that lie in ``block`` memory of their own, so that a norm's weight does not keep a
+    whole block alive.
+
+    ``always=False``: only if tensors that still lie in the block take less than half of it.
+    """
+    start, end = block.data.data_ptr(), block.data.data_ptr() + block.data.numel()
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        in_block = [t for t in tensors if t.device.type == "cpu" and start <= t.data_ptr() < end]
+        if not always and 2 * sum(t.numel() * t.element_size() for t in in_block) >= block.data.numel():
+            return
+        for tensor in in_block:
+            if tensor.numel() * tensor.element_size() < SMALL_UNIT and not tensor.is_inference():
+                tensor.data = tensor.detach().clone(memory_format=torch.preserve_format)
+
+
+@torch.no_grad()
+def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return an int64 tensor that identifies the bytes of dense tensors, on the tensors' device.
+
+    The bytes, as 64-bit integers, form two tables for each tensor; the fingerprint holds the sums of mixed
+    row sums and column sums. Common edits (changed signs, exchanged rows or elements) change at least one of
+    these sums. The call does not synchronize with the device, and needs about a tenth of a tensor's bytes
+    there temporarily.
+    """
+    with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        sums = []
+        for tensor in tensors:
+            flat = storage_bytes(tensor)
+            for width in _WIDTHS:
+                whole = flat.numel() // (8 * width) * 8 * width
+                table = flat[:whole].view(torch.int64).view(-1, width)
+                sums += [_mixed(table.sum(0)).sum(), _mixed(table.sum(1)).sum()]
+            sums.append(_mixed(flat[whole:].to(torch.int64)).sum())
+        return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64)
+
+
+def _mixed(values: torch.Tensor) -> torch.Tensor:
+    """Return a hash of every value and its position (the finalizer of SplitMix64), so that sums of hashes
+    identify the values.
+
+    Sums with odd weights would not suffice: two flips of the highest bit cancel out under any such weights.
+    """
+    mixed = torch.arange(1, values.numel() + 1, device=values.device).mul_(-0x61C8864680B583EB).add_(values)
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        mixed ^= (mixed >> shift) & ((1 << (64 - shift)) - 1)
+        mixed *= factor
+    return mixed ^ ((mixed >> 31) & ((1 << 33) - 1))

@@ -1,0 +1,52 @@
+"""Defines `make_tier`, which chooses the tier (file, packed or pinned host memory) of a layout's streamed
+units.
+
+This is the only place that names the kinds of tiers. Sessions look up `make_tier` in this module for each
+layout, so another function put here gives them a tier of another kind (tests/placement/test_toy_tier.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..device.engine import Engine
+from ..model.units import Carving
+from ..plan.residency import Plan
+from .file_source import FileSource
+from .file_tier import FileTier
+from .host_store import HostStore
+from .packed_tier import PackedTier
+from .packer import Packing
+from .pinned_tier import PinnedTier
+from .tier import Tier
+
+
+@dataclass(frozen=True, eq=False)
+class TierWish:
+    """The properties that a layout wants of its tier.
+
+    ``source``: the weights file, None if the weights are in host memory. ``packing``: how weights are packed,
+    None if they cross unpacked.
+    """
+
+    engine: Engine
+    store: HostStore
+    carving: Carving
+    plan: Plan
+    source: FileSource | None = None
+    packing: Packing | None = None
+
+
+def make_tier(wish: TierWish) -> Tier:
+    """Return the tier for a layout."""
+    engine, store, plan, packing = wish.engine, wish.store, wish.plan, wish.packing
+    if wish.source is not None:
+        return FileTier(engine, store.arena, wish.source, plan.staging_bytes)
+    copies = store.copies
+    holds_packed = bool(store.shelf) or (copies is not None and copies.packs)
+    if holds_packed or (packing is not None and plan.staging_bytes):
+        # The slot region, staging memory and packed residents are allocated after packing, so their bytes
+        # serve as scratch memory for packing.
+        room = plan.region_bytes + plan.staging_bytes + plan.packed_bytes
+        return PackedTier(engine, store, packing or Packing(), plan.staging_bytes, room, wish.carving.largest)
+    return PinnedTier(engine, store)

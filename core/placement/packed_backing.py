@@ -1,0 +1,131 @@
+"""Defines `PackedBacking`: a unit whose large frozen weights are packed in host memory, and its decoding into
+a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..codec.unit_decoder import UnitDecoder
+from ..device.engine import Engine
+from ..device.staging import Staging
+from ..host.arena import Block, storage_bytes
+from ..model.home import Runtime
+from ..model.managed_tensor import in_backward
+from ..model.units import Unit
+from .backing import Link
+from .packed_tensor import PackedTensor
+from .pinned_tier import PinnedBacking
+
+if TYPE_CHECKING:
+    from .packed_residents import PackedResidents
+
+
+class PackedBacking(PinnedBacking):
+    """A unit that may be packed: its block holds the bytes that ``decoder`` decodes, or the slot's bytes if
+    ``decoder`` is None.
+
+    ``tensors``: a PackedTensor for each entry of the unit, None for entries that are not packed. ``encoded``:
+    the version number of the weights when they were packed, if they keep their plain bytes too
+    (`Packing.keep_raw`), else None. ``wire``: the packed bytes on the device if they stay there, else None.
+    """
+
+    def __init__(self, unit: Unit, runtime: Runtime, index: int, packed_residents: PackedResidents) -> None:
+        super().__init__(unit, runtime, index)
+        self._packed_residents = packed_residents
+        self.tensors: list[PackedTensor | None] = []
+        self.decoder: UnitDecoder | None = None
+        self.encoded: int | None = None
+        self.wire: torch.Tensor | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether a fetch decodes packed bytes on the device."""
+        return self.decoder is not None
+
+    @property
+    def on_device(self) -> bool:  # type: ignore[override]
+        """Whether the packed bytes stay on the device."""
+        return self.wire is not None
+
+    @property
+    def host(self) -> torch.Tensor:
+        """The bytes that cross the link (uint8, host memory)."""
+        return self.block.data
+
+    def plain_block(self) -> Block | None:
+        """Return the unit's block if its bytes are unpacked, else None."""
+        return super().plain_block() if self.decoder is None else None
+
+    def release_block(self, unpin: bool) -> None:
+        """Release the block, and the decoder with its tables in device memory."""
+        super().release_block(unpin)
+        self.decoder = None  # the decoder keeps tables in device memory
+
+    def fetch(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
+        """Enqueue the copy or decoding of the unit's bytes into ``target`` after the events ``after``. Return
+        the last event."""
+        if self.decoder is None:
+            return super().fetch(target, after, link)
+        if self.encoded is not None and self.version() != self.encoded:  # a weight changed after packing
+            return self._copy_plain(target, after, link)
+        if self.wire is not None:
+            return self._unpack_on_device(target, after, link)
+        return self._copy_packed(self.decoder, target, after, link)
+
+    def _copy_plain(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
+        """Copy each tensor's plain bytes from host memory, because the packed bytes are outdated. Return the
+        last event."""
+        event, meter, backward = None, link.meter, in_backward()
+        for home in self.homes:
+            start, end = home.entry.offset, home.entry.offset + home.entry.nbytes
+            event, marks = link.engine.copy_in(
+                target[start:end], storage_bytes(home.host), after, meter.timing
+            )
+            meter.copied(self.name, marks, end - start, end - start, backward, int(start == 0))
+        return event
+
+    def _unpack_on_device(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
+        """Decode the packed bytes that stay on the device; first copy unpacked tensors that changed on the
+        host. Return the event."""
+        packed_residents, meter = self._packed_residents, link.meter
+        if packed_residents.is_stale(self):
+            for marks, nbytes, raw in packed_residents.copy_changes(self, meter.timing):
+                meter.copied(self.name, marks, nbytes, raw, in_backward(), 0)
+        event, times = packed_residents.unpack(self, target, after, meter.timing)
+        meter.decoded(times)
+        return event
+
+    def _copy_packed(
+        self, decoder: UnitDecoder, target: torch.Tensor, after: Sequence[Any], link: Link
+    ) -> Any:
+        """Copy the block to staging memory and decode from there into ``target``, in pieces if needed. Return
+        the last event.
+
+        The pieces count as one transfer.
+        """
+        engine, meter, backward = link.engine, link.meter, in_backward()
+        assert link.staging is not None
+        done, raw = None, self.unit.raw_bytes
+        for event, marks, nbytes, times in link.staging.bring(
+            self.host, decoder, target, after, meter.timing
+        ):
+            done = event
+            if engine.blocking and marks is not None:
+                meter.waited(marks[0], times[1], self.name, backward)
+            meter.copied(self.name, marks, nbytes, raw, backward, int(raw > 0))
+            meter.decoded(times)
+            raw = 0
+        return done
+
+
+def prepare(staging: Staging, backings: Sequence[PackedBacking], engine: Engine) -> None:
+    """Copy the decoding tables of the staging pieces to the device, so that fetches do not have to."""
+    if engine.device.type == "cpu":
+        return
+    for backing in backings:
+        if backing.decoder is not None:
+            for piece in staging.pieces(backing.decoder, backing.host.numel()):
+                piece.decoder.prepare(engine.device)

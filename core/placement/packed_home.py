@@ -1,0 +1,71 @@
+"""Defines `PackedHome`: reads and replaces the value of a weight that is packed in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..common.errors import UnsupportedError
+from ..model import managed_tensor
+from ..model.elsewhere_tensor import ElsewhereHome, LazyTensor
+from ..model.units import Entry
+from .packed_tensor import PackedTensor
+
+if TYPE_CHECKING:
+    from .packed_backing import PackedBacking
+    from .packed_tier import PackedTier
+
+
+class PackedHome(ElsewhereHome):
+    """The home of a weight whose bytes are packed in host memory."""
+
+    __slots__ = ("packed", "_tier")
+
+    def __init__(
+        self,
+        unit: PackedBacking,
+        entry: Entry,
+        packed: PackedTensor,
+        tier: PackedTier,
+    ) -> None:
+        super().__init__(unit, entry, packed.layout)
+        self.packed, self._tier = packed, tier
+
+    def read(self) -> torch.Tensor:
+        """Return the decoded value as a new CPU tensor."""
+        return self.packed.value()
+
+    def replace(self, value: torch.Tensor) -> None:
+        """Store ``value``, packed, as the weight's value. Raise UnsupportedError for another shape or
+        dtype."""
+        if value.shape != self.host.shape or value.dtype != self.host.dtype:
+            raise UnsupportedError(
+                f"{self.entry.name} is streamed as {self.host.dtype} {tuple(self.host.shape)}; it cannot become "
+                f"{value.dtype} {tuple(value.shape)} while attached: close the session first"
+            )
+        self._tier.replace(self, value)
+
+    def keep(self, value: torch.Tensor) -> None:
+        """Store ``value``, which the model wrote to the weight in a slot."""
+        self.replace(value)
+
+    def change(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        """Run the in-place operator ``func`` on a decoded copy of the weight, and store the result."""
+        leaves = [leaf for leaf in (*args[1:], *kwargs.values()) if isinstance(leaf, torch.Tensor)]
+        devices = [leaf.device for leaf in leaves if leaf.dim() > 0 and not isinstance(leaf, LazyTensor)]
+        value = self.read().to(next((device for device in devices if device.type != "cpu"), "cpu"))
+        args, kwargs = managed_tensor.substitute(
+            args[1:], kwargs, {id(v): v._carom.read() for v in leaves if isinstance(v, LazyTensor)}
+        )
+        func(value, *args, **kwargs)
+        self.replace(value)
+
+    def set_trainable(self, trainable: bool) -> None:
+        """Raise UnsupportedError if ``trainable``: packed weights are frozen."""
+        if trainable:
+            raise UnsupportedError(
+                f"{self.entry.name} waits packed and cannot be trained; set requires_grad before streaming, or stream "
+                "with codec='raw'"
+            )

@@ -1,0 +1,171 @@
+"""Defines `PackedResidents`: units whose packed bytes stay in device memory and are decoded into a slot at
+each use.
+
+About 1.4 times as many weights stay in the same memory, and they cross no link. The cost is decoding, which
+is some thirty times as fast as a link on an H200. The streamer treats such a unit as streamed from device
+memory: order, slots and events are the same. Its host block is kept, so that giving up the device's copy
+costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..codec.unit_decoder import RawEntry
+from ..device.engine import Engine
+from ..model.units import Unit
+from ..plan.residency import SMALL_UNIT, round_up
+from .host_copies import HostCopies
+
+if TYPE_CHECKING:
+    from .packed_backing import PackedBacking
+    from .packed_tensor import PackedTensor
+
+
+# bytes of the smallest unit that may stay packed: smaller units share one buffer, unpacked
+LEAST_UNIT = SMALL_UNIT
+
+
+class PackedResidents:
+    """The packed bytes on the device of one streamer's units, one buffer for each unit.
+
+    ``on_unit_dropped``: called when a unit can no longer stay on the device and crosses the link from now on.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.on_unit_dropped: Callable[[], None] = lambda: None
+        self._buffers: dict[int, torch.Tensor] = {}  # by the unit's index
+        self._units: dict[int, PackedBacking] = {}
+        self._versions: dict[int, int] = {}  # version of the host bytes that each buffer holds
+        self._copied: dict[int, Any] = {}  # events of copies that decoding has to wait for
+        self._read: dict[int, Any] = {}  # events of the last decoding from each buffer
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes, as the allocator reserves them."""
+        return sum(round_up(buffer.numel(), self._engine.grain) for buffer in self._buffers.values())
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the units when decoded."""
+        return sum(unit.nbytes for unit in self._units.values())
+
+    def keep(self, units: Sequence[PackedBacking]) -> None:
+        """Copy the units' packed bytes to the device. Raise torch.OutOfMemoryError."""
+        buffers = [self._engine.allocate(unit.host.numel()) for unit in units]
+        self._engine.synchronize()  # other streams may still use memory that the allocator reused
+        for unit, buffer in zip(units, buffers, strict=True):
+            assert unit.decoder is not None
+            self._versions[unit.index] = unit.version()
+            self._engine.copy_in(buffer, unit.host, (), False)
+            self._buffers[unit.index], self._units[unit.index], unit.wire = buffer, unit, buffer
+        self._engine.synchronize()
+
+    def update(self, unit: PackedBacking) -> None:
+        """Use the unit's new host block at the next decoding; drop the unit if the block does not fit its
+        buffer.
+
+        No work may be pending on the device.
+        """
+        buffer = self._buffers.get(unit.index)
+        if buffer is None:
+            return
+        if unit.decoder is None or unit.host.numel() > buffer.numel():
+            self._drop(unit)
+            self.on_unit_dropped()
+            return
+        unit.wire = buffer[: unit.host.numel()]
+        self._versions.pop(unit.index, None)
+
+    def is_stale(self, unit: PackedBacking) -> bool:
+        """Return whether unpacked tensors of the unit (norms, biases, trainable weights) changed on the host
+        since they were copied."""
+        return self._versions.get(unit.index) != unit.version()
+
+    def copy_changes(self, unit: PackedBacking, timed: bool) -> list[tuple[Any, int, int]]:
+        """Enqueue the copies that a stale unit needs before decoding. Return (time marks, bytes, bytes of
+        weights) of each copy.
+
+        A packed tensor's value changes only through a new block, so for an existing copy only the unpacked
+        tensors are copied, or the whole block if they take more than half of it.
+        """
+        assert unit.wire is not None and unit.decoder is not None
+        index, version = unit.index, unit.version()
+        raw_ones = [e for e in unit.decoder.entries if isinstance(e, RawEntry) and e.nbytes]
+        plain = [(e.wire_at, e.wire_at + e.nbytes, e.nbytes) for e in raw_ones]
+        if (
+            not plain
+            or index not in self._versions
+            or 2 * sum(nbytes for *_, nbytes in plain) > unit.host.numel()
+        ):
+            plain = [(0, unit.host.numel(), unit.unit.raw_bytes)]
+        self._versions.pop(index, None)
+        read = [self._read[index]] if index in self._read else []
+        copies = []
+        for start, end, raw in plain:
+            self._copied[index], marks = self._engine.copy_in(
+                unit.wire[start:end], unit.host[start:end], read, timed
+            )
+            copies.append((marks, end - start, raw))
+        self._versions[index] = version
+        return copies
+
+    def unpack(
+        self, unit: PackedBacking, target: torch.Tensor, after: Sequence[Any], timed: bool
+    ) -> tuple[Any, Any]:
+        """Enqueue the decoding of the unit into ``target`` after the events ``after``. Return its event and
+        time marks."""
+        assert unit.decoder is not None and unit.wire is not None
+        fresh = [self._copied[unit.index]] if unit.index in self._copied else []
+        event, times = self._engine.decode(unit.decoder, unit.wire, target, (*fresh, *after), timed)
+        self._read[unit.index] = event
+        self._copied.pop(unit.index, None)
+        return event, times
+
+    def _drop(self, unit: PackedBacking) -> None:
+        """Release the unit's buffer on the device."""
+        unit.wire = None
+        del self._buffers[unit.index], self._units[unit.index]
+        for known in (self._versions, self._copied, self._read):
+            known.pop(unit.index, None)
+
+    def close(self) -> None:
+        """Release all buffers. No work may be pending on the device."""
+        for unit in list(self._units.values()):
+            self._drop(unit)
+
+
+def wire_bytes(
+    unit: Unit,
+    shelf: dict[int, PackedTensor],
+    copies: HostCopies,
+    expected: float,
+    least: int,
+) -> int:
+    """Return the expected packed bytes of ``unit``, 0 if packing gains less than 10 %.
+
+    A unit that was packed before has known bytes. Else bf16 weights of at least ``least`` bytes are expected
+    to take the fraction ``expected``; other dtypes gain little and count unpacked.
+    """
+    if unit.nbytes < LEAST_UNIT:
+        return 0
+    known = copies.find(unit)
+    if known is not None and known.decoder is not None:
+        return known.nbytes
+    total = saved = 0
+    for entry in unit.entries:
+        size, found = entry.nbytes, shelf.get(id(entry.tensor))
+        if found is not None:
+            size = entry.nbytes if found.header is None else found.header.total
+        elif entry.tensor.dtype is torch.bfloat16 and not entry.trainable and entry.nbytes >= least:
+            size = int(expected * entry.nbytes)
+        saved += entry.nbytes - size
+        total += -(-size // 512) * 512
+    return total if saved > 0.1 * unit.nbytes else 0

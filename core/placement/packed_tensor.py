@@ -1,0 +1,155 @@
+"""Defines `PackedTensor`, one weight in packed form, and the layout of a unit's packed and plain tensors in
+one host block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..codec import lossless
+from ..codec.lossless_device import encode_device_blob
+from ..codec.lossless_format import Header, parse_header
+from ..codec.lossless_torch import decode_torch
+from ..codec.unit_decoder import AnyEntry, LosslessEntry, RawEntry, UnitDecoder
+from ..host.arena import storage_bytes, typed_view
+from ..model.units import Entry
+
+MAX_PACKED_RATIO = 0.95  # a tensor is packed only if it shrinks to this fraction of its bytes
+WIRE_ALIGN = 128  # bytes; alignment of packed tensors in a block
+_SCRATCH = 32  # bytes of temporary device memory that packing needs per element
+
+
+@dataclass(eq=False)
+class PackedTensor:
+    """A weight in packed form: ``blob`` (uint8, host memory), described by ``header``; the plain bytes if
+    ``header`` is None.
+
+    ``tensor``: the model's object. ``layout``: a meta tensor with its dtype, shape and strides. ``origin``:
+    the device that the value returns to.
+    """
+
+    tensor: torch.Tensor
+    layout: torch.Tensor
+    origin: torch.device
+    header: Header | None
+    blob: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the decoded value."""
+        return self.layout.numel() * self.layout.element_size()
+
+    def value(self, device: torch.device | None = None) -> torch.Tensor:
+        """Return the decoded value as a new tensor on ``device`` (default: the CPU)."""
+        with torch.inference_mode(False), torch.no_grad():
+            blob = self.blob if device is None or device.type == "cpu" else self.blob.to(device)
+            raw = torch.empty(self.nbytes, dtype=torch.uint8, device=blob.device)
+            if self.header is None:
+                raw.copy_(blob)
+            else:
+                decoder = UnitDecoder([LosslessEntry(self.header, 0, 0)]) if blob.is_cuda else None
+                decode_torch(blob, self.header, raw) if decoder is None else decoder(blob, raw)
+            return raw.view(self.layout.dtype).as_strided(self.layout.shape, self.layout.stride())
+
+    def plain(self) -> torch.Tensor:
+        """Return the value without a copy, over the blob's memory. The tensor must have no header."""
+        with torch.inference_mode(False), torch.no_grad():
+            return typed_view(self.blob, self.layout)
+
+    def unpack(self) -> None:
+        """Replace the packed blob by the plain bytes."""
+        if self.header is not None:
+            self.blob, self.header = storage_bytes(self.value()), None
+
+    def give_up_memory(self) -> None:
+        """Release the memory of the model's tensor: a single NaN (0 for integers), expanded to the shape,
+        stands for all elements."""
+        with torch.inference_mode(False), torch.no_grad():
+            fill = math.nan if self.layout.is_floating_point() else 0
+            one = torch.zeros(1).fill_(fill).to(self.layout.dtype)
+            self.tensor.data = one.as_strided(self.layout.shape, (0,) * self.layout.dim())
+
+
+def give_back(shelf: dict[int, PackedTensor], move: Callable[[torch.Tensor, torch.device], Any]) -> None:
+    """Give every packed weight its bytes again, moved to its device by ``move`` (of the engine).
+
+    If memory runs out, the remaining weights stay packed for another call.
+    """
+    for key, packed in list(shelf.items()):
+        value = packed.value() if packed.header is not None else packed.plain()
+        packed.tensor.data = value if packed.origin.type == "cpu" else move(value, packed.origin)
+        packed.tensor.__dict__.pop("_carom", None)
+        # Remaining references to this object (sessions are freed late, by the garbage collector) must not
+        # keep a second copy.
+        packed.blob = torch.empty(0, dtype=torch.uint8)
+        del shelf[key]
+
+
+def pack(
+    value: torch.Tensor, threads: int | None = None, scratch: int = 1 << 29
+) -> tuple[Header, torch.Tensor] | None:
+    """Return header and blob of a dense tensor's elements in storage order, or None if packing gains too
+    little.
+
+    The blob is on the device of ``value``. ``scratch``: bytes of temporary memory on that device.
+    """
+    flat = torch.as_strided(value.detach(), (value.numel(),), (1,), value.storage_offset())
+    nbytes = flat.numel() * flat.element_size()
+    if flat.device.type != "cpu":
+        return encode_device_blob(
+            flat, limit=int(MAX_PACKED_RATIO * nbytes), step_elements=scratch // _SCRATCH
+        )
+    blob = lossless.encode(flat, threads=threads, limit=int(MAX_PACKED_RATIO * nbytes))
+    return None if blob is None else (parse_header(blob.numpy().data[:128], "weight", blob.numel()), blob)
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """The layout of a unit's tensors in one block: the offset of each (``places``), the decoder's
+    ``entries``, the total bytes."""
+
+    places: list[int]
+    entries: list[AnyEntry]
+    nbytes: int
+
+    @property
+    def packs(self) -> bool:
+        """Whether any tensor is packed."""
+        return any(isinstance(entry, LosslessEntry) for entry in self.entries)
+
+
+def lay_out_tensors(entries: list[Entry], packed: list[PackedTensor | None]) -> PackedLayout:
+    """Return the layout of a unit whose tensors ``packed`` are packed, aligned to `WIRE_ALIGN` bytes."""
+    return lay_headers(entries, [None if found is None else found.header for found in packed], WIRE_ALIGN)
+
+
+def lay_headers(entries: list[Entry], headers: Sequence[Header | None], align: int) -> PackedLayout:
+    """Return the layout of a unit: packed tensors at multiples of ``align`` bytes, runs of plain tensors as
+    in the slot.
+
+    A run of adjacent plain tensors is one copy.
+    """
+    places: list[int] = []
+    wire: list[AnyEntry] = []
+    end = 0
+    run: tuple[int, int] | None = (
+        None  # start of the present run of plain tensors, in the block and in the slot
+    )
+    for entry, header in zip(entries, headers, strict=True):
+        if header is not None:
+            at = -(-end // align) * align
+            wire.append(LosslessEntry(header, at, entry.offset))
+            end, run = at + header.total, None
+        else:
+            if run is None:
+                run = -(-end // align) * align, entry.offset
+                wire.append(RawEntry(0, *run))
+            at = run[0] + entry.offset - run[1]
+            end = at + entry.nbytes
+            wire[-1] = RawEntry(end - run[0], *run)
+        places.append(at)
+    return PackedLayout(places, wire, end)

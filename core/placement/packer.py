@@ -1,0 +1,152 @@
+"""Defines `Packer`: decides which weights are packed, and encodes them on the device if it has room, else on
+the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..codec.lossless_format import KIND_BY_DTYPE
+from ..common.sizes import KIB, MIB, format_size
+from ..device.engine import Engine
+from ..host.arena import workers
+from ..model.units import Entry, Unit
+from .decoder_check import DecoderCheck
+from .packed_tensor import PackedTensor, pack
+
+OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+LEAST = 64 * KIB  # bytes; smaller tensors are not packed
+EXPECTED = (
+    # Expected packed fraction of Gaussian-like bf16 weights, with a small margin; staging memory is planned
+    # with this value.
+    0.72
+)
+LEAST_SCRATCH = 4 * MIB
+# with less, tensors are moved to the device one at a time, since encoding would need too many steps
+ENOUGH_SCRATCH = 128 * MIB
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The settings of packing.
+
+    ``keep_raw``: weights keep their plain bytes too. ``auto``: whether packing pays is still being measured.
+    ``plain``: packing does not pay, and all weights cross unpacked. ``stay_on_device``: units may stay on the
+    device packed.
+    """
+
+    keep_raw: bool = False
+    auto: bool = False
+    plain: bool = False
+    stay_on_device: bool = True
+
+
+def packs(entry: Entry) -> bool:
+    """Return whether the entry's weight may be packed: frozen, large enough, and of a supported dtype."""
+    return not entry.trainable and entry.nbytes >= LEAST and entry.tensor.dtype in KIND_BY_DTYPE
+
+
+def without_codec(units: Iterable[Unit]) -> list[str]:
+    """Return notes on large weights whose dtype no lossless codec supports."""
+    found: dict[torch.dtype, list[Entry]] = {}
+    for unit in units:
+        for entry in unit.entries:
+            if not entry.trainable and entry.nbytes >= LEAST and entry.tensor.dtype not in KIND_BY_DTYPE:
+                found.setdefault(entry.tensor.dtype, []).append(entry)
+    return [
+        f"{len(entries)} weights of {str(dtype).removeprefix('torch.')} ({format_size(sum(e.nbytes for e in entries))}) "
+        f"have no lossless codec and cross as they are (first {entries[0].name!r})"
+        for dtype, entries in found.items()
+    ]
+
+
+class Packer:
+    """Encodes one session's weights while the session attaches.
+
+    ``shelf``: weights that are packed already, by the tensor's id. ``room``: bytes of device memory that may
+    be used meanwhile. ``largest``: bytes of the largest unit.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        shelf: dict[int, PackedTensor],
+        policy: Packing,
+        decoder_check: DecoderCheck,
+        room: int,
+        largest: int,
+    ) -> None:
+        self._engine, self._shelf, self._policy, self._decoder_check = engine, shelf, policy, decoder_check
+        # With a unit moved ahead, two units are being moved and one is packed on the device. Otherwise one or
+        # two tensors are, beside the packed tensors of their unit.
+        self.moves_a_unit_ahead = not engine.unpacks or room - 3 * largest >= ENOUGH_SCRATCH
+        self._largest = largest
+        self.scratch_bytes = max(
+            LEAST_SCRATCH, room - (3 if self.moves_a_unit_ahead else 2) * largest
+        )  # bytes of temporary device memory
+
+    def _packs(self, entry: Entry) -> bool:
+        """Return whether the entry's weight is to be packed now."""
+        if id(entry.tensor) in self._shelf or self._decoder_check.broken or self._policy.plain:
+            return False
+        return packs(entry)
+
+    def move_value(self, entry: Entry) -> torch.Tensor | None:
+        """Return the value of a weight that is to be packed on the device that encodes it, or None for other
+        weights."""
+        if not self._packs(entry):
+            return None
+        value = entry.tensor.detach()
+        if not self._engine.unpacks:
+            return value if value.device.type == "cpu" else value.cpu()
+        try:
+            return value.to(self._engine.device)
+        except OutOfMemory:
+            return value.cpu()
+
+    def move_values_one_ahead(self, unit: Unit, pool: Executor) -> Iterator[torch.Tensor | None]:
+        """Yield `move_value` of each entry; while one value is packed, the next is moved.
+
+        If a tensor takes more than half of the largest unit, values are moved one at a time, so that two
+        values never take more memory than that unit.
+        """
+        if any(2 * entry.nbytes > self._largest for entry in unit.entries):
+            yield from map(self.move_value, unit.entries)
+            return
+        coming = pool.submit(self.move_value, unit.entries[0])
+        for following in (*unit.entries[1:], None):
+            value = coming.result()
+            if following is not None:
+                coming = pool.submit(self.move_value, following)
+            yield value
+
+    def pack(self, entry: Entry, value: torch.Tensor | None, origin: torch.device) -> PackedTensor | None:
+        """Return the entry's weight in packed form, with the blob on the device of ``value``, or None if it
+        stays unpacked.
+
+        ``origin``: the device that the weight returns to at the end.
+        """
+        tensor = entry.tensor
+        known = self._shelf.get(id(tensor))
+        if known is not None:
+            return self.unpacked(known) if self._decoder_check.broken or self._policy.plain else known
+        if value is None or self._decoder_check.broken:
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            try:
+                found = pack(value, max(1, workers() // 2), self.scratch_bytes)
+            except OutOfMemory:
+                found = pack(value.cpu())
+        return None if found is None else PackedTensor(tensor, layout, origin, *found)
+
+    def unpacked(self, packed: PackedTensor | None) -> PackedTensor | None:
+        """Unpack a packed weight. Return None if the model's tensor still has its bytes."""
+        if packed is None or id(packed.tensor) not in self._shelf:
+            return None
+        packed.unpack()
+        return packed

@@ -1,0 +1,195 @@
+"""Defines `PinnedTier`: each streamed unit is in one pinned block of host memory, unpacked, and is fetched by
+one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from ..common.progress import Progress
+from ..device.engine import Engine
+from ..host.arena import Block, workers
+from ..model.home import Home, Runtime
+from ..model.managed_tensor import HostParameter, HostTensor, in_backward
+from ..model.units import Unit
+from . import residents
+from .attached_tensors import attach
+from .backing import Backing, Link
+from .block_fill import BlockFill
+from .host_copies import HostCopy, move_small_tensors_out
+from .host_store import HostStore
+from .resident_placer import ResidentPlacer
+from .tier import Tier
+
+
+class PinnedBacking(Backing):
+    """A unit whose bytes are in the host block ``block``, exactly as in a slot."""
+
+    def __init__(self, unit: Unit, runtime: Runtime, index: int, block: Block | None = None) -> None:
+        super().__init__(unit, runtime, index)
+        self.block = block or empty_block()
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one fetch of the unit copies over the link."""
+        return self.block.data.numel()
+
+    def plain_block(self) -> Block | None:
+        """Return the block, or None if the block was released."""
+        return self.block if self.block.data.numel() >= self.nbytes else None
+
+    def fetch(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
+        """Enqueue one copy of the block to ``target`` after the events ``after``. Return its event."""
+        engine, meter, unit, backward = link.engine, link.meter, self.unit, in_backward()
+        event, marks = engine.copy_in(target, self.block.data, after, meter.timing)
+        if engine.blocking and marks is not None:
+            meter.waited(marks[0], marks[1], unit.name, backward)
+        meter.copied(unit.name, marks, unit.nbytes, unit.raw_bytes, backward)
+        return event
+
+    def release_block(self, unpin: bool) -> None:
+        """Drop the reference to the block, and unpin the block if ``unpin``. The model's tensors, or a host
+        copy, keep the memory.
+
+        Sessions are freed late, by the garbage collector. A reference kept until then would hold the weights
+        in memory twice when the module is laid out again.
+        """
+        if unpin:
+            self.block.unpin()
+        self.block = empty_block()
+        for home in self.homes:
+            host = home.host
+            home.host = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device="meta")
+
+
+class BlockTier(Tier):
+    """Base class of tiers whose backings have a host block each.
+
+    Blocks are guarded, pinned within a limit, and kept as host copies for the next layout.
+    """
+
+    def __init__(self, engine: Engine, store: HostStore) -> None:
+        super().__init__(engine)
+        self.store = store
+
+    @property
+    def blocks(self) -> Sequence[PinnedBacking]:
+        """The tier's backings that have a block."""
+        return [backing for backing in self.backings if isinstance(backing, PinnedBacking)]
+
+    def guard(self) -> None:
+        """Let the engine report operators that read a block while its unit streams."""
+        for backing in self.blocks:
+            self.engine.guard(backing.block.data, backing.name)
+
+    def undo(self) -> None:
+        """Restore the tensors, and keep each block as a host copy if the session keeps host copies."""
+        blocks = self.blocks
+        for backing in blocks:
+            self.engine.unguard(backing.block.data)
+        self.attached.undo()
+        copies = self.store.copies
+        for backing in blocks:
+            copy = None if copies is None else self.copy_of(backing)
+            if copy is not None and copies is not None:
+                copies.keep(backing.unit, copy)
+            elif backing.homes:
+                move_small_tensors_out([home.tensor for home in backing.homes], backing.block, always=False)
+            backing.release_block(unpin=copy is None)
+        self.backings = []
+
+    def copy_of(self, backing: PinnedBacking) -> HostCopy | None:
+        """Return the unit's block as a host copy for the next layout, or None if the unit's tensors are not
+        in it."""
+        raise NotImplementedError
+
+
+class PinnedTier(BlockTier):
+    """The tier of unpacked units in pinned host memory."""
+
+    def place(self, units: Sequence[Unit], runtime: Runtime, residents: ResidentPlacer) -> list[Backing]:
+        """Copy each unit to a block of its own in host memory, pin it, and let the unit's tensors use the
+        block.
+
+        While one unit is copied, the next copy is begun and the previous block is pinned. A unit's old memory
+        is released before the next but one is copied, so the host holds the weights about once; pages of a
+        memory-mapped checkpoint are released after they were copied. A unit with a valid host copy from the
+        previous layout is not copied again.
+        """
+        arena = self.store.arena
+        backings = [PinnedBacking(unit, runtime, index) for index, unit in enumerate(units)]
+        self.backings = list(backings)
+        with (
+            ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool,
+            ThreadPoolExecutor(1, thread_name_prefix="carom-pin") as pinner,
+        ):
+            pins: list[Future[Any]] = []
+            under_way: BlockFill | None = None
+            progress = Progress(sum(unit.nbytes for unit in units))
+            for unit, turn in (*residents.placement_order(backings), (None, None)):
+                backing = None if turn is None else backings[turn.index]
+                filling = None
+                if backing is not None:
+                    if self._reuse_copy(backing, residents):
+                        progress.add(backing.nbytes)
+                    else:
+                        filling = BlockFill.begin(backing, self.engine, arena, pool, residents.mapped)
+                if under_way is not None:
+                    self._finish_fill(under_way, residents)
+                    pins.append(pinner.submit(arena.pin, under_way.block))
+                    progress.add(under_way.backing.nbytes)
+                under_way = filling
+                if backing is None and unit is not None:
+                    residents.place_deferred(unit)
+            for pin in pins:
+                pin.result()
+        return self.backings
+
+    def _reuse_copy(self, backing: PinnedBacking, residents: ResidentPlacer) -> bool:
+        """Use the unit's host copy from the previous layout, if there is a valid one. Return whether this was
+        done."""
+        copy = self.store.reuse(backing.unit)
+        if copy is None:
+            return False
+        backing.block = copy.block
+        self._attach_homes(backing, [view for view in copy.views if view is not None], residents)
+        self.store.arena.pin(backing.block)
+        return True
+
+    def _finish_fill(self, filling: BlockFill, residents: ResidentPlacer) -> None:
+        """Wait for the copy to the block, and let the unit's tensors use the block."""
+        filling.finish()
+        filling.backing.block = filling.block
+        self._attach_homes(filling.backing, filling.views, residents)
+
+    def _attach_homes(
+        self, backing: PinnedBacking, views: list[torch.Tensor], placer: ResidentPlacer
+    ) -> None:
+        """Turn the unit's tensors into managed tensors whose values are ``views`` of the block."""
+        for entry, view in zip(backing.unit.entries, views, strict=True):
+            tensor = entry.tensor
+            self.attached.remember(tensor, placer.device_tensors.origin_of(tensor))
+            placer.device_tensors.leaving.pop(id(tensor), None)
+            residents.replace(tensor, view)
+            home = Home(backing, entry, tensor.detach())
+            backing.homes.append(home)
+            attach(home, HostParameter, HostTensor)
+        backing.note_trainable()
+
+    def copy_of(self, backing: PinnedBacking) -> HostCopy | None:
+        """Return the unit's block as a host copy for the next layout, or None if the unit's tensors are not
+        in it."""
+        if len(backing.homes) != len(backing.unit.entries):
+            return None
+        tensors = [entry.tensor for entry in backing.unit.entries]
+        views: list[torch.Tensor | None] = [home.host for home in backing.homes]
+        copy = HostCopy(tensors, views, backing.block, [None] * len(tensors))
+        return copy if copy.lies_in_block() else None
+
+
+def empty_block() -> Block:
+    """Return a block of zero bytes."""
+    return Block(torch.empty(0, dtype=torch.uint8), False, 0)

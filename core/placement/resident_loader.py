@@ -1,0 +1,457 @@
+"""Defines `ResidentLoader`: loads a file's resident weights to the device lazily, with disk read-ahead from
+the start.
+
+A session can run at once, whatever the model's size. Until its bytes are loaded, a resident tensor has the
+class of `model.arriving_tensor`, which loads the bytes on first use. All code here runs under the streamer's
+lock, except the reader's threads, which take no lock.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..checkpoint.direct_io import ALIGN as PAGE
+from ..checkpoint.read_handle import SubmittedRead
+from ..checkpoint.reader import DiskReader
+from ..common.errors import CaromError, WeightsError
+from ..common.sizes import MIB
+from ..device.engine import Engine
+from ..device.staging import Staging
+from ..host.arena import Block, HostArena
+from ..host.cache_pieces import CachePiece
+from ..metrics.meter import Meter
+from ..model import managed_tensor
+from ..model.arriving_tensor import clear_pending, mark_pending
+from ..model.compiling import quiet, untraced
+from ..model.interpose import Wrapped
+from ..plan.residency import round_up
+from .gpudirect_loads import DirectLoads, try_direct
+from .resident_loads import Load, PackedLoad
+
+logger = logging.getLogger("carom")
+_STAGING = 16 * MIB  # bytes of each pinned staging buffer between disk and device
+_BUFFERS = 4
+# bytes of one read call; small, because the cache's reader has buffers of its own at the same time
+_CHUNK = 4 * MIB
+_SPANS = 4096  # reads kept for the timeline
+
+
+@dataclass(eq=False)
+class _Staged:
+    """A pinned staging buffer. ``item``, ``piece``: the piece that is read into the buffer. ``handles``: its
+    reads. ``copied``: the event of the last copy from the buffer to the device."""
+
+    block: Block
+    item: Load | None = None
+    piece: CachePiece | None = None
+    handles: list[SubmittedRead] = field(default_factory=list)
+    copied: Any = None
+
+
+class ResidentLoader:
+    """The queued loads of one layout's residents, in the order in which their units are expected.
+
+    ``staging_bytes``: host memory of the staging buffers. ``read_bytes``: bytes read from disk.
+    ``late_seconds``: time that host threads waited. ``spans``: recent reads as (label, start, end, bytes).
+    """
+
+    def __init__(self, engine: Engine, arena: HostArena) -> None:
+        self._engine, self._arena = engine, arena
+        # replaced by the streamer's in `attach_streamer`
+        self._lock, self._meter = threading.RLock(), Meter(engine)
+        self._queue: deque[Load] = deque()
+        self._pending: dict[int, Load] = {}
+        self._free: deque[_Staged] = deque()
+        self._submitted: deque[_Staged] = deque()
+        self._reader: DiskReader | None = None
+        self._wrapped = Wrapped()
+        self._on_finished: Callable[[], None] = lambda: None
+        self._passes_begun = 0  # number of root forwards so far
+        self._closed = False
+        self.staging_bytes = 0
+        self.read_bytes = 0
+        self.late_seconds = 0.0  # time that host threads waited for loads
+        self.spans: deque[tuple[str, float, float, int]] = deque(maxlen=_SPANS)
+        self._direct: DirectLoads | None = None
+        self._staging: Staging | None = None
+        self.notes: list[str] = []
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any bytes have to be read from disk."""
+        return any(item.fresh for item in self._pending.values())
+
+    @property
+    def packs(self) -> bool:
+        """Whether any load could cross the link packed."""
+        return any(item.wire is not None for item in self._pending.values())
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any load is not on the device yet."""
+        return bool(self._pending)
+
+    def add(self, item: Load) -> None:
+        """Queue a load. Nothing is read before `start`."""
+        self._pending[id(item)] = item
+        if item.modules:
+            self._queue.append(item)
+        else:
+            self._queue.appendleft(item)
+        for tensor in item.tensors:
+            mark_pending(tensor, functools.partial(self.load, item))
+
+    def choose_buffers(self, budget: int, share: int, least: int = 0) -> tuple[int, int]:
+        """Return (bytes, count) of the staging buffers.
+
+        Each buffer takes at most ``budget // share`` bytes, but at least ``least``. Return (0, 0) if this is
+        less than one page.
+        """
+        largest = max((item.nbytes for item in self._pending.values()), default=0)
+        size = max(least, min(_STAGING, round_up(largest, PAGE), budget // share // PAGE * PAGE))
+        return (size, min(_BUFFERS, budget // size)) if 0 < size <= budget else (0, 0)
+
+    def attach_streamer(self, lock: threading.RLock, meter: Meter) -> None:
+        """Use the streamer's lock and meter from now on."""
+        self._lock, self._meter = lock, meter
+
+    def start(
+        self,
+        reader: Callable[[int], DiskReader],
+        size: int,
+        count: int,
+        on_finished: Callable[[], None],
+        staging: Staging | None = None,
+    ) -> None:
+        """Begin to read through ``count`` staging buffers of ``size`` bytes.
+
+        ``reader``: makes a disk reader. ``on_finished``: called when everything is loaded and the buffers are
+        released. ``staging``: device memory from which packed bytes are decoded, None without.
+        """
+        self._on_finished, self._staging = on_finished, staging
+        for item in list(self._queue):
+            if item.fresh:
+                item.cut(size, 0 if staging is None else staging.nbytes)
+            if not item.pieces_left:
+                self._mark_loaded(item)
+        count = min(count, sum(item.pieces_left for item in self._queue))
+        self._free.extend(_Staged(self._arena.allocate(size)) for _ in range(count))
+        self.staging_bytes = count * size
+        if count:
+            self._reader = reader(min(size, _CHUNK))
+            for staged in self._free:
+                self._arena.pin(staged.block)
+            blocks = [staged.block.data for staged in self._free]
+            if not any(item.packed for item in self._queue):
+                self._direct = try_direct(self._engine, self._reader, self._queue, blocks)
+            if self._direct is not None:
+                self.notes.append("resident weights are read past host memory (GPUDirect Storage)")
+            self._submit_reads()
+        if not self._pending:
+            self._finish()
+
+    def wrap_forwards(self) -> None:
+        """Wrap the forwards of modules whose weights are not loaded yet, so that each unit is loaded when one
+        of its modules runs."""
+        for item in self._pending.values():
+            for module in item.modules:
+                self._wrapped.forward(module, resident_forward(self, item))
+
+    def begin_pass(self, everything: bool) -> None:
+        """Load the residents that belong to no single unit, at the start of a root forward; everything from
+        the second forward on, or if ``everything``."""
+        self._passes_begun += 1
+        for item in list(self._pending.values()):
+            if everything or self._passes_begun > 1 or not item.modules:
+                self.load(item)
+
+    # -- bringing
+
+    def load(self, item: Load) -> None:
+        """Wait until ``item`` is on the device. Raise WeightsError if reading fails; a later call tries
+        again."""
+        if item.loaded:
+            return
+        # Dispatch modes (fake tensors, operator counters, the simulated device) must not see our copies.
+        if torch._C._len_torch_dispatch_stack():
+            with _disable_current_modes():
+                self._load_locked(item)
+        else:
+            self._load_locked(item)
+
+    def _load_locked(self, item: Load) -> None:
+        """Load ``item`` under the lock, and record the waiting time. Raise CaromError if the session was
+        closed."""
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            if item.loaded:
+                return
+            if self._closed or self._reader is None:
+                raise CaromError(f"{item.name!r} is needed, but its session was closed before it was read")
+            before, began = (self._engine.mark() if self._meter.timing else None), time.perf_counter()
+            self._withdraw_failed()
+            self._move_to_front(item)
+            self._withdraw_earlier_packed(item)
+            if self._direct is not None:
+                self._load_via_gpudirect(item)
+            if item.packed is None:
+                while item.pieces_left:
+                    self._submit_reads()
+                    self._copy_next_piece()
+            else:
+                self._load_packed(item, item.packed)
+            self.late_seconds += time.perf_counter() - began
+            if before is not None:
+                self._meter.waited(before, self._engine.mark(), item.name, managed_tensor.in_backward())
+            if self._pending:
+                self._submit_reads()  # read ahead for the next load
+            else:
+                self._finish()
+
+    def _load_packed(self, item: Load, packed: PackedLoad) -> None:
+        """Load a packed item whole: copy its pieces to staging memory, and decode them.
+
+        Staging memory is reserved only during this call, so after a failure the load starts again from its
+        first piece.
+        """
+        assert self._staging is not None
+        packed.landing, packed.after = self._staging.take(packed.nbytes)
+        try:
+            while item.pieces_left:
+                self._submit_reads()
+                self._copy_next_piece()
+        except BaseException:
+            for submitted in reversed(list(self._submitted)):
+                self._withdraw(submitted)
+            item.pieces, item.pieces_left = deque(packed.pieces), len(packed.pieces)
+            self._move_to_front(item)
+            raise
+        finally:
+            packed.landing = None
+
+    def _withdraw_earlier_packed(self, item: Load) -> None:
+        """Withdraw submitted pieces of other packed loads that would be copied before the last piece of
+        ``item``.
+
+        The pieces of a packed load have to arrive in one call of `load`, so these other pieces are submitted
+        again later.
+        """
+        submitted = list(self._submitted)
+        mine = [place for place, staged in enumerate(submitted) if staged.item is item]
+        before = submitted if item.pieces else submitted[: max(mine, default=0)]
+        for other in reversed(before):
+            if other.item is not item and other.item is not None and other.item.packed is not None:
+                self._withdraw(other)
+        self._move_to_front(item)
+
+    def _unpack(self, item: Load, packed: PackedLoad, copied: Any) -> Any:
+        """Verify the checksums of a load whose pieces are all in staging memory, and decode them. Return the
+        event that ends decoding.
+
+        ``copied``: the event of the last piece's copy.
+        """
+        assert self._staging is not None and packed.landing is not None
+        self._staging.release_after(copied)
+        packed.checks.verify(0, [packed.found[piece.rank] for piece in packed.pieces])
+        event, _ = self._engine.decode(packed.decoder, packed.landing, item.buffer, (copied,), False)
+        self._staging.release_after(event)
+        return event
+
+    def _move_to_front(self, item: Load) -> None:
+        """Make ``item`` the first load of the queue."""
+        if self._queue and self._queue[0] is item:
+            return
+        if item in self._queue:
+            self._queue.remove(item)
+        self._queue.appendleft(item)
+
+    def _submit_reads(self) -> None:
+        """Submit disk reads into every free staging buffer."""
+        assert self._reader is not None
+        if self._direct is not None:
+            return
+        while self._free:
+            while self._queue and not self._queue[0].pieces:
+                self._queue.popleft()
+            if not self._queue:
+                return
+            staged, item = self._free[0], self._queue[0]
+            if staged.copied is not None:
+                self._engine.synchronize(staged.copied)
+                staged.copied = None
+            piece = item.pieces[0]
+            staged.item, staged.piece = item, piece
+            staged.handles = [
+                self._reader.submit_range(
+                    read.file, read.offset, read.nbytes, staged.block.data[read.at : read.at + read.nbytes],
+                    label=read.label,
+                )
+                for read in piece.reads
+            ]  # fmt: skip
+            item.pieces.popleft()
+            self._submitted.append(self._free.popleft())
+            record_span = self._span_recorder(time.perf_counter())
+            for handle in staged.handles:
+                handle.add_done_callback(record_span)
+
+    def _withdraw_failed(self) -> None:
+        """Withdraw submitted pieces whose read-ahead failed, so that they are read again.
+
+        No local variable may keep a reference to a buffer after the call.
+        """
+        for submitted in reversed(list(self._submitted)):
+            if any(handle.done() and handle.exception() is not None for handle in submitted.handles):
+                self._withdraw(submitted)
+
+    def _withdraw(self, staged: _Staged) -> None:
+        """Cancel the reads of a submitted piece, and put the piece back at the front of its load."""
+        for handle in staged.handles:
+            handle.cancel()
+        for handle in staged.handles:
+            handle.wait()
+        item, piece = staged.item, staged.piece
+        assert item is not None and piece is not None
+        item.pieces.appendleft(piece)
+        self._move_to_front(item)
+        self._submitted.remove(staged)
+        self._free.append(staged)
+
+    def _span_recorder(self, began: float) -> Callable[[SubmittedRead], None]:
+        """Return a callback that records a read begun at ``began`` (perf_counter, seconds) for the
+        timeline."""
+        return lambda handle: self.spans.append((handle.label, began, time.perf_counter(), handle.nbytes))
+
+    def _copy_next_piece(self) -> None:
+        """Wait for the read of the piece that was submitted first, and copy the piece to the device."""
+        staged = self._submitted[0]
+        item, piece = staged.item, staged.piece
+        assert item is not None and piece is not None
+        try:
+            for handle in staged.handles:
+                handle.result()
+            source, to, after = staged.block.data[: piece.nbytes], item.buffer, list[Any]()
+            if item.packed is not None:
+                assert item.packed.landing is not None
+                item.packed.found[piece.rank] = item.packed.checks.checksum(piece, source)
+                to, after, item.packed.after = item.packed.landing, item.packed.after, []
+            staged.copied, _ = self._engine.copy_in(
+                to[piece.start : piece.start + piece.nbytes], source, after, False
+            )
+        except BaseException:
+            # Other submitted reads may fail likewise; withdraw them all, so that the next caller starts with
+            # new reads.
+            for submitted in reversed(list(self._submitted)):
+                self._withdraw(submitted)
+            self._move_to_front(item)
+            raise
+        self._free.append(self._submitted.popleft())
+        self.read_bytes += sum(read.disk_bytes for read in piece.reads)
+        item.pieces_left -= 1
+        if not item.pieces_left:
+            event = staged.copied
+            if item.packed is not None:
+                event = self._unpack(item, item.packed, event)
+            # Wait on the host for the copy: afterwards kernels on any stream may read the tensors without an
+            # event.
+            self._engine.synchronize(event)
+            self._mark_loaded(item)
+
+    def _load_via_gpudirect(self, item: Load) -> None:
+        """Load ``item`` through GPUDirect Storage, with the next load submitted; on failure return, so that
+        the staging buffers are used."""
+        assert self._direct is not None
+        ahead = [other for other in self._queue if other is not item and other.pieces]
+        try:
+            began = self._direct.load([item, *ahead[:1]])
+        except WeightsError:
+            raise
+        except Exception as error:
+            logger.warning("carom: GPUDirect Storage failed and is not used any more: %s", str(error))
+            self._direct.close()
+            self._direct = None
+            return
+        nbytes = sum(read.nbytes for piece in item.pieces for read in piece.reads)
+        self.spans.append((item.name, began, time.perf_counter(), nbytes))
+        self.read_bytes += nbytes
+        item.pieces.clear()
+        item.pieces_left = 0
+        self._mark_loaded(item)
+
+    def _mark_loaded(self, item: Load) -> None:
+        """Give the tensors of ``item`` their own class again, now that their bytes are on the device."""
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor in item.tensors:
+                clear_pending(tensor)
+            item.arrived()
+        item.loaded = True
+        del self._pending[id(item)]
+
+    # -- end
+
+    def end_pass(self) -> None:
+        """Remove the forward wrappers after a root forward succeeded, if everything is loaded.
+
+        Wrappers stay during a pass, because a pass that fails for memory may run again.
+        """
+        if not self._pending:
+            self._wrapped.undo()
+
+    def _finish(self) -> None:
+        """Release the buffers and report that everything is loaded."""
+        self._release_buffers()
+        self._on_finished()
+        self.staging_bytes = 0
+
+    def _release_buffers(self) -> None:
+        """Close the readers, and unpin the staging buffers after their copies have ended."""
+        self._staging = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        if self._direct is not None:
+            self._direct.close()
+            self._direct = None
+        for staged in (*self._free, *self._submitted):
+            if staged.copied is not None:
+                self._engine.synchronize(staged.copied)
+            staged.block.unpin()
+        self._free.clear()
+        self._submitted.clear()
+
+    def close(self) -> None:
+        """Give up pending loads and release all memory. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._wrapped.undo()
+            self._release_buffers()
+            for item in self._pending.values():
+                for tensor in item.tensors:
+                    clear_pending(tensor)
+            # Remaining references to the session must not keep the device memory.
+            self._pending.clear()
+            self._queue.clear()
+
+
+def resident_forward(residents: ResidentLoader, item: Load) -> Callable[[Callable], Callable]:
+    """Return a wrapper for a forward that first loads ``item`` if its bytes are still on disk."""
+    load_now = quiet(residents.load)
+
+    def make(inner: Callable) -> Callable:
+        @untraced
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not item.loaded:
+                load_now(item)
+            return inner(*args, **kwargs)
+
+        return forward
+
+    return make

@@ -1,0 +1,66 @@
+"""Defines `Load` (resident tensors of a file that are loaded to one device buffer at once) and `PackedLoad`
+(its packed form)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..codec.unit_decoder import UnitDecoder
+from ..host.blob_checksums import BlobChecks, PieceChecksums
+from ..host.cache_pieces import CachePiece, PlacedTensor, cut
+from .file_wire import WireFormat
+
+
+@dataclass(eq=False)
+class Load:
+    """Resident tensors in one device ``buffer`` of ``nbytes`` bytes, loaded together.
+
+    ``modules``: the modules whose forward needs the tensors; empty if any forward may. ``arrived``: called
+    once the bytes are on the device.
+    """
+
+    name: str
+    buffer: torch.Tensor
+    nbytes: int
+    fresh: list[PlacedTensor]  # parts of the buffer that are read from the file
+    tensors: list[torch.Tensor]
+    modules: list[nn.Module]
+    arrived: Callable[[], None]
+    pieces: deque[CachePiece] = field(default_factory=deque)  # pieces whose reads are not submitted yet
+    pieces_left: int = 0  # number of pieces that are not on the device yet
+    loaded: bool = False
+    wire: WireFormat | None = None  # format in which the bytes can cross packed, None if they cannot
+    packed: PackedLoad | None = None  # set if the bytes do cross packed
+
+    def cut(self, size: int, staging_bytes: int) -> None:
+        """Divide the load into pieces of at most ``size`` bytes; packed pieces if they all fit in
+        ``staging_bytes`` of device memory."""
+        wire = self.wire
+        if wire is not None and wire.nbytes > staging_bytes:
+            wire = None  # too large for staging memory: the host decodes
+        whole = (self.nbytes, self.fresh) if wire is None else (wire.nbytes, wire.placed)
+        pieces = [piece for piece in cut([whole], size)[0] if piece.reads]
+        self.pieces.extend(pieces)
+        if wire is not None and wire.decoder is not None:
+            self.packed = PackedLoad(wire.decoder, wire.nbytes, pieces, BlobChecks([pieces], [wire.blobs]))
+        self.pieces_left = len(self.pieces)
+
+
+@dataclass(eq=False)
+class PackedLoad:
+    """A load whose pieces are copied to staging memory packed, all in one call of `ResidentLoader.load`, and
+    decoded from there."""
+
+    decoder: UnitDecoder
+    nbytes: int
+    pieces: list[CachePiece]
+    checks: BlobChecks
+    found: dict[int, PieceChecksums] = field(default_factory=dict)  # checksums of the copied pieces, by rank
+    landing: torch.Tensor | None = None
+    after: list[Any] = field(default_factory=list)  # events that the next copy to ``landing`` waits for

@@ -1,0 +1,270 @@
+"""Defines `ResidentPlacer`: moves the resident tensors of one layout to the device, and moves them back at
+the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from ..common.errors import UnsupportedError
+from ..device.engine import Engine
+from ..host.page_release import MappedFiles
+from ..model.units import Entry, Unit
+from ..plan.residency import round_up
+from . import residents
+from .backing import Backing
+from .host_copies import HostCopy, fingerprint
+from .host_store import HostStore
+from .residents import DeviceTensors, Moved, SharedBuffer, group_by_buffer, is_plain
+from .tier import Tier
+
+
+class ResidentPlacer:
+    """The resident units and tensors of one layout: each large unit in a device buffer of its own, all small
+    ones in one buffer.
+
+    ``resident_bytes``: device memory, as the allocator reserves it. ``loaded_bytes``: bytes that were copied
+    to the device for this layout. ``adapter_bytes``: bytes of trainable tensors.
+    """
+
+    def __init__(self, engine: Engine, store: HostStore, tier: Tier) -> None:
+        self._engine, self._store, self._tier = engine, store, tier
+        self.device_tensors = DeviceTensors(engine)
+        # resident units that are moved while other units are stored in the tier
+        self._deferred: list[Unit] = []
+        self._small: list[Entry] = []  # their small tensors, which share one buffer
+        self._buffer_bytes = 0
+        self.loaded_bytes = 0
+        self.adapter_bytes = 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device bytes of residents, as the allocator reserves them."""
+        return self._buffer_bytes + self._tier.loading_bytes
+
+    # -- what comes
+
+    def keep(self, units: list[Unit], entries: list[Entry], defer: bool = False) -> None:
+        """Move resident units and entries to the device. Raise UnsupportedError for an inference-mode buffer
+        on another device.
+
+        ``defer``: move units later, while streamed units are stored in the tier: large ones in
+        `placement_order`, small ones last. A memory-mapped file is then read once from start to end, and a
+        unit waits only for its own part of the file.
+        """
+        entries = self._tier.load(entries, "weights that stay by need", [])
+        groups, alone = group_by_buffer(units, entries)
+        for entry in alone:
+            tensor = entry.tensor
+            if tensor.is_inference() and tensor.device != self._engine.device:
+                raise UnsupportedError(
+                    f"buffer {entry.name} was made under torch.inference_mode on {tensor.device}, and such a tensor cannot be "
+                    f"moved to {self._engine.device}: replace it by its clone(), or move the module there before streaming"
+                )
+            size = self._move(tensor)
+            self._buffer_bytes += size if entry.counted else 0
+        if defer:
+            self._deferred, self._small = units, groups[-1]
+            return
+        small = [unit for unit in units if unit.nbytes < residents.SMALL_UNIT]
+        modules = [unit.modules for unit in units if unit.nbytes >= residents.SMALL_UNIT]
+        for shared_buffer, needed_by in zip(
+            groups, [*modules, small[0].modules if len(small) == 1 else []], strict=True
+        ):
+            self._move_into_shared_buffer(shared_buffer, needed_by)
+
+    def placement_order(self, backings: Sequence[Backing]) -> list[tuple[Unit, Backing | None]]:
+        """Return all streamed units and large resident units, in the order in which they are to be moved.
+
+        Units that leave the device come first, then all others by their address in memory, so that a mapped
+        file is read in one direction, right behind the system's read-ahead. The second item of a pair is the
+        unit's backing, or None for a resident unit (see `place_deferred`).
+        """
+        work: list[tuple[Unit, Backing | None]] = [(backing.unit, backing) for backing in backings]
+        work += [(unit, None) for unit in self._deferred if unit.nbytes >= residents.SMALL_UNIT]
+        work.sort(
+            key=lambda item: (
+                not self._leaves(item[0]),
+                min((self._address(entry.tensor) for entry in item[0].entries), default=0),
+            )
+        )
+        return work
+
+    def place_deferred(self, unit: Unit) -> None:
+        """Move a large resident unit to the device; keep its host copy, if there is one, for when the unit
+        has to stream again."""
+        self._deferred = [other for other in self._deferred if other is not unit]
+        if self.device_tensors.left_since_trim:
+            self.device_tensors.left_since_trim = False
+            # merge the memory of tensors that left the device, so that a large buffer fits
+            self._engine.trim()
+        on_device = [self.device_tensors.holds(entry.tensor) for entry in unit.entries]
+        copies, arena = self._store.copies, self._store.arena
+        copy = None if all(on_device) else self._store.find(unit)
+        # Keep a host copy only if it is pinned: an unpinned one exceeds the budget for pinned memory.
+        copy_is_current = (
+            copy is not None
+            and self._store.is_current(copy)
+            and not any(on_device)
+            and (copy.block.pinned or not arena.can_pin)
+            # on a device that shares host memory, the copy would hold the weight twice in the same memory
+            and not self._engine.shares_host
+        )
+        self._move_into_shared_buffer(unit.entries, unit.modules)
+        if copy is None or copies is None:
+            return
+        shared_buffer = self.device_tensors.moved[-1].shared_buffer
+        if not copy_is_current or shared_buffer is None or any(entry.trainable for entry in unit.entries):
+            copies.discard(copy)
+            return
+        copy.device_fingerprint = fingerprint([entry.tensor for entry in unit.entries])
+        shared_buffer.copy = copy
+
+    def place_remaining(self) -> None:
+        """Move the deferred units that are not on the device yet: large units, then all small ones into one
+        buffer."""
+        for unit in [unit for unit in self._deferred if unit.nbytes >= residents.SMALL_UNIT]:
+            self.place_deferred(unit)
+        small, self._small = self._small, []
+        units, self._deferred = self._deferred, []
+        self._move_into_shared_buffer(small, [])
+        for unit in units:
+            if self._store.copies is not None:
+                self._store.copies.drop(unit)
+
+    def _move_into_shared_buffer(self, entries: list[Entry], modules: list[nn.Module]) -> None:
+        """Copy tensors to one new device buffer; tensors that are on the device already stay where they
+        are."""
+        if not entries:
+            return
+        entries = self._tier.load(entries, entries[0].name, modules)
+        present = [entry for entry in entries if self.device_tensors.holds(entry.tensor)]
+        self._buffer_bytes += sum(
+            entry.nbytes for entry in present if id(entry.tensor) not in self.device_tensors.received
+        )
+        entries = [entry for entry in entries if not self.device_tensors.holds(entry.tensor)]
+        layout = Unit("", "", [])
+        at = {}
+        for entry in entries:
+            at[id(entry)] = layout.nbytes
+            layout.nbytes += -(-entry.nbytes // 512) * 512
+        if not entries:
+            return
+        buffer = self._engine.allocate(layout.nbytes)
+        self._buffer_bytes += round_up(layout.nbytes, self._engine.grain)
+        self.loaded_bytes += layout.nbytes
+        shared_buffer = SharedBuffer(buffer.data_ptr(), layout.nbytes)
+        for entry in entries:
+            tensor, start = entry.tensor, at[id(entry)]
+            with torch.inference_mode(False), torch.no_grad():
+                piece = self._engine.alias(buffer, start, entry.nbytes).view(tensor.dtype)
+                value = self._store.value(tensor, self._engine.device)
+                view = piece.as_strided(value.shape, value.stride(), piece.storage_offset())
+                view.copy_(value)
+                self.drop_pages(value)
+            del value
+            self.device_tensors.moved.append(Moved(tensor, self._take_origin(tensor), shared_buffer))
+            tensor.data = view
+
+    def _take_origin(self, tensor: torch.Tensor) -> torch.device:
+        """Return the device that ``tensor`` returns to, and remove the tensor from the packed weights."""
+        packed = self._store.take(tensor)
+        return self._engine.locate(tensor) if packed is None else packed.origin
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        """Return the address of a tensor's bytes, 0 without storage."""
+        packed = self._store.shelf.get(id(tensor))
+        try:
+            return (tensor if packed is None else packed.blob).data_ptr()
+        except RuntimeError:  # tensor subclasses without storage
+            return 0
+
+    def _leaves(self, unit: Unit) -> bool:
+        """Return whether a tensor of the unit is on the device and has to leave it."""
+        return any(id(entry.tensor) in self.device_tensors.leaving for entry in unit.entries)
+
+    @cached_property
+    def mapped(self) -> MappedFiles:
+        """The table of memory-mapped files, for releasing pages."""
+        return MappedFiles()
+
+    def drop_pages(self, read: torch.Tensor) -> None:
+        """Release the page-cache pages of ``read`` if the tensor lies in a memory-mapped file: its bytes were
+        copied."""
+        if read.device.type == "cpu" and is_plain(read):
+            self.mapped.release(read.data_ptr(), read.numel() * read.element_size())
+
+    def adapt(self, entry: Entry) -> None:
+        """Move a trainable tensor, gradient included, to the device."""
+        self.adapter_bytes += self._move(entry.tensor)
+
+    def _move(self, tensor: torch.Tensor) -> int:
+        """Move a single tensor to the device, and return its bytes."""
+        if id(tensor) in self._store.shelf:
+            tensor.data = self._store.value(tensor, self._engine.device).cpu()
+            self._store.take(tensor)
+        size = tensor.numel() * tensor.element_size()
+        before = self.device_tensors.move_in(tensor)
+        if before is not None:
+            self.drop_pages(before)
+            self.loaded_bytes += size
+        return size
+
+    # -- what the model changes
+
+    def replaced(self, entries: dict[int, Entry]) -> None:
+        """Follow tensors that the model replaced: the new tensors are moved back in place of the old ones.
+
+        ``entries``: the new tensors, by the id of the replaced ones.
+        """
+        self._tier.replaced(entries)
+        self.device_tensors.replaced(entries)
+
+    def made_here(self, entry: Entry) -> None:
+        """Note a buffer that the model created: if it is on the device, it moves back at the end with the
+        others."""
+        homes = {moved.origin for moved in self.device_tensors.moved} | self._tier.attached.came_from
+        if len(homes) == 1:
+            self.device_tensors.adopt_buffer(entry, homes.pop())
+
+    # -- from one layout to the next
+
+    def keep_matching_residents(
+        self, units: list[Unit], entries: list[Entry], adapters: list[Entry], streamed: Sequence[Unit] = ()
+    ) -> None:
+        """Keep the new plan's residents that are already on the device; move the others off before loading
+        anything."""
+        groups, alone = group_by_buffer(units, entries)
+        self._buffer_bytes += self.device_tensors.keep_matching(
+            groups, [*alone, *adapters], streamed, self._use_host_copy
+        )
+
+    def _use_host_copy(self, members: list[Moved], shared_buffer: SharedBuffer | None) -> bool:
+        """Let tensors use their host copy, if it still holds their values, without copying from the device.
+        Return whether this was done."""
+        copies = self._store.copies
+        if shared_buffer is None or shared_buffer.copy is None or copies is None:
+            return False
+        copy: HostCopy = shared_buffer.copy
+        shared_buffer.copy = None
+        # A tensor that became trainable has a gradient on the device, and a host copy may be packed, so
+        # neither uses the copy.
+        usable = all(
+            shared_buffer.holds(moved.tensor) and not moved.tensor.requires_grad for moved in members
+        )
+        if not usable or not copy.matches([moved.tensor for moved in members]):
+            copies.discard(copy)
+            return False
+        copy.device_fingerprint = None
+        self._store.attach_to_copy(copy)
+        return True
+
+    # -- the way home
+
+    def undo(self) -> None:
+        """Move every tensor back to its original device. After a failure the call may be repeated."""
+        self.device_tensors.undo()
+        self._buffer_bytes = self.adapter_bytes = 0

@@ -1,0 +1,444 @@
+"""Computing times by tensor, derived from timings of a session's first steps.
+
+In a few early steps the meter records, for each streamed unit (a group of tensors that is copied together),
+how long the unit itself computed and how long the device computed between this unit and the next one. The
+time in between belongs to the resident units used there. That time is divided among them in the ratio of the
+times of streamed units of the same kind (same name except for numbers, and same size), or else in the ratio
+of their bytes. All times are then scaled to the median of the phase (forward or backward). The result,
+`TensorTimes`, is stored by tensor, so that it can be applied to any way of grouping the tensors into units.
+The result also contains the speed of the link, the order of use, and which tensors a backward recomputes. The
+module imports no torch and has no side effects.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import NamedTuple
+
+from .predict import LATENCY, Link, Workload
+
+MAX_CAROM_SHARE = 0.9  # Carom's own part of the host seconds is taken to be at most this share of them
+# A step that waits for weights longer than this share of its seconds does not count as bound by the host.
+STALLED = 0.15
+
+
+class UnitTiming(NamedTuple):
+    """The times of one streamed unit in a forward, in seconds since the step began.
+
+    ``came``: the computing stream reached the unit; ``went_on``: the unit's weights had arrived and its
+    kernels could start; ``left``: its kernels had finished. ``close``: whether the device had already started
+    on the unit when the host had just issued the unit's last kernel, that is, whether the device was waiting
+    for the host.
+    """
+
+    unit: str
+    came: float
+    went_on: float
+    left: float
+    close: bool = False
+
+
+class ForwardTiming(NamedTuple):
+    """The timings of the streamed units in one forward.
+
+    ``turns``: one entry for each use of a unit; ``seconds``: duration of the forward; ``close``: of the later
+    half of the turns, the share with `UnitTiming.close`; ``use``: host seconds that Carom itself takes for
+    one turn.
+    """
+
+    turns: tuple[UnitTiming, ...]
+    seconds: float
+    close: float = 0.0
+    use: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """The measured timings of a step.
+
+    ``train``: whether the step had a backward; ``seconds``: median duration; ``compute``: median computing
+    seconds of (forward, backward); ``link_bytes_per_second``: rate of the copies, None where none was
+    measured; ``forwards``: the unit timings of some forwards.
+    """
+
+    train: bool
+    seconds: float
+    compute: tuple[float, float]
+    link_bytes_per_second: float | None
+    forwards: tuple[ForwardTiming, ...]
+    copies: tuple[tuple[int, float], ...] = ()  # (bytes, seconds) of each copy of a step
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the device waits for Python: kernels start as soon as they are issued, and waits for
+        weights are short.
+        """
+        stalled = self.seconds - sum(self.compute)
+        close = median(forward.close for forward in self.forwards) if self.forwards else 0.0
+        return close > 0.5 and stalled < STALLED * self.seconds
+
+    @property
+    def use_seconds(self) -> float:
+        """The median host seconds that Carom takes for one use of a streamed unit."""
+        return median(forward.use for forward in self.forwards) if self.forwards else 0.0
+
+
+class UnitTensors(NamedTuple):
+    """A unit described by its tensors: ``tensors`` maps each tensor's name to its bytes.
+
+    ``trains``: where any of the tensors is trainable, the bytes of the unit that are never packed; else 0.
+    """
+
+    name: str
+    tensors: Mapping[str, int]
+    trains: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(self.tensors.values())
+
+
+class HostSeconds(NamedTuple):
+    """The host seconds of a step: ``model`` for all of the step's Python except Carom's, ``use`` for Carom's
+    part of each use of a streamed unit.
+    """
+
+    model: float
+    use: float
+
+
+@dataclass(frozen=True)
+class TensorTimes:
+    """The computing seconds of a step by tensor, with the properties of the step that a prediction needs.
+
+    ``forward`` and ``backward``: tensor name -> seconds of the forward, and of the gradients. ``position``:
+    tensor name -> position in the order of use. ``recomputed``: tensors used again by a recomputation in the
+    backward. ``unused``: tensors that the backward does not use.
+    """
+
+    train: bool
+    link: Link
+    forward: Mapping[str, float]
+    backward: Mapping[str, float]
+    position: Mapping[str, int]
+    recomputed: frozenset[str]
+    unused: frozenset[str]
+    held: Mapping[str, float]  # unit name -> share of the unit's seconds during which its slot is in use
+    recompute_share: float  # seconds of a recomputation over seconds of the same tensors' forward
+    seconds: float  # measured seconds of a step
+    # Where the host binds: its seconds, of which no copy or kernel hides any part.
+    host: HostSeconds | None = None
+    # Tensor name -> share of the tensor's uses in which the device waits for Python, and seconds of such
+    # waits that are contained in ``forward``.
+    host_bound_share: Mapping[str, float] = field(default_factory=dict)
+    host_wait: Mapping[str, float] = field(default_factory=dict)
+    use_seconds: float = 0.0  # host seconds for one use of a streamed unit
+    excludes_host_waits: bool = False  # whether ``forward`` no longer contains ``host_wait``
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the measured steps were bound by the host."""
+        return self.host is not None
+
+    def host_seconds(self, uses: int) -> float:
+        """Return the host seconds of a step with ``uses`` uses of streamed units; 0 where the host does not
+        bind.
+        """
+        return 0.0 if self.host is None else self.host.model + uses * self.host.use
+
+    def without_host_waits(self) -> TensorTimes:
+        """Return these times with the waits for Carom's own Python taken out of ``forward``.
+
+        Such a wait belongs to a use of a streamed unit, and another layout may stream other units.
+        """
+        forward = {
+            name: max(0.0, spent - self.host_wait.get(name, 0.0)) for name, spent in self.forward.items()
+        }
+        return replace(self, forward=forward, excludes_host_waits=True)
+
+    def host_waits(self, units: Sequence[UnitTensors]) -> list[float]:
+        """Return, for each unit, the seconds that the device waits for Python at one use, if the unit streams
+        or is packed.
+
+        All are 0 while ``forward`` still contains these waits.
+        """
+        if not self.excludes_host_waits:
+            return [0.0] * len(units)
+        return [
+            self.use_seconds
+            * sum(self.host_bound_share.get(name, 0.0) * n for name, n in unit.tensors.items())
+            / (unit.nbytes or 1)
+            for unit in units
+        ]
+
+    def without_unpacking(self, rate: float, names: Mapping[str, int], link: Link) -> TensorTimes:
+        """Return the times as if the tensors ``names`` (name -> bytes) had not been unpacked on the device.
+
+        ``rate``: bytes/s of the unpacking that the measured times contain; ``link``: the link of the returned
+        times.
+        """
+        less = {name: nbytes / rate for name, nbytes in names.items()}
+
+        def without(seconds: Mapping[str, float]) -> dict[str, float]:
+            """Return ``seconds`` less the unpacking time of each tensor in ``names``."""
+            return {name: max(0.0, spent - less.get(name, 0.0)) for name, spent in seconds.items()}
+
+        return replace(self, forward=without(self.forward), backward=without(self.backward), link=link)
+
+    def workload(self, units: Sequence[UnitTensors], blocks: Sequence[frozenset[str]] = ()) -> Workload:
+        """Return the workload of a step whose tensors are grouped into ``units``.
+
+        ``blocks``: sets of tensors that are recomputed together, under activation checkpointing.
+        """
+        forward = tuple(_sum(self.forward, unit) for unit in units)
+        last = len(self.position)
+        order = sorted(
+            range(len(units)),
+            key=lambda i: (
+                min((self.position.get(name, last) for name in units[i].tensors), default=last),
+                i,
+            ),
+        )
+        held = tuple(self.held.get(unit.name, 1.0) for unit in units)
+        if not self.train:
+            return Workload(tuple(order), forward, held=held)
+        backward = tuple(_sum(self.backward, unit) for unit in units)
+        groups: dict[object, list[int]] = defaultdict(list)
+        for index in order:
+            names = units[index].tensors.keys()
+            if names & self.recomputed:
+                block = next((i for i, block in enumerate(blocks) if names & block), None)
+                groups[("unit", index) if block is None else block].append(index)
+        idle = frozenset(i for i, unit in enumerate(units) if unit.tensors.keys() <= self.unused)
+        return Workload(
+            tuple(order), forward, backward, tuple(tuple(group) for group in groups.values()), without_backward=idle,
+            recompute_share=self.recompute_share, held=held, trains={i: unit.trains for i, unit in enumerate(units) if unit.trains},
+        )  # fmt: skip
+
+
+def learn(
+    units: Sequence[UnitTensors],
+    streamed: Sequence[int],
+    expected: Sequence[tuple[int, bool]],
+    profile: StepProfile,
+    *,
+    blocking: bool = False,
+) -> TensorTimes | None:
+    """Derive the computing times of all tensors of ``units`` from ``profile``; return None where no copy was
+    measured.
+
+    ``streamed``: for each streamed unit, its index in ``units``. ``expected``: the uses over one period of
+    the access order, as (index into ``streamed``, whether the use computes gradients). ``blocking``: whether
+    the host waits for each copy.
+    """
+    if profile.link_bytes_per_second is None or not expected:
+        return None
+    uses = [(streamed[unit], backward) for unit, backward in expected]
+    index_of = {unit.name: index for index, unit in enumerate(units)}
+    timed = (
+        [index_of[turn.unit] for turn in profile.forwards[-1].turns if turn.unit in index_of]
+        if profile.forwards
+        else []
+    )
+    order = _forward_order(len(units), timed + [unit for unit, _ in uses])
+    # A unit that is used twice for each computation of its gradients is recomputed in the backward.
+    forward_uses = Counter(unit for unit, backward in uses if not backward)
+    gradient_uses = Counter(unit for unit, backward in uses if backward)
+    recomputed = (
+        {unit for unit in forward_uses if forward_uses[unit] >= 2 * max(1, gradient_uses[unit])}
+        if profile.train
+        else set()
+    )
+    unused = {
+        unit for unit in forward_uses if profile.train and not gradient_uses[unit] and unit not in recomputed
+    }
+    # Uses of resident units are not recorded. Assume that residents are used like streamed units of the same
+    # kind, or like the majority of the streamed units.
+    mostly = profile.train and 2 * len(recomputed) >= len(forward_uses)
+    kinds: dict[str, list[bool]] = defaultdict(list)
+    for unit in forward_uses:
+        kinds[_kind(units[unit])].append(unit in recomputed)
+    for unit, tensors in enumerate(units):
+        seen = kinds.get(_kind(tensors))
+        if unit not in forward_uses and (median(seen) >= 0.5 if seen else mostly):
+            recomputed.add(unit)
+    forward, held = _forward_seconds(units, order, profile)
+    spent = sum(forward[unit] for unit in recomputed)
+    # The gradients of the inputs take at least as long as the recomputation, so at most half of the backward
+    # recomputes.
+    share = min(1.0, profile.compute[1] / (2 * spent)) if spent else 1.0
+    left = max(0.0, profile.compute[1] - share * spent)
+    whole = sum(forward) - sum(forward[unit] for unit in unused) or 1.0
+    host, scale = None, 1.0
+    # The measured computing seconds are the host's seconds for issuing, Carom's share included.
+    if profile.host_bound:
+        busy = sum(profile.compute)
+        use = min(profile.use_seconds, MAX_CAROM_SHARE * busy / len(uses))
+        model = busy - len(uses) * use
+        host, scale = HostSeconds(model, use), model / busy if busy > 0 else 1.0
+    close, late = _host_bound_shares(units, profile), [0.0] * len(units)
+    each = profile.use_seconds
+    if host is None and not profile.train and each > 0:
+        # A wait for the host cannot be longer than the unit's measured seconds.
+        close = [min(share, seconds / each) for share, seconds in zip(close, forward, strict=True)]
+        for unit in set(streamed):
+            late[unit] = each * close[unit]
+    backward = [0.0 if unit in unused else left * forward[unit] / whole for unit in range(len(units))]
+    return TensorTimes(
+        train=profile.train,
+        link=_link(profile, blocking),
+        forward=_by_tensor(units, [scale * each for each in forward]),
+        backward=_by_tensor(units, [scale * each for each in backward]) if profile.train else {},
+        position={name: position for position, unit in enumerate(order) for name in units[unit].tensors},
+        recomputed=frozenset(name for unit in recomputed for name in units[unit].tensors),
+        unused=frozenset(name for unit in unused for name in units[unit].tensors),
+        held={unit.name: share for unit, share in zip(units, held, strict=True)},
+        recompute_share=share,
+        seconds=profile.seconds,
+        host=host,
+        host_bound_share={
+            name: share for unit, share in zip(units, close, strict=True) for name in unit.tensors
+        },
+        use_seconds=each if any(late) else 0.0,
+        host_wait=_by_tensor(units, late),
+    )
+
+
+def _link(profile: StepProfile, blocking: bool) -> Link:
+    """Return the link's rate and latency, fitted to the measured copies.
+
+    Copies of differing sizes give both by linear regression. Otherwise assume `LATENCY` where the copies are
+    much longer than that, and 0 else.
+    """
+    sizes = [nbytes for nbytes, _ in profile.copies]
+    if sizes and max(sizes) >= 2 * min(sizes):
+        mean, time = sum(sizes) / len(sizes), sum(s for _, s in profile.copies) / len(sizes)
+        spread = sum((size - mean) ** 2 for size in sizes)
+        slope = sum((size - mean) * (s - time) for size, s in profile.copies) / spread
+        if slope > 0 and 0 <= time - slope * mean < time / 2:
+            return Link(1 / slope, time - slope * mean, blocking)
+    assert profile.link_bytes_per_second is not None
+    mean = sum(sizes) / len(sizes) if sizes else 0.0
+    time = mean / profile.link_bytes_per_second
+    if time > 20 * LATENCY:
+        return Link(mean / (time - LATENCY), LATENCY, blocking)
+    return Link(profile.link_bytes_per_second, 0.0, blocking)
+
+
+def _forward_order(count: int, uses: Sequence[int]) -> list[int]:
+    """Return the indices of all ``count`` units in the order of the forward.
+
+    Streamed units come in the order of their first use in ``uses``. Each resident unit, whose uses are not
+    recorded, comes after the unit registered before it in the module.
+    """
+    first = list(dict.fromkeys(uses))
+    used = set(first)
+    following: dict[int, list[int]] = defaultdict(list)
+    before = -1
+    for unit in range(count):
+        if unit in used:
+            before = unit
+        else:
+            following[before].append(unit)
+    order = list(following[-1])
+    for unit in first:
+        order += [unit, *following[unit]]
+    return order
+
+
+def _forward_seconds(
+    units: Sequence[UnitTensors], order: Sequence[int], profile: StepProfile
+) -> tuple[list[float], list[float]]:
+    """Return each unit's forward seconds, scaled to the forward's median, and the share of them its slot is
+    in use.
+    """
+    position_of = {units[unit].name: position for position, unit in enumerate(order)}
+    inside: dict[int, list[float]] = defaultdict(list)  # streamed unit -> seconds of its own kernels
+    # Streamed unit -> seconds until the next streamed unit's turn.
+    beside: dict[int, list[float]] = defaultdict(list)
+    # Residents between two turns -> seconds in between.
+    gaps: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    for forward in profile.forwards:
+        before, end = -1, 0.0
+        for name, came, went_on, left, _ in (*forward.turns, UnitTiming("", forward.seconds, 0.0, 0.0)):
+            position = position_of.get(name, -1) if name else len(order)
+            if position <= before:  # a further use of a unit in the same forward; only the first one counts
+                continue
+            between = max(0.0, came - end)
+            if position > before + 1:
+                gaps[tuple(order[before + 1 : position])].append(between)
+            elif before >= 0:
+                beside[order[before]].append(between)
+            if name:
+                inside[order[position]].append(max(0.0, left - went_on))
+            before, end = position, left
+    seconds = [0.0] * len(units)
+    held = [1.0] * len(units)
+    kinds: dict[str, list[float]] = defaultdict(list)
+    for unit, samples in inside.items():
+        own, rest = median(samples), median(beside.get(unit, (0.0,)))
+        seconds[unit] = own + rest
+        held[unit] = own / (own + rest) if own + rest > 0 else 1.0
+        kinds[_kind(units[unit])].append(own)
+    known = sum(units[unit].nbytes for unit in inside)
+    dense = sum(seconds) / known if known else 1.0
+    for residents, gap in gaps.items():
+        weights = [
+            median(kinds[kind]) if (kind := _kind(units[unit])) in kinds else dense * units[unit].nbytes
+            for unit in residents
+        ]
+        whole = sum(weights)
+        for unit, weight in zip(residents, weights, strict=True):
+            seconds[unit] = median(gap) * (weight / whole if whole > 0 else 1 / len(residents))
+    whole = sum(seconds)
+    if whole <= 0:
+        nbytes = sum(unit.nbytes for unit in units) or 1
+        return [profile.compute[0] * unit.nbytes / nbytes for unit in units], held
+    return [profile.compute[0] * each / whole for each in seconds], held
+
+
+def _host_bound_shares(units: Sequence[UnitTensors], profile: StepProfile) -> list[float]:
+    """Return, for each unit, the share of its uses in which the device was waiting for the host.
+
+    Resident units, which are not timed, get the share of the streamed units of the same kind, or of all
+    streamed units.
+    """
+    seen: dict[str, list[bool]] = defaultdict(list)
+    for forward in profile.forwards:
+        for turn in forward.turns:
+            seen[turn.unit].append(turn.close)
+    kinds: dict[str, list[bool]] = defaultdict(list)
+    for unit in units:
+        kinds[_kind(unit)] += seen.get(unit.name, [])
+    all_ = [close for closes in seen.values() for close in closes]
+    found = [seen.get(unit.name) or kinds[_kind(unit)] or all_ or [False] for unit in units]
+    return [sum(closes) / len(closes) for closes in found]
+
+
+def _kind(unit: UnitTensors) -> str:
+    """Return a key that units of the same kind share: the name with numbers replaced, and the bytes."""
+    return f"{re.sub('[0-9]+', '#', unit.name)} {unit.nbytes}"
+
+
+def _by_tensor(units: Sequence[UnitTensors], seconds: Sequence[float]) -> dict[str, float]:
+    """Return the seconds of each tensor: its share, by bytes, of its unit's seconds."""
+    return {
+        name: each * nbytes / (unit.nbytes or 1)
+        for unit, each in zip(units, seconds, strict=True)
+        for name, nbytes in unit.tensors.items()
+    }
+
+
+def _sum(seconds: Mapping[str, float], unit: UnitTensors) -> float:
+    """Return the sum of ``seconds`` over the unit's tensors; tensors without an entry count as much per byte
+    as the rest.
+    """
+    known = [name for name in unit.tensors if name in seconds]
+    found = sum(seconds[name] for name in known)
+    nbytes = sum(unit.tensors[name] for name in known)
+    return found * unit.nbytes / nbytes if nbytes else 0.0

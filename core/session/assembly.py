@@ -1,0 +1,163 @@
+"""`assemble`: makes the parts of a session and joins them; `attach_first`: its first layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..budget.ledger import BudgetLedger
+from ..budget.shared_budget import SharedBudget
+from ..common.errors import BudgetError
+from ..device.engine import Engine
+from ..device.make_engine import make_engine
+from . import settings
+from .budgets import Budgets
+from .codec_choice import CodecChoice
+from .device_weights import DeviceWeights
+from .host_tier import HostTier
+from .layout import Wanted
+from .layout_manager import LayoutManager
+from .managed_module import ManagedModule
+from .model_changes import ModelChanges
+from .passes import Passes
+from .planner import Planner
+from .policies.device_memory import DeviceMemory
+from .policies.host_memory import HostMemory
+from .policies.leftover import Leftover
+from .policies.neighbours import Neighbours
+from .policies.replan import Replan
+from .policies.vbar_pressure import VbarPressure
+from .policy_runner import PolicyRunner
+from .recovery import Recovery
+from .root_hooks import RootHooks
+from .tensor_access import TensorAccess
+from .weight_pool import WeightPool
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The objects that make up a session."""
+
+    engine: Engine
+    ledger: BudgetLedger
+    manager: LayoutManager
+    weights: DeviceWeights
+    tensors: TensorAccess
+    memory: DeviceMemory
+    host_memory: HostMemory
+    leftover: Leftover
+    replan: Replan
+    policies: PolicyRunner
+    budgets: Budgets
+    passes: Passes
+
+
+def assemble(
+    module: nn.Module, *, device: Any, vram: Any, ram: int | str, weights: Any, granularity: str, codec: str, pool: str,
+    host: str, training: str | None, backward: bool,
+) -> Parts:  # fmt: skip
+    """Return the parts of a session, joined. The arguments are `carom.stream`'s, checked; the module is not touched yet."""
+    engine = make_engine(device)
+    waiting = settings.waiting_bytes(module) if weights is None and engine.shares_host else 0
+    budget, note = settings.within_dedicated(
+        settings.vram_budget(vram, engine, waiting=waiting), engine, waiting
+    )
+    weight_pool = WeightPool(engine, pool)
+    packing = settings.packing(codec, host, weights, engine, module, weight_pool)
+    nbytes = settings.ram_beside_device(ram, engine, module, budget, waiting)
+    wanted = Wanted(budget, nbytes, packing, note=note)
+
+    managed = ManagedModule(module, RootHooks(module))
+    host_tier = HostTier(engine, wanted.ram)
+    ledger = BudgetLedger(engine, vram if isinstance(vram, SharedBudget) else None)
+    ledger.set(budget)
+    planner = Planner(managed, engine, host_tier, granularity, training, backward)
+    manager = LayoutManager(managed, engine, host_tier, planner, ledger, weight_pool, wanted)
+    device_weights = DeviceWeights(manager, weight_pool, lambda budget: memory.resize(budget))
+    ledger.follow(device_weights)
+    changes = ModelChanges(manager)
+
+    leftover = Leftover(
+        manager,
+        ready=lambda: passes.ready(),
+        thought_over=lambda: replan.thought_over,
+        reconsider=lambda: replan.reconsider(),
+        grows_now=lambda: replan.grows_now,
+    )
+    replan = Replan(
+        manager,
+        CodecChoice(manager),
+        spare_bytes=lambda: leftover.spare_bytes,
+        unsure=lambda: leftover.unsure,
+        worth=leftover.worth,
+        forget_spare=leftover.forget,
+        taken=leftover.weights_moved,
+    )
+    memory = DeviceMemory(manager, device_weights, replan.improve, replan.begin_anew)
+    host_memory = HostMemory(manager)
+    policies = PolicyRunner(
+        manager, device_weights, memory,
+        [Neighbours(ledger), VbarPressure(manager, device_weights), host_memory, replan],
+    )  # fmt: skip
+    budgets = Budgets(manager, device_weights, memory, host_memory, leftover, policies)
+    passes = Passes(manager, changes, policies, memory, leftover, Recovery(memory, leftover))
+
+    def leaving() -> None:
+        changes.follow()
+        memory.forget_state()
+
+    manager.leaving, manager.laid_out = leaving, leftover.laid_out
+    return Parts(
+        engine, ledger, manager, device_weights, TensorAccess(manager), memory, host_memory, leftover, replan,
+        policies, budgets, passes,
+    )  # fmt: skip
+
+
+def parts(session: Any) -> Parts:
+    """Return the parts of a session, for benchmarks and tests that look inside."""
+    found: Parts = session._parts
+    return found
+
+
+def attach_first(made: Parts, vram: Any) -> None:
+    """Make a session's first layout. Where a budget that is found does not suffice, begin with the least that works.
+
+    ``vram``: as in `carom.stream`. Raises BudgetError where that is not there.
+    """
+    ledger, manager, shared = made.ledger, made.manager, made.ledger.shared
+    had = 0 if shared is None else shared.nbytes
+    # Other new sessions wait until this one is laid out, and are given room then. Sessions that run do not: what this one is
+    # about to hold is promised.
+    with ledger.coming(shared), ledger.growing():
+        try:
+            with ledger.taking():
+                if shared is not None:
+                    _budget_now(made, vram)
+                if ledger.governor is not None and ledger.make_room(ledger.vram):
+                    _budget_now(made, vram)
+                ledger.promise(0 if shared is None else ledger.vram)
+            manager.attach(manager.present())
+        except BudgetError as error:
+            # What activations take is not known yet: begin with the least, if that is there at all.
+            least = error.least_bytes or 0
+            if (vram != "auto" and shared is None) or not least:
+                raise
+            with ledger.taking():
+                ledger.promise(0)
+                ledger.begin_with_least(least, had, error)
+            manager.attach(manager.present())
+        finally:
+            ledger.promise(0)
+
+
+def _budget_now(made: Parts, vram: Any) -> None:
+    """Set the VRAM budget to what ``vram`` comes to by now."""
+    waiting, manager = made.weights.waiting_bytes or 0, made.manager
+    budget, note = settings.within_dedicated(
+        settings.vram_budget(vram, made.engine, waiting=waiting), made.engine, waiting
+    )
+    made.ledger.set(budget)
+    manager.wanted = dataclasses.replace(manager.wanted, note=note)

@@ -1,0 +1,131 @@
+"""`Budgets`: `Session.set_budget`: another VRAM or RAM budget for a session, or the old ones where that is impossible."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+from ..budget.shared_budget import SharedBudget
+from . import settings
+from .device_weights import DeviceWeights
+from .layout import Outcome, Wanted
+from .layout_manager import LayoutManager
+from .policies.device_memory import DeviceMemory
+from .policies.host_memory import HostMemory
+from .policies.leftover import Leftover
+from .policy_runner import PolicyRunner
+
+
+class Budgets:
+    """Sets the budgets of one session between steps."""
+
+    def __init__(
+        self, manager: LayoutManager, weights: DeviceWeights, memory: DeviceMemory, host_memory: HostMemory,
+        leftover: Leftover, policies: PolicyRunner,
+    ) -> None:  # fmt: skip
+        self._manager, self._weights, self._memory = manager, weights, memory
+        self._host_memory, self._leftover, self._policies = host_memory, leftover, policies
+
+    def set(self, vram: int | str | SharedBudget | None, ram: int | str | None) -> None:
+        """As `Session.set_budget`."""
+        manager = self._manager
+        ledger = manager.ledger
+        with manager.lock, contextlib.ExitStack() as taking:
+            manager.need_open()
+            manager.refuse_graphs()
+            if isinstance(vram, SharedBudget):
+                joins = vram is not ledger.shared
+                if joins:
+                    taking.enter_context(ledger.coming(vram))
+                taking.enter_context(vram.mates.lock)
+                if joins:
+                    ledger.make_room(vram.free_bytes, vram)
+            before = manager.present()
+            wanted = self._wanted(before, vram, ram)
+            manager.check(wanted, keeps_ram=ram is None)
+            restore = self._follow(wanted, vram)
+            wanted = dataclasses.replace(wanted, training=manager.wanted.training)
+            taking.close()
+            if manager.phase.parked:  # the next forward lays it out so
+                manager.wanted = wanted
+                ledger.begin_peak()
+                if vram is not None:
+                    ledger.keep_least()
+                if wanted.ram < before.ram:
+                    manager.host.copies.unpin()
+            else:
+                self._change(wanted, before, restore)
+            if ram is not None:
+                self._host_memory.begin(ram == "auto")
+            self._policies.plan_next()
+
+    def _wanted(self, before: Wanted, vram: Any, ram: int | str | None) -> Wanted:
+        """Return ``before`` with the budgets in bytes that ``vram`` and ``ram`` come to."""
+        manager = self._manager
+        ledger, engine = manager.ledger, manager.engine
+        waiting, wanted = self._weights.waiting_bytes or 0, before
+        if vram is not None:
+            mine = ledger.held_bytes
+            if isinstance(vram, SharedBudget):
+                mine = ledger.promised_bytes + ledger.kept_bytes if vram is ledger.shared else 0
+            budget = settings.vram_budget(vram, engine, mine, waiting)
+            budget, note = settings.within_dedicated(budget, engine, mine + waiting)
+            # What stays under less is a part of what stayed: nothing has to come for a budget that falls.
+            fell = budget < before.vram and not manager.phase.parked
+            among = manager.layout.resident_names() if fell else None
+            wanted = dataclasses.replace(wanted, vram=budget, note=note, residents_among=among, training=None)
+        if ram is not None:
+            root, held = manager.module.root, ledger.held_bytes
+            nbytes = settings.ram_beside_device(ram, engine, root, wanted.vram, waiting, held)
+            wanted = dataclasses.replace(wanted, ram=nbytes)
+        return wanted
+
+    def _follow(self, wanted: Wanted, vram: Any) -> Any:
+        """Let the budget follow the device or a shared budget as ``vram`` says; return what undoes that."""
+        manager, memory, leftover = self._manager, self._memory, self._leftover
+        ledger = manager.ledger
+        shared, governed, room, budget = (
+            ledger.shared,
+            ledger.governor is not None,
+            leftover.room,
+            ledger.vram,
+        )
+
+        def restore() -> None:
+            memory.end()
+            ledger.shared = shared
+            ledger.set(budget)
+            memory.begin(governed)
+            leftover.room = room
+
+        if vram is None:
+            return lambda: None
+        memory.end()
+        ledger.shared = vram if isinstance(vram, SharedBudget) else None
+        ledger.set(wanted.vram)
+        memory.begin(vram == "auto" or ledger.shared is not None)
+        if ledger.governor is not None:
+            leftover.stop()  # the budget follows the device by itself
+        return restore
+
+    def _change(self, wanted: Wanted, before: Wanted, restore: Any) -> None:
+        """Make the layout; where the device's memory does not suffice, make the one before again and raise."""
+        manager = self._manager
+        copies = manager.host.copies
+        failures: list[BaseException] = []
+
+        def back(failed: Wanted, error: BaseException) -> Wanted | None:
+            if failures:
+                return None
+            failures.append(error)
+            restore()
+            return before
+
+        less = wanted.ram < before.ram
+        outcome = manager.change(wanted, back, between=copies.unpin if less else None)
+        if outcome is Outcome.FELL_BACK:
+            try:
+                raise failures[0]
+            finally:
+                failures.clear()  # with its traceback the error would keep this frame

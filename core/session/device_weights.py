@@ -1,0 +1,213 @@
+"""`DeviceWeights`: what a session's present layout holds of the device, as its budget ledger asks about it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from ..device.engine import Engine
+from ..plan.residency import resident_cost, round_up
+from ..streaming.vbar_slots import VbarSlots
+from . import settings
+from .layout_manager import LayoutManager
+from .summary import Held
+from .weight_pool import WeightPool, whole_pages
+
+_ROUNDING = 1.03  # of a model's bytes, for what allocators round up
+
+
+class DeviceWeights:
+    """A `budget.ledger.Holder` over a `LayoutManager`. All sizes are bytes of the device."""
+
+    def __init__(self, manager: LayoutManager, pool: WeightPool, resize: Callable[[int], None]) -> None:
+        self._manager, self._pool = manager, pool
+        self._engine: Engine = manager.engine
+        self._ledger = manager.ledger
+        self.resize = resize
+        self.name = manager.module.name
+
+    # -- what the ledger asks
+
+    @property
+    def closed(self) -> bool:
+        """Whether no layout was made yet, or the session was closed."""
+        return self._manager.unused
+
+    @property
+    def attached(self) -> bool:
+        """Whether a layout is in effect."""
+        return self._manager.attached
+
+    @property
+    def vbar(self) -> VbarSlots | None:
+        """The homes in a VBAR of a session's units, None with torch's allocator."""
+        return self._manager.vbar
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory that weights take now: residents, slots, staging buffer, packed residents."""
+        layout, pooled = self._manager.layout, self.vbar
+        if pooled is not None:
+            return layout.placement.resident_bytes + pooled.held_bytes
+        streamer = layout.streamer
+        staging = 0 if streamer.staging is None else streamer.staging.nbytes
+        region = 0 if streamer.closed else streamer.region.nbytes
+        return layout.placement.resident_bytes + region + staging + layout.placement.tier.device_bytes
+
+    @property
+    def pool_promise(self) -> int | None:
+        """The most that residents and the VBAR take together, None where there is no VBAR."""
+        pooled = self.vbar
+        return None if pooled is None else self._manager.layout.placement.resident_bytes + pooled.most_bytes
+
+    @property
+    def vbar_bytes(self) -> int:
+        """Device memory of the VBAR."""
+        pooled = self.vbar
+        return 0 if pooled is None else pooled.held_bytes
+
+    @property
+    def everything_bytes(self) -> int:
+        """What all of the module's weights take."""
+        layout = self._manager.layout
+        sizes = [unit.nbytes for unit in layout.carving.units]
+        return layout.plan.fixed_bytes + resident_cost(sizes, self._engine.grain)
+
+    @property
+    def loading_bytes(self) -> int:
+        """An upper bound of what all of the module's weights take, before any layout was made."""
+        root = self._manager.module.root
+        sizes = (t.numel() * t.element_size() for t in (*root.parameters(), *root.buffers()))
+        return int(sum(round_up(size, 512) for size in sizes) * _ROUNDING)
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest budget that works with the module's present tensors."""
+        manager = self._manager
+        least = manager.planner.least_bytes(manager.wanted, manager.layout)
+        pooled = self.vbar
+        if pooled is None:
+            return least
+        largest = max(unit.nbytes for unit in pooled.units)
+        return max(least, manager.layout.placement.resident_bytes + whole_pages(largest))
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of the units that stream now."""
+        pooled = self.vbar
+        units = self._manager.layout.streamer.units if pooled is None else pooled.away
+        return sum(unit.nbytes for unit in units)
+
+    @property
+    def waiting_bytes(self) -> int | None:
+        """Host memory that weights give back when they move to a device that shares it; None for other devices and files."""
+        manager = self._manager
+        if not self._engine.shares_host or manager.module.checkpoint is not None:
+            return None
+        if not manager.attached:
+            return settings.waiting_bytes(manager.module.root)
+        return manager.layout.placement.wire_bytes
+
+    @property
+    def movable(self) -> bool:
+        """Whether weights may move unasked.
+
+        A trainable weight that leaves the device and returns loses what DistributedDataParallel hung onto its gradient's
+        accumulator: gradients would no longer be averaged. A module that came on the device would go back there whole on
+        the way to another layout.
+        """
+        layout = self._manager.layout
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return not (distributed and layout.carving.adapters) and not layout.placement.came_on_device
+
+    @property
+    def may_give(self) -> bool:
+        """Whether residents may leave now: they are movable, no graph needs them, and the last step's times were read."""
+        layout = self._manager.layout
+        return self.movable and layout.streamer.unreferenced and not layout.meter.awaiting
+
+    def hold_idle(self, locks: contextlib.ExitStack) -> bool:
+        """Keep the session out of passes while ``locks`` are held; return False at once where it is in one."""
+        manager = self._manager
+        if not manager.lock.acquire(blocking=False):
+            return False
+        locks.callback(manager.lock.release)
+        if not manager.attached:
+            return False
+        streamer = manager.layout.streamer
+        if not streamer.lock.acquire(blocking=False):
+            return False
+        locks.callback(streamer.lock.release)
+        return bool(streamer.idle)
+
+    # -- accounts
+
+    def account(self) -> None:
+        """Note that tensors went to the device or left it, or that the budget changed."""
+        pooled, ledger = self.vbar, self._ledger
+        if pooled is None:
+            ledger.note_held(self.held_bytes)
+            return
+        resident = self._manager.layout.placement.resident_bytes
+        room = ledger.vram - resident
+        if pooled.holds(room, whole=False) and pooled.most_bytes > room:
+            pooled.limit(room)
+        ledger.note_held(resident + pooled.most_bytes)
+        self.follow_vbar(pooled)
+
+    def follow_vbar(self, pooled: VbarSlots) -> None:
+        """Let the plan say which units live in the VBAR now."""
+        layout = self._manager.layout
+        plan, carving = layout.plan, layout.carving
+        away = {id(unit.unit) for unit in pooled.away}
+        resident = {
+            index: plan.resident.get(index, "at home in the pool")
+            for index, unit in enumerate(carving.units)
+            if id(unit) not in away
+        }
+        if resident != plan.resident or pooled.slot_bytes != plan.region_bytes:
+            slots = pooled.slot_bytes // carving.largest if carving.largest else 0
+            self._manager.note_plan(
+                dataclasses.replace(
+                    plan,
+                    resident=resident,
+                    region_bytes=pooled.slot_bytes,
+                    slots=slots,
+                    predicted_seconds=None,
+                )
+            )
+
+    def move_watermark(self, budget: int) -> bool:
+        """Keep to ``budget`` by the VBAR's watermark; return False where that needs a new layout."""
+        pooled = self.vbar
+        room = budget - self._manager.layout.placement.resident_bytes
+        if pooled is None or not pooled.holds(room, whole=budget >= self.everything_bytes):
+            return False
+        self._ledger.set(budget)
+        pooled.limit(room)
+        self.account()
+        return True
+
+    def holdings(self) -> Held:
+        """Return the device bytes for the report, and whose memory they are."""
+        manager, ledger, pooled = self._manager, self._ledger, self.vbar
+        streamer = manager.layout.streamer
+        if pooled is None:
+            slots = 0 if manager.phase.parked else streamer.region.nbytes
+            staging = 0 if streamer.staging is None else streamer.staging.nbytes
+            packed = manager.layout.placement.tier.figures()
+            return Held(
+                ledger.vram, ledger.peak_bytes, slots, staging, pool="torch", pool_reason=self._pool.reason,
+                packed_bytes=packed.packed_resident_bytes, packed_raw_bytes=packed.packed_resident_raw_bytes,
+                packed_units=packed.packed_resident_units,
+            )  # fmt: skip
+        reason = "; ".join(part for part in (self._pool.reason, pooled.trouble) if part)
+        if not manager.phase.parked:
+            with pooled.lock:
+                pooled.note_losses()
+                self.follow_vbar(pooled)
+        slots, held = pooled.slot_bytes, pooled.held_bytes
+        return Held(ledger.vram, ledger.peak_bytes, slots, 0, max(0, held - slots), "aimdo", reason)

@@ -1,0 +1,33 @@
+"""`HostTier`: the host memory of a session that outlives its layouts."""
+
+from __future__ import annotations
+
+from ..device.engine import Engine
+from ..host import probe
+from ..host.arena import HostArena
+from ..placement.host_copies import HostCopies
+from ..placement.packed_tensor import PackedTensor
+
+
+class HostTier:
+    """A session's host memory: the arena that pins blocks, host copies of units, and packed weights.
+
+    ``shelf``: packed weights by the id of the model's tensor object. ``copies``: blocks of units that the next layout can
+    use again.
+    """
+
+    def __init__(self, engine: Engine, ram: int) -> None:
+        self.copies = HostCopies()
+        self.shelf: dict[int, PackedTensor] = {}
+        self.arena = HostArena(engine.pinner, probe.pin_limit(ram))
+        self.arena.reclaim = self.copies.unpin_resident_copies
+
+    def begin_layout(self, ram: int, notes: list[str]) -> None:
+        """Let the next layout pin at most ``ram`` bytes (less where the system allows less) and report ``notes``."""
+        self.arena.begin_layout(probe.pin_limit(ram))
+        self.arena.notes += notes
+
+    @property
+    def packs(self) -> bool:
+        """Whether any weight waits packed."""
+        return bool(self.shelf) or self.copies.packs

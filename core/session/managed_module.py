@@ -1,0 +1,69 @@
+"""`ManagedModule`: a session's module, with its weights file, its quantised weights and its wrapped forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..device.engine import Engine
+from ..model.quantized import FlattenedWeights
+from ..placement.bound_checkpoint import Checkpoint
+from ..placement.packed_tensor import give_back
+from .host_tier import HostTier
+from .root_hooks import RootHooks
+
+
+class ManagedModule:
+    """The module that a session streams, and all that the session put into the module beside a layout.
+
+    ``checkpoint``: the weights file that the module is bound to, or None. ``quantized``: the module's quantised weights, laid
+    open so that their inner tensors stream, or None for a module with a weights file. ``hooks``: the wrapped forwards.
+    """
+
+    def __init__(self, root: nn.Module, hooks: RootHooks) -> None:
+        self.root, self.hooks = root, hooks
+        self.checkpoint: Checkpoint | None = None
+        self.quantized: FlattenedWeights | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the module's class, for messages."""
+        return type(self.root).__name__
+
+    def bind(self, weights: Any, engine: Engine, keep_packed: bool) -> None:
+        """Bind the module to the file ``weights``, or lay its quantised weights open where ``weights`` is None.
+
+        ``keep_packed``: let the file's packed tensors cross packed. Raises WeightsError, UnsupportedError.
+        """
+        if weights is None:
+            self.quantized = FlattenedWeights(self.root)
+            return
+        self.checkpoint = Checkpoint(self.root, weights)
+        if keep_packed:
+            self.checkpoint.stay_packed(engine)
+
+    @property
+    def simple(self) -> bool:
+        """Whether all weights are plain tensors in host memory: none in a file, none quantised."""
+        return self.checkpoint is None and not len(self.quantized or ())
+
+    def unbind(self, host: HostTier, engine: Engine) -> None:
+        """Give the module its own tensors and forwards back. May be called again where memory ran short. Idempotent."""
+        self.hooks.remove()
+        give_back(host.shelf, engine.move)
+        if self.checkpoint is not None:
+            self.checkpoint.unbind()
+        if self.quantized is not None:
+            self.quantized.close()
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """Return the parameter or buffer called ``name``, None where the module has none."""
+        path, _, leaf = name.rpartition(".")
+        try:
+            module = self.root.get_submodule(path)
+        except AttributeError:
+            return None
+        found: torch.Tensor | None = module._parameters.get(leaf)
+        return module._buffers.get(leaf) if found is None else found

@@ -1,0 +1,180 @@
+"""`ModelChanges`: adapters and weights that come and go while a module streams, and tensors that the model replaces."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..budget import optimizer_reserve
+from ..common.errors import CaromError
+from ..model.units import MODELS_OWN, Entry
+from .layout_manager import LayoutManager
+
+logger = logging.getLogger("carom")
+
+
+class ModelChanges:
+    """Follows changes of a session's module tree. Runs where a root forward begins, never within a pass."""
+
+    def __init__(self, manager: LayoutManager) -> None:
+        self._manager = manager
+        self._no_room_for: tuple[int, Any] | None = (
+            None  # a budget, and names of weights that it had no room for
+        )
+
+    def keep_resident(self) -> None:
+        """Keep weights resident that are slow when streamed, as passes showed, where the budget allows."""
+        manager = self._manager
+        with manager.lock:
+            wanted, vram = manager.present(), manager.ledger.vram
+            to_stay = manager.layout.streamer.runs.to_stay
+            fresh = {name: why for name, why in to_stay.items() if name not in wanted.stay}
+            to_stay.clear()
+            if not fresh or self._no_room_for == (vram, fresh.keys()):
+                return
+            following = dataclasses.replace(wanted, stay=MappingProxyType({**wanted.stay, **fresh}))
+            if manager.try_plan(following) is None:  # they go on streaming
+                self._no_room_for = vram, fresh.keys()
+                return
+            manager.change(following, reuse=False)
+
+    def adopt(self) -> None:
+        """Follow a module tree that changed.
+
+        New adapters and small tensors move to the device. Weights that came, were replaced or left need another layout.
+        """
+        manager = self._manager
+        with manager.lock:
+            layout = manager.layout
+            if layout.tree.lent():
+                return
+            self._follow_replaced()
+            quantized = manager.module.quantized
+            if quantized is not None and quantized.stale:
+                logger.info("carom: quantised weights came or were replaced; laying them out anew")
+                manager.change(manager.present(), reuse=False)
+                return
+            entries = layout.tree.entries()
+            known = {id(entry.tensor) for entry in layout.entries()}
+            fresh = [entry for entry in entries if id(entry.tensor) not in known]
+            gone = known - {id(entry.tensor) for entry in entries}
+            buffers = [entry for entry in fresh if entry.is_buffer and not entry.trainable]
+            for entry in buffers:
+                layout.placement.made_here(entry)
+            if gone:
+                self._note_replaced()
+            else:
+                for entry in buffers:
+                    self._is_models_own(entry)
+            weights = [entry for entry in fresh if not entry.trainable and entry.counted]
+            left = manager.ledger.vram - manager.ledger.held_bytes
+            if gone or sum(entry.nbytes for entry in weights) > left:
+                logger.info("carom: the module's weights changed; laying them out anew")
+                manager.change(manager.present(), reuse=False)
+                return
+            self._take_in(fresh)
+
+    def _take_in(self, fresh: list[Entry]) -> None:
+        """Move new tensors to the device within the present layout."""
+        manager = self._manager
+        layout = manager.layout
+        adapted = bool(layout.carving.adapters)
+        for entry in fresh:
+            if entry.trainable:
+                layout.placement.adapt(entry)
+                layout.carving.adapters.append(entry)
+            else:
+                layout.placement.keep([], [entry])
+                reason = "appeared after stream" if entry.counted else MODELS_OWN
+                layout.carving.resident.append((entry, reason))
+        manager.note_tree()
+        manager.ledger.holder.account()
+        if layout.carving.adapters and not adapted:
+            if manager.ledger.governor is not None:
+                manager.wanted = dataclasses.replace(
+                    manager.wanted, training=optimizer_reserve.where_trained(manager.module.root)
+                )
+            self._lay_out_for_training()
+
+    def _lay_out_for_training(self) -> None:
+        """Make another layout for the first adapters: slots kept at a step's turns are worth more than residents now."""
+        manager = self._manager
+        plan, wanted = manager.layout.plan, manager.present()
+        if plan.all_resident or wanted.profile is not None:
+            return
+        new = manager.try_plan(wanted)
+        if new is not None and new.region_bytes > plan.region_bytes:
+            logger.info("carom: adapters came; laying the weights out for training")
+            manager.change(wanted, reuse=False)
+
+    def follow(self) -> None:
+        """Before a layout is taken back, follow what the model replaced or made since the last forward began."""
+        self._follow_replaced()
+        layout = self._manager.layout
+        known = {id(entry.tensor) for entry in layout.entries()}
+        with contextlib.suppress(CaromError):  # whatever else came, the end goes on
+            for entry in () if layout.tree.lent() else layout.tree.entries():
+                if entry.is_buffer and not entry.trainable and id(entry.tensor) not in known:
+                    layout.placement.made_here(entry)
+
+    def _follow_replaced(self) -> None:
+        """Take the tensors that the model put in the place of resident ones as these.
+
+        Buffers (statistics, caches) may be of another size or dtype; other tensors only of the same kind.
+        """
+        manager = self._manager
+        layout, checkpoint = manager.layout, manager.module.checkpoint
+        replaced: dict[int, Entry] = {}
+        before = []  # alive for as long as their ids are compared
+        known: set[int] = set()
+        for entry, _ in layout.carving.resident:
+            old = entry.tensor
+            new = _stands_now(entry)
+            if new is None or new is old or new.requires_grad:
+                continue
+            filed = checkpoint is not None and checkpoint.of(old) is not None
+            same = (new.shape, new.dtype) == (old.shape, old.dtype) and not new.is_inference()
+            if not same and (filed or not entry.is_buffer):
+                continue
+            known = known or {id(entry.tensor) for entry in layout.entries()}
+            if id(new) in known:  # the new tensor stands for another
+                continue
+            entry.tensor = new
+            replaced[id(old)] = entry
+            before.append(old)
+            known.add(id(new))
+            if not filed:
+                self._is_models_own(entry)
+        if replaced:
+            layout.placement.replaced(replaced)
+
+    def _note_replaced(self) -> None:
+        """Keep large buffers resident from now on that the model replaced: the model makes them."""
+        for unit in self._manager.layout.carving.units:
+            for entry in unit.entries:
+                if entry.is_buffer:
+                    new = _stands_now(entry)
+                    if new is not None and new is not entry.tensor and not new.requires_grad:
+                        self._stay(entry.name)
+
+    def _is_models_own(self, entry: Entry) -> None:
+        """Count a buffer that the model makes as it runs no longer, as activations are not counted."""
+        if entry.is_buffer:
+            entry.counted = False
+            self._stay(entry.name)
+
+    def _stay(self, name: str) -> None:
+        manager = self._manager
+        stay = MappingProxyType({**manager.wanted.stay, name: MODELS_OWN})
+        manager.wanted = dataclasses.replace(manager.wanted, stay=stay)
+
+
+def _stands_now(entry: Entry) -> torch.Tensor | None:
+    """Return what stands in the tree where ``entry`` was found, None where the places of the entry differ."""
+    found: torch.Tensor | None = entry.sites[0].table.get(entry.sites[0].name)
+    return found if all(site.table.get(site.name) is found for site in entry.sites) else None

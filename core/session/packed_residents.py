@@ -1,0 +1,35 @@
+"""Which of a layout's units stay on the device packed, once the bytes that they pack to are known."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..common.errors import CaromError
+from ..model.units import Carving
+from ..placement.backing import Backing
+from ..placement.placement import Placement
+from ..plan.residency import Plan, choose_packed
+from .planner import Planner
+
+_LEAST_PACKED = 0.9  # of the bytes that were planned to stay packed
+
+
+class NotPacked(CaromError):
+    """Weights pack to less than a plan counts on."""
+
+
+def choose(
+    plan: Plan, carving: Carving, placement: Placement, planner: Planner, grain: int
+) -> tuple[Plan, list[Backing]]:
+    """Return ``plan`` with the units that do stay packed, and these units. Raises NotPacked where too few pack."""
+    known = {id(unit): index for index, unit in enumerate(carving.units)}
+    indexed = [(known[id(unit.unit)], unit) for unit in placement.streamed]
+    wires = [0] * len(carving.units)
+    for index, unit in indexed:
+        if unit.packed and planner.wire_bytes(unit.unit):
+            wires[index] = unit.wire_bytes
+    packed = choose_packed(wires, plan.packed, plan.packed_bytes, grain)
+    sizes = [unit.nbytes for unit in carving.units]
+    if sum(sizes[i] for i in packed) < _LEAST_PACKED * sum(sizes[i] for i in plan.packed):
+        raise NotPacked("less than expected packs")
+    return dataclasses.replace(plan, packed=packed), [unit for index, unit in indexed if index in packed]

@@ -1,0 +1,124 @@
+"""`Passes`: what a session does where a forward of its root module begins and ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..model import managed_tensor
+from ..streaming.gradient_delivery import refuse_data_parallel
+from ..streaming.pass_retry import PassSnapshot
+from ..streaming.streamer import Streamer
+from .layout_manager import LayoutManager
+from .model_changes import ModelChanges
+from .policies.device_memory import DeviceMemory
+from .policies.leftover import Leftover
+from .policy_runner import PolicyRunner
+from .recovery import Recovery
+
+
+class Passes:
+    """A `root_forward.PassListener`: brings a parked module back, follows changes and policies, begins and ends passes."""
+
+    def __init__(
+        self, manager: LayoutManager, changes: ModelChanges, policies: PolicyRunner, memory: DeviceMemory,
+        leftover: Leftover, recovery: Recovery,
+    ) -> None:  # fmt: skip
+        self._manager, self._changes, self._policies = manager, changes, policies
+        self._memory, self._leftover, self._recovery = memory, leftover, recovery
+        self.graphs = manager.graphs
+
+    @property
+    def root(self) -> torch.nn.Module:
+        """The session's module."""
+        return self._manager.module.root
+
+    @property
+    def backward(self) -> bool:
+        """Whether backwards are known to go through the module though nothing in it trains."""
+        return self._manager.planner.backward
+
+    @property
+    def watches(self) -> bool:
+        """Whether `before` and `recover` are to be asked."""
+        return self._recovery.watches
+
+    def ready(self) -> bool:
+        """Do what is due before a pass, be that another layout. Returns False where the session is closed."""
+        manager = self._manager
+        with manager.lock:
+            if manager.phase.parked:
+                self.unpark()
+            if not manager.attached:
+                return False
+            layout = manager.layout
+            streamer = layout.streamer
+            with streamer.lock:
+                if streamer.idle:  # during a pass slots stand in the tree, and nothing may move
+                    if layout.wanted.packing is not None and layout.wanted.packing.keep_raw:
+                        layout.placement.tier.pack_anew()
+                    if layout.tree.changed():
+                        self._changes.adopt()
+                    elif streamer.runs.to_stay:
+                        self._changes.keep_resident()
+                    elif layout.meter.settled >= self._policies.at:
+                        self._policies.look()
+            return True
+
+    def unpark(self) -> None:
+        """Bring a parked module back to the device."""
+        manager = self._manager
+        with manager.lock:
+            if not manager.phase.parked:
+                return
+            try:
+                manager.planner.forget_least()  # tensors that came to the module meanwhile count
+                manager.ledger.return_to_device()
+                manager.change(manager.present(), lambda failed, error: manager.shrunk(failed))
+            finally:
+                manager.ledger.promise(0)
+            self._policies.plan_next()
+
+    def begins(self, compiling: bool, before: PassSnapshot | None = None) -> tuple[Streamer | None, Any]:
+        """Begin a pass: return the streamer, and what is entered while the pass computes; (None, None) where closed.
+
+        ``before``: what `before` returned for the pass.
+        """
+        manager = self._manager
+        managed_tensor.refuse_transforms(manager.module.name)
+        with manager.lock:  # whoever lays the weights out, or unparks them, is done
+            placement = manager.layout.placement
+            if not self.ready():
+                return None, None
+            if before is not None and manager.layout.placement is not placement:
+                before.update_module_state(manager.module.root)
+            self._memory.begins()
+            streamer = manager.layout.streamer
+            if torch.is_grad_enabled():
+                refuse_data_parallel(streamer.tier.backings)
+            with streamer.lock:
+                if streamer.tier.arriving:
+                    streamer.tier.begin_pass(compiling or manager.planner.compiled())
+                streamer.runs.root_begins()
+        return streamer, manager.engine.step()
+
+    def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
+        """Return what a pass finds, where the pass may have to run again."""
+        return self._recovery.before(args, kwargs)
+
+    def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
+        """Hold less after a pass ran out of memory. Returns whether the pass may run again."""
+        found = self._recovery.recover(error, before)
+        if self._manager.attached:
+            self._policies.at = 0
+        return found
+
+    def passed(self, args: tuple, kwargs: dict, before: PassSnapshot | None) -> None:
+        """Note that a pass went well. ``before``: what `before` returned for the pass."""
+        if before is not None:
+            self._memory.went_well(before)
+        if self._leftover.room is not None:
+            self._leftover.passed(args, kwargs)
+            if self._manager.attached:
+                self._policies.plan_next()

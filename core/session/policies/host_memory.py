@@ -1,0 +1,121 @@
+"""`HostMemory`: ``ram="auto"``: what a session holds of host memory gives way when the machine or its container runs short.
+
+With weights from files the RAM cache shrinks. Weights that are in host memory alone have nowhere else to be, so they stay; host
+copies of resident units, kept for the next layout, go, and so do packed copies beside plain bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+
+from ...budget.host_governor import HostGovernor
+from ...common.errors import BudgetError
+from ...common.sizes import format_size
+from ...host import probe
+from ..layout import Layout, Outcome, Wanted
+from ..layout_manager import LayoutManager
+from .policy import Observation, StepClock
+
+logger = logging.getLogger("carom")
+_SECONDS = 1.0  # between readings of the host's memory
+_STEPS = 16  # between looks at host memory, where nothing is read from files
+
+
+class HostMemory:
+    """Lets what a session holds of host memory follow what the host has left. Does nothing until `begin`."""
+
+    def __init__(self, manager: LayoutManager) -> None:
+        self._manager = manager
+        self.governor: HostGovernor | None = None
+        self._looked = -math.inf
+
+    def begin(self, auto: bool) -> None:
+        """Begin to follow the host's memory (``auto``), or keep to the budget that was given."""
+        manager, wanted = self._manager, self._manager.wanted
+        self.governor = None
+        self._looked = time.monotonic()
+        if not auto:
+            return
+        memory = probe.host_memory()
+        if manager.module.checkpoint is None:
+            both = wanted.packing is not None and wanted.packing.keep_raw
+            if both or manager.engine.pinner is not None:
+                self.governor = HostGovernor(wanted.ram, min(memory.keep, memory.free))
+        else:
+            # Where little is left even at first, no more than that is wanted back.
+            self.governor = HostGovernor(wanted.ram, min(memory.keep, max(0, memory.free - wanted.ram)))
+
+    def next_step(self, settled: int) -> float:
+        """Return the measured steps from which to look: at once for a file's cache, else now and then."""
+        if self.governor is None:
+            return math.inf
+        return 0 if self._manager.module.checkpoint is not None else settled + _STEPS
+
+    def due(self, clock: StepClock) -> bool:
+        """Return whether to read the host's memory now."""
+        return self.governor is not None and not clock.awaiting and clock.now - self._looked >= _SECONDS
+
+    def decide(self, seen: Observation) -> Wanted | None:
+        """Return a layout with another RAM budget, or without packed copies, where host memory asks for one."""
+        governor = self.governor
+        if governor is None or not seen.unreferenced:
+            return None
+        self._looked = seen.clock.now
+        tier = seen.layout.placement.tier
+        read = tier.figures().read
+        if read is None:
+            return self._in_memory(governor, seen)
+        if tier.arriving:
+            return None
+        least = self._least_ram(seen.layout)
+        budget = governor.read(seen.host_memory.free, read.ram_peak_bytes, seen.wanted.ram, least)
+        if budget is None:
+            return None
+        logger.info(
+            "carom: ram='auto': %s for the cache instead of %s",
+            format_size(budget),
+            format_size(seen.wanted.ram),
+        )
+        return dataclasses.replace(seen.wanted, ram=budget)
+
+    def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
+        """Return ``failed`` with a smaller VRAM budget, None where there is none."""
+        return self._manager.shrunk(failed)
+
+    def took(self, outcome: Outcome) -> None:
+        """Do nothing more."""
+
+    def _least_ram(self, layout: Layout) -> int:
+        """Return the smallest RAM budget in bytes that works with ``layout``."""
+        checkpoint = self._manager.module.checkpoint
+        assert checkpoint is not None
+        try:
+            checkpoint.require_ram(0, [unit.unit for unit in layout.placement.streamed])
+        except BudgetError as error:
+            return (error.least_bytes or 0) + checkpoint.changed_bytes
+        return 0
+
+    def _in_memory(self, governor: HostGovernor, seen: Observation) -> Wanted | None:
+        """Give up host copies where memory is short: packed ones beside plain bytes, else those of residents."""
+        arena, wanted = self._manager.host.arena, seen.wanted
+        limit = governor.read(seen.host_memory.free, arena.pinned_bytes, wanted.ram, 0)
+        if limit is None or limit >= wanted.ram:
+            return None
+        if wanted.packing is not None and wanted.packing.keep_raw:
+            logger.info(
+                "carom: ram='auto': host memory is short: weights wait as they are, not packed besides"
+            )
+            return dataclasses.replace(wanted, packing=None)
+        before = arena.pinned_bytes
+
+        self._manager.host.copies.unpin_resident_copies(before - limit)
+        if arena.pinned_bytes != before:
+            logger.info(
+                "carom: ram='auto': %s pinned instead of %s",
+                format_size(arena.pinned_bytes),
+                format_size(before),
+            )
+        return None

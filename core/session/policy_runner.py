@@ -1,0 +1,61 @@
+"""`PolicyRunner`: asks a session's policies between steps, in order, and carries out what the first one wants."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from .device_weights import DeviceWeights
+from .layout_manager import LayoutManager
+from .policies.device_memory import DeviceMemory
+from .policies.policy import Observation, Policy, clock_of
+
+
+class PolicyRunner:
+    """Asks policies between steps. Costs one comparison a step until one of them wants to look.
+
+    ``at``: measured steps from which `look` is to be called.
+    """
+
+    def __init__(
+        self, manager: LayoutManager, weights: DeviceWeights, memory: DeviceMemory, others: Sequence[Policy]
+    ) -> None:
+        self._manager, self._weights, self._memory = manager, weights, memory
+        self._policies: list[Policy] = [memory, *others]
+        self.at: float = 0
+
+    def plan_next(self) -> None:
+        """Compute anew when to look: a policy was begun or ended."""
+        settled = self._manager.layout.meter.settled
+        self.at = min((policy.next_step(settled) for policy in self._policies), default=math.inf)
+
+    def look(self) -> None:
+        """Ask the policies that are due, and change to the first layout that one of them wants."""
+        manager = self._manager
+        if not self._weights.movable:
+            self.at = math.inf
+            return
+        clock = clock_of(manager)
+        due = [policy for policy in self._policies if policy.due(clock)]
+        with manager.lock, contextlib.ExitStack() as locks:
+            if self._memory in due:
+                if self._memory.urgent:
+                    locks.enter_context(manager.ledger.growing())
+                elif not manager.ledger.may_grow(locks):
+                    # Gigabytes of another session are on their way: this step does not wait for them.
+                    due.remove(self._memory)
+            seen = Observation(manager, clock)
+            for policy in due:
+                wanted = policy.decide(seen)
+                if wanted is None:
+                    continue
+                try:
+                    outcome = manager.change(wanted, policy.fallback)
+                except BaseException:  # parked: the session returns with a RAM budget that did work
+                    manager.wanted = dataclasses.replace(manager.wanted, ram=seen.wanted.ram)
+                    raise
+                policy.took(outcome)
+                break
+        self.plan_next()

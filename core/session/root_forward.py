@@ -1,0 +1,213 @@
+"""What stands in front of a session's root module: its forward, its ``_apply``, and the hooks of its state dict."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..common.errors import UnsupportedError
+from ..model.compiling import compiling, quiet, untraced
+from ..model.home import Home
+from ..model.interpose import NO_PICKLE
+from ..streaming.pass_retry import PassSnapshot
+from ..streaming.streamer import Streamer
+
+OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
+
+
+class PassListener(Protocol):
+    """What the root's forward tells about passes. ``graphs``: forwards whose backward may still come."""
+
+    graphs: WeakSet[Any]
+
+    @property
+    def root(self) -> nn.Module:
+        """The root module."""
+
+    @property
+    def backward(self) -> bool:
+        """Whether backwards are known to go through the module though nothing in it trains."""
+
+    @property
+    def watches(self) -> bool:
+        """Whether `before` is to be asked."""
+
+    def begins(self, compiling: bool, before: PassSnapshot | None) -> tuple[Streamer | None, Any]:
+        """Begin a pass: return the streamer, and what is entered while the pass computes; (None, None) for a plain forward."""
+
+    def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
+        """Return what a pass finds, where the pass may have to run again."""
+
+    def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
+        """Return whether a pass that ran out of memory may run again."""
+
+    def passed(self, args: tuple, kwargs: dict, before: PassSnapshot | None) -> None:
+        """Note that a pass went well. ``before``: what `before` returned for the pass."""
+
+
+class Movable(Protocol):
+    """What ``.to()`` and the like of the root ask of its session."""
+
+    module: nn.Module  # the root
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes."""
+
+    @property
+    def put_aside(self) -> bool:
+        """Whether the module is on the host, with host copies for a quick return."""
+
+    def dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes of the module's tensors."""
+
+    def park(self) -> None:
+        """Release the device."""
+
+    def unpark(self) -> None:
+        """Bring the module back to the device."""
+
+
+class _Graph:
+    """A hook of a forward's results, among the listener's ``graphs`` until a backward comes or the graph is dropped."""
+
+    def __init__(self, listener: PassListener, streamer: Streamer) -> None:
+        self._graphs, self._streamer = listener.graphs, streamer
+        self._graphs.add(self)
+
+    def __call__(self, gradient: Any) -> None:
+        self._graphs.discard(self)
+        self._streamer.backward.begins()
+
+
+def _notice_backward(listener: PassListener, streamer: Streamer, given: Any, result: Any) -> None:
+    """Note where a backward through ``result`` begins, also when everything is resident, or that there can be none."""
+    leaves = tree_leaves(result)
+    begins = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    noted = _Graph(listener, streamer)
+    for leaf in begins:
+        # A leaf outlives the forward: a hook on it says nothing about a graph.
+        leaf.register_hook(noted if leaf.grad_fn is not None else lambda _: streamer.backward.begins())
+    # The result may be an object that is not looked into, what trains may be others' adapters, a loss may be kept elsewhere.
+    if begins or (listener.backward and not all(isinstance(leaf, torch.Tensor) for leaf in leaves)):
+        return
+    if not any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        for leaf in (*tree_leaves(given), *listener.root.parameters())
+    ):
+        streamer.runs.no_backward()
+
+
+def _root_ends(streamer: Streamer, failed: bool) -> None:
+    """End a pass. ``failed``: an exception or an interrupt ended the root's forward."""
+    streamer.runs.root_ends(failed)
+    if not failed:
+        streamer.tier.end_pass()
+
+
+def root_forward(listener: PassListener) -> Callable[[Callable], Callable]:
+    """Return what wraps the root's forward: a pass begins and ends, and runs again where ``listener`` recovers memory."""
+    begin, end, notice = quiet(listener.begins), quiet(_root_ends), quiet(_notice_backward)
+    recover, look, passed = quiet(listener.recover), quiet(listener.before), quiet(listener.passed)
+
+    def make(inner: Callable) -> Callable:
+        @untraced
+        def run(before: PassSnapshot | None, args: Any, kwargs: Any) -> Any:
+            streamer, watch = begin(compiling() is not None, before)
+            if streamer is None:  # closed by another thread meanwhile
+                return inner(*args, **kwargs)
+            failed = True
+            try:
+                with watch:
+                    result = inner(*args, **kwargs)
+                if torch.is_grad_enabled():
+                    notice(listener, streamer, (args, kwargs), result)
+                failed = False
+                return result
+            finally:
+                end(streamer, failed)
+
+        @untraced
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            while True:
+                before, watches = None, listener.watches
+                try:
+                    if watches:
+                        before = look(args, kwargs)
+                    result = run(before, args, kwargs)
+                except OutOfMemory as error:
+                    if not recover(error, before):
+                        raise
+                    continue
+                if watches:
+                    passed(args, kwargs, before)
+                return result
+
+        return forward
+
+    return make
+
+
+class Apply:
+    """Stands for the root's ``_apply``, through which .to(), .cuda(), .half() and the like go."""
+
+    def __init__(self, session: Movable) -> None:
+        self._session = session
+
+    def __call__(self, function: Callable, recurse: bool = True) -> nn.Module:
+        session = self._session
+        device, own = None, session.device
+        for dtype in session.dtypes():
+            after = function(torch.empty(0, dtype=dtype))
+            if after.dtype != dtype:
+                raise UnsupportedError(
+                    f"a streamed module cannot become {after.dtype}; close the session, convert, and stream again"
+                )
+            device = after.device
+        if session.put_aside and device is not None and device.type == "cpu":
+            return session.module
+        if device is None or device == own or (device.type, device.index) == (own.type, None):
+            session.unpark()
+        elif device.type == "cpu":
+            session.park()
+        else:
+            raise UnsupportedError(
+                f"the module streams on {own}; it cannot move to {device}: close the session first"
+            )
+        return session.module
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        copy: Any = memo.get(id(self._session.module))
+        return functools.partial(type(copy)._apply, copy)
+
+
+class TrueValues:
+    """State dict hook of the root: slots that stand in the tree are replaced by what they stand for."""
+
+    def __init__(self, streamer: Streamer | None, names: dict[str, Home]) -> None:
+        self._streamer, self._names = streamer, names
+
+    def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self._streamer is not None:
+            self._streamer.runs.show_host_tensors(True)
+
+    def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
+        if self._streamer is not None:
+            try:  # until then the state dict keeps views of slots, which others wait for
+                self._streamer.replace_slot_views(
+                    state, {prefix + name: home for name, home in self._names.items()}
+                )
+            finally:
+                self._streamer.runs.show_host_tensors(False)
+
+    def __deepcopy__(self, memo: dict) -> TrueValues:
+        return TrueValues(None, {})
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(NO_PICKLE)

@@ -1,0 +1,188 @@
+"""What `carom.stream` may be told: the choices, and budgets as bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..budget.device_governor import beside
+from ..budget.shared_budget import SharedBudget
+from ..common.errors import BudgetError, UnsupportedError
+from ..common.sizes import GIB, format_size, parse_size
+from ..device.engine import Engine
+from ..host.page_release import MappedFiles
+from ..host.probe import host_memory, on_windows
+from ..model.units import collect
+from ..placement.bound_checkpoint import Weights
+from ..placement.packer import Packing
+from .rule_planner import compiled
+from .weight_pool import WeightPool
+
+DEDICATED = 0.95  # of a card's free memory that may be asked for where more would spill
+GRANULARITIES = ("auto", "block", "phase", "layer")
+
+
+def check(
+    module: Any, weights: Any, granularity: str, codec: str, pool: str, host: str, training: str | None
+) -> None:
+    """Raises UnsupportedError for a setting that is unknown, or not in this version."""
+
+    def choose(setting: str, value: Any, allowed: tuple, later: tuple = ()) -> None:
+        if value in later:
+            raise UnsupportedError(f"{setting}={value!r} is not in this version; use {setting}='auto'")
+        if value not in allowed:
+            raise UnsupportedError(f"{setting}={value!r}: choose one of {', '.join(map(repr, allowed))}")
+
+    if not isinstance(module, nn.Module):
+        raise UnsupportedError(f"carom.stream takes an nn.Module, not {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError("a scripted module hides its forwards; stream the eager module")
+    collect(module)  # refuses what has no shape yet
+    if weights is not None and not isinstance(weights, (str, os.PathLike, Weights)):
+        raise UnsupportedError(
+            f"weights={type(weights).__name__}: name a .safetensors file, a folder of them or an index.json"
+        )
+    if weights is not None and training == "stream":
+        raise UnsupportedError(
+            "weights that stream from a file are frozen; train adapters, or load the module first and leave weights= out"
+        )
+    choose("granularity", granularity, GRANULARITIES)
+    choose("codec", codec, ("auto", "raw", "lossless"))
+    choose("pool", pool, ("auto", "torch", "aimdo"))
+    choose("host", host, ("auto", "raw"))
+    choose("training", training, (None, "resident", "stream"))
+
+
+def packing(
+    codec: str, host: str, weights: Any, engine: Engine, module: nn.Module, pool: WeightPool
+) -> Packing | None:
+    """Return how weights are packed, None where they cross as they are.
+
+    A VBAR pool that is not asked for by name is refused where weights are packed. Raises UnsupportedError for settings that
+    cannot be combined.
+    """
+    found = _packing(codec, host, weights, engine)
+    if found is not None and found.auto and compiled(module):
+        return None  # guards of compiled code look at weights that packed ones do not show
+    if found is not None and pool.native is not None:
+        if pool.asked == "aimdo" and codec == "auto":
+            return None
+        pool.refuse("packed weights are unpacked into torch's memory; codec='raw' leaves the choice")
+    return found
+
+
+def _packing(codec: str, host: str, weights: Any, engine: Engine) -> Packing | None:
+    if codec == "lossless":
+        if weights is not None:
+            raise UnsupportedError(
+                "codec='lossless' packs weights of a loaded module; a file is packed once, with "
+                "`carom pack --codec lossless`, and streamed with codec='auto'"
+            )
+        return Packing(keep_raw=host == "raw")
+    if codec == "auto" and host == "auto" and weights is None and engine.unpacks:
+        return Packing(auto=True)
+    return None
+
+
+def vram_budget(value: int | str | SharedBudget, engine: Engine, mine: int = 0, waiting: int = 0) -> int:
+    """Bytes for weights on the device; ``mine``: bytes held there already that may be used again; ``waiting``: of host memory
+    that the device shares, which weights give back as they move there."""
+    if isinstance(value, SharedBudget):
+        return min(value.nbytes, value.free_bytes + mine)
+    free = engine.free_bytes() + mine + waiting
+    if value == "auto":
+        most = max(0, int(free * 0.7) - GIB)
+        return min(most, _auto_ram() + mine + waiting) if engine.shares_host else most
+    return _size(value, free, "vram")
+
+
+def waiting_bytes(module: nn.Module) -> int:
+    """Host memory that is given back as ``module``'s weights move to a device that shares it: storages of one tensor
+    each. A mapped file's pages are the system's already; where that is not known, nothing is counted."""
+    mapped = MappedFiles()
+    if not mapped.supported:
+        return 0
+    found: dict[int, int] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type == "cpu":
+            with contextlib.suppress(RuntimeError):  # wrappers have no storage
+                storage = tensor.untyped_storage()
+                twice = storage.data_ptr() in found
+                found[storage.data_ptr()] = 0 if twice else storage.nbytes()
+    return sum(nbytes for address, nbytes in found.items() if not mapped.contains(address, nbytes))
+
+
+def within_dedicated(budget: int, engine: Engine, mine: int = 0) -> tuple[int, str]:
+    """``budget`` below the card's own free memory where more would not fail but spill, and a note that says so.
+
+    Windows (WDDM) gives a program that asks for more than the card has free shared memory of the host instead, at the
+    link's rate. ``mine``: bytes held there already that may be used again.
+    """
+    if engine.device.type != "cuda" or not on_windows():
+        return budget, ""
+    dedicated = int(DEDICATED * (engine.free_bytes() + mine))
+    if budget <= dedicated:
+        return budget, ""
+    return dedicated, (
+        f"vram={format_size(budget)} is more than the card has free: Windows would put the rest into the host's memory, which "
+        f"is slower than streaming it; {format_size(dedicated)} are used. Close other programs that use the card for more"
+    )
+
+
+def device_note(engine: Engine) -> str:
+    """What this device has not of what streaming is fast by, or shares, "" where nothing."""
+    if engine.blocking and engine.device.type != "cpu":
+        return (
+            f"torch has no streams for {engine.device}: every copy is waited for, none runs beside computing"
+        )
+    if getattr(engine, "shares_host", False):
+        return f"{engine.name} computes in the host's memory: vram and ram are parts of one budget"
+    if engine.device.type not in ("cpu", "cuda"):
+        return f"{engine.device} streams by torch's generic interface, on which Carom was never run: report what you see"
+    return ""
+
+
+def ram_budget(value: int | str, on_device: int = 0, waiting: int = 0) -> int:
+    """Bytes that may be pinned, or held by the host cache of weights from disk. Where the device shares that memory:
+    ``on_device``: what its weights take of it; ``waiting``: as in `vram_budget`."""
+    if value == "auto":
+        return beside(_auto_ram() + waiting, on_device) if on_device else _auto_ram()
+    return _size(value, _available(), "ram")
+
+
+def ram_beside_device(
+    value: int | str, engine: Engine, module: nn.Module, vram: int, waiting: int, held: int = 0
+) -> int:
+    """Return the RAM budget in bytes beside ``vram`` bytes of weights on the device.
+
+    Where the device shares the host's memory its weights take of the same bytes, less those ``held`` there already.
+    """
+    if not engine.shares_host:
+        return ram_budget(value)
+    tensors = (*module.parameters(), *module.buffers())
+    on_device = min(vram, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    return ram_budget(value, max(0, on_device - held), waiting)
+
+
+def _auto_ram() -> int:
+    """Bytes that weights may take of host memory."""
+    # A container's limit counts too; where little is left, a quarter is taken all the same.
+    available = _available()
+    return min(int(available * 0.8), max(host_memory().usable, available // 4))
+
+
+def _available() -> int:
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+def _size(value: int | str, whole: int, setting: str) -> int:
+    try:
+        return parse_size(value, whole=whole, setting=setting)
+    except ValueError as error:
+        raise BudgetError(str(error)) from error

@@ -1,0 +1,143 @@
+"""`make_report`: a session's figures put together; `describe`: its decision in a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..common.sizes import format_size
+from ..host.arena import HostArena
+from ..metrics.meter import Medians
+from ..metrics.report import Report, UnitPlace
+from ..plan.residency import Plan
+from .layout import Layout
+
+PACKED = "packed on the device, unpacked at each use"
+
+
+@dataclass(frozen=True)
+class Held:
+    """Device bytes: the budget, the most that was held of it, the slot region and the staging buffer now, and residents
+    in a native pool; whose memory it is, and why."""
+
+    budget_bytes: int
+    peak_bytes: int
+    slot_bytes: int
+    staging_bytes: int = 0
+    pooled_bytes: int = 0
+    pool: str = "torch"
+    pool_reason: str = ""
+    packed_bytes: int = 0  # of units that stay packed; what they unpack to, and how many they are
+    packed_raw_bytes: int = 0
+    packed_units: int = 0
+
+
+def stall_share(layout: Layout) -> float | None:
+    """Return the part of the last measured steps' time that computing waited for weights; waits for nothing itself."""
+    with layout.streamer.lock:
+        found = layout.meter.medians()
+    if not found.seconds or found.stall_seconds is None:
+        return None
+    return found.stall_seconds / found.seconds
+
+
+def make_report(held: Held, layout: Layout, arena: HostArena, device: str) -> Report:
+    """Return the report over the steps under ``layout`` so far. Waits for the device.
+
+    ``held``: device bytes; ``arena``: the session's host memory; ``device``: the engine's name.
+    """
+    carving, plan, placement, meter = layout.carving, layout.plan, layout.placement, layout.meter
+    with layout.streamer.lock:
+        meter.finish()
+    tier = placement.tier.figures()
+    disk = tier.read
+    disk_rate = disk.read_bytes / disk.reading_seconds if disk and disk.reading_seconds > 0 else None
+    figures = meter.medians(disk_rate)
+    stages = _stages(figures, disk_rate)
+    packed = {id(unit.unit) for unit in placement.streamed if unit.on_device}
+    places = tuple(
+        UnitPlace(unit.name, unit.raw_bytes, bool(reason), reason)
+        for index, unit in enumerate(carving.units)
+        for reason in (plan.resident.get(index, PACKED if id(unit) in packed else ""),)
+    )
+    need = tuple(UnitPlace(entry.name, entry.nbytes, True, reason) for entry, reason in carving.resident)
+    count = len(carving.units) - len(plan.resident) - held.packed_units
+    return Report(
+        vram_budget_bytes=held.budget_bytes,
+        vram_peak_bytes=held.peak_bytes,
+        resident_bytes=placement.resident_bytes + held.pooled_bytes + held.packed_bytes,
+        resident_packed_bytes=held.packed_bytes,
+        resident_packed_raw_bytes=held.packed_raw_bytes,
+        resident_packed_units=held.packed_units,
+        slot_bytes=held.slot_bytes,
+        pinned_bytes=arena.pinned_bytes,
+        pinned_peak_bytes=arena.pinned_peak_bytes,
+        raw_bytes_per_step=figures.raw_bytes,
+        wire_bytes_per_step=figures.wire_bytes,
+        transfers_per_weight=figures.transfers / count if count else 0.0,
+        step_seconds=figures.seconds,
+        compute_seconds=figures.compute_seconds,
+        stall_seconds=figures.stall_seconds,
+        roofline_seconds=figures.roofline_seconds,
+        predicted_seconds=plan.predicted_seconds,
+        hidden_fraction=figures.hidden_fraction,
+        link_bytes_per_second=figures.link_bytes_per_second,
+        units=len(carving.units),
+        resident_by_choice=tuple(place for place in places if place.resident),
+        resident_by_need=need,
+        adapter_bytes=placement.adapter_bytes,
+        streamed_bytes=tier.streamed_bytes - held.packed_raw_bytes,
+        waiting_bytes=tier.waiting_bytes,
+        staging_bytes=held.staging_bytes,
+        packed_units=tier.packed_units,
+        decode_seconds=figures.decode_seconds,
+        effective_link_bytes_per_second=_effective(figures),
+        pageable_bytes=arena.pageable_bytes,
+        steps=figures.steps,
+        device=device,
+        pool=held.pool,
+        pool_reason=held.pool_reason,
+        kind="train" if figures.train else "infer",
+        notes=(*arena.notes, *placement.notes, *placement.tier.notes, *(disk.notes if disk else ())),
+        ram_budget_bytes=disk.ram_budget_bytes if disk else 0,
+        ram_peak_bytes=disk.ram_peak_bytes if disk else 0,
+        disk_bytes_per_step=figures.disk_bytes,
+        disk_wait_seconds=disk.wait_seconds if disk else 0.0,
+        disk_bytes_per_second=disk_rate,
+        link_seconds=stages.get("link"),
+        disk_seconds=stages.get("disk"),
+        bound_by="host" if figures.host_bound else max(stages, key=lambda stage: stages[stage], default=""),
+        spans=meter.spans(),
+        places=places,
+    )
+
+
+def _effective(figures: Medians) -> float | None:
+    """Bytes of weights that a second of copying brings."""
+    if figures.link_bytes_per_second is None or not figures.wire_bytes:
+        return None
+    return figures.link_bytes_per_second * figures.raw_bytes / figures.wire_bytes
+
+
+def _stages(figures: Medians, disk_rate: float | None) -> dict[str, float]:
+    """Seconds that each stage would take of a step, were it alone; the longest binds. Empty where nothing was measured."""
+    if figures.compute_seconds is None:
+        return {}
+    stages = {"compute": figures.compute_seconds}
+    if figures.link_bytes_per_second:
+        stages["link"] = figures.wire_bytes / figures.link_bytes_per_second
+    if disk_rate:
+        stages["disk"] = figures.disk_bytes / disk_rate
+    return stages
+
+
+def describe(plan: Plan, units: int, device: str) -> str:
+    """Return what was decided, in one sentence."""
+    budget = format_size(plan.vram_budget_bytes)
+    if plan.all_resident:
+        return f"all {units} units fit into {budget} and stay on {device}"
+    stay = len(plan.resident) + len(plan.packed)
+    packed = f" ({len(plan.packed)} of them packed)" if plan.packed else ""
+    return (
+        f"{units - stay} of {units} units stream through {plan.slots} slots "
+        f"({format_size(plan.region_bytes)}) on {device}, {stay} stay{packed}; budget {budget}"
+    )

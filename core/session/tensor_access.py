@@ -1,0 +1,95 @@
+"""`TensorAccess`: true values of a streamed module's tensors by name, wherever they wait: read, written, no longer trusted."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..common.errors import WeightsError
+from ..model.arriving_tensor import load_pending
+from ..placement.bound_checkpoint import FileTensor
+from ..placement.packed_home import PackedHome
+from ..placement.placement import wanted_residents
+from .layout_manager import LayoutManager
+
+
+class TensorAccess:
+    """Reads and writes values of one session's module."""
+
+    def __init__(self, manager: LayoutManager) -> None:
+        self._manager = manager
+        manager.write_streamed = self._write_streamed
+
+    def refresh(self, module: nn.Module | None) -> None:
+        """As `Session.refresh`."""
+        manager = self._manager
+        if manager.attached:
+            below = None if module is None else {id(m) for m in module.modules()}
+            manager.layout.streamer.refresh(manager.layout.below(below))
+
+    def read(self, name: str) -> torch.Tensor:
+        """As `Session.read`."""
+        module = self._manager.module
+        quantised = None if module.quantized is None else module.quantized.read(name)
+        if quantised is not None:
+            return quantised
+        tensor = self._tensor(name)
+        packed = self._manager.host.shelf.get(id(tensor))
+        if packed is not None:
+            return packed.value()
+        stand = None if module.checkpoint is None else module.checkpoint.of(tensor)
+        if stand is not None and tensor.is_meta:
+            assert module.checkpoint is not None
+            return module.checkpoint.read(stand)
+        return tensor.detach().cpu().clone()
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """As `Session.write`."""
+        manager = self._manager
+        target = self._tensor(name)
+        if target.shape != tensor.shape or target.dtype != tensor.dtype:
+            raise WeightsError(
+                f"{name} is {target.dtype} {tuple(target.shape)}; cannot write {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        if id(target) in manager.host.shelf:
+            home: PackedHome = target._carom  # type: ignore[attr-defined]
+            with manager.lock:
+                home.replace(tensor)
+            return
+        checkpoint = manager.module.checkpoint
+        stand = None if checkpoint is None else checkpoint.of(target)
+        if stand is not None and target.is_meta:
+            self._write_streamed(stand, tensor)
+            return
+        load_pending(target)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            target.copy_(tensor)
+
+    def _write_streamed(self, stand: FileTensor, tensor: torch.Tensor) -> None:
+        """Give a weight of a file another value, kept in RAM within the budget. The file stays as it is."""
+        manager = self._manager
+        with manager.lock:
+            manager.need_open()
+            stand.check(tensor)
+            if manager.phase.parked:
+                self._need_room(stand)
+                stand.change(tensor)
+                return
+            if not manager.layout.placement.tier.write(stand, tensor):
+                # With a smaller cache.
+                manager.change(manager.present(), reuse=False, between=lambda: stand.change(tensor))
+
+    def _need_room(self, stand: FileTensor) -> None:
+        """Raise BudgetError where a parked session could not return with a value of ``stand`` in host memory."""
+        manager = self._manager
+        checkpoint, layout = manager.module.checkpoint, manager.layout
+        assert checkpoint is not None
+        streamed = wanted_residents(layout.carving, layout.plan)[1]
+        sizes = [checkpoint.wire(unit, layout.plan.staging_bytes).nbytes for unit in streamed]
+        checkpoint.require_room(stand, manager.wanted.ram, sizes)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        found = self._manager.module.tensor(name)
+        if found is None:
+            raise WeightsError(f"{name!r} is no parameter or buffer of the module")
+        return found

@@ -1,1 +1,0 @@
-"""Where bytes wait: host memory now; files join it in `index`, `reader` and `writer`."""

@@ -1,0 +1,256 @@
+"""Defines `Backward`: re-acquires units in backward passes through saved-tensor handles, and sends weight
+gradients to the host.
+
+One `Backward` serves one streamer, under the streamer's lock. A backward pass is registered at its first call
+of any method here; autograd reports its end through a callback, and destroys the callback uncalled if the
+pass fails. Within a pass each thread reads one unit at a time. A slot stays in use until autograd has dropped
+every view of the slot that it was given.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..common.errors import CaromError
+from ..model import managed_tensor
+from ..plan.region import Slot
+from .gradients import GradientBuffers
+
+if TYPE_CHECKING:
+    from ..model.home import Home
+    from .streamer import Streamer
+    from .unit import StreamedUnit
+
+graph_task = torch._C._current_graph_task_id
+
+
+@dataclass(eq=False)
+class _SlotUse:
+    """The use of one unit's slot by one thread of a backward pass.
+
+    The use lasts until the thread needs another unit and autograd has dropped all ``views`` of the slot.
+    ``streams``: the streams that read the slot.
+    """
+
+    slot: Slot
+    streams: set
+    thread: int
+    views: list[weakref.ref] = field(default_factory=list)
+    # False while the unit was only recomputed, and no gradient has asked for a saved tensor yet
+    gradients_began: bool = True
+
+    @property
+    def finished(self) -> bool:
+        """Whether autograd has dropped all views of the slot."""
+        for reference in self.views:  # noqa: SIM110 - a generator takes twice as long, at every turn
+            if reference() is not None:
+                return False
+        return True
+
+
+class _EndCallback:
+    """An end-of-pass callback for autograd; its destruction without a call means that the pass failed."""
+
+    def __init__(self, backward: Backward, task: int) -> None:
+        self._backward, self._task, self._called = backward, task, False
+
+    def __call__(self) -> None:
+        """Report that the backward pass ended."""
+        self._called = True
+        self._backward.end_pass(self._task)
+
+    def __del__(self) -> None:
+        """Report a failed backward pass if the callback was never called."""
+        if not self._called:
+            self._backward.fail_pass(self._task)
+
+
+class Backward:
+    """The backward passes of one streamer."""
+
+    def __init__(self, streamer: Streamer, landings: GradientBuffers) -> None:
+        self._streamer, self._gradient_buffers = streamer, landings
+        self._tasks: set[int] = set()  # ids (autograd graph tasks) of the passes in progress
+        self._current_uses: dict[int, _SlotUse] = {}  # by thread id: the unit that the thread reads now
+        self._ending_uses: list[_SlotUse] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether a backward pass is in progress."""
+        return bool(self._tasks)
+
+    @property
+    def has_uses(self) -> bool:
+        """Whether slots are in use by a backward pass, or not yet known to be unused."""
+        return bool(self._current_uses or self._ending_uses)
+
+    def other_pass_active(self) -> bool:
+        """Return whether a backward pass other than this thread's is in progress."""
+        return bool(self._tasks - {graph_task()})
+
+    def slots_used_by(self, thread: int) -> int:
+        """Return the number of slots that ``thread`` reads, or has read while autograd still holds views of
+        them."""
+        return (thread in self._current_uses) + sum(use.thread == thread for use in self._ending_uses)
+
+    def use_count(self, slot: Slot) -> int:
+        """Return the number of uses of ``slot`` that are in progress or not yet known to be over."""
+        return sum(use.slot is slot for use in (*self._current_uses.values(), *self._ending_uses))
+
+    # -- a pass
+
+    def begins(self) -> None:
+        """Register the pass whose gradient reached the root module's result."""
+        with self._streamer.lock:
+            self.register_pass()
+
+    def register_pass(self) -> None:
+        """Register the current backward pass, if it is new, and queue a callback for its end. Called under
+        the streamer's lock."""
+        task = graph_task()
+        if task == -1 or task in self._tasks or self._streamer.closed:
+            return
+        self._tasks.add(task)
+        if len(self._tasks) == 1:
+            self._streamer.meter.backward_begins()
+        torch.autograd.Variable._execution_engine.queue_callback(_EndCallback(self, task))
+
+    def end_pass(self, task: int) -> None:
+        """End the pass ``task``: wait for its gradients, and add them to ``.grad`` on the host."""
+        streamer = self._streamer
+        with streamer.lock:
+            self._close_pass(task)
+            landed = self._gradient_buffers.arrive(task)
+            if not self._tasks:
+                self._drop_proxies()
+                if landed:
+                    streamer.evict_trainable()
+                streamer.meter.backward_ends()
+        landed.add_up(streamer.runs.show_host_tensors)
+
+    def fail_pass(self, task: int) -> None:
+        """End the failed pass ``task`` without gradients; slots whose views autograd still holds stay
+        protected."""
+        streamer = self._streamer
+        with streamer.lock:
+            self._gradient_buffers.forget(task)
+            if streamer.closed:
+                self._tasks.discard(task)
+                return
+            self._close_pass(task)
+            if not self._tasks:
+                self._drop_proxies()
+                streamer.meter.abandon()
+
+    def _close_pass(self, task: int) -> None:
+        """Remove the pass ``task``, and end its uses of slots where autograd holds no view any more."""
+        self._tasks.discard(task)
+        if not self._tasks:
+            for thread in list(self._current_uses):
+                self._ending_uses.append(self._current_uses.pop(thread))
+        self._streamer.end_finished_uses()
+
+    def _drop_proxies(self) -> None:
+        """Let the next forward create new `Deliver` nodes for trainable weights.
+
+        Autograd runs the newest node first. A node that is older than a forward would run after all of that
+        forward's backward, and the gradients of all weights would wait for it in device memory.
+        """
+        if not self._streamer.runs.active:
+            for unit in self._streamer.units:
+                for proxy in unit.proxies if unit.backing.trainable else ():
+                    proxy.tensor = None
+
+    # -- handles
+
+    def handle(self, saved: torch.Tensor) -> managed_tensor.Handle:
+        """Return the handle that autograd keeps in place of ``saved``, a view of a slot. Raise CaromError if
+        the slot was reused."""
+        offset = saved.data_ptr() - self._streamer.low
+        slot = self._streamer.region.slot_at(offset)
+        if slot is None:
+            raise CaromError(
+                "autograd saves a view of a slot that holds no unit any more; please report this"
+            )
+        unit = slot.unit
+        return managed_tensor.Handle(self, unit, unit.in_graphs.token(), saved, offset - slot.offset)
+
+    def continue_use(self, slot: Slot) -> bool:
+        """Keep ``slot`` in use after a run of its unit, and return True, if the run was a recomputation in
+        this thread's backward pass.
+
+        Its gradients come next, so no event has to be recorded in between and no other unit prefetched.
+        """
+        thread = threading.get_ident()
+        if graph_task() not in self._tasks or thread in self._current_uses or self._streamer.closed:
+            return False
+        self._current_uses[thread] = _SlotUse(
+            slot, {self._streamer.engine.stream()}, thread, gradients_began=False
+        )
+        return True
+
+    def unpack(self, handle: managed_tensor.Handle) -> torch.Tensor:
+        """Return the saved tensor of ``handle`` for an autograd node, as a view of the re-acquired unit's
+        slot."""
+        streamer = self._streamer
+        with streamer.lock:
+            self.register_pass()
+            thread = threading.get_ident()
+            use, stream = self._current_uses.get(thread), streamer.engine.stream()
+            if use is None or use.slot.unit is not handle.unit:
+                slot = streamer.acquire(handle.unit, backward=True)
+                use = self._current_uses[thread] = _SlotUse(slot, {stream}, thread)
+            else:
+                if not use.gradients_began:
+                    use.gradients_began = True
+                    streamer.used_on(use.slot)
+                if stream not in use.streams:
+                    streamer.wait(use.slot)
+                    use.streams.add(stream)
+            view = use.slot.views.view(handle.place).detach()
+            use.views.append(weakref.ref(view))
+            streamer.engine.read(view)
+        if torch.is_grad_enabled():
+            # With create_graph=True this node may save slot views itself, which have to become handles too.
+            # Autograd gives each node thread-local state of its own, so these hooks end with the node.
+            managed_tensor.push_handles(streamer)
+        return view
+
+    def take_finished_uses(self, unit: StreamedUnit | None) -> list[tuple[Slot, set]]:
+        """Return the (slot, streams that read it) of uses that are over, now that this thread turns to
+        ``unit``."""
+        if self._current_uses:
+            thread = threading.get_ident()
+            use = self._current_uses.get(thread)
+            if use is not None and use.slot.unit is not unit:
+                del self._current_uses[thread]
+                self._ending_uses.append(use)
+        if not self._ending_uses:
+            return []
+        finished: list[tuple[Slot, set]] = []
+        unfinished: list[_SlotUse] = []
+        for use in self._ending_uses:
+            if use.finished:
+                finished.append((use.slot, use.streams))
+            else:
+                unfinished.append(use)
+        self._ending_uses = unfinished
+        return finished
+
+    # -- gradients of trainable streamed weights
+
+    def deliver(self, home: Home, gradient: torch.Tensor) -> None:
+        """Begin to copy a gradient to the host; `end_pass` waits for all copies of the pass at once."""
+        with self._streamer.lock:
+            self.register_pass()
+            self._gradient_buffers.send(home, gradient, graph_task())
+
+    def close(self) -> None:
+        """Forget all uses of slots."""
+        self._current_uses.clear()
+        self._ending_uses.clear()

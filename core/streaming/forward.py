@@ -1,0 +1,377 @@
+"""Defines `Runs`: puts views of a unit's slot into its modules while the unit's forward runs, and into single
+operators' arguments.
+
+One `Runs` serves one streamer, under the streamer's lock. `Runs` also knows which threads are in a step, and
+copies values that the model writes to weights in a slot back to the host.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..common.errors import UnsupportedError
+from ..host.arena import storage_bytes
+from ..model import managed_tensor
+from ..plan.region import Slot
+from .gradient_delivery import Deliver
+from .host_mapped_slots import NOWHERE
+
+if TYPE_CHECKING:
+    from ..model.home import Home
+    from ..placement.backing import Backing
+    from .streamer import Streamer
+    from .unit import StreamedUnit, WeightProxy
+
+
+class _ThreadState(threading.local):
+    """The state of each thread's runs."""
+
+    def __init__(self) -> None:
+        self.runs = 0  # number of running forwards of units and root modules
+        self.entered: list[tuple[StreamedUnit, Slot]] = []  # running units
+        self.operator_slots = 0  # number of slots used by operators
+        self.roots: list[
+            tuple[int, int]
+        ] = []  # one for each running root forward: len(entered) and runs at its start
+        self.show_host_tensors = False
+
+
+class Runs:
+    """The running forwards of one streamer's units and root module.
+
+    ``to_stay``: names of weights that the next layout should keep resident, with the reasons.
+    """
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+        self._unit_runs = 0  # number of running unit forwards, all threads
+        self._operator_slots = 0  # number of slots used by operators outside a unit's forward
+        self._roots = 0  # number of running root forwards
+        self._local = _ThreadState()
+        # ids of threads that see the host tensors; these threads may briefly keep views of slots
+        self._hosts: set[int] = set()
+        self.to_stay: dict[str, str] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether a unit's or the root's forward is running."""
+        return bool(self._unit_runs or self._roots)
+
+    def slots_used_by_thread(self) -> int:
+        """Return the number of slots that this thread's runs use."""
+        return len(self._local.entered) + self._local.operator_slots
+
+    def other_thread_active(self) -> bool:
+        """Return whether another thread runs a forward or takes a state dict."""
+        if self._unit_runs + self._roots > self._local.runs:
+            return True
+        return bool(self._hosts) and self._hosts != {threading.get_ident()}
+
+    def computing(self) -> bool:
+        """Return whether this thread is in a step: in a root forward, a unit's forward, or a backward
+        pass."""
+        if self._local.show_host_tensors:
+            return False
+        return self._local.runs > 0 or managed_tensor.in_backward()
+
+    def in_forward(self) -> bool:
+        """Return whether this thread is in a forward of the root or of a unit."""
+        return self._local.runs > 0 and not self._local.show_host_tensors
+
+    def show_host_tensors(self, on: bool) -> None:
+        """Let this thread see the host tensors even in a step, while ``on`` is True (for a state dict or an
+        optimizer hook)."""
+        self._local.show_host_tensors = on
+        (self._hosts.add if on else self._hosts.discard)(threading.get_ident())
+
+    # -- the root's forward
+
+    def root_begins(self) -> None:
+        """Note that the root's forward starts on this thread."""
+        streamer = self._streamer
+        with streamer.lock:
+            if not managed_tensor.in_backward():
+                streamer.awaiting_optimizer = False
+            if self._roots == 0 and not streamer.backward.running:
+                streamer.meter.forward_begins(torch.is_grad_enabled())
+            self._roots += 1
+            self._local.roots.append((len(self._local.entered), self._local.runs))
+            self._local.runs += 1
+
+    def no_backward(self) -> None:
+        """Note that the root's forward on this thread has no result from which a backward could start."""
+        with self._streamer.lock:
+            if self._roots == 1 and not self._streamer.backward.running:
+                self._streamer.meter.no_backward()
+
+    def root_ends(self, failed: bool) -> None:
+        """Note that the root's forward ended, and clean up the thread's unfinished unit runs."""
+        streamer, thread_state = self._streamer, self._local
+        with streamer.lock:
+            self._roots -= 1
+            entered, thread_state.runs = thread_state.roots.pop() if thread_state.roots else (0, 0)
+            # A KeyboardInterrupt may occur between any two lines, so restore all units that this thread had
+            # entered.
+            for unit, slot in reversed(thread_state.entered[entered:]):
+                self._leave(unit, slot)
+            if streamer.held:
+                streamer.end_finished_uses()
+            if self._roots or streamer.backward.running:
+                return
+            if not failed:
+                streamer.meter.forward_ends()
+                return
+            streamer.meter.abandon()
+            self._operator_slots, thread_state.operator_slots = (
+                self._operator_slots - thread_state.operator_slots,
+                0,
+            )
+            if not self._unit_runs and not self._operator_slots:  # no other thread uses a slot
+                for unit in streamer.units:
+                    unit.depth = 0
+                    _swap_out(unit)
+                streamer.free_all()
+
+    # -- a unit's own forward
+
+    def enter(self, unit: StreamedUnit) -> tuple[Slot, bool]:
+        """Acquire the unit's slot and put its views into the modules, for a run of the unit's forward.
+        `leave` reverses this.
+
+        Return the slot, and whether gradients are recorded.
+        """
+        streamer = self._streamer
+        began = time.perf_counter() if streamer.meter.profiling else None
+        gradient = torch.is_grad_enabled()
+        managed_tensor.refuse_transforms(unit.name)
+        with streamer.lock:
+            streamer.backward.register_pass()
+            slot = streamer.acquire(unit)
+            self._local.entered.append((unit, slot))
+            unit.depth += 1
+            self._unit_runs += 1
+            if unit.depth == 1 or (gradient and unit.backing.trainable and not unit.differentiable):
+                try:
+                    if unit.swapped_in:
+                        _swap_out(unit)
+                    self._swap_in(unit, slot.views.tensors, gradient)
+                except BaseException:
+                    self._leave(unit, slot)
+                    raise
+        try:
+            if gradient:
+                managed_tensor.push_handles(streamer)
+        except BaseException:
+            with streamer.lock:
+                self._leave(unit, slot)
+            raise
+        self._local.runs += 1
+        if began is not None:
+            streamer.meter.add_host_seconds(time.perf_counter() - began)
+        return slot, gradient
+
+    def leave(self, unit: StreamedUnit, slot: Slot, gradient: bool) -> None:
+        """Take the slot's views out of the modules after the unit's forward, and release the slot."""
+        meter = self._streamer.meter
+        began = time.perf_counter() if meter.profiling else None
+        self._local.runs -= 1
+        if gradient:
+            managed_tensor.pop_handles()
+        with self._streamer.lock:
+            self._leave(unit, slot, gradient)
+        if began is not None:
+            meter.add_host_seconds(time.perf_counter() - began)
+
+    def _leave(self, unit: StreamedUnit, slot: Slot, gradient: bool = False) -> None:
+        """Do the work of `leave` under the lock; nothing if the run was cleaned up already."""
+        entered = self._local.entered
+        if (unit, slot) not in entered:
+            return  # an interrupted pass removed this run already
+        entered.reverse()  # remove the most recent matching run
+        entered.remove((unit, slot))
+        entered.reverse()
+        unit.depth -= 1
+        self._unit_runs -= 1
+        continues = False
+        try:
+            if unit.depth == 0:
+                if unit.differentiable:
+                    restore_weight_lists(unit, {id(ours): host for _, _, ours, host in unit.swapped_in})
+                _swap_out(unit)
+                self.write_back(slot)
+                continues = gradient and self._streamer.backward.continue_use(slot)
+        finally:
+            if not continues:
+                self._streamer.release(slot)
+
+    def _swap_in(self, unit: StreamedUnit, tensors: list[torch.Tensor], gradient: bool) -> None:
+        """Put the slot's ``tensors`` into the unit's modules in place of the host tensors."""
+        unit.differentiable = gradient and unit.backing.trainable
+        swapped_in, homes = unit.swapped_in, unit.homes
+        if not unit.backing.trainable:
+            for table, name, index in unit.sites:
+                host = homes[index].tensor
+                if table.get(name) is host:
+                    ours = table[name] = tensors[index]
+                    swapped_in.append((table, name, ours, host))
+            return
+        autocast = torch.is_autocast_enabled(self._streamer.engine.device.type)
+        for table, name, index in unit.sites:
+            host = homes[index].tensor
+            if table.get(name) is host:
+                ours = tensors[index]
+                if homes[index].trainable:
+                    if gradient:
+                        ours = self._differentiable(homes[index], unit.proxies[index], ours)
+                    # autocast would cache casts of such leaves, and with them the slot's views
+                    elif not autocast:
+                        # modules read requires_grad even under no_grad (torch's attention)
+                        ours.requires_grad_(True)
+                table[name] = ours
+                swapped_in.append((table, name, ours, host))
+
+    def _differentiable(self, home: Home, proxy: WeightProxy, view: torch.Tensor) -> torch.Tensor:
+        """Return the output of the weight's `Deliver` node with the data of ``view``.
+
+        All runs of the weight share this tensor, wherever the slot is.
+        """
+        tensor = proxy.tensor
+        if tensor is None:
+            tensor = proxy.tensor = Deliver.apply(home.tensor, view)
+            tensor._is_param = isinstance(home.tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
+            home.dress(tensor)
+            proxy.version = tensor._version
+        elif tensor.data_ptr() != view.data_ptr():
+            tensor.data = view
+        return tensor
+
+    def write_back(self, slot: Slot, uncounted_writes: bool = False) -> None:
+        """Copy values that the model wrote to weights in the slot to the host tensors.
+
+        ``uncounted_writes``: an operator that writes to some arguments ran, and may have written without
+        raising the version counter (as ``_foreach`` operators do under a dispatch mode). Raise
+        UnsupportedError for weights that stream from a file.
+        """
+        unit, views = slot.unit, slot.views
+        if views is None or not (
+            views.written(unit.proxies)
+            or (uncounted_writes and all(home.keeps_writes for home in unit.homes))
+        ):
+            return
+        views.kept_version = views.version
+        if not all(home.keeps_writes for home in unit.homes):
+            unit.backing.epoch += 1
+            raise UnsupportedError(
+                f"the model writes to weights of unit {unit.name!r} within a step, and they stream from a file; load the "
+                "module first and stream it without weights="
+            )
+        for home, proxy, view in zip(unit.homes, unit.proxies, views.tensors, strict=True):
+            if proxy.tensor is not None and proxy.tensor.numel():
+                view, proxy.version = proxy.tensor, proxy.tensor._version
+            # The slot's tensors share one version counter, so compare each tensor's bytes.
+            with _disable_current_modes(), torch.no_grad():
+                if view.shape != home.host.shape or view.dtype != home.host.dtype:
+                    continue
+                now = torch.empty_like(home.host, device="cpu")
+                self._streamer.engine.synchronize(self._streamer.engine.copy_out(now, view.detach()))
+                if torch.equal(storage_bytes(now), storage_bytes(home.read())):
+                    continue
+                home.keep(now)
+            self.to_stay[home.entry.name] = "the model writes to it"
+        if slot.offset == NOWHERE:
+            unit.backing.epoch += 1
+        elif views.moved():
+            unit.backing.epoch += 1
+            unit.views.pop(slot.offset, None)
+            slot.views = None
+            self._streamer.views(slot)
+        else:
+            slot.version = unit.version()
+
+    # -- single operators
+
+    def run_operator(self, func: Callable, args: tuple, kwargs: dict, found: list[Any]) -> Any:
+        """Run one operator with slot views in place of the streamed tensors ``found`` among its arguments."""
+        streamer = self._streamer
+        gradient = torch.is_grad_enabled()
+        managed_tensor.refuse_transforms(found[0]._carom.unit.name)
+        homes: list[Home] = [tensor._carom for tensor in found]
+        uncounted_writes = managed_tensor.writes(getattr(func, "__name__", ""), kwargs)
+        slots: dict[int, tuple[StreamedUnit, Slot]] = {}
+        view: torch.Tensor | None = None
+        replaced: dict[int, torch.Tensor] = {}
+        try:
+            with streamer.lock:
+                streamer.backward.register_pass()
+                for home in homes:
+                    if id(home.unit) not in slots:
+                        unit = _unit_of(home)
+                        slots[id(home.unit)] = (unit, streamer.acquire(unit))
+                        self._local.operator_slots += 1
+                        self._operator_slots += 1
+                for tensor, home in zip(found, homes, strict=True):
+                    unit, slot = slots[id(home.unit)]
+                    index = unit.homes.index(home)
+                    view = streamer.views(slot).tensors[index]
+                    if gradient and home.trainable and not isinstance(tensor, managed_tensor.Value):
+                        view = self._differentiable(home, unit.proxies[index], view)
+                    replaced[id(tensor)] = view
+            args, kwargs = managed_tensor.substitute(args, kwargs, replaced)
+            if not gradient or not managed_tensor.hooks_are_ours():
+                return func(*args, **kwargs)
+            managed_tensor.push_handles(streamer)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                managed_tensor.pop_handles()
+        finally:
+            # drop all views, so that only the result can keep the slot in use
+            replaced, args, kwargs, view = {}, (), {}, None
+            with streamer.lock:
+                self._local.operator_slots -= len(slots)
+                self._operator_slots -= len(slots)
+                try:
+                    for unit, slot in slots.values():
+                        if unit.depth == 0:  # otherwise the end of the unit's forward writes back
+                            self.write_back(slot, uncounted_writes)
+                finally:
+                    streamer.release_all([(slot, None) for _, slot in slots.values()])
+
+    def close(self) -> None:
+        """Put the host tensors back into all modules."""
+        for unit in self._streamer.units:
+            _swap_out(unit)
+            unit.depth = 0
+            for proxy in unit.proxies:
+                proxy.tensor = None
+
+
+def _unit_of(home: Home) -> StreamedUnit:
+    """Return the run-time unit of a managed tensor's home."""
+    return cast("Streamer", home.runtime).units[cast("Backing", home.unit).index]
+
+
+def _swap_out(unit: StreamedUnit) -> None:
+    """Put the host tensors back into the unit's modules in place of slot views."""
+    for table, name, ours, host in unit.swapped_in:
+        if table.get(name) is ours:  # a tensor that the module replaced during the run is left
+            table[name] = host
+        if ours.requires_grad and ours.is_leaf:
+            ours.requires_grad_(False)
+            ours.grad = None
+    unit.swapped_in.clear()
+
+
+def restore_weight_lists(unit: StreamedUnit, hosts: dict[int, Any]) -> None:
+    """Put host tensors back into lists of weights that modules keep themselves (as LSTMs do). ``hosts``: by
+    the view's id."""
+    for module in {id(s.module): s.module for home in unit.homes for s in home.entry.sites}.values():
+        for kept in vars(module).values():
+            if type(kept) is list:
+                kept[:] = [hosts.get(id(item), item) for item in kept]

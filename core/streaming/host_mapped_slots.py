@@ -1,0 +1,120 @@
+"""Defines `HostMappedSlots`: kernels read a unit directly from pinned host memory, where no room is left in
+the slot region.
+
+A model may need more units at once than the region holds: one operator uses several, or the model keeps a
+view of a weight beyond its unit's forward. Every kernel that reads such a unit reads over the link, which is
+slow; it takes no device memory, and the same kernels compute the same bits. The units that fill the region
+stay resident from the next layout on, if the budget allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..common.errors import BudgetError
+from ..host.arena import Block, HostArena, storage_bytes
+from ..plan.region import Slot
+from ..plan.residency import round_up
+from .unit import StreamedUnit, Views, make_views
+
+if TYPE_CHECKING:
+    from .streamer import Streamer
+
+NOWHERE = -1  # the offset of a slot outside the region
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Views of a unit's bytes in host memory, valid for one version. ``copied``: the block is a copy that was
+    made for these views."""
+
+    version: int
+    views: Views
+    block: Block
+    copied: bool
+
+
+class HostMappedSlots:
+    """Slots of one streamer that lie in host memory. Called under the streamer's lock."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+        self._arena: HostArena | None = None
+        self._known: dict[int, _Known] = {}
+
+    def start(self, arena: HostArena) -> None:
+        """Allocate host memory from ``arena`` for units without plain bytes on the host (packed units, units
+        of files)."""
+        self._arena = arena
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that hold copies made for such slots."""
+        return sum(known.block.data.numel() for known in self._known.values() if known.copied)
+
+    def slot(self, unit: StreamedUnit) -> Slot | None:
+        """Return a slot over the unit's bytes in host memory, or None if the device cannot address them."""
+        views = self._views(unit)
+        if views is None:
+            return None
+        engine, meter = self._streamer.engine, self._streamer.meter
+        slot = Slot(unit, NOWHERE, unit.nbytes, unit.version())
+        slot.views, slot.copied = views, engine.record(engine.stream())
+        meter.copied(unit.name, None, unit.nbytes, unit.unit.raw_bytes, False)
+        return slot
+
+    def _views(self, unit: StreamedUnit) -> Views | None:
+        """Return views of the unit's present bytes in host memory, or None if the device cannot address
+        them."""
+        known = self._known.get(unit.index)
+        if known is not None and known.version == unit.version():
+            return known.views
+        with torch.inference_mode(False), torch.no_grad():
+            if known is not None:  # kernels may still read the outdated copy
+                self._streamer.engine.synchronize()
+                del self._known[unit.index]
+            plain = unit.backing.plain_block()
+            block = self._copy_of(unit) if plain is None else plain
+            base = self._streamer.engine.mapped(block.data, block.pinned)
+            if base is None:
+                return None
+            views = make_views(unit, base[: unit.nbytes])
+        self._known[unit.index] = _Known(unit.version(), views, block, plain is None)
+        return views
+
+    def _copy_of(self, unit: StreamedUnit) -> Block:
+        """Return a pinned block with a copy of the unit's plain bytes."""
+        assert self._arena is not None
+        self._streamer.tier.make_host_room(unit.nbytes)
+        block = self._arena.allocate(unit.nbytes)
+        for home in unit.homes:
+            start = home.entry.offset
+            block.data[start : start + home.entry.nbytes].copy_(storage_bytes(home.read()))
+        self._arena.pin(block)
+        return block
+
+    def close(self) -> None:
+        """Unpin and drop the copies."""
+        for known in self._known.values():
+            if known.copied:
+                known.block.unpin()
+        self._known.clear()
+
+
+def no_room(streamer: Streamer, unit: StreamedUnit, stuck: list[Slot]) -> BudgetError:
+    """Return the BudgetError for a unit that finds no room beside the slots ``stuck`` and that the device
+    cannot read from host memory."""
+    region, engine = streamer.region, streamer.engine
+    needed = unit.nbytes + sum(other.nbytes for other in stuck)
+    least = streamer.fixed_bytes + round_up(needed, engine.grain)
+    names = ", ".join(repr(slot.unit.name) for slot in stuck)
+    return BudgetError(
+        f"no slot for unit {unit.name!r} ({unit.nbytes} bytes): the region of {region.nbytes} bytes is taken "
+        f"by {names}, in use at the same time or kept by the model beyond their run, and {engine.name} cannot read "
+        f"host memory that is not pinned; raise vram to {least} bytes or ram, use a finer granularity, or enable "
+        "gradient checkpointing",
+        least,
+    )

@@ -1,0 +1,58 @@
+"""Defines `SlotWaiters`: host threads that wait until another thread releases a slot, with a deadline."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+_PATIENCE = 20.0  # seconds that a thread waits for another thread's slot
+_POLL = 0.001  # seconds between checks of views that other threads keep
+
+
+class SlotWaiters:
+    """The threads of one streamer that wait for a slot. Called under the streamer's ``lock``."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._freed = threading.Condition(lock)
+        self._sleeping = 0
+        self._used: dict[int, int] = {}  # by waiting thread: the number of slots that the thread itself uses
+
+    def new_deadline(self) -> float:
+        """Return the time (of `time.monotonic`, seconds) at which a thread that begins to wait now gives
+        up."""
+        return time.monotonic() + _PATIENCE
+
+    def slot_freed(self) -> None:
+        """Wake all waiting threads, because a slot was released."""
+        if self._sleeping:
+            self._freed.notify_all()
+
+    def wait_for_slot(self, mine: int, used: int, views_may_be_dropped: bool, deadline: float) -> bool:
+        """Wait until another thread releases a slot; return False if waiting cannot help or the deadline has
+        passed.
+
+        ``mine``: number of slots that this thread uses. ``used``: number of slots that all threads use.
+        ``views_may_be_dropped``: another thread keeps a view (in the traceback of a checkpoint's early stop,
+        for instance) that it may drop at any time without a notification.
+        """
+        left = max(0.0, deadline - time.monotonic())
+        # Slots of this thread, and of threads that wait themselves, are not released by waiting.
+        if used - mine > sum(self._used.values()):
+            thread = threading.get_ident()
+            self._used[thread] = mine
+            try:
+                return self._sleep(left)
+            finally:
+                del self._used[thread]
+        if views_may_be_dropped:
+            self._sleep(min(left, _POLL))
+            return left > 0
+        return False
+
+    def _sleep(self, seconds: float) -> bool:
+        """Wait for a notification, at most ``seconds``. Return whether there was one."""
+        self._sleeping += 1
+        try:
+            return self._freed.wait(seconds)
+        finally:
+            self._sleeping -= 1

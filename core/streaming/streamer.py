@@ -1,0 +1,500 @@
+"""Defines `Streamer`: fetches streamed units into device slots, orders copies and kernels by events, and
+prefetches.
+
+Host threads enter under one lock, and no call waits for the device except where stated. Each slot is read
+only on streams that wait for the event of its copy, and is overwritten only by a copy that waits for the
+events of its last reads, on whichever stream these were issued (backward and recomputation run on autograd's
+threads).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..common.errors import CaromError, UnsupportedError
+from ..device.engine import Engine
+from ..device.staging import Staging
+from ..host.arena import Block, HostArena
+from ..metrics.meter import Meter
+from ..model import managed_tensor
+from ..model.home import Home
+from ..placement.backing import Backing, Link
+from ..placement.tier import Tier
+from ..plan.access_order import AccessOrder
+from ..plan.region import FreedRanges, Region, Slot, SlotState
+from .backward import Backward
+from .forward import Runs, restore_weight_lists
+from .gradients import GradientBuffers
+from .host_mapped_slots import HostMappedSlots, no_room
+from .prefetch import Prefetcher, fetch_order
+from .slot_wait import SlotWaiters
+from .unit import StreamedUnit, Views, make_views
+
+if TYPE_CHECKING:
+    from .vbar_slots import VbarSlots
+
+_OFFSET_BITS = 48
+
+
+class Streamer:
+    """The slots of one layout's streamed units, in one region of device memory.
+
+    ``tier``: stores the units and makes their backings. ``vbar``: the VBAR in which units may stay on the
+    device beside the slots, None without comfy-aimdo. ``held``: slots whose views the model keeps beyond the
+    unit's forward. ``last``: the unit that was used last in a forward.
+    """
+
+    # whether prefetch decisions may be cached, where they depend on order and region alone
+    caches_decisions = True
+
+    def __init__(
+        self, engine: Engine, region_bytes: int, meter: Meter, tier: Tier, vbar: VbarSlots | None = None
+    ) -> None:
+        self.engine, self.meter, self.tier, self.vbar = engine, meter, tier, vbar
+        self.staging: Staging | None = None  # set if units cross packed
+        self.units: list[StreamedUnit] = []
+        self.lock = threading.RLock()
+        self.slot_waiters = SlotWaiters(self.lock)
+        self.closed = False
+        self.order = AccessOrder(())
+        self.region = Region(region_bytes, 0)
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.low = self.high = 0
+        self._freed = FreedRanges()
+        self.held: list[Slot] = []
+        self.last: StreamedUnit | None = None  # last unit used in a forward; None after a use for gradients
+        self.prefetcher = Prefetcher(self, self.caches_decisions and vbar is None and not tier.reads_ahead)
+        # True between a backward that produced gradients on the host and the next forward
+        self.awaiting_optimizer = False
+        self._gradient_buffers = GradientBuffers(engine)
+        self.backward = Backward(self, self._gradient_buffers)
+        self.runs = Runs(self)
+        # Bound methods are stored once, because they are called for every operator and every saved tensor.
+        self.computing, self.in_forward = self.runs.computing, self.runs.in_forward
+        self.run_operator, self.handle = self.runs.run_operator, self.backward.handle
+        self.host_mapped = HostMappedSlots(self)
+        self.link = self._link(None)
+        self.fixed_bytes = 0  # device memory of the plan outside the region
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the module computes."""
+        return self.engine.device
+
+    def start(self, arena: HostArena) -> None:
+        """Allocate the region for the tier's units, and start the tier. Gradient buffers will come from
+        ``arena``."""
+        self._gradient_buffers.start(arena)
+        self.host_mapped.start(arena)
+        self.units = [StreamedUnit(backing) for backing in self.tier.backings]
+        nbytes, largest = self.region.nbytes, max((unit.nbytes for unit in self.units), default=0)
+        if self.vbar is None:
+            self.order = AccessOrder([unit.index for unit in self.units])
+            self.region = Region(nbytes, largest)
+        else:
+            self.order = AccessOrder([unit.index for unit in self.vbar.join(self)])
+            self.region = self.vbar.make_region(nbytes, largest)
+        if self.units:
+            self.memory = self.engine.allocate(nbytes) if self.vbar is None else self.vbar.reserve()
+            self.low = self.memory.data_ptr()
+            self.high = self.low + self.memory.numel()
+        staging_bytes = self.tier.staging_bytes
+        if staging_bytes:
+            self.staging = Staging(self.engine, staging_bytes)
+            self.link = self._link(self.staging)
+        # The allocator may reuse memory that kernels of other streams still read: wait before the first copy
+        # into the region.
+        self.engine.synchronize()
+        self.tier.start(self.link)
+
+    # -- using units
+
+    def acquire(self, unit: StreamedUnit, backward: bool = False) -> Slot:
+        """Return the unit's slot, readable on the current stream from now on; each call is paired with
+        `release`.
+
+        Raise BudgetError if every slot is in use and the device cannot read the unit from host memory.
+        """
+        # Dispatch modes (fake tensors, operator counters) must not see our copies.
+        if torch._C._len_torch_dispatch_stack():
+            with _disable_current_modes():
+                return self._acquire(unit, backward)
+        return self._acquire(unit, backward)
+
+    def _acquire(self, unit: StreamedUnit, backward: bool) -> Slot:
+        """Do the work of `acquire` under the lock."""
+        with self.lock:
+            if self.closed:
+                self._check_open(unit)
+            if self.vbar is not None:
+                slot = self.vbar.acquire(unit, backward)
+                if slot is not None:
+                    return slot
+            if self.held or self.backward.has_uses:
+                self.end_finished_uses(unit)
+            foreseen = self.order.access(unit.index, backward, managed_tensor.in_backward())
+            self.last = None if backward else unit
+            slot = unit.slot
+            if slot is not None and slot.users == 0 and slot.version != unit.version():
+                self.evict(slot)
+                slot = None
+            if slot is None:
+                slot = self._fetch(unit)
+                foreseen = False
+            slot.users += 1
+            slot.state = SlotState.IN_USE
+            try:
+                if self.meter.profiling:
+                    came = self.engine.mark()
+                    self.wait(slot)
+                    self.meter.unit_begins(unit.name, came, self.engine.mark())
+                else:
+                    self.wait(slot)
+                if not foreseen:  # otherwise the last release has already prefetched all that fits
+                    self._prefetch()
+            except BaseException:
+                slot.users -= 1
+                slot.state = SlotState.IN_USE if slot.users else SlotState.KEPT
+                raise
+            return slot
+
+    def used_on(self, slot: Slot) -> None:
+        """Note that a slot in use is now used for gradients. Called under the lock."""
+        if self.vbar is not None and self.vbar.has(slot):
+            return
+        self.last = None
+        if not self.order.access(slot.unit.index, True, managed_tensor.in_backward()):
+            self._prefetch()
+
+    def release(self, slot: Slot, streams: set | None = None) -> None:
+        """Release one use of the slot, after the kernels that read it were issued on ``streams`` (default:
+        the current stream)."""
+        if self.vbar is not None and self.vbar.has(slot):
+            self.vbar.release(slot, streams)
+            return
+        with self.lock:
+            try:
+                engine, reads = self.engine, slot.reads
+                if self.meter.profiling:
+                    self.meter.unit_ends(slot.unit.name, engine.mark())
+                for stream in streams or (engine.stream(),):
+                    reads[stream] = engine.record(stream, reads.get(stream))
+            except BaseException:
+                # Without an event of the last reads, the slot may be overwritten only when the device is
+                # idle.
+                with contextlib.suppress(Exception):
+                    self.engine.synchronize()
+                raise
+            finally:
+                slot.users -= 1
+                if slot.users == 0:
+                    slot.state = SlotState.KEPT
+                self.slot_waiters.slot_freed()
+            if slot.users == 0 and slot.unit.backing.trainable:
+                slot.unit.empty_proxies()
+            if slot.users == 0 and slot.unit.slot is slot:
+                if slot.views.kept_elsewhere() and self.kept_by_model(slot):
+                    slot.state = SlotState.HELD
+                    if slot not in self.held:
+                        self.held.append(slot)
+                else:
+                    slot.state = SlotState.KEPT
+                # Do not prefetch where prefetching would end as it did last time. But while units are still read from
+                # disk, a read may have ended since, and the tier has to be told of every use.
+                if not (self.tier.complete and self.prefetcher.still_stuck(slot)):
+                    self._prefetch()
+
+    def release_all(self, uses: Sequence[tuple[Slot, set | None]]) -> None:
+        """Release all these uses, even if one fails; raise the first error."""
+        failure: BaseException | None = None
+        for slot, streams in uses:
+            try:
+                self.release(slot, streams)
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def kept_by_model(self, slot: Slot) -> bool:
+        """Return whether the model keeps a view of the slot, after lists of weights and wrapper objects have
+        dropped theirs."""
+        views, homes = slot.views, slot.unit.homes
+        if views.around is not None:  # wrapper objects of quantised weights may cache views
+            views.around.clear()
+        restore_weight_lists(
+            slot.unit, {id(view): home.tensor for view, home in zip(views.tensors, homes, strict=True)}
+        )
+        return views.kept_elsewhere()
+
+    def views(self, slot: Slot) -> Views:
+        """Return the unit's tensors in ``slot``."""
+        return slot.views or self._make_views(slot)
+
+    def _make_views(self, slot: Slot) -> Views:
+        """Return the unit's tensors at the slot's offset, made once for each offset."""
+        unit = slot.unit
+        found = unit.views.get(slot.offset)
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                base = self.engine.alias(self.memory, slot.offset, unit.nbytes)
+            found = make_views(unit, base)
+            unit.remember(slot.offset, found)
+        slot.views = found
+        return found
+
+    def wait(self, slot: Slot) -> None:
+        """Let the current stream wait for the event of the slot's copy."""
+        stream = self.engine.stream()
+        if stream in slot.waited:
+            return
+        if self.meter.timing:
+            before = self.engine.mark()
+            self.engine.wait(slot.copied)
+            self.meter.waited(before, self.engine.mark(), slot.unit.name, managed_tensor.in_backward())
+        else:
+            self.engine.wait(slot.copied)
+        slot.waited.add(stream)
+
+    # -- fetching
+
+    def _check_open(self, unit: StreamedUnit) -> None:
+        """Raise CaromError if the session was closed."""
+        if self.closed:
+            raise CaromError(f"unit {unit.name!r} is needed, but its session was closed")
+
+    def _fetch(self, unit: StreamedUnit) -> Slot:
+        """Fetch a unit that is needed now, evicting any slots that are not in use."""
+        if self.vbar is not None:
+            self.vbar.pin_region()
+        if not self.tier.complete:
+            self.tier.open()
+            self._expect(unit)
+        place = self.region.place(unit.nbytes, self.prefetcher.uses())
+        deadline = self.slot_waiters.new_deadline()
+        while place is None:
+            freed = self._wait_for_slot(deadline)
+            self._check_open(unit)  # the session may have been closed meanwhile
+            if not freed:
+                return self._outside_region(unit)
+            if unit.slot is not None:  # another thread fetched the unit meanwhile
+                return unit.slot
+            self.end_finished_uses(unit)
+            place = self.region.place(unit.nbytes, self.prefetcher.uses())
+        self.prefetcher.filling = True
+        try:
+            return self.fill(unit, *place)
+        finally:
+            self.prefetcher.filling = False
+
+    def _outside_region(self, unit: StreamedUnit) -> Slot:
+        """Return a slot in host memory for a unit that finds no room in the region. Raise BudgetError if the
+        device cannot read it."""
+        slot = self.host_mapped.slot(unit)
+        stuck = [other for other in self.region.slots if other.users or other.state is SlotState.HELD]
+        if slot is None:
+            raise no_room(self, unit, stuck)
+        held = [other.unit for other in stuck if other.state is SlotState.HELD]
+        for other in held or [unit]:
+            reason = "the model keeps it beyond its unit's run" if held else "used together with other units"
+            for home in other.homes:
+                self.runs.to_stay.setdefault(home.entry.name, reason)
+        return slot
+
+    def _wait_for_slot(self, deadline: float) -> bool:
+        """Wait until another thread releases a slot; return False if waiting cannot help."""
+        mine = self.runs.slots_used_by_thread() + self.backward.slots_used_by(threading.get_ident())
+        views_may_be_dropped = bool(self.held) and (
+            self.runs.other_thread_active() or self.backward.other_pass_active()
+        )
+        return self.slot_waiters.wait_for_slot(mine, self.region.users, views_may_be_dropped, deadline)
+
+    def fill(self, unit: StreamedUnit, offset: int, victims: list[Slot]) -> Slot:
+        """Evict ``victims``, and enqueue the fetch of ``unit`` into a new slot at ``offset`` of the
+        region."""
+        for victim in victims:
+            self.evict(victim)
+        slot = Slot(unit, offset, unit.nbytes, unit.version(), unit.index << _OFFSET_BITS | offset)
+        after, left = self._freed.events_over(offset, slot.end)
+        slot.copied = unit.backing.fetch(self.views(slot).target, after, self.link)
+        self._freed = left
+        self.prefetcher.changed()
+        self.region.add(slot)
+        unit.slot = slot
+        return slot
+
+    def _link(self, staging: Staging | None) -> Link:
+        """Return the copy path from host to device, for backings."""
+        return Link(
+            self.engine, self.meter, self.lock, staging,
+            upcoming=lambda: self.order.upcoming(),
+            foresee=lambda: self._expect(None),
+            idle=lambda: self.idle,
+            mapped_bytes=lambda: self.host_mapped.nbytes,
+        )  # fmt: skip
+
+    def read_back(self, backing: Backing, block: Block, after_fetch: Callable[[], None]) -> None:
+        """Fetch the unit to a slot, call ``after_fetch``, and copy the slot to ``block``."""
+        unit = self.units[backing.index]
+        slot = self.acquire(unit)
+        try:
+            self.engine.synchronize()
+            after_fetch()
+            self.engine.synchronize(self.engine.copy_out(block.data, self.views(slot).base.detach()))
+        finally:
+            self.release(slot)
+
+    def evict(self, slot: Slot) -> None:
+        """Remove the slot from the region; later copies into its range wait for the events of its last
+        reads."""
+        self.prefetcher.changed()
+        self._freed.add(slot)  # recorded first, so that a KeyboardInterrupt in between cannot lose the events
+        self.region.remove(slot)
+        if slot.unit.slot is slot:
+            slot.unit.slot = None
+        self.engine.freed(self.memory, slot.offset, slot.end)
+
+    def ready(self, unit: StreamedUnit) -> bool:
+        """Return whether the unit may be prefetched: its host bytes do not change before its next use."""
+        if self.vbar is not None and self.vbar.at_home(unit):
+            return False
+        return not (self.awaiting_optimizer and unit.backing.trainable)
+
+    def _prefetch(self) -> None:
+        """Prefetch the units that are needed next, and let the tier read later ones ahead."""
+        if self.vbar is not None and not self.vbar.slot_bytes:
+            return
+        self.prefetcher.prefetch()
+        if not self.tier.complete:
+            self._expect(None)
+
+    def _expect(self, unit: StreamedUnit | None) -> None:
+        """Tell the tier in which order units will be fetched. ``unit``: needed now.
+
+        Units whose slots will serve their next use come last, because they are fetched again only in a later
+        round.
+        """
+        if self.tier.complete:
+            return
+        self.tier.expect(fetch_order(self.order, self.region, self.units, unit, self.tier.used_lately))
+
+    # -- uses that end
+
+    def end_finished_uses(self, unit: StreamedUnit | None = None) -> None:
+        """End uses of slots that are over: uses of a backward that turns to ``unit``, and slots whose views
+        were dropped."""
+        self.release_all(self.backward.take_finished_uses(unit))
+        if self.held:
+            gone = [slot for slot in self.held if not self.views(slot).kept_elsewhere()]
+            for slot in self.held:
+                self.runs.write_back(slot)
+            for slot in gone:
+                self.held.remove(slot)
+                if slot.users == 0:
+                    slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())
+                    slot.state = SlotState.KEPT
+        if self.vbar is not None:
+            self.vbar.unpin_idle()
+
+    def evict_trainable(self) -> None:
+        """Evict unused slots of trainable weights, because an optimizer is about to change the host weights.
+
+        The host waits for copies of these weights that are in progress.
+        """
+        self.awaiting_optimizer = True
+        slots = self.region.slots if self.vbar is None else [*self.region.slots, *self.vbar.slots]
+        for slot in [slot for slot in slots if slot.unit.backing.trainable and slot.users == 0]:
+            self.engine.synchronize(slot.copied)
+            if slot.state is not SlotState.HELD:
+                self.evict(slot)
+
+    def free_all(self) -> None:
+        """End all uses of slots by forwards, which have failed. Backward passes end their own uses."""
+        self.prefetcher.changed()
+        self.prefetcher.filling = False
+        for slot in self.region.slots if self.vbar is None else [*self.region.slots, *self.vbar.slots]:
+            self._free(slot)
+        if self.vbar is not None:
+            self.vbar.unpin_idle()
+
+    def _free(self, slot: Slot) -> None:
+        """End the uses of the slot by forwards."""
+        users = self.backward.use_count(slot)
+        if slot.users != users:
+            slot.users = users
+            slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())
+            if not users:
+                slot.state = SlotState.KEPT
+
+    @property
+    def idle(self) -> bool:
+        """Whether no pass is running, so that tensors may be laid out anew."""
+        return not (self.runs.active or self.backward.running)
+
+    @property
+    def unreferenced(self) -> bool:
+        """Whether no autograd graph is left that holds handles of the present units."""
+        return not any(unit.in_graphs for unit in self.units)
+
+    def replace_slot_views(self, state: dict[str, Any], names: dict[str, Home]) -> None:
+        """Replace views of slots in a state dict, taken while units run, by the values of the host
+        tensors."""
+        with self.lock:
+            for name, home in names.items():
+                tensor = state.get(name)
+                if isinstance(tensor, torch.Tensor) and self.low <= _address(tensor) < self.high:
+                    state[name] = home.value()
+
+    # -- host bytes that change
+
+    def refresh(self, backings: Sequence[Backing] | None = None) -> None:
+        """Mark copies of units (default: all) in slots as outdated."""
+        with self.lock:
+            for backing in self.tier.backings if backings is None else backings:
+                backing.epoch += 1
+
+    # -- end
+
+    def _write_back_held(self) -> None:
+        """Copy values to the host that the model wrote through views which it still keeps."""
+        for slot in self.held:
+            with contextlib.suppress(UnsupportedError):
+                self.runs.write_back(slot)
+
+    def close(self) -> None:
+        """Wait for the device and release the region. Running forwards keep their views alive."""
+        with self.lock:
+            self.engine.synchronize()
+            if not self.closed:
+                self._write_back_held()
+            self.closed = True
+            self.slot_waiters.slot_freed()  # waiting threads then raise CaromError
+            self.runs.close()
+            self.backward.close()
+            self._gradient_buffers.close()
+            for unit in self.units:
+                unit.slot = None
+                unit.views.clear()
+            self.region.slots.clear()
+            self.held.clear()
+            self.prefetcher.close()
+            self.staging, self.link = None, self._link(None)
+            self.memory = torch.empty(0, dtype=torch.uint8)
+            self.low = self.high = 0
+            if self.vbar is not None:
+                self.vbar.close()
+        self.tier.close()
+        self.host_mapped.close()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return the tensor's data pointer, 0 without storage."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # tensor subclasses without storage
+        return 0

@@ -1,0 +1,309 @@
+"""The benchmarks in the real hosts: what their figures are made of, and, where a host is named, a tiny run on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from carom.benchmarks.hosts import comfy_table
+from carom.core.common import sizes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _load(name: str):
+    spec = importlib.util.spec_from_file_location(
+        f"bench_{name}", ROOT / "benchmarks" / "hosts" / f"{name}.py"
+    )
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+comfy, aitoolkit, cases = _load("comfy_gpu"), _load("aitoolkit_gpu"), _load("aitoolkit_cases")
+ready = _load("aitoolkit_ready")
+
+
+def sampled(seconds: float, digest: str = "aa", **more):
+    one = {
+        "hash": digest,
+        "finite": True,
+        "wall_s": 3.0,
+        "read_bytes": {"storage": 0, "calls": 9},
+        "report": None,
+    }
+    return {
+        "status": "ok", "limit": None, "loader": "stock", "s_per_iteration": seconds, "first": one, "second": one, "third": one,
+        "host": {"before": {"anonymous_bytes": 1 << 30}, "peak": {"anonymous_bytes": 3 << 30}}, **more,
+    }  # fmt: skip
+
+
+def test_comfy_table_compares_with_stock_of_the_same_limit():
+    record = {"file_bytes": 2 << 30, "runs": [
+        sampled(0.1), sampled(0.2, limit=4 << 30), sampled(0.15, limit=4 << 30, loader="raw"),
+        {"status": "skipped", "reason": "no such codec", "limit": None, "loader": "lossless"},
+    ]}  # fmt: skip
+    lines = comfy_table.table(record).splitlines()
+    assert lines[3].split()[:5] == ["4", "GiB", "raw", "0.1500", "0.750"]
+    assert "no such codec" in lines[4] and lines[-1] == "latents: equal, bit for bit"
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_comfy_latents_are_not_called_equal_where_nothing_was_compared(ended):
+    failed = {"status": "failed", "reason": "no module", "limit": None, "loader": "raw"}
+    record = {"file_bytes": 1, "runs": [sampled(0.1)] * ended + [failed]}
+    assert comfy_table.table(record).splitlines()[-1].startswith("latents: not compared")
+
+
+@pytest.mark.parametrize("change", [{"hash": "bb"}, {"finite": False}])
+def test_comfy_latents_that_differ_or_are_not_finite_are_named(change):
+    other = sampled(0.1)
+    other["second"] = {**other["second"], **change}
+    assert comfy_table.table({"file_bytes": 1, "runs": [sampled(0.1), other]}).endswith("latents: DIFFERENT")
+
+
+def test_comfy_loader_words():
+    config = comfy.Config(None, "lossless@4.6GiB")
+    assert (config.codec, config.vram) == ("lossless", "4.6GiB")
+    assert comfy.Config(None, "raw").vram == "auto"
+
+
+def test_aitoolkit_figures_are_of_warm_steps_from_end_to_end():
+    ends = [0.0, 9.0, 10.0, 11.0, 12.0, 13.0, 13.5, 14.0, 14.5]
+    told = {"steps": [[end - 0.2, end, 1.0] for end in ends], "memory": {"end": {"rss_bytes": 5}}}
+    found = cases.figures(told)
+    assert found["s_per_step"] == pytest.approx(0.5) and found["s_in_step"] == pytest.approx(0.2)
+
+
+def test_aitoolkit_losses_are_compared_step_by_step():
+    assert cases.against([1.0, 2.2, None], [1.0, 2.0, 3.0]) == {
+        "compared": 2, "equal": 1, "largest_relative": pytest.approx(0.1), "mean_relative": pytest.approx(0.05),
+    }  # fmt: skip
+
+
+def test_aitoolkit_words_name_budget_codec_and_the_run_to_compare_with():
+    config = aitoolkit.Config("float8-half/lossless")
+    assert (config.budget, config.codec, config.plain, config.bounces) == (
+        "half",
+        "lossless",
+        "float8-plain",
+        True,
+    )
+    assert not aitoolkit.Config("float8-stock").bounces
+    long = aitoolkit.Config("half/auto@128#300")
+    assert (long.budget, long.codec, long.rank, long.steps, long.plain) == (
+        "half",
+        "auto",
+        128,
+        300,
+        "plain@128#300",
+    )
+    for word in ("plan", "half", "half/raw@", "plain#x", ""):
+        with pytest.raises(ValueError, match="is no configuration"):
+            aitoolkit.Config(word)
+
+
+def test_aitoolkit_jobs_are_of_the_words_rank_device_and_budget(tmp_path):
+    shape = cases.Shape(512, 16, device="cuda:1", mode="auto", granularity="block")
+    file = cases.job("x", cases.Config("float8-half/raw@32"), shape, tmp_path, 5, 7)
+    (process,) = file["config"]["process"]
+    assert (
+        process["device"] == "cuda:1"
+        and process["network"]["linear"] == 32
+        and process["train"]["steps"] == 7
+    )
+    assert process["model"]["offload"] == "auto" and process["model"]["quantize"]
+    assert process["model"]["offload_kwargs"] == {"vram": 5, "codec": "raw", "granularity": "block"}
+
+
+def test_aitoolkit_a_card_that_just_fits_holds_weights_adapters_gradients_and_moments():
+    shapes = {"a.weight": (3, 5), "a.bias": (3,), "b.weight": (4, 4)}
+    assert cases.fits(shapes, 1000, 2) == 1000 + 4 * (4 * 2 * (8 + 8)) + cases.CONTEXT
+
+
+def test_aitoolkit_a_long_job_says_what_grew_and_a_second_plain_is_compared_with_the_first():
+    noted = {"50": {"reserved_bytes": 5_000_000, "rss_bytes": 9_000_000}, "before": {}, "end": {}}
+    assert cases.grown({"memory": noted}) == ""
+    noted["300"] = {"reserved_bytes": 5_000_000, "rss_bytes": 12_000_000}
+    assert cases.grown({"memory": noted}) == "  from step 50 to 300: VRAM +0 MB, RSS +3 MB"
+    bench = object.__new__(aitoolkit.Bench)
+    runs = iter([1.0, 1.5])
+
+    def one(*_):
+        return {"status": "ok", "losses": [next(runs)], "log": ""}
+
+    bench.done, bench._job, bench._card = {}, one, lambda _: None
+    assert "against_plain" not in bench.run(aitoolkit.Config("plain"))
+    assert bench.run(aitoolkit.Config("plain"))["against_plain"]["largest_relative"] == 0.5
+    assert bench.done["plain"]["losses"] == [1.0]
+
+
+def test_aitoolkit_a_jobs_seconds_are_told_apart():
+    told = {"asked": 102.0, "first_step": 105.0, "last_step": 112.5}
+    assert cases.phases(told, 100.0, 113.0) == {
+        "until_imported": 2.0, "loading": 3.0, "steps": 7.5, "ending": 0.5,
+    }  # fmt: skip
+    assert cases.phases({"asked": 102.0}, 100.0, 103.0)["ending"] == 1.0
+
+
+def test_aitoolkit_losses_are_measured_against_what_plain_differs_from_itself():
+    def run(word, losses):
+        return {"config": word, "status": "ok", "losses": losses}
+
+    record = {"runs": [
+        run("plain#30", [1.0] * 30), run("half/auto#30", [1.0] * 29 + [1.5]), run("plain", [1.0, 1.1]),
+        run("float8-plain", [9.0, 9.0]), {"config": "plain", "status": "failed", "reason": "x"},
+    ]}  # fmt: skip
+    lines = [line.split(": ") for line in cases.losses(record).splitlines()[1:]]
+    told = {where.strip(): figures for where, figures in lines}
+    assert told == {
+        "half/auto#30         (run 2) from plain#30 (run 1), 24 steps": "0.0e+00, 0.0e+00; 0.0e+00",
+        "half/auto#30         (run 2) from plain#30 (run 1), 30 steps": "5.0e-01, 1.7e-02; 3.3e-02",
+        "half/auto#30         (run 2) from plain (run 3), 2 steps": "9.1e-02, 4.5e-02; 9.1e-02",
+        "plain                (run 3) from plain#30 (run 1), 2 steps": "1.0e-01, 5.0e-02; 1.0e-01",
+    }
+
+
+READY = """
+import sys
+print("noise of an import")
+print("carom: imported", flush=True)
+line = sys.stdin.readline()
+sys.exit(7 if '"OUT": "here"' in line and "CAROM_BENCH_ASKED" in line else 1)
+"""
+
+
+def test_aitoolkit_jobs_go_to_processes_that_have_imported(tmp_path, monkeypatch):
+    (tmp_path / "aitoolkit_warm.py").write_text(READY)
+    monkeypatch.setattr(ready, "HERE", tmp_path)
+    waiting = ready.Ready(sys.executable, tmp_path, dict(os.environ), tmp_path / "errors.txt", 2)
+    try:
+        waiting.imported()
+        first = list(waiting._waiting)
+        for _ in range(3):  # the third begins when it is asked for
+            assert waiting.run(tmp_path / "job", tmp_path / "log", {"OUT": "here"}) == 7
+        assert [process.returncode for process in first] == [7, 7]
+    finally:
+        waiting.close()
+
+
+def test_aitoolkit_a_process_that_cannot_import_fails_its_job_and_says_why(tmp_path, monkeypatch):
+    (tmp_path / "aitoolkit_warm.py").write_text("import no_such_package")
+    monkeypatch.setattr(ready, "HERE", tmp_path)
+    waiting = ready.Ready(sys.executable, tmp_path, dict(os.environ), tmp_path / "errors.txt", 1)
+    waiting.imported()
+    assert waiting.run(tmp_path / "job", tmp_path / "log", {}) == 1
+    assert "no_such_package" in (tmp_path / "errors.txt").read_text()
+
+
+def test_aitoolkit_code_is_copied_so_that_the_checkout_stays_as_it_is(tmp_path):
+    checkout, place = tmp_path / "checkout", tmp_path / "place"
+    for name in ("toolkit/__pycache__", "extensions/theirs", "output", "config"):
+        (checkout / name).mkdir(parents=True)
+    (checkout / "toolkit" / "a.py").write_text("")
+    (checkout / "run.py").write_text("")
+    ready.copied(checkout, place)
+    assert (place / "toolkit" / "a.py").exists() and not (place / "toolkit").is_symlink()
+    assert not (place / "toolkit" / "__pycache__").exists()
+    assert (place / "run.py").is_symlink() and (place / "config").is_symlink()
+    assert not any((place / "extensions").iterdir()) and not (place / "output").exists()
+
+
+def test_aitoolkit_budgets_leave_room_for_what_is_not_weights(tmp_path):
+    bench = object.__new__(aitoolkit.Bench)
+    bench.folder, bench.arguments = tmp_path, SimpleNamespace(cpu=False, stock_peak=None, text_layers=0)
+    bench.lib = {"sizes": sizes}
+    weights = tmp_path / "models" / "zimage" / "transformer"
+    weights.mkdir(parents=True)
+    (weights / "w.safetensors").write_bytes(bytes(600))
+    bench.done = {
+        "plain": {"status": "ok", "peak_reserved_bytes": 700},
+        "stock": {"status": "ok", "peak_reserved_bytes": 250},
+    }
+    assert bench._budget(aitoolkit.Config("all/raw")) == 150  # of 250, 100 are activations
+    assert bench._budget(aitoolkit.Config("half/raw")) == 250
+    assert bench._budget(aitoolkit.Config("8GiB/raw")) == "8GiB"
+    del bench.done["stock"]
+    bench.arguments.stock_peak = "240B"
+    assert bench._budget(aitoolkit.Config("all/raw")) == 140  # as a kept run of stock says
+    bench.done = {"plain#300": bench.done["plain"]}  # of other length, of the same size
+    assert bench._budget(aitoolkit.Config("all/raw")) == 140
+    assert bench._budget(aitoolkit.Config("half/raw")) == 250
+    (weights.parent / "text_encoder").mkdir()
+    (weights.parent / "text_encoder" / "w.safetensors").write_bytes(bytes(60))
+    assert (
+        bench._budget(aitoolkit.Config("half/raw")) == 250
+    )  # one that is not at work in a step takes nothing then
+    bench.arguments.text_layers = 12
+    assert bench._budget(aitoolkit.Config("half/raw")) == 310
+    bench.done["float8-plain"] = {"status": "failed"}
+    assert bench.run(aitoolkit.Config("float8-half/raw")) == {
+        "status": "skipped", "reason": "needs float8-plain run before it",
+    }  # fmt: skip
+
+
+def test_aitoolkit_reads_the_least_budget_from_a_log():
+    assert aitoolkit.LEAST.search("x: the least budget that works is 4096 bytes\n")[1] == "4096"
+
+
+def _run(script: str, out: Path, *arguments: str) -> dict:
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "hosts" / script),
+        "--tiny",
+        "--cpu",
+        "--json",
+        str(out),
+        *arguments,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=580, env={**os.environ, "CAROM_COMMIT": "test"}
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.skipif(not os.environ.get("COMFYUI_PATH"), reason="set COMFYUI_PATH to a ComfyUI folder")
+@pytest.mark.timeout(600)
+def test_tiny_run_in_the_real_comfyui(tmp_path):
+    record = _run("comfy_gpu.py", tmp_path / "r.json", "--steps", "3", "--loaders", "stock,raw")
+    stock, raw = record["runs"]
+    assert stock["second"]["hash"] == raw["second"]["hash"] and raw["second"]["class"] == "CaromModelPatcher"
+    assert raw["second"]["report"]["streamed_bytes"] > 0 and record["commit"] == "test"
+
+
+@pytest.mark.skipif(
+    not os.environ.get("AI_TOOLKIT_PATH"), reason="set AI_TOOLKIT_PATH to an ai-toolkit checkout"
+)
+@pytest.mark.timeout(600)
+def test_tiny_run_of_the_real_ai_toolkit(tmp_path):
+    record = _run("aitoolkit_gpu.py", tmp_path / "r.json", "--steps", "3", "--configs", "plain,all/raw")
+    plain, bouncing = record["runs"]
+    assert bouncing["losses"] == plain["losses"] and any(
+        "stream through" in line for line in bouncing["carom_lines"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "stock", "lacks"),
+    [
+        ("plain,stock,all/raw,half/auto", False, ""),
+        ("plain#24,all/raw,half/auto#300", True, ""),
+        ("plain,all/raw", False, "stock"),
+        ("half/auto,plain", False, "plain"),
+        ("float8-plain,float8-half/auto", False, "plain"),
+        ("plain,float8-half/auto", False, "float8-plain"),
+        ("auto/auto@1024,8GiB/raw", False, ""),
+    ],
+)
+def test_a_budget_derived_from_what_does_not_run_before_it_is_refused_at_once(words, stock, lacks):
+    found = cases.needed([cases.Config(word) for word in words.split(",")], stock)
+    assert f" needs {lacks} before it" in found if lacks else found == ""

@@ -1,0 +1,679 @@
+"""The nodes in a real ComfyUI server on the CPU: the same latents as the stock loader, bit for bit, whatever happens.
+
+One command: COMFYUI_PATH=/path/to/ComfyUI python -m pytest tests/comfyui/test_comfy_server.py
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests_comfy_server import OPTIONS, PATHS, PYTHON, REASON, PromptFailed, Server, node
+
+pytestmark = [pytest.mark.skipif(not PATHS, reason=REASON), pytest.mark.timeout(600)]
+SHAPES = {"flux": "1,16,16,16", "wan": "1,16,1,8,8", "sd15": "1,4,16,16"}
+CONDITIONS = {"flux": (128, 64), "wan": (4096, 64), "sd15": (768, 768)}
+CODEC = os.environ.get("CAROM_TEST_CODEC", "auto")  # of Carom's loader in every test here
+LIMITS = {"flux": "8MiB", "wan": "9MiB", "sd15": "20MiB"}
+
+
+@pytest.fixture(scope="module", params=PATHS or ["none"], ids=lambda path: Path(path).name)
+def server(request, tmp_path_factory, carom_cli):
+    base = tmp_path_factory.mktemp("comfy")
+    server = Server(request.param, base)
+    server.prepare()
+    done = carom_cli("install-comfyui", str(base))
+    assert done.returncode == 0, done.stderr
+    try:
+        server.start_for_tests()
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(base / "models", ignore_errors=True)
+
+
+class Graph:
+    """A prompt: a loader, what is done to its model, a sampler, and the hash of the latent."""
+
+    def __init__(self, family: str, loader: dict, seed: int = 1, steps: int = 2, cfg: float = 1.0) -> None:
+        width, pooled = CONDITIONS[family]
+        self.nodes: dict[str, dict] = {
+            "load": loader,
+            "cond": node("CaromTestConditioning", tokens=8, width=width, pooled=pooled, seed=5),
+            "latent": node("CaromTestLatent", shape=SHAPES[family]),
+        }
+        self.model: list[Any] = ["load", 0]
+        self.seed, self.steps, self.cfg = seed, steps, cfg
+        self.positive: list[Any] = ["cond", 0]
+
+    def then(self, kind: str, **inputs: Any) -> Graph:
+        name = f"m{len(self.nodes)}"
+        self.nodes[name] = node(kind, model=self.model, **inputs)
+        self.model = [name, 0]
+        return self
+
+    def prompt(self) -> dict:
+        nodes = dict(self.nodes)
+        nodes["sample"] = node(
+            "KSampler", model=self.model, positive=self.positive, negative=["cond", 0], latent_image=["latent", 0],
+            seed=self.seed, steps=self.steps, cfg=self.cfg, sampler_name="euler", scheduler="simple", denoise=1.0,
+        )  # fmt: skip
+        nodes["hash"] = node("CaromTestHash", value=["sample", 0], model=self.model)
+        return nodes
+
+
+def stock(family: str, name: str = "", dtype: str = "default", **options: Any) -> Graph:
+    loader = node("UNETLoader", unet_name=f"{name or family}.safetensors", weight_dtype=dtype)
+    return Graph(family, loader, **options)
+
+
+def ours(
+    family: str, name: str = "", dtype: str = "default", vram: str = "", mode: str = "stream", **options: Any
+):
+    loader = node(
+        "CaromLoadDiffusionModel", unet_name=f"{name or family}.safetensors", weight_dtype=dtype, mode=mode,
+        vram=vram or LIMITS[family], codec=CODEC,
+    )  # fmt: skip
+    return Graph(family, loader, **options)
+
+
+def hash_of(server: Server, graph: Graph) -> str:
+    told = server.run(graph.prompt())["hash"]
+    assert told["finite"] == [True]
+    return told["hash"][0]
+
+
+def told_by(server: Server, graph: Graph) -> dict:
+    return server.run(graph.prompt())["hash"]
+
+
+def test_all_nodes_are_there_with_tooltips_docs_and_locale(server):
+    found = server.get("/object_info")
+    mine = {name: info for name, info in found.items() if name.startswith("Carom") and "Test" not in name}
+    assert set(mine) == {
+        "CaromLoadDiffusionModel", "CaromLoadCheckpoint", "CaromLoadCLIP", "CaromLoadVAE", "CaromOffload",
+        "CaromOffloadCLIP", "CaromOffloadVAE", "CaromOffloadControlNet", "CaromPlan", "CaromReport",
+    }  # fmt: skip
+    translated = server.get("/i18n")["en"]["nodeDefs"]
+    for name, info in mine.items():
+        for group in (info["input"].get("required", {}), info["input"].get("optional", {})):
+            for widget, spec in group.items():
+                assert spec[1].get("tooltip"), f"{name}.{widget} has no tooltip"
+                assert widget in translated[name]["inputs"]
+        assert all(info["output_tooltips"]), name
+        assert translated[name]["display_name"] == info["display_name"]
+        assert server.get(f"/extensions/carom/docs/{name}.md").startswith("#")
+    assert "carom" in server.get("/workflow_templates")
+
+
+def test_loader_offers_what_the_stock_loader_offers(server):
+    stock_types = server.get("/object_info/UNETLoader")["UNETLoader"]["input"]["required"]["weight_dtype"][0]
+    inputs = server.get("/object_info/CaromLoadDiffusionModel")["CaromLoadDiffusionModel"]["input"][
+        "required"
+    ]
+    spec = inputs["weight_dtype"]
+    assert (spec[0] if isinstance(spec[0], list) else spec[1]["options"]) == stock_types
+
+
+@pytest.mark.parametrize("family", ["flux", "wan", "sd15"])
+def test_latents_equal_the_stock_loaders_bit_for_bit(server, family):
+    told = told_by(server, ours(family))
+    assert told["class"] == ["CaromModelPatcher"]
+    assert 0 < told["held"][0] <= float(LIMITS[family].removesuffix("MiB")) * (1 << 20)
+    assert told["hash"][0] == hash_of(server, stock(family))
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3fn", "fp8_e5m2"])
+def test_fp8_cast_weights_stream(server, dtype):
+    told = told_by(server, ours("flux", dtype=dtype, vram="3MiB"))
+    assert told["class"] == ["CaromModelPatcher"] and told["held"][0] <= 3 << 20
+    assert told["hash"][0] == hash_of(server, stock("flux", dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_weights_of_a_mapped_file_stream(server, dtype):
+    def mapped(streams: bool) -> Graph:
+        options = {"unet_name": "flux.safetensors", "dtype": dtype, "vram": "3MiB", "streams": streams}
+        return Graph("flux", node("CaromTestMapped", **options))
+
+    told = told_by(server, mapped(True))
+    assert told["class"] == ["CaromModelPatcher"] and 0 < told["held"][0] <= 3 << 20
+    assert told["hash"][0] == hash_of(server, mapped(False)) != hash_of(server, stock("flux"))
+
+
+def test_quantised_checkpoints_stream_with_and_without_lora(server):
+    reference = hash_of(server, stock("flux", name="flux_float8_e4m3fn"))
+    told = told_by(server, ours("flux", name="flux_float8_e4m3fn", vram="6MiB"))
+    assert told["class"] == ["CaromModelPatcher"] and told["held"][0] <= 6 << 20
+    assert told["hash"][0] == reference
+    patched = hash_of(server, lora(stock("flux", name="flux_float8_e4m3fn")).then("CaromTestLowVram"))
+    assert patched != reference
+    assert hash_of(server, lora(ours("flux", name="flux_float8_e4m3fn", vram="6MiB"))) == patched
+    assert hash_of(server, ours("flux", name="flux_float8_e4m3fn", vram="6MiB")) == reference
+
+
+@pytest.mark.parametrize(
+    "kind", ["float8_e5m2", "nvfp4", "mxfp8", "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8"]
+)
+def test_every_kind_of_quantised_checkpoint_streams(server, kind):
+    if not (server.base / "models" / "diffusion_models" / f"flux_{kind}.safetensors").exists():
+        pytest.skip(f"this ComfyUI knows no {kind}")
+    told = told_by(server, ours("flux", name=f"flux_{kind}", vram="5MiB"))
+    assert told["class"] == ["CaromModelPatcher"] and 0 < told["held"][0] <= 5 << 20
+    assert told["size"] == [5 << 20]  # what is told of a model larger than its limit
+    assert told["hash"][0] == hash_of(server, stock("flux", name=f"flux_{kind}"))
+    patched = hash_of(server, lora(stock("flux", name=f"flux_{kind}")).then("CaromTestLowVram"))
+    assert patched != told["hash"][0]
+    assert hash_of(server, lora(ours("flux", name=f"flux_{kind}", vram="5MiB"))) == patched
+
+
+def test_offload_node_wraps_any_model(server):
+    wrapped = stock("flux").then("CaromOffload", mode="stream", vram="8MiB")
+    told = told_by(server, wrapped)
+    assert told["class"] == ["CaromModelPatcher"] and told["held"][0] <= 8 << 20
+    assert told["hash"][0] == hash_of(server, stock("flux"))
+
+
+def lora(graph: Graph, name: str = "flux", strength: float = 0.8) -> Graph:
+    return graph.then("LoraLoaderModelOnly", lora_name=f"{name}.safetensors", strength_model=strength)
+
+
+def test_lora_before_and_after_and_stacked(server):
+    plain = hash_of(server, ours("flux"))
+    reference = hash_of(server, lora(stock("flux")).then("CaromTestLowVram"))
+    assert reference != plain
+    assert hash_of(server, lora(ours("flux"))) == reference
+    assert hash_of(server, lora(stock("flux")).then("CaromOffload", mode="stream", vram="8MiB")) == reference
+    stacked = hash_of(server, lora(lora(stock("flux")), "other", 0.5).then("CaromTestLowVram"))
+    assert stacked != reference
+    assert hash_of(server, lora(lora(ours("flux")), "other", 0.5)) == stacked
+    assert hash_of(server, ours("flux")) == plain
+
+
+def test_keyframed_lora_hooks(server):
+    def hooked(graph: Graph) -> Graph:
+        graph.steps = 4
+        graph.nodes["hook"] = node(
+            "CreateHookLoraModelOnly", lora_name="flux.safetensors", strength_model=1.0
+        )
+        graph.nodes["first"] = node("CreateHookKeyframe", strength_mult=1.0, start_percent=0.0)
+        graph.nodes["key"] = node(
+            "CreateHookKeyframe", strength_mult=0.3, start_percent=0.5, prev_hook_kf=["first", 0]
+        )
+        graph.nodes["keyed"] = node("SetHookKeyframes", hooks=["hook", 0], hook_kf=["key", 0])
+        graph.nodes["with"] = node(
+            "ConditioningSetProperties", cond_NEW=["cond", 0], hooks=["keyed", 0], strength=1.0,
+            set_cond_area="default",
+        )  # fmt: skip
+        graph.positive = ["with", 0]
+        return graph
+
+    reference = hash_of(server, hooked(stock("flux", steps=4)))
+    assert reference != hash_of(server, stock("flux", steps=4))
+    assert hash_of(server, hooked(ours("flux", steps=4))) == reference
+    assert hash_of(server, ours("flux", steps=4)) == hash_of(server, stock("flux", steps=4))
+
+
+def test_attention_patches_and_compile_nodes(server):
+    patched = hash_of(server, stock("flux").then("CaromTestAttention"))
+    assert hash_of(server, ours("flux").then("CaromTestAttention")) == patched
+    assert hash_of(server, ours("flux").then("CaromTestCompile")) == hash_of(server, stock("flux"))
+
+
+def test_adapters_with_weights_of_their_own_beside_the_streamed_ones(server):
+    plain = hash_of(server, stock("sd15"))
+    adapted = hash_of(server, stock("sd15").then("CaromTestImageAdapter"))
+    assert adapted != plain
+    assert hash_of(server, ours("sd15").then("CaromTestImageAdapter")) == adapted
+    assert hash_of(server, ours("sd15")) == plain
+
+
+def test_controlnets_steer_a_streamed_model(server):
+    def steered(graph: Graph) -> Graph:
+        graph.nodes["net"] = node("ControlNetLoader", control_net_name="sd15.safetensors")
+        graph.nodes["hint"] = node("EmptyImage", width=128, height=128, batch_size=1, color=0x40A0F0)
+        graph.nodes["steer"] = node(
+            "ControlNetApply",
+            conditioning=["cond", 0],
+            control_net=["net", 0],
+            image=["hint", 0],
+            strength=0.7,
+        )
+        graph.positive = ["steer", 0]
+        return graph
+
+    def streamed(graph: Graph) -> Graph:
+        steered(graph).nodes["ours"] = node(
+            "CaromOffloadControlNet", control_net=["net", 0], mode="stream", vram="12MiB"
+        )
+        graph.nodes["steer"]["inputs"]["control_net"] = ["ours", 0]
+        return graph
+
+    reference = hash_of(server, steered(stock("sd15", cfg=2.0)))
+    assert reference != hash_of(server, stock("sd15", cfg=2.0))
+    for _ in range(2):
+        assert hash_of(server, steered(ours("sd15", cfg=2.0))) == reference
+        assert hash_of(server, streamed(ours("sd15", cfg=2.0))) == reference
+    assert hash_of(server, streamed(stock("sd15", cfg=2.0))) == reference
+    prompt = streamed(ours("sd15", cfg=2.0)).prompt()
+    prompt["report"] = node("CaromReport", control_net=["ours", 0], after=["sample", 0])
+    assert "12.00 MiB allowed" in server.run(prompt)["report"]["text"][0]
+
+
+def test_a_model_that_fits_streams_where_that_was_asked_for(server):
+    graph = ours("flux", vram="auto", mode="stream")
+    prompt = graph.prompt()
+    prompt["report"] = node("CaromReport", model=graph.model, after=["sample", 0])
+    outputs = server.run(prompt)
+    assert outputs["hash"]["class"] == ["CaromModelPatcher"]
+    assert outputs["hash"]["hash"] == [hash_of(server, stock("flux"))]
+    assert "streams" in outputs["report"]["text"][0] and "\nCarom: 0 %" not in outputs["report"]["text"][0]
+
+
+def test_two_models_alternate_and_free_memory_unloads_them(server):
+    first, second = hash_of(server, stock("flux")), hash_of(server, stock("flux", name="flux2nd"))
+    assert first != second
+    for seed in (1, 1, 2, 1):
+        assert (hash_of(server, ours("flux", seed=seed)) == first) is (seed == 1)
+        assert (hash_of(server, ours("flux", name="flux2nd", seed=seed)) == second) is (seed == 1)
+    server.free()
+    assert hash_of(server, ours("flux")) == first
+    assert hash_of(server, ours("flux", name="flux2nd")) == second
+
+
+def test_stock_and_carom_branches_of_one_model(server):
+    reference = hash_of(server, stock("flux"))
+    with_lora = hash_of(server, lora(stock("flux")).then("CaromTestLowVram"))
+    for _ in range(2):
+        assert hash_of(server, stock("flux").then("CaromOffload", mode="stream", vram="8MiB")) == reference
+        assert hash_of(server, stock("flux", seed=9)) == hash_of(server, ours("flux", seed=9))
+        assert (
+            hash_of(server, lora(stock("flux")).then("CaromOffload", mode="stream", vram="8MiB")) == with_lora
+        )
+
+
+def test_stock_takes_a_quantised_model_over_and_gives_it_back(server):
+    reference = hash_of(server, stock("flux", name="flux_float8_e4m3fn"))
+    for _ in range(2):
+        graph = stock("flux", name="flux_float8_e4m3fn").then(
+            "CaromOffload", mode="stream", vram="6MiB", codec=CODEC
+        )
+        assert hash_of(server, graph) == reference
+        assert hash_of(server, stock("flux", name="flux_float8_e4m3fn")) == reference
+
+
+def test_giving_vram_back_in_the_middle(server):
+    graph = ours("flux", vram="16MiB")
+    before = told_by(server, graph)
+    graph.nodes["squeezed"] = node("CaromTestSqueeze", latent=["latent", 0], model=graph.model, share=0.5)
+    prompt = graph.prompt()
+    prompt["sample"]["inputs"]["latent_image"] = ["squeezed", 0]
+    after = server.run(prompt)["hash"]
+    assert after["hash"] == before["hash"]
+
+
+def test_the_page_sees_a_bar_while_weights_are_laid_out_and_words_while_it_runs(server):
+    server.free()
+    graph = ours("flux", steps=5, seed=31).then("CaromTestSlow", seconds=0.6).then("CaromTestListen")
+    prompt = graph.prompt()
+    prompt["heard"] = node("CaromTestHeard", value=["sample", 0])
+    heard = server.run(prompt)["heard"]
+    total = heard["bar"][0][1]
+    laying = [value for value, of in heard["bar"] if of == total]
+    # ComfyUI sends a few a second, so a quick machine shows few.
+    assert total > 8 << 20 and laying == sorted(laying) and laying[-1] == total and len(laying) >= 2
+    words = [text for text, where in heard["text"] if where == "load"]
+    assert any("streams" in text for text in words)
+    # ... while it runs, not only at its end
+    assert sum("waited for weights" in text for text in words) >= 2, words
+
+
+def other_pack(server: Server, kind: str) -> None:
+    if kind not in server.get("/object_info"):
+        pytest.skip(f"no pack with {kind} here: COMFYUI_PACKS names folders of packs to install beside")
+
+
+def test_gguf_models_stream_with_and_without_lora(server):
+    other_pack(server, "UnetLoaderGGUF")
+
+    def gguf(**options: Any) -> Graph:
+        return Graph("flux", node("UnetLoaderGGUF", unet_name="flux_q8.gguf"), **options)
+
+    def streamed(graph: Graph) -> Graph:
+        return graph.then("CaromOffload", mode="stream", vram="4MiB", codec=CODEC)
+
+    reference, patched = hash_of(server, gguf()), hash_of(server, lora(gguf()))
+    assert reference != patched
+    told = told_by(server, streamed(gguf()))
+    assert told["class"] == ["CaromGGUFModelPatcher"] and 0 < told["held"][0] <= 4 << 20
+    assert told["hash"] == [reference]
+    assert hash_of(server, streamed(lora(gguf()))) == patched
+    assert hash_of(server, lora(streamed(gguf()))) == patched
+    assert hash_of(server, streamed(gguf())) == reference
+    assert hash_of(server, gguf()) == reference
+
+
+def test_kjnodes_patches_stand(server):
+    other_pack(server, "ModelPatchTorchSettings")
+    reference = hash_of(server, stock("flux"))
+    assert (
+        hash_of(server, ours("flux").then("ModelPatchTorchSettings", enable_fp16_accumulation=False))
+        == reference
+    )
+    assert (
+        hash_of(
+            server, ours("flux").then("PathchSageAttentionKJ", sage_attention="disabled", allow_compile=False)
+        )
+        == reference
+    )
+
+
+def test_kjnodes_compiled_blocks_stream(server):
+    """Through inductor, as its page offers: what is compiled over streamed weights is what is compiled over whole ones."""
+    other_pack(server, "TorchCompileModelAdvanced")
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        pytest.skip("inductor compiles for the CPU with a C++ compiler, and there is none here")
+
+    def compiled(graph: Graph) -> Graph:
+        return graph.then(
+            "TorchCompileModelAdvanced", backend="inductor", fullgraph=False, mode="default", dynamic="false",
+            compile_transformer_blocks_only=True, dynamo_cache_size_limit=64, debug_compile_keys=False,
+        )  # fmt: skip
+
+    def told(graph: Graph) -> dict:
+        return server.run(graph.prompt(), timeout=500)["hash"]
+
+    reference = told(compiled(stock("flux")))
+    assert reference["finite"] == [True]
+    mine = told(compiled(ours("flux")))
+    assert mine["class"] == ["CaromModelPatcher"] and 0 < mine["held"][0] <= 8 << 20
+    assert mine["hash"] == reference["hash"]
+    plain = hash_of(server, ours("flux"))
+    assert plain == hash_of(server, stock("flux")) != mine["hash"][0]  # fused kernels round in other places
+
+
+def test_blocks_that_a_compile_node_replaced_stream(server):
+    reference = hash_of(server, stock("flux"))
+    assert hash_of(server, ours("flux").then("CaromTestCompileBlocks")) == reference
+    assert hash_of(server, ours("flux")) == reference
+    assert hash_of(server, lora(ours("flux")).then("CaromTestCompileBlocks")) == hash_of(
+        server, lora(ours("flux"))
+    )
+
+
+def test_error_in_a_node_leaves_the_next_prompt_working(server):
+    reference = hash_of(server, stock("flux", steps=3))
+    with pytest.raises(PromptFailed, match="a node of the test fails here"):
+        server.run(ours("flux", steps=3).then("CaromTestFails", call=2).prompt())
+    assert hash_of(server, ours("flux", steps=3)) == reference
+
+
+def test_cancel_in_mid_run(server):
+    reference = hash_of(server, stock("flux", steps=4))
+    running = server.queue(ours("flux", steps=40).then("CaromTestSlow", seconds=0.2).prompt())
+    time.sleep(2.5)
+    server.post("/interrupt", {})
+    with pytest.raises(PromptFailed, match="interrupted"):
+        server.result(running)
+    assert hash_of(server, ours("flux", steps=4)) == reference
+
+
+def test_several_prompts_queued(server):
+    reference = {seed: hash_of(server, stock("flux", seed=seed)) for seed in (21, 22, 23)}
+    queued = {seed: server.queue(ours("flux", seed=seed).prompt()) for seed in reference}
+    for seed, prompt_id in queued.items():
+        assert server.result(prompt_id)["hash"]["hash"] == [reference[seed]]
+
+
+def clip_prompt(loader: dict, text: str = "a lighthouse", offload: bool = False) -> dict:
+    nodes = {"clip": loader}
+    source = ["clip", 0]
+    if offload:
+        nodes["off"] = node("CaromOffloadCLIP", clip=["clip", 0], mode="stream", vram="90MiB")
+        source = ["off", 0]
+    nodes["encode"] = node("CLIPTextEncode", clip=source, text=text)
+    nodes["hash"] = node("CaromTestHash", value=["encode", 0])
+    nodes["report"] = node("CaromReport", clip=source, after=["encode", 0])
+    return nodes
+
+
+def test_text_encoders_stream_too(server):
+    loader = node("CLIPLoader", clip_name="clip_l.safetensors", type="stable_diffusion")
+    reference = server.run({k: v for k, v in clip_prompt(loader).items() if k != "report"})["hash"]
+    mine = node(
+        "CaromLoadCLIP", clip_name="clip_l.safetensors", type="stable_diffusion", mode="stream", vram="90MiB"
+    )
+    for prompt in (clip_prompt(mine), clip_prompt(loader, offload=True)):
+        outputs = server.run(prompt)
+        assert outputs["hash"]["hash"] == reference["hash"]
+        assert "streams" in outputs["report"]["text"][0]
+    again = server.run(clip_prompt(mine, text="a lighthouse at night"))
+    assert again["hash"]["hash"] != reference["hash"]
+
+
+ENCODERS = {  # type: (files, budget)
+    "stable_audio": (["t5_base"], "64MiB"),
+    "pixart": (["t5_xxl"], "16MiB"),
+    "wan": (["umt5_xxl"], "16MiB"),
+    "lumina2": (["gemma2"], "1MiB"),
+    "flux": (["clip_l", "t5_xxl"], "90MiB"),
+    "sd3": (["t5_xxl"], "16MiB"),
+}
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_every_kind_of_text_encoder_streams(server, kind):
+    """T5 base in its true size; T5 XXL, UMT5 XXL and Gemma 2 with their layers and tokens, and less width."""
+    files, vram = ENCODERS[kind]
+    files = [f"{file}.safetensors" for file in files]
+    names = {"clip_name": files[0]}
+    mine = node("CaromLoadCLIP", type=kind, mode="stream", vram=vram, codec=CODEC, **names)
+    loader = node("CLIPLoader", type=kind, **names)
+    if len(files) == 2:
+        mine["inputs"]["clip_name2"] = files[1]
+        loader = node("DualCLIPLoader", type=kind, clip_name1=files[0], clip_name2=files[1])
+    reference = server.run({k: v for k, v in clip_prompt(loader).items() if k != "report"})["hash"]
+    assert reference["finite"] == [True]
+    behind = clip_prompt(loader, offload=True)
+    behind["off"]["inputs"]["vram"] = vram
+    for prompt in (clip_prompt(mine), behind):
+        outputs = server.run(prompt)
+        assert outputs["hash"]["hash"] == reference["hash"]
+        assert "streams" in outputs["report"]["text"][0]
+    again = server.run(clip_prompt(mine, text="a lighthouse at night"))
+    assert again["hash"]["hash"] != reference["hash"]
+
+
+def test_a_whole_vae_streams_in_tiles_both_ways(server):
+    def prompt(loader: dict, vae: bool) -> dict:
+        tiles = {"tile_size": 64, "overlap": 0, "temporal_size": 64, "temporal_overlap": 8}
+        return {
+            "load": loader,
+            "picture": node("CaromTestPicture", width=96, height=64, seed=3),
+            "encode": node("VAEEncodeTiled", pixels=["picture", 0], vae=["load", 2], **tiles),
+            "decode": node("VAEDecodeTiled", samples=["encode", 0], vae=["load", 2], **tiles),
+            "latent": node("CaromTestHash", value=["encode", 0]),
+            "hash": node("CaromTestHash", value=["decode", 0], **({"vae": ["load", 2]} if vae else {})),
+        }
+
+    stock = server.run(prompt(node("CheckpointLoaderSimple", ckpt_name="sd15_vae.safetensors"), False))
+    assert stock["hash"]["finite"] == [True]
+    mine = node(
+        "CaromLoadCheckpoint",
+        ckpt_name="sd15_vae.safetensors",
+        mode="stream",
+        vram="40MiB",
+        vae="stream",
+        codec=CODEC,
+    )
+    told = server.run(prompt(mine, True))
+    assert told["hash"]["class"] == ["CaromModelPatcher"] and 0 < told["hash"]["held"][0] <= 40 << 20
+    assert told["latent"]["hash"] == stock["latent"]["hash"]
+    assert told["hash"]["hash"] == stock["hash"]["hash"]
+
+
+@pytest.mark.parametrize("kind", ["CaromLoadVAE", "CaromOffloadVAE"])
+def test_a_vae_streams_by_itself(server, kind):
+    def prompt(nodes: dict) -> dict:
+        tiles = {"tile_size": 64, "overlap": 0, "temporal_size": 64, "temporal_overlap": 8}
+        return {
+            **nodes,
+            "picture": node("CaromTestPicture", width=96, height=64, seed=3),
+            "encode": node("VAEEncodeTiled", pixels=["picture", 0], vae=["vae", 0], **tiles),
+            "decode": node("VAEDecodeTiled", samples=["encode", 0], vae=["vae", 0], **tiles),
+            "hash": node("CaromTestHash", value=["decode", 0]),
+        }
+
+    stock = node("VAELoader", vae_name="sd15.safetensors")
+    widgets = {"mode": "stream", "vram": "40MiB", "codec": CODEC}
+    mine = (
+        {"vae": node(kind, vae_name="sd15.safetensors", **widgets)}
+        if kind == "CaromLoadVAE"
+        else {"stock": stock, "vae": node(kind, vae=["stock", 0], **widgets)}
+    )
+    reference = server.run(prompt({"vae": stock}))["hash"]
+    asked = prompt(mine)
+    asked["report"] = node("CaromReport", vae=["vae", 0], after=["decode", 0])
+    told = server.run(asked)
+    assert told["hash"]["hash"] == reference["hash"] and reference["finite"] == [True]
+    assert "40.00 MiB allowed" in told["report"]["text"][0]
+
+
+def test_checkpoint_with_clip_and_vae(server):
+    def prompt(loader: dict) -> dict:
+        return {
+            "load": loader,
+            "positive": node("CLIPTextEncode", clip=["load", 1], text="a lighthouse"),
+            "latent": node("CaromTestLatent", shape=SHAPES["sd15"]),
+            "sample": node(
+                "KSampler", model=["load", 0], positive=["positive", 0], negative=["positive", 0],
+                latent_image=["latent", 0], seed=3, steps=2, cfg=2.0, sampler_name="euler", scheduler="normal",
+                denoise=1.0,
+            ),
+            "decode": node("VAEDecodeTiled", samples=["sample", 0], vae=["load", 2], tile_size=64, overlap=32,
+                           temporal_size=64, temporal_overlap=8),
+            "hash": node("CaromTestHash", value=["decode", 0]),
+        }  # fmt: skip
+
+    reference = server.run(prompt(node("CheckpointLoaderSimple", ckpt_name="sd15.safetensors")))["hash"]
+    for vae in ("comfyui", "stream"):
+        mine = node("CaromLoadCheckpoint", ckpt_name="sd15.safetensors", mode="stream", vram="90MiB", vae=vae)
+        assert server.run(prompt(mine))["hash"]["hash"] == reference["hash"]
+
+
+def test_report_and_plan(server):
+    graph = ours("flux")
+    prompt = graph.prompt()
+    prompt["report"] = node("CaromReport", model=graph.model, after=["sample", 0])
+    prompt["picture"] = node("PreviewImage", images=["report", 1])
+    prompt["plan"] = node(
+        "CaromPlan", model_name="flux.safetensors", card="RTX 4090", vram="auto", ram="32GiB", tokens=4096
+    )
+    prompt["assumed"] = node("CaromPlan", model_name="flux.safetensors")
+    outputs = server.run(prompt)
+    text = outputs["report"]["text"][0]
+    assert "streams" in text and "- budget for weights: 8.00 MiB" in text and "  " not in text
+    assert outputs["picture"]["images"] and outputs["report"]["images"]
+    assert "flux" in outputs["plan"]["text"][0].lower() and "--" not in outputs["plan"]["text"][0]
+    if "--cpu" in OPTIONS:
+        assert "the card is assumed to be" in outputs["assumed"]["text"][0]
+
+
+def test_native_mode_and_auto_on_a_cpu_leave_the_model_to_comfyui(server):
+    for mode in ("native", "auto"):
+        graph = ours("flux", mode=mode)
+        prompt = graph.prompt()
+        prompt["report"] = node("CaromReport", model=graph.model, after=["sample", 0])
+        outputs = server.run(prompt)
+        assert outputs["hash"]["class"] == ["ModelPatcher"]
+        assert outputs["hash"]["hash"] == [hash_of(server, stock("flux"))]
+        assert ("CPU" if mode == "auto" else "asked for") in outputs["report"]["text"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vram": "1KiB"}, "vram=1KiB is too small for this model: set vram on this node to"),
+        ({"vram": "5"}, "did you mean 5GiB?"),
+        ({"vram": "a lot"}, "is not a size"),
+        ({"vram": "0"}, "no memory at all"),
+        ({"vram": "900%"}, "more than 100 %"),
+        ({"vram": "9" * 50}, "out of range"),
+        ({"unet_name": "corrupt.safetensors"}, "corrupt.safetensors"),
+        ({"unet_name": "text.safetensors"}, "text.safetensors"),
+        ({"unet_name": "vae.safetensors"}, "vae.safetensors"),
+        ({"unet_name": "gone.safetensors"}, "gone.safetensors"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_input_is_a_message_and_the_next_prompt_works(server, change, message):
+    folder = server.base / "models" / "diffusion_models"
+    flux = (folder / "flux.safetensors").read_bytes()
+    (folder / "corrupt.safetensors").write_bytes(flux[: len(flux) // 2])
+    (folder / "text.safetensors").write_text("this is no model")
+    if not (folder / "vae.safetensors").exists():
+        shutil.copy(server.base / "models" / "loras" / "flux.safetensors", folder / "vae.safetensors")
+    graph = ours("flux")
+    graph.nodes["load"]["inputs"].update(change)
+    with pytest.raises(PromptFailed) as refused:
+        server.run(graph.prompt())
+    assert message in str(refused.value)
+    if "vram" in change:  # the page marks the node that has the widget
+        assert '"node_type": "CaromLoadDiffusionModel"' in str(refused.value)
+    assert hash_of(server, ours("flux")) == hash_of(server, stock("flux"))
+
+
+def test_memory_stays_flat_over_many_prompts(server):
+    """ComfyUI keeps the results of past prompts for a while, and a session may be laid out anew by what its first steps
+    taught, so the first two dozen are not counted."""
+
+    def prompts(first: int) -> int:
+        for seed in range(first, first + 12):
+            hash_of(server, lora(ours("flux", seed=seed, steps=1), strength=seed / 200))
+        return server.rss_bytes
+
+    prompts(100)
+    before = prompts(120)
+    assert prompts(140) - before < 40 << 20  # twelve LoRA of one 44 MiB model
+
+
+def test_example_workflows_name_nodes_of_the_server(server, root):
+    import json
+
+    known = set(server.get("/object_info"))
+    listed = server.get("/workflow_templates")["carom"]
+    for path in sorted((root / "workflows").glob("*.json")):
+        workflow = json.loads(path.read_text("utf-8"))
+        kinds = {item["type"] for item in workflow["nodes"]} - {"MarkdownNote", "Note"}
+        assert kinds <= known, f"{path.name}: {kinds - known}"
+        # ... and the template browser gets it, with its picture
+        assert path.stem in listed
+        assert server.get(f"/api/workflow_templates/carom/{path.name}") == workflow
+        assert server.status(f"/api/workflow_templates/carom/{path.stem}.jpg") == 200
+
+
+def test_table_of_stock_and_carom(server, capsys):
+    """The comparison table that the documented command prints (tiny models on a CPU: figures of the path, not of speed)."""
+    rows = []
+    for family in SHAPES:
+        for name, make in (("stock", stock), ("Carom", ours)):
+            hash_of(server, make(family, seed=50))
+            started = time.monotonic()
+            told = told_by(server, make(family, seed=51, steps=4))
+            rows.append((family, name, time.monotonic() - started, told["held"][0], told["hash"][0][:12]))
+    with capsys.disabled():
+        print(f"\n{Path(server.comfyui).name}: model, loader, seconds of 4 steps, MiB held, latent")
+        for family, name, seconds, held, latent in rows:
+            print(f"  {family:<6}{name:<7}{seconds:6.2f} {held / (1 << 20):8.1f}  {latent}")
+    assert all(rows[i][4] == rows[i + 1][4] for i in range(0, len(rows), 2))
+
+
+def test_python_of_the_server_is_named():
+    done = subprocess.run([PYTHON, "-c", "import torch"], capture_output=True, env=os.environ)
+    assert done.returncode == 0 and sys.version_info >= (3, 10)

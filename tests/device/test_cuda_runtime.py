@@ -1,0 +1,150 @@
+"""The device's runtime called directly: failures raise, handles of events come back, what is not loaded is not loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+
+import pytest
+import torch
+from carom.core.device import cuda_runtime
+from carom.core.device.make_engine import make_engine
+
+
+class StandIn:
+    """A runtime library of Python functions; ``fails`` names one that returns an error."""
+
+    def __init__(self, prefix: str, fails: str = "", code: int = 1) -> None:
+        self.made = 0
+        self.cleared = 0
+
+        def answer(name):
+            def call(*arguments):
+                if name == "GetLastError":
+                    self.cleared += 1
+                if name == "EventCreateWithFlags" and name != fails:
+                    self.made += 1
+                    ctypes.cast(arguments[0], ctypes.POINTER(ctypes.c_void_p))[0] = self.made
+                return code if name == fails else 0
+
+            return call
+
+        for name in ("EventCreateWithFlags", "MemcpyAsync", "EventRecord", "StreamWaitEvent", "EventQuery",
+                     "EventSynchronize", "EventDestroy", "HostGetDevicePointer", "GetLastError"):  # fmt: skip
+            setattr(self, prefix + name, answer(name))
+
+
+@pytest.mark.parametrize("prefix", ["cuda", "hip"])
+def test_an_events_handle_is_used_again_only_when_nobody_has_the_event(prefix):
+    library = StandIn(prefix)
+    calls = cuda_runtime.Runtime(library, prefix)
+    first, second = calls.event(), calls.event()
+    assert {first.handle, second.handle} == {1, 2} and library.made == 2
+    kept = first.handle
+    del first
+    gc.collect()
+    assert calls.event().handle == kept and library.made == 2
+    assert second.handle == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("MemcpyAsync", lambda calls, event: calls.copy(0, 0, 1, 0)),
+        ("EventRecord", lambda calls, event: calls.record(event, 0)),
+        ("StreamWaitEvent", lambda calls, event: calls.wait(0, event)),
+        ("EventQuery", lambda calls, event: calls.reached(event)),
+        ("EventSynchronize", lambda calls, event: calls.synchronize(event)),
+    ],
+)
+def test_a_call_that_fails_raises_its_name_and_code(name, use):
+    calls = cuda_runtime.Runtime(StandIn("cuda", fails=name, code=719), "cuda")
+    event = calls.event()
+    with pytest.raises(RuntimeError, match=rf"{name} failed with error 719"):
+        use(calls, event)
+
+
+def test_an_event_that_is_not_reached_is_no_failure_and_leaves_no_error_behind():
+    library = StandIn("cuda", fails="EventQuery", code=600)
+    calls = cuda_runtime.Runtime(library, "cuda")
+    assert calls.reached(calls.event()) is False
+    assert library.cleared == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the process's maps as Linux has them")
+def test_only_a_library_that_is_loaded_is_found():
+    assert cuda_runtime._loaded_library("c") is not None
+    assert cuda_runtime._loaded_library("surelynotloaded") is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_without_a_gpu_no_runtime_is_looked_for():
+    assert cuda_runtime.runtime_engine(torch.device("cpu")) is None
+    assert make_engine("cpu").name == "cpu"
+
+
+class Calls:
+    """Stands for a `Runtime`: notes what it is asked, and whether the operators it replaces would have run."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple] = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.made.append((name, *arguments)) or cuda_runtime.Event(7, [])
+
+
+class Unpacks:
+    """A decoder with one packed tensor and one that travels as it is."""
+
+    raw_copies = [(16, 64, 128)]
+
+    def __init__(self, ready: bool) -> None:
+        self.ready, self.launched = ready, []
+
+    def cached_launches(self, wire, target):
+        return (
+            [lambda source, out, stream=None: self.launched.append((source, out, stream))]
+            if self.ready
+            else None
+        )
+
+    def __call__(self, wire, target):
+        self.launched.append("whole")
+
+
+def engine_over(calls: Calls) -> cuda_runtime.RuntimeEngine:
+    """A `RuntimeEngine` without its device."""
+    engine = object.__new__(cuda_runtime.RuntimeEngine)
+    engine.device = torch.device("cuda", 0)
+    engine._runtime, engine._current_device = calls, lambda: 0
+    engine._raw_stream = lambda index: 30
+    engine._in_raw, engine._out_raw, engine._decode_raw = 10, 20, 40
+    engine._decode = None
+    engine._on_stream = lambda stream, call, *arguments: call(*arguments)
+    return engine
+
+
+def test_a_copy_waits_on_the_copy_stream_for_all_it_comes_after():
+    calls, after = Calls(), [cuda_runtime.Event(1, []), cuda_runtime.Event(2, [])]
+    source, target = torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    event, marks = engine_over(calls).copy_in(target, source, after, False)
+    names = [call[0] for call in calls.made]
+    assert names == ["wait", "wait", "copy", "event", "record"] and marks is None
+    assert [call[1:] for call in calls.made[:2]] == [(10, after[0]), (10, after[1])]
+    assert calls.made[2][1:] == (target.data_ptr(), source.data_ptr(), 8, 10)
+    assert calls.made[4][1:] == (event, 10)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_unpacking_is_launched_on_its_own_stream_after_what_it_waits_for(ready):
+    calls, decoder, after = Calls(), Unpacks(ready), [cuda_runtime.Event(1, [])]
+    wire, target = torch.zeros(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    engine_over(calls).decode(decoder, wire, target, after, False)
+    assert calls.made[0] == ("wait", 40, after[0])
+    if ready:
+        assert calls.made[1] == ("copy", target.data_ptr() + 128, wire.data_ptr() + 64, 16, 40)
+        assert decoder.launched == [(wire.data_ptr(), target.data_ptr(), 40)]
+    else:
+        assert decoder.launched == ["whole"]
+    assert calls.made[-1][0] == "record" and calls.made[-1][2] == 40

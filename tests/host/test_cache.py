@@ -1,0 +1,183 @@
+"""Pieces and what stays: every byte has one place, the bound holds, and the policies keep what they say."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import carom
+import numpy as np
+import pytest
+import torch
+from carom.core.checkpoint.direct_io import ALIGN
+from carom.core.checkpoint.index import SourceFile, TensorEntry, open_index
+from carom.core.checkpoint.mapping import Segment
+from carom.core.checkpoint.reader import DiskReader, ReaderPolicy
+from carom.core.host.arena import HostArena
+from carom.core.host.cache import HostCache
+from carom.core.host.cache_pieces import LEAST_BUFFERS, ROTATING, PlacedTensor, choose_buffers, cut
+from carom.core.host.eviction import EvictionPolicy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+FILE = SourceFile("m.safetensors", 1 << 40, 0, 0, 0)
+GIB, MIB = 1 << 30, 1 << 20
+
+
+def entry(name: str, offset: int, nbytes: int) -> TensorEntry:
+    return TensorEntry(name, "U8", (nbytes,), FILE, offset, nbytes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30_000), st.integers(0, 9000)), max_size=6), st.integers(1, 6))
+def test_reads_of_all_pieces_bring_every_byte_to_its_place(tensors, pages):
+    """Tensors of any size, with gaps in the file that are or are not those of the unit."""
+    placed, at, offset, owed = [], 0, 100, {}
+    for number, (nbytes, gap) in enumerate(tensors):
+        half = nbytes // 2  # fused: two segments that do not follow one another
+        one, two = entry(f"a{number}", offset, half), entry(f"b{number}", offset + half + gap, nbytes - half)
+        placed.append(PlacedTensor(at, (Segment(one, 0, 0, half), Segment(two, 0, half, nbytes - half))))
+        owed.update({at + i: offset + i for i in range(half)})
+        owed.update({at + half + i: two.offset + i for i in range(nbytes - half)})
+        offset = two.offset + nbytes - half
+        padded = -(-nbytes // ALIGN) * ALIGN
+        offset += padded - nbytes if gap % 2 else 0  # as packed files have it
+        at += padded
+    (pieces,) = cut([(at, placed)], pages * ALIGN)
+    found: dict[int, int] = {}
+    for before, piece in itertools.pairwise([None, *pieces]):
+        assert piece.start == (0 if before is None else before.start + before.nbytes)
+        assert piece.nbytes <= pages * ALIGN
+        for read in piece.reads:
+            assert read.at >= 0 and read.at + read.nbytes <= piece.nbytes
+            found.update({piece.start + read.at + i: read.offset + i for i in range(read.nbytes)})
+    assert sum(piece.nbytes for piece in pieces) == at
+    assert all(found[byte] == source for byte, source in owed.items())
+
+
+def test_a_packed_unit_is_one_read_a_piece():
+    tensors, at = [], 0
+    for number, nbytes in enumerate((5000, 4096, 100, 12288)):
+        tensors.append(PlacedTensor(at, (Segment(entry(str(number), 8192 + at, nbytes), 0, 0, nbytes),)))
+        at += -(-nbytes // ALIGN) * ALIGN
+    (pieces,) = cut([(at, tensors)], 1 << 20)
+    assert [len(piece.reads) for piece in pieces] == [1]
+    assert pieces[0].reads[0].label == "'0' to '3'"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 400 * MIB), min_size=1, max_size=40), st.integers(2 * ALIGN, 8 * GIB))
+def test_buffers_never_exceed_the_ram(sizes, ram):
+    sizes = [-(-size // ALIGN) * ALIGN for size in sizes]
+    buffers = choose_buffers(sizes, ram)
+    if buffers.whole:
+        assert sum(sizes) <= ram
+        return
+    assert buffers.nbytes % ALIGN == 0 and buffers.nbytes > 0
+    assert buffers.count >= LEAST_BUFFERS and buffers.count * buffers.nbytes <= ram
+    assert buffers.rotating == buffers.count or buffers.rotating >= ROTATING
+    if ram >= ROTATING * ALIGN:
+        assert buffers.count >= min(ROTATING, sum(-(-size // buffers.nbytes) for size in sizes))
+
+
+def test_equal_blocks_waste_next_to_nothing():
+    sizes = [340 * MIB] * 20
+    buffers = choose_buffers(sizes, 2 * GIB)
+    used = sum(sizes)
+    filled = sum(-(-size // buffers.nbytes) for size in sizes) * buffers.nbytes
+    assert filled <= 1.001 * used and 16 * MIB <= buffers.nbytes <= 32 * MIB
+
+
+def test_a_budget_below_two_pages_names_the_least():
+    with pytest.raises(carom.BudgetError, match="8192") as refused:
+        choose_buffers([1 << 20], 2 * ALIGN - 1)
+    assert refused.value.least_bytes == 2 * ALIGN
+
+
+def misses(eviction: str, order: list[int], room: int) -> int:
+    """Misses of a cache with ``room`` kept pieces and one that rotates, over ``order``."""
+    policy = EvictionPolicy(eviction, room, len(set(order)))
+    missed = 0
+    for now, rank in enumerate(order):
+        missed += rank not in policy.kept
+
+        def next_use(r: int, now: int = now) -> float:
+            return next((i for i in range(now + 1, len(order)) if order[i] == r), float("inf"))
+
+        policy.record_use(rank, next_use)
+        assert len(policy.kept) <= room
+    return missed
+
+
+@pytest.mark.parametrize("room", [1, 4, 9])
+def test_kept_pieces_are_hit_in_every_round_and_spread_over_it(room):
+    policy = EvictionPolicy("belady", room, 10)
+    for now in range(50):
+        policy.record_use(now % 10, lambda r, now=now: (r - now - 1) % 10 + 1)
+        if now == 20:
+            settled = set(policy.kept)
+    assert policy.kept == settled and len(settled) == room
+    gaps = [b - a for a, b in itertools.pairwise(sorted(settled))]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_belady_misses_no_more_than_the_others():
+    random = np.random.default_rng(0)
+    total = dict.fromkeys(("belady", "priority", "fifo"), 0)
+    for _ in range(30):
+        order = list(map(int, random.zipf(1.4, 120) % 12))
+        for name in total:
+            total[name] += misses(name, order, 4)
+    assert total["belady"] < total["priority"] and total["belady"] < total["fifo"]
+
+
+def cache_of(tmp_path: Path, count: int, ram: int) -> tuple[HostCache, list, list[torch.Tensor]]:
+    """A cache over ``count`` units of two pages each, its pieces, and their bytes."""
+    data = [torch.from_numpy(np.random.default_rng(i).integers(0, 256, 8192, np.uint8)) for i in range(count)]
+    save_file({f"t{i:03d}": d for i, d in enumerate(data)}, tmp_path / "m.safetensors")
+    index = open_index(tmp_path / "m.safetensors")
+    units = [(8192, [PlacedTensor(0, (Segment(index[f"t{i:03d}"], 0, 0, 8192),))]) for i in range(count)]
+    buffers = choose_buffers([8192] * count, ram)
+    pieces = cut(units, buffers.nbytes)
+    copies: set[int] = set()
+    cache = HostCache(
+        pieces, buffers, HostArena(None, ram), DiskReader(ReaderPolicy(backoff=0.001)),
+        lambda event: event not in copies, copies.discard,
+    )  # fmt: skip
+    cache.copies = copies  # type: ignore[attr-defined]
+    return cache, pieces, data
+
+
+def test_a_buffer_is_not_overwritten_while_a_copy_reads_it(tmp_path):
+    cache, pieces, data = cache_of(tmp_path, 12, 6 * 8192)
+    try:
+        cache.expect(range(12))
+        views = {}
+        for unit in range(12):
+            for piece in pieces[unit]:
+                cache.copies.add(piece.rank)  # under way until somebody waits for it
+                view = cache.acquire(piece)
+                views[piece.rank] = (view, data[unit][piece.start : piece.start + piece.nbytes])
+                cache.release(piece, piece.rank)
+            for rank in cache.copies:
+                assert torch.equal(*views[rank]), f"piece {rank} was overwritten under its copy"
+        assert len(cache.copies) < 24  # it had to wait for some
+    finally:
+        cache.close()
+
+
+def test_units_that_are_here_are_known(tmp_path):
+    cache, pieces, data = cache_of(tmp_path, 4, 1 << 20)
+    try:
+        cache.expect(range(4))
+        for unit in (2, 0):
+            for piece in pieces[unit]:
+                found = cache.acquire(piece)
+                assert torch.equal(found, data[unit][piece.start : piece.start + piece.nbytes])
+                cache.release(piece, None)
+            assert cache.has(unit)
+    finally:
+        cache.close()
+    with pytest.raises(carom.CaromError, match="closed"):
+        cache.acquire(pieces[1][0])

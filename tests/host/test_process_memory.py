@@ -1,0 +1,104 @@
+"""Host memory of a process that streams a model much larger than its budget, as the operating system counts and limits it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MIB = 1 << 20
+WIDTH, BLOCKS = 512, 48  # 4 MiB of bf16 each: 192 MiB
+RAM, VRAM = 16 * MIB, 16 * MIB
+# With the CPU as the device, its slots are in this memory too.
+BOUND = RAM + VRAM + 300_000_000
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, root) -> Path:
+    """A folder with a packed checkpoint of 192 MiB, twelve times the budget, and what it computes."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    (folder / "source").mkdir()
+    for part in ("make", "pack"):
+        done = subprocess.run(
+            _part(root, part, folder), capture_output=True, text=True, check=False, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def _part(root: Path, name: str, folder: Path) -> list[str]:
+    return [
+        sys.executable, str(root / "benchmarks" / "tiers" / "disk_stream.py"), "--part", name, "--in", str(folder),
+        "--blocks", str(BLOCKS), "--width", str(WIDTH), "--ram", str(RAM), "--vram", str(VRAM), "--passes", "2",
+    ]  # fmt: skip
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@linux
+def test_a_process_that_streams_a_packed_checkpoint_stays_small(root, checkpoint):
+    """Loaded whole, the process would exceed the bound."""
+    done = _run(_part(root, "run", checkpoint))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["bit_exact"] and result["packed"] and result["weights_bytes"] == BLOCKS * 16 * WIDTH**2
+    assert result["ram_peak_bytes"] <= result["ram_budget_bytes"] == RAM
+    print(f"peak memory of the process: {result['peak_rss_bytes']} bytes")
+    assert result["peak_rss_bytes"] <= BOUND
+
+
+@contextlib.contextmanager
+def limited(nbytes: int) -> Iterator[Path]:
+    """A control group whose processes hold at most ``nbytes`` (page cache included, which the kernel takes back), or a skip."""
+    for base, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(base, f"carom-test-{os.getpid()}")
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            if (group / limit).exists():
+                (group / limit).write_text(str(nbytes))
+                with contextlib.suppress(OSError):  # where there is swap, none of it
+                    (group / "memory.swap.max").write_text("0")
+                yield group
+                return
+        finally:
+            group.rmdir()
+    pytest.skip("no control group can be made here: needs root and a writable /sys/fs/cgroup")
+
+
+def _inside(group: Path, command: list[str]) -> list[str]:
+    return ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *command]
+
+
+@linux
+@pytest.mark.slow
+def test_streaming_fits_into_a_control_group_that_loading_whole_does_not(root, checkpoint):
+    whole = (
+        "import sys, torch; from safetensors.torch import load_file;"
+        "held = [t.clone() for t in load_file(sys.argv[1]).values()]; print(sum(t.nbytes for t in held))"
+    )
+    with limited(BOUND) as group:
+        done = _run(_inside(group, _part(root, "run", checkpoint)))
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["bit_exact"]
+        done = _run(_inside(group, [sys.executable, "-c", whole, str(checkpoint / "packed.safetensors")]))
+        assert done.returncode != 0, "the limit does not bite: this test shows nothing"

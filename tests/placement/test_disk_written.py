@@ -1,0 +1,179 @@
+"""Values that are written to weights of a file: within `ram` at every moment, refused in words where they do not fit, never lost."""
+
+# mypy: disable-error-code="union-attr,arg-type,operator,index"
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import carom
+import pytest
+import torch
+from carom.core.device.simulated import SimulatedDevice
+from carom.core.host.arena import HostArena
+from carom.core.placement.bound_checkpoint import FileTensor
+from safetensors.torch import save_file
+from tests_inside import inside
+from tests_pairwise import each, pairwise
+from torch import nn
+
+SIDE = 160
+MATRIX = SIDE * SIDE * 4  # 25 pages
+COUNT = 12
+X = torch.ones(2, SIDE)
+
+
+def pair(folder: Path) -> tuple[nn.Sequential, nn.Sequential, Path]:
+    """A module, the same on meta, and a file of its weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        loaded = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(COUNT)))
+    loaded.requires_grad_(False)
+    with torch.device("meta"):
+        empty = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(COUNT)))
+    save_file(loaded.state_dict(), folder / "m.safetensors")
+    return loaded, empty.requires_grad_(False), folder / "m.safetensors"
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Bytes of the host's blocks, now and at most."""
+    gc.collect()
+    found, allocate = {"now": 0, "peak": 0}, HostArena.allocate
+
+    def gone(nbytes: int) -> None:
+        found["now"] -= nbytes
+
+    def counted(self: Any, nbytes: int) -> Any:
+        block = allocate(self, nbytes)
+        found["now"] += nbytes
+        found["peak"] = max(found["peak"], found["now"])
+        weakref.finalize(block, gone, nbytes)
+        return block
+
+    monkeypatch.setattr(HostArena, "allocate", counted)
+    return found
+
+
+def write(session: Any, loaded: nn.Module, index: int, factor: float = 2.0) -> None:
+    """Both get another value; where it is refused, neither."""
+    value = loaded[index].weight * factor
+    session.write(f"{index}.weight", value)
+    loaded[index].weight.copy_(value)
+
+
+DEVICES = {"cpu": "cpu", "late": SimulatedDevice(timing="late"), "random": SimulatedDevice(timing="random")}
+devices = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+
+
+@pairwise(
+    device=DEVICES, passes={"before a pass": 0, "after one": 1, "after three": 3}, ram=[3.5, 6.5, 9.5, 14.5]
+)
+def test_memory_is_within_ram_whenever_a_value_is_written_and_the_report_says_what_it_was(
+    tmp_path, held, device, passes, ram
+):
+    loaded, empty, path = pair(tmp_path)
+    budget = int(ram * MATRIX)
+    with (
+        torch.no_grad(),
+        carom.stream(empty, device=device, vram=6 * MATRIX, weights=path, ram=budget) as session,
+    ):
+        for _ in range(passes):
+            assert torch.equal(empty(X), loaded(X))
+        names = [int(o.entry.name.split(".")[0]) for u in inside(session).placement.streamed for o in u.homes]
+        for index in names:
+            try:
+                write(session, loaded, index)
+            except carom.BudgetError as error:
+                assert f"{index}.weight" in str(error) and error.least_bytes > budget
+                break
+            assert held["peak"] <= budget
+        assert torch.equal(empty(X), loaded(X))
+        assert torch.equal(empty(X), loaded(X))
+        report = session.report()
+        assert held["peak"] <= budget
+        assert report.ram_peak_bytes <= budget == report.ram_budget_bytes
+    for index, (one, other) in enumerate(zip(empty, loaded, strict=True)):
+        assert one.weight.is_meta or torch.equal(one.weight, other.weight), index
+
+
+@devices
+def test_what_is_written_while_parked_is_refused_where_the_next_layout_could_not_be(tmp_path, device):
+    loaded, empty, path = pair(tmp_path)
+    ram = int(4.5 * MATRIX)
+    with (
+        torch.no_grad(),
+        carom.stream(empty, device=device, vram=6 * MATRIX, weights=path, ram=ram) as session,
+    ):
+        assert torch.equal(empty(X), loaded(X))
+        session.park()
+        for index in range(4):
+            write(session, loaded, index)
+        write(session, loaded, 3)  # once more: it takes no more
+        with pytest.raises(carom.BudgetError, match=r"9\.weight.*ram") as refused:
+            write(session, loaded, 9)
+        assert torch.equal(session.read("9.weight"), loaded[9].weight)
+        assert torch.equal(session.read("3.weight"), loaded[3].weight)
+        assert torch.equal(empty(X), loaded(X))
+        session.park()
+        session.set_budget(ram=refused.value.least_bytes)
+        write(session, loaded, 9)
+        assert torch.equal(empty(X), loaded(X))
+        report = session.report()
+        assert report.ram_peak_bytes <= report.ram_budget_bytes
+    assert torch.equal(empty[9].weight, loaded[9].weight)
+
+
+@each(device=DEVICES, how=["park", "layout", "adapter"])
+def test_residents_that_were_changed_beyond_ram_outlive_every_layout(tmp_path, device, how):
+    """On the device they took none of it. They have no other place than host memory on the way: it is said, not refused."""
+    loaded, empty, path = pair(tmp_path)
+    with (
+        torch.no_grad(),
+        carom.stream(empty, device=device, vram=9 * MATRIX, weights=path, ram=2 * MATRIX) as session,
+    ):
+        assert torch.equal(empty(X), loaded(X))
+        stay = [index for index in range(COUNT) if not empty[index].weight.is_meta]
+        assert len(stay) >= 4
+        for index in stay:
+            write(session, loaded, index)
+        for _ in range(2):
+            if how == "park":
+                session.park()
+            elif how == "layout":
+                session.set_budget(vram=8 * MATRIX)
+            else:
+                inside(session).relay()
+            assert torch.equal(empty(X), loaded(X))
+        for index in range(COUNT):
+            assert torch.equal(session.read(f"{index}.weight"), loaded[index].weight)
+        assert any("ram" in note and "changed" in note for note in session.report().notes)
+        with pytest.raises(carom.BudgetError):
+            session.set_budget(ram=MATRIX)
+        assert torch.equal(empty(X), loaded(X))
+    assert all(torch.equal(empty[index].weight, loaded[index].weight) for index in stay)
+
+
+def test_a_value_that_finds_no_memory_leaves_a_working_session(tmp_path, monkeypatch):
+    loaded, empty, path = pair(tmp_path)
+
+    def refuses(self: Any, value: Any) -> Any:
+        raise MemoryError("injected")
+
+    with (
+        torch.no_grad(),
+        carom.stream(empty, device="cpu", vram=6 * MATRIX, weights=path, ram=6 * MATRIX) as session,
+    ):
+        assert torch.equal(empty(X), loaded(X))
+        index = next(i for i in range(COUNT) if empty[i].weight.is_meta)
+        for parked in (False, True):
+            if parked:
+                session.park()
+            with monkeypatch.context() as patch:
+                patch.setattr(FileTensor, "copy_of", refuses)
+                with pytest.raises(MemoryError):
+                    write(session, loaded, index)
+            assert torch.equal(empty(X), loaded(X))

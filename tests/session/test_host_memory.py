@@ -1,0 +1,177 @@
+"""ram="auto" with weights from files: the cache gives way when host memory runs short, comes back, and never changes a result."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import carom
+import pytest
+import tests_disk_harness as disk
+import torch
+from carom.core.budget.host_governor import QUIET
+from carom.core.budget.host_governor import HostGovernor as Follower
+from carom.core.host import probe
+from carom.core.session.policies import host_memory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests_inside import inside
+
+GB = 10**9
+
+
+def test_it_gives_way_at_once_and_rises_after_quiet_readings_only():
+    follower = Follower(first=10 * GB, keep=2 * GB)
+    assert follower.read(2 * GB, 10 * GB, 10 * GB, GB) is None, "as it began"
+    assert follower.read(GB // 2, 10 * GB, 10 * GB, GB) == 10 * GB - 2 * GB + GB // 2
+    seen = [follower.read(6 * GB, 8 * GB, 8 * GB, GB) for _ in range(2 * QUIET)]
+    assert seen[:-1] == [None] * (2 * QUIET - 1) and seen[-1] == 10 * GB, "to what it began with, no further"
+
+
+def test_pressure_that_comes_and_goes_makes_it_settle():
+    follower, budget, rises = Follower(10 * GB, 2 * GB), 10 * GB, 0
+    for _ in range(2000):
+        found = follower.read(6 * GB, budget, budget, GB)
+        if found is not None:
+            rises += found > budget
+            budget = found
+            if rises:
+                budget = follower.read(0, budget, budget, GB) or budget
+        elif budget == 10 * GB:
+            budget = follower.read(0, budget, budget, GB) or budget
+    assert 0 < rises <= 8
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 40), max_size=80), st.integers(0, 8), st.integers(1, 12))
+def test_a_budget_stays_between_the_least_and_the_first(readings, keep, least):
+    first = 20
+    follower, budget = Follower(first, keep), first
+    for free in readings:
+        found = follower.read(free, budget, budget, least)
+        if found is not None:
+            assert least <= found <= first
+            assert found < budget or found - budget <= free - keep, "rises only into what is free"
+            budget = found
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Host memory as the test says."""
+    found = SimpleNamespace(free=100 * GB, keep=0)
+    whole = probe.host_memory()
+    monkeypatch.setattr(host_memory, "_SECONDS", 0.0)
+    monkeypatch.setattr("carom.core.session.policies.host_memory._STEPS", 0)
+    monkeypatch.setattr(host_memory.probe, "host_memory", lambda: found)
+    found.usable, found.limit = whole.usable, whole.limit
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_the_cache_of_a_session_gives_way_and_comes_back(tmp_path, monkeypatch, memory, device):
+    loaded, empty, path, size = disk.uniform(tmp_path)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    memory.keep = size
+    memory.free = 2 * size  # as much again as the budget
+    where = carom.SimulatedDevice() if device == "simulated" else device
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = loaded(x)
+        with carom.stream(empty, device=where, vram=size // 4, ram="auto", weights=path) as session:
+            for _ in range(3):
+                assert torch.equal(empty(x), expected)
+            assert inside(session).ram == size
+            memory.free = size // 4  # another program
+            assert torch.equal(empty(x), expected)
+            memory.free = size  # what the cache gave is there again
+            for _ in range(2):
+                assert torch.equal(empty(x), expected)
+            report = session.report()
+            assert (
+                report.ram_budget_bytes < size // 2 and 0 < report.ram_peak_bytes <= report.ram_budget_bytes
+            )
+            memory.free = 3 * size
+            for _ in range(6 * QUIET):
+                assert torch.equal(empty(x), expected)
+            assert inside(session).ram == size
+            session.set_budget(ram=size // 2)
+            memory.free = 0
+            for _ in range(3):
+                assert torch.equal(empty(x), expected)
+            assert inside(session).host_memory.governor is None, "a budget in bytes follows nothing"
+
+
+def test_weights_that_are_in_host_memory_alone_follow_nothing():
+    with carom.stream(torch.nn.Linear(8, 8), device="cpu", vram=0 + 4096, ram="auto") as session:
+        assert inside(session).host_memory.governor is None
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(128, 128) for _ in range(8))
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+UNIT = 68 << 10  # bytes of a block, pinned
+X = torch.linspace(-1, 1, 256).reshape(2, 128)
+
+
+def run(net):
+    with torch.no_grad():
+        return net(X)
+
+
+def test_copies_of_what_is_resident_go_and_what_streams_stays_pinned(monkeypatch, memory):
+    net, size = Net(), 12 * UNIT
+    expected = run(net)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
+    memory.keep, memory.free = 4 * UNIT, 8 * UNIT
+    with carom.stream(
+        net, device=carom.SimulatedDevice(timing="random"), vram=3 * UNIT, granularity="layer"
+    ) as session:
+        run(net)
+        session.set_budget(vram=5 * UNIT)
+        kept = inside(session).arena.pinned_bytes
+        streams = sum(unit.block.registered_bytes for unit in inside(session).placement.streamed)
+        assert kept > streams, "units that came to stay have copies on the host"
+        memory.free = 0
+        for _ in range(3):
+            assert torch.equal(run(net), expected)
+        assert inside(session).arena.pinned_bytes == streams
+        assert all(unit.block.pinned for unit in inside(session).placement.streamed)
+        session.set_budget(vram=3 * UNIT)
+        assert torch.equal(run(net), expected)
+    assert torch.equal(run(net), expected)
+
+
+def test_a_packed_copy_beside_plain_weights_goes(monkeypatch, memory):
+    net, size = Net().to(torch.bfloat16), 8 * UNIT
+    x = X.to(torch.bfloat16)
+    with torch.no_grad():
+        expected = net(x)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    monkeypatch.setattr("carom.core.placement.packer.LEAST", 1024)
+    memory.keep, memory.free = 4 * UNIT, 8 * UNIT
+    with torch.no_grad(), carom.stream(
+        net, device=carom.SimulatedDevice(), vram=3 * UNIT, codec="lossless", host="raw"
+    ) as session:  # fmt: skip
+        assert torch.equal(net(x), expected)
+        assert any(unit.packed for unit in inside(session).placement.streamed)
+        memory.free = UNIT
+        assert torch.equal(net(x), expected)
+        assert not any(unit.packed for unit in inside(session).placement.streamed)
+        assert torch.equal(net(x), expected)
+
+
+def test_a_container_counts():
+    one = probe.HostMemory(
+        64 * GB, 60 * GB, 8 * GB, "the cgroup", 0, 8 * GB, 7 * GB, None, 0, 0, False, False
+    )  # fmt: skip
+    assert one.free == GB and one.keep == max(probe.KEEP_LEAST, int(0.8 * GB))

@@ -1,0 +1,99 @@
+"""What the tests of weights from disk share: checkpoints, modules on meta, budgets, drives with faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import carom
+import pytest
+import torch
+from carom.tools.pack.writer import pack
+from safetensors.torch import save_file
+from torch import nn
+
+
+def save(model: nn.Module, folder: Path, packed: bool = False) -> Path:
+    """The model's state as a file, tied tensors once."""
+    seen: dict[int, str] = {}
+    state = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if seen.setdefault(id(tensor), name) == name:
+            state[name] = tensor.detach().contiguous().clone()
+    path = folder / "model.safetensors"
+    save_file(state, path)
+    if packed:
+        pack(path, folder / "packed.safetensors")
+        path = folder / "packed.safetensors"
+    return path
+
+
+def on_meta(case: Any, checkpoint: str = "none") -> nn.Module:
+    with torch.device("meta"):
+        return case.build(checkpoint)
+
+
+def some_vram(model: nn.Module, weights: Any, share: float = 0.3, slots: int = 1, **settings: Any) -> int:
+    """Between the least budget that a refused one names, and everything."""
+    with pytest.raises(carom.BudgetError) as refused:
+        carom.stream(model, device="cpu", vram=0, weights=weights, **settings)
+    assert refused.value.least_bytes is not None
+    least = refused.value.least_bytes * slots
+    pages = sum(-(-t.nbytes // 4096) * 4096 for t in {id(t): t for t in model.parameters()}.values())
+    return least + int(max(0, pages - least) * share)
+
+
+def some_ram(model: nn.Module, share: float) -> int:
+    return max(8192, int(share * sum(-(-t.nbytes // 4096) * 4096 for t in model.parameters())))
+
+
+def within_ram(session: Any) -> None:
+    report = session.report()
+    assert 0 < report.ram_peak_bytes <= report.ram_budget_bytes
+    assert report.vram_peak_bytes <= report.vram_budget_bytes
+
+
+def uniform(tmp_path: Path) -> tuple[nn.Module, nn.Module, Path, int]:
+    """(loaded, on meta, file, bytes): twenty blocks of two equal matrices."""
+
+    class Uniform(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)) for _ in range(20)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        loaded = Uniform()
+    with torch.device("meta"):
+        empty = Uniform()
+    return loaded, empty, save(loaded, tmp_path), sum(p.nbytes for p in loaded.parameters())
+
+
+class Faults:
+    """The operating system's reads with a fault in between: ``play(offset)`` gives an OSError, a length, or None."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, play: Any) -> None:
+        from carom.core.checkpoint.direct_io import PosixFile
+        from carom.core.checkpoint.reader import DiskReader, ReaderPolicy
+        from carom.core.placement import file_source
+
+        class File(PosixFile):
+            def read_into(self, buffer: memoryview, offset: int) -> int:
+                verdict = play(offset)
+                if isinstance(verdict, Exception):
+                    raise verdict
+                got = super().read_into(buffer, offset)
+                return got if verdict is None else min(got, verdict)
+
+        def reader(policy: ReaderPolicy, **settings: Any) -> DiskReader:
+            quick = ReaderPolicy(workers=policy.workers, chunk=policy.chunk, retries=2, backoff=0.001)
+            return DiskReader(quick, opener=File, **settings)
+
+        monkeypatch.setattr(file_source, "DiskReader", reader)

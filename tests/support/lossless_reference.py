@@ -1,0 +1,101 @@
+"""The lossless format in plain NumPy, one tile at a time: what the fast encoder and decoders are tested against.
+
+Written from docs/codec.md, not from the fast code, and in element order where that works on words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from carom.core.codec.lossless_format import ALIGN, HEADER_BYTES, Header, checksum
+
+
+def elements_of_bits(lanes: int) -> np.ndarray:
+    """int64 [lanes, 32]: which element of a tile the bit of each lane's plane word belongs to."""
+    lane, bit = np.arange(lanes)[:, None], np.arange(32)[None, :]
+    byte, v, u = bit // 8, bit % 8 // 2, bit % 2
+    return 8 * (v * lanes + lane) + 4 * u + byte
+
+
+def decode_reference(blob: np.ndarray, header: Header) -> np.ndarray:
+    """The raw bytes (uint8 [raw_nbytes]) that ``blob`` (uint8, of a validated header) stands for."""
+    kind, coded = header.kind, header.words * 4
+    where = elements_of_bits(header.lanes)
+    fields = np.zeros((header.planes, header.tiles * header.tile), np.uint32)
+    exponent = np.zeros(header.tiles * header.tile, np.uint32)
+    bits = (
+        blob[header.bits_at : header.tiles_at].view("<u4").reshape(header.tiles, header.planes, header.lanes)
+    )
+    table = blob[header.tiles_at : header.tiles_at + 8 * header.tiles].view("<i8")
+    stream = blob[header.escapes_at : header.escapes_at + header.escape_bytes]
+    for tile in range(header.tiles):
+        begin = tile * header.tile
+        for plane in range(header.planes):
+            fields[plane, begin + where] = (bits[tile, plane][:, None] >> np.arange(32, dtype=np.uint32)) & 1
+        code = np.zeros(header.tile, np.uint32)
+        for j in range(header.k):
+            code |= fields[j, begin : begin + header.tile] << j
+        exponent[begin : begin + header.tile] = header.base + code
+        escaped = where[(code == (1 << header.k) - 1)[where]]  # row by row: lane, then bit
+        entry = int(table[tile])
+        offset, wide = entry & ((1 << 40) - 1), entry >> 40 & 1
+        for rank, element in enumerate(escaped):
+            if wide:
+                value = stream[offset + rank]
+            else:
+                value = header.escape_table[stream[offset + rank // 2] >> 4 * (rank % 2) & 15]
+            exponent[begin + element] = value
+    # Sign and mantissa: the bit planes are the upper bits (fp8, fp16), the byte planes the lower ones.
+    rest = np.zeros_like(exponent)
+    for j in range(kind.rest_bits):
+        rest |= fields[header.k + j] << (8 * kind.byte_planes + j)
+    for plane in range(kind.byte_planes):
+        at = HEADER_BYTES + plane * header.byte_plane_stride
+        rest[:coded] |= blob[at : at + coded].astype(np.uint32) << (8 * plane)
+    m = kind.mantissa_bits
+    sign, mantissa = rest >> m, rest & ((1 << m) - 1)
+    value = (sign << (m + kind.exponent_bits) | exponent << m | mantissa)[:coded].astype("<u4")
+    raw = value.view(np.uint8).reshape(-1, 4)[:, : kind.itemsize].reshape(-1)
+    tail = np.frombuffer(header.tail, np.uint8)[: header.tail_count * kind.itemsize]
+    return np.concatenate([raw, tail])
+
+
+def encode_reference(raw: np.ndarray, header: Header) -> np.ndarray:
+    """The blob (uint8) of ``raw`` bytes under the choices of ``header`` (kind, k, lanes, base, escape table)."""
+    kind, coded = header.kind, header.words * 4
+    values = np.zeros((header.tiles * header.tile, 4), np.uint8)
+    values[:coded, : kind.itemsize] = raw[: coded * kind.itemsize].reshape(coded, kind.itemsize)
+    value = values.view("<u4")[:, 0].astype(np.int64)
+    m, window = kind.mantissa_bits, (1 << header.k) - 1
+    exponent = value >> m & (1 << kind.exponent_bits) - 1
+    rest = value >> (m + kind.exponent_bits) << m | value & (1 << m) - 1
+    code = np.where(
+        (exponent >= header.base) & (exponent < header.base + window), exponent - header.base, window
+    )
+    code[coded:] = 0
+    fields = [code >> j & 1 for j in range(header.k)]
+    fields += [rest >> (8 * kind.byte_planes + j) & 1 for j in range(kind.rest_bits)]
+    where = elements_of_bits(header.lanes)
+    words, table, stream, most = [], [], bytearray(), 0
+    for begin in range(0, len(code), header.tile):
+        words += [(field[begin + where] << np.arange(32)).sum(1).astype("<u4") for field in fields]
+        is_escape = (code[begin : begin + header.tile] == window)[where]
+        escaped = [int(e) for e in exponent[begin + where[is_escape]]]
+        wide = any(e not in header.escape_table for e in escaped)
+        fullest = int(is_escape.sum(1).max())
+        table.append(len(stream) | wide << 40 | fullest << 48)
+        most = max(most, fullest)
+        if wide:
+            stream += bytes(escaped)
+        else:
+            nibbles = [header.escape_table.index(e) for e in escaped] + [0] * (len(escaped) % 2)
+            stream += bytes(low | high << 4 for low, high in zip(nibbles[::2], nibbles[1::2], strict=True))
+    planes = [
+        (rest[:coded] >> 8 * plane & 255).astype(np.uint8).tobytes() for plane in range(kind.byte_planes)
+    ]
+    sections = [*planes, np.stack(words).tobytes(), np.array(table, "<i8").tobytes(), bytes(stream)]
+    body = b"".join(section + b"\0" * (-len(section) % ALIGN) for section in sections)
+    header = replace(header, escape_bytes=len(stream), most_escapes=most)
+    header = header.with_crc(checksum(header, memoryview(body)))
+    return np.frombuffer(header.pack() + body, np.uint8)

@@ -1,0 +1,86 @@
+"""The extension folder that joins Carom to an ai-toolkit checkout: put in place, and taken away. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from ..core.common.errors import UnsupportedError
+
+NAME = "carom_offload"
+MARK = "# Put here by `carom install-ai-toolkit`; `carom install-ai-toolkit DIR --uninstall` takes it away."
+# Whatever is wrong with Carom, a job must run as without it: hence the guard around everything.
+TEXT = f"""{MARK}
+try:
+    from {__package__.rpartition(".")[0]}.toolkit_ext import install
+    install()
+except Exception as error:
+    print(f"WARNING: Carom is not active, ai-toolkit runs as without it ({{type(error).__name__}}: {{error}})")
+"""
+
+
+def check(folder: Path) -> Path:
+    """The extension's place in the ai-toolkit checkout ``folder``. Raises ValueError when it is none."""
+    missing = [name for name in ("run.py", "toolkit", "extensions") if not (folder / name).exists()]
+    if missing:
+        raise ValueError(
+            f"{folder} is no ai-toolkit: it has no {', '.join(missing)}; name the folder that holds its run.py"
+        )
+    return folder / "extensions" / NAME
+
+
+def install(folder: Path) -> Path:
+    """Write the extension into the checkout ``folder``; returns the extension's folder. Idempotent.
+
+    Raises ValueError when ``folder`` is no ai-toolkit, UnsupportedError when the place is taken by something else.
+    """
+    place = check(folder)
+    _ours(place)
+    place.mkdir(exist_ok=True)
+    file = place / "__init__.py"
+    temporary = place / f"__init__.py.{os.getpid()}.tmp"
+    try:
+        temporary.write_text(TEXT, encoding="utf-8")
+        os.replace(temporary, file)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+    return place
+
+
+def uninstall(folder: Path) -> bool:
+    """Take the extension out of the checkout ``folder``; False when it was not there.
+
+    Raises ValueError when ``folder`` is no ai-toolkit, UnsupportedError when the place holds something else.
+    """
+    place = check(folder)
+    if not place.exists():
+        return False
+    _ours(place)
+    cache = place / "__pycache__"
+    for file in [*cache.glob("*.pyc"), place / "__init__.py"]:
+        with contextlib.suppress(FileNotFoundError):
+            file.unlink()
+    for empty in (cache, place):
+        with contextlib.suppress(FileNotFoundError):
+            empty.rmdir()
+    return True
+
+
+def _ours(place: Path) -> None:
+    """Raises UnsupportedError unless everything at ``place`` was put there by us."""
+    if not place.exists() and not place.is_symlink():
+        return
+    strange = None
+    if place.is_symlink() or not place.is_dir():
+        strange = place
+    else:
+        for item in place.iterdir():
+            mine = item.name == "__pycache__" or (
+                item.name == "__init__.py" and MARK in item.read_text(encoding="utf-8", errors="replace")
+            )
+            if not mine:
+                strange = item
+    if strange is not None:
+        raise UnsupportedError(f"{strange} is not Carom's; move it away first, nothing was changed")
