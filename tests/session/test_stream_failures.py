@@ -41,7 +41,7 @@ def state(net):
 
 # (class or module, what of it, the calls that fail), with weights from a file, of the module, or both.
 FILE = {
-    "what stands for the file's tensors": (bound_checkpoint, "put", (1, 2)),
+    "placeholders of the file's tensors": (bound_checkpoint, "replace_in_modules", (1, 2)),
     "notes on the file": (bound_checkpoint.Checkpoint, "_note", (1,)),
     "packed tensors": (bound_checkpoint.Checkpoint, "stay_packed", (1,)),
 }
