@@ -72,7 +72,9 @@ class RecordedLock:
 def _name(kind: Any, core: Path) -> str | None:
     """Return the name of a lock that is being created, ``FILE:ATTRIBUTE``; None for locks that no file of `core/` creates."""
     frame, name = sys._getframe(3), None
-    if frame.f_code.co_filename.startswith("<") and dataclasses.is_dataclass(owner := frame.f_locals.get("self")):
+    if frame.f_code.co_filename.startswith("<") and dataclasses.is_dataclass(
+        owner := frame.f_locals.get("self")
+    ):
         name = next(f.name for f in dataclasses.fields(owner) if f.default_factory is kind)
         file = Path(sys.modules[type(owner).__module__].__file__ or "")
     else:
