@@ -1,19 +1,21 @@
-"""PURE. ``vram="auto"``: how many bytes of weights a session may hold, from what the device has left between steps.
+"""Choose the bytes of weights of a session with ``vram="auto"`` from the free device memory between steps.
 
-What a step needs beside the weights is read off the allocator: it keeps what activations took, so what is still
-free on the device after the first steps can be spared. The budget falls at once when that runs short (another
-program, another model, larger inputs) or a step ran out of memory, and rises slowly: only after a number of quiet
-readings, which doubles with every fall, so that a load that comes and goes makes a session settle instead of
-reloading again and again.
+The allocator keeps the memory that activations took. So the memory that is still free after the first
+steps is not needed by steps, and weights may take it. The budget falls at once when free memory runs
+short (because of another program, another model, or larger inputs) or when a step ran out of memory. The
+budget rises slowly: only after a number of quiet readings, which doubles with every fall. With a load
+that comes and goes, a session therefore settles and does not reload its weights again and again.
 
-What is left free (the headroom) is for what has not been seen yet: other programs, larger inputs, memory that the
-allocator cannot use because it lies in pieces. Once nothing has moved for a while (`CALM`), less of it is enough; the
-first sign that it is not (free memory below half of it, an allocation that failed or had to be tried twice) brings the
-first headroom back.
+The memory left free (the headroom) is for needs that were not seen yet: other programs, larger inputs,
+and memory that the allocator cannot use because of fragmentation. After a number of readings without
+change (`CALM`) a smaller headroom is enough. The first headroom is restored at the first sign that the
+smaller one is not enough: free memory below half of the headroom, or an allocation that failed or had to
+be retried.
 
-An integrated device computes in the host's memory: one budget for both, of which the device's weights come first, because
-what is there need not be copied. A loaded module's weights lie in that memory wherever they wait: what streams of them can
-move to the device, and nothing is free because one moves back.
+An integrated device computes in the host's memory. The device and the host then share one budget, and
+weights on the device come first, because those are not copied. The weights of a loaded module take that
+memory wherever they wait. So streamed weights can move to the device without taking more memory, and
+moving weights back to the host frees no memory. The module imports no torch and has no side effects.
 """
 
 from __future__ import annotations
@@ -23,21 +25,23 @@ from dataclasses import dataclass, replace
 from ..common.memory import Memory
 from ..common.sizes import GIB, MIB
 
-HEADROOM, MOST_HEADROOM = 0.025, GIB // 2  # of the device, left free at first; at most so many bytes
-LOW = 0.5  # of the headroom: below it the budget falls
-WORTH = 0.02  # of the device: a rise below it is not worth a new layout
-STILL = 0.002  # of the device: what moves less between two readings has not moved
-CALM = 2  # times the readings before a rise, in a row, in which nothing moved: settled
-CAREFUL = 1.5  # times as many where the session trains: a step that fails there is lost
-SETTLED_WORTH = 0.005  # of the device: the one rise of a settled session is worth a new layout from here on
-QUIET, MOST_QUIET = 3, 1 << 10  # readings before a rise; doubled by every fall
-GIVEN_UP = 0.25  # of what is held, when a pass without gradients ran out of memory
-HOSTS_LEAST = 8  # the part of a shared budget that is the host's at least: files are read through it
+# The first headroom: a share of the device's memory, and at most so many bytes.
+HEADROOM, MOST_HEADROOM = 0.025, GIB // 2
+LOW = 0.5  # the budget falls when less than this share of the headroom is free
+WORTH = 0.02  # the least rise that is worth a new layout, as a share of the device's memory
+STILL = 0.002  # smaller differences between two readings do not count, as a share of the device's memory
+CALM = 2  # a session has settled after this many times the readings before a rise, without change in a row
+CAREFUL = 1.5  # a session that trains needs this many times as many readings, because a failed step is lost
+SETTLED_WORTH = 0.005  # like `WORTH`, for a settled session, which rises only once
+QUIET, MOST_QUIET = 3, 1 << 10  # readings before a rise, at first and at most; doubled by every fall
+GIVEN_UP = 0.25  # share of the held weights to give up when a pass without gradients ran out of memory
+# The host gets at least 1/8 of a budget shared with the device, because files are read through host memory.
+HOSTS_LEAST = 8
 
 
 @dataclass(frozen=True)
 class Left:
-    """What a settled session leaves free: ``share`` of the device, within bytes."""
+    """The headroom of a settled session: ``share`` of the device's memory, from ``least`` to ``most`` bytes."""
 
     share: float
     least: int
@@ -47,13 +51,18 @@ class Left:
         return max(self.least, min(self.most, int(self.share * total)))
 
 
-# One part of a model is 50 to 130 MB, so the last of them is what this is about: at 8 GB 3 % of a step (measured).
+# A unit of a model takes 50 to 130 MB, so these values decide whether one more unit fits. On a card with
+# 8 GB that unit is 3 % of the time of a step (measured).
 INFERENCE = Left(0.01, 96 * MIB, 256 * MIB)
 TRAINING = Left(0.0175, 160 * MIB, 448 * MIB)
 
 
 class Governor:
-    """The budget of one session."""
+    """The rule for the VRAM budget of one session.
+
+    ``ooms`` and ``retries``: failed and retried allocations so far, as in `Memory`. ``settled``: whether
+    readings have not changed for a while, so that a smaller headroom is left free.
+    """
 
     def __init__(self, ooms: int = 0, retries: int = 0) -> None:
         self._quiet = 0
@@ -61,15 +70,15 @@ class Governor:
         self._ooms, self._retries = ooms, retries
         self._calm = 0
         self._last: Memory | None = None
-        self.settled = False  # nothing has moved for a while: less is left free
+        self.settled = False
 
     @staticmethod
     def headroom(memory: Memory) -> int:
-        """Bytes to be left free before a session has settled."""
+        """Return the bytes to leave free before a session has settled."""
         return 0 if memory.weights_only else min(MOST_HEADROOM, int(HEADROOM * memory.total))
 
     def leaves(self, memory: Memory, training: bool = False) -> int:
-        """Bytes to be left free now."""
+        """Return the bytes to leave free now; ``training``: whether the session trains."""
         first = self.headroom(memory)
         return min(first, (TRAINING if training else INFERENCE).of(memory.total)) if self.settled else first
 
@@ -77,12 +86,13 @@ class Governor:
         self, memory: Memory, held: int, least: int, everything: int, budget: int | None = None, *,
         training: bool = False, alone: bool = True, recording: bool = True,
     ) -> int | None:  # fmt: skip
-        """A new budget after a step, None to keep the present one.
+        """Return a new budget in bytes after a step, or None to keep the present budget.
 
-        ``budget``: the present one (default: ``held``), of which not all need be held; ``held``: bytes of weights on the
-        device; ``least``: the smallest budget that works; ``everything``: what all weights take. ``training``: a step
-        that fails is lost, but for those that were not ``recording`` for a backward (sampling); ``alone``: no other
-        session's budget follows the same device.
+        ``held``: bytes of weights on the device; ``least``: the smallest budget that works;
+        ``everything``: bytes of all weights; ``budget``: the present budget (default: ``held``), which
+        weights need not fill. ``training``: whether the session trains, so that a failed step is lost;
+        ``recording``: whether the step recorded gradients (False for sampling, whose failed passes are
+        not lost); ``alone``: whether no other session's budget follows the same device.
         """
         retried, self._retries = memory.retries > self._retries, max(self._retries, memory.retries)
         if memory.ooms > self._ooms:
@@ -96,7 +106,7 @@ class Governor:
             return self._fall(held - (self.headroom(memory) - memory.free), held, least)
         spare = memory.free - headroom
         target = min(everything, held + spare)
-        most = max(held, budget or 0)  # what is not held of it holds no unit more
+        most = max(held, budget or 0)  # the part of the budget that is not held is too small for another unit
         worth = SETTLED_WORTH if self.settled else WORTH
         if target - most < min(worth * memory.total, max(1, everything - most)):
             self._quiet = 0
@@ -108,7 +118,10 @@ class Governor:
         return target
 
     def _settle(self, memory: Memory, training: bool, steady: bool) -> None:
-        """Note whether anything moved since the reading before."""
+        """Count the readings in a row without change, and settle the session after enough of them.
+
+        ``steady``: False where the reading counts as a change in any case.
+        """
         last, self._last = self._last, memory
         still = STILL * memory.total
         moved = (
@@ -120,26 +133,33 @@ class Governor:
         self._calm = 0 if moved or not steady or memory.spills else self._calm + 1
         if not self.settled and self._calm >= CALM * self._patience * (CAREFUL if training else 1):
             self.settled = True
-            self._quiet = self._patience - 1  # it has waited already
+            self._quiet = self._patience - 1  # the wait before a rise is over already
 
     def unsettle(self) -> None:
-        """Something new is about to run: begin to wait anew. What a settled session leaves free still counts."""
+        """Start the wait until the session settles again, because a pass with new inputs is about to run.
+
+        A session that has settled stays settled, with its smaller headroom.
+        """
         self._calm = 0
 
     def short(self, memory: Memory, held: int, least: int, training: bool = False) -> int | None:
-        """A new budget after a step that ran out of memory: of one that trains the least at once, because every try is a
-        lost step, and hosts give up after a few."""
+        """Return a new budget in bytes after a step that ran out of memory, or None if no smaller budget works.
+
+        For ``training``, go to ``least`` at once: every further attempt is a lost step, and host
+        applications give up after a few.
+        """
         self._ooms = max(self._ooms, memory.ooms)
         more = held - least if training else max(int(GIVEN_UP * held), self.headroom(memory) - memory.free)
         return self._fall(held - more, held, least)
 
     def gave(self) -> None:
-        """Another session was given some of the budget: rise again later than sooner."""
+        """Wait twice as long before the next rise, because the session gave up a part of its budget."""
         self._quiet = self._calm = 0
         self.settled = False
         self._patience = min(MOST_QUIET, 2 * self._patience)
 
     def _fall(self, target: int, held: int, least: int) -> int | None:
+        # Return ``target``, at least ``least``, as the new budget; None if that is not below ``held``.
         self.gave()
         target = max(least, target)
         return target if target < held else None
@@ -149,30 +169,43 @@ class Governor:
 
 
 def beside(whole: int, on_device: int) -> int:
-    """Of ``whole`` bytes for weights in a shared memory, those for the host beside ``on_device`` for the device."""
+    """Return the host's part of ``whole`` bytes for weights in shared memory, beside ``on_device`` bytes.
+
+    ``on_device``: bytes of weights that the device takes.
+    """
     return max(whole // HOSTS_LEAST, whole - on_device)
 
 
 def wherever(memory: Memory, waiting: int) -> Memory:
-    """``memory``, shared, as a session of a loaded module reads it, of whose weights ``waiting`` bytes are on the host: it can
-    have them on the device instead, and would free nothing by giving way."""
+    """Return ``memory``, which device and host share, with ``waiting`` more bytes free.
+
+    ``waiting``: bytes of a loaded module's weights that wait on the host. These weights can move to the
+    device without taking more memory. At least the headroom counts as free, because the session would
+    free no memory by moving weights back to the host.
+    """
     return replace(memory, free=max(memory.free + waiting, Governor.headroom(memory)))
 
 
 class Regrowth:
-    """When weights that pressure took out of a pool may come back: after quiet readings, twice as many with every loss."""
+    """The rule for when weights may return to a VBAR after other programs' needs took memory out of the VBAR.
+
+    The weights return after a number of quiet readings, which doubles with every loss.
+    """
 
     def __init__(self) -> None:
         self._quiet = 0
         self._patience = QUIET
 
     def lost(self) -> None:
-        """Pressure took some."""
+        """Wait twice as long before the next return, because other programs' needs took memory."""
         self._quiet = 0
         self._patience = min(MOST_QUIET, 2 * self._patience)
 
     def read(self, memory: Memory, held: int, most: int) -> int | None:
-        """How many bytes may be held from now on, None to wait; ``held``: now, ``most``: the budget."""
+        """Return the bytes that may be held from now on, or None to wait.
+
+        ``held``: bytes held now; ``most``: the budget in bytes.
+        """
         target = min(most, held + memory.free - Governor.headroom(memory))
         if target - held < min(WORTH * memory.total, max(1, most - held)):
             self._quiet = 0

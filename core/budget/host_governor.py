@@ -1,14 +1,21 @@
-"""`HostGovernor`: the RAM budget of one session, by what the host has left. Pure."""
+"""`HostGovernor`: follow the free host memory with the RAM budget of one session (``ram="auto"``).
+
+The module imports no torch and has no side effects.
+"""
 
 from __future__ import annotations
 
-LOW = 0.5  # of the bytes to be left free: below it the budget falls
-WORTH = 0.1  # of the first budget that a rise must be: a file's cache is filled anew for it
-QUIET, MOST_QUIET = 8, 1 << 10  # readings before a rise; doubled by every fall
+LOW = 0.5  # the budget falls when less than this share of the bytes to be left free is free
+WORTH = 0.1  # the least rise, as a share of the first budget: after a rise a file's cache is filled again
+QUIET, MOST_QUIET = 8, 1 << 10  # readings before a rise, at first and at most; doubled by every fall
 
 
 class HostGovernor:
-    """The RAM budget of one session. ``first``: the bytes it began with and never exceeds; ``keep``: bytes left to others."""
+    """The rule for the RAM budget of one session.
+
+    ``first``: the first budget in bytes, which later budgets never exceed; ``keep``: bytes of host memory
+    to leave free for other programs.
+    """
 
     def __init__(self, first: int, keep: int) -> None:
         self.first, self.keep = first, keep
@@ -16,10 +23,10 @@ class HostGovernor:
         self._patience = QUIET
 
     def read(self, free: int, held: int, budget: int, least: int) -> int | None:
-        """Return a new budget in bytes, None to keep ``budget``.
+        """Return a new RAM budget in bytes, or None to keep ``budget``.
 
-        ``free``: bytes of host memory that this process can have; ``held``: bytes that the session holds; ``least``: the
-        smallest budget that works.
+        ``free``: bytes of host memory that this process can have; ``held``: bytes that the session holds;
+        ``least``: the smallest budget that works.
         """
         keep = self.keep
         if free < LOW * keep:

@@ -1,7 +1,8 @@
-"""`BudgetLedger`: the device bytes that one session holds, is promised, and may give to others or ask of them.
+"""`BudgetLedger`: account for the device bytes that a session holds, was promised, and may give to others.
 
-The rules are in `device_governor`, `shared_budget` and `priority`. The ledger applies them to one session, which it knows as a
-`Holder`.
+The rules are in `device_governor`, `shared_budget` and `priority`. The ledger applies these rules to one
+session, which it accesses through the `Holder` protocol. A session "gives way" when it moves resident
+weights off the device, or gives up promised bytes, so that another session can have the memory.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ logger = logging.getLogger("carom")
 
 
 class Holder(Protocol):
-    """A session's weights on the device, as its ledger asks about them. All sizes are bytes."""
+    """The view that a ledger has of its session's weights on the device. All sizes are bytes."""
 
     name: str
 
     @property
     def closed(self) -> bool:
-        """Whether no layout was made yet, or the session was closed."""
+        """Whether the session has no layout yet or was closed."""
 
     @property
     def attached(self) -> bool:
@@ -41,15 +42,15 @@ class Holder(Protocol):
 
     @property
     def pool_promise(self) -> int | None:
-        """The most that residents and a VBAR take together, None where there is no VBAR."""
+        """The most bytes that residents and a VBAR take together; None if the session has no VBAR."""
 
     @property
     def vbar_bytes(self) -> int:
-        """Device memory of a VBAR, which is not the allocator's."""
+        """Device memory of a VBAR, which torch's allocator does not count."""
 
     @property
     def everything_bytes(self) -> int:
-        """What all of the module's weights take on the device."""
+        """The bytes that all of the module's weights take on the device."""
 
     @property
     def loading_bytes(self) -> int:
@@ -65,14 +66,17 @@ class Holder(Protocol):
 
     @property
     def waiting_bytes(self) -> int | None:
-        """Host memory that weights give back when they move to a device that shares it; None for other devices and files."""
+        """Host memory that is freed when waiting weights move to a device that shares the host's memory.
+
+        None for other devices, and for weights that are read from files.
+        """
 
     @property
     def may_give(self) -> bool:
-        """Whether residents may leave now: no graph needs them, and the last step's times were read."""
+        """Whether residents may leave now: no autograd graph needs them, and the last step's times were read."""
 
     def hold_idle(self, locks: contextlib.ExitStack) -> bool:
-        """Keep the session out of passes while ``locks`` are held; return False at once where it is in one."""
+        """Block passes of the session while ``locks`` are held; return False at once if a pass is running."""
 
     def resize(self, budget: int) -> None:
         """Lay the weights out again for ``budget`` bytes."""
@@ -82,28 +86,30 @@ class Holder(Protocol):
 
 
 class BudgetLedger:
-    """The one writer of a session's VRAM budget, and a member of a `SharedBudget` or of its device's sessions.
+    """The only object that changes a session's VRAM budget.
 
     ``vram``: the session's budget in bytes. ``priority``: sessions of lower priority give way first.
+    ``shared``: the `SharedBudget` that the session takes part in, or None. ``mates``: the sessions that
+    use the same memory, or None. ``governor``: the rule that lets the budget follow the device's free
+    memory, or None for a fixed budget.
     """
 
     def __init__(self, engine: Engine, shared: SharedBudget | None) -> None:
         self._engine = engine
         self.shared = shared
         self.mates: Mates | None = None
-        self.governor: Governor | None = None  # where the budget follows the device's memory
+        self.governor: Governor | None = None
         self._vram = 0
         self.priority = 0
         self._holder: Holder | None = None
-        self._laying = 0  # bytes that a layout under way may take
-        self._keeps = 0  # bytes kept for the return of a parked session
-        self._passing = (
-            0  # the most that the allocator was seen to keep for passes, when the session was parked
-        )
-        self._peak = self._peak_under = 0  # the most bytes held, and the budget then
+        self._laying = 0  # bytes promised to a layout that is being made
+        self._keeps = 0  # bytes of a shared budget reserved for the session's return from being parked
+        # The most cached bytes of the allocator (memory that passes use) seen when the session was parked.
+        self._passing = 0
+        self._peak = self._peak_under = 0  # the most bytes held, and the budget at that time
 
     def follow(self, holder: Holder) -> None:
-        """Answer for ``holder`` from now on."""
+        """Account for the weights of ``holder`` from now on."""
         self._holder = holder
 
     @property
@@ -124,18 +130,22 @@ class BudgetLedger:
         self._vram = budget
 
     def allot(self, budget: int) -> None:
-        """Set the session's budget to ``budget`` bytes, or to what a shared budget leaves of them."""
+        """Set the session's budget to ``budget`` bytes, or to fewer where a shared budget leaves fewer."""
         with self.taking():
             self._vram = min(budget, self.most(budget))
 
     def most(self, otherwise: int) -> int:
-        """Return the largest budget that a shared budget leaves the session; ``otherwise`` where nothing is shared."""
+        """Return the largest budget that a shared budget allows; ``otherwise`` if no budget is shared."""
         if self.shared is None:
             return otherwise
         return self.promised_bytes - self.unused_bytes + self.shared.free_for(self)
 
     def most_grown(self, memory: Memory, most: int, everything: int) -> int:
-        """Return ``most``, or more where a shared budget can rise by what ``memory`` leaves."""
+        """Return the largest budget that the session can have if a shared budget rises as ``memory`` allows.
+
+        ``most``: the largest budget without that rise, returned where no rise is possible;
+        ``everything``: bytes of all of the session's weights.
+        """
         shared = self.shared
         if shared is None or self.holder.pool_promise is not None:
             return most
@@ -143,10 +153,11 @@ class BudgetLedger:
         return max(most, min(most + total - shared.nbytes, shared.part_of(self, everything, total)))
 
     def memory(self) -> Memory | None:
-        """Return what the session may take of the device, None where nothing tells."""
+        """Return the device memory as the session may use it; None if the device's memory is unknown."""
         device, holder = self._engine.memory(), self.holder
         if device is not None and not self._engine.counts_all_memory:
-            # A VBAR's pages are not the allocator's, and so not among what this process has.
+            # The total lacks a VBAR's pages, because torch's allocator does not count them for this
+            # process.
             device = replace(device, total=device.total + holder.vbar_bytes)
         waiting = holder.waiting_bytes
         if device is not None and waiting is not None:
@@ -157,7 +168,7 @@ class BudgetLedger:
 
     @property
     def closed(self) -> bool:
-        """Whether the session has no layout yet, or none any more."""
+        """Whether the session has no layout yet or was closed."""
         return self.holder.closed
 
     @property
@@ -167,7 +178,7 @@ class BudgetLedger:
 
     @property
     def everything_bytes(self) -> int:
-        """What all of the session's weights would take on the device."""
+        """The bytes that all of the session's weights would take on the device."""
         return self.holder.everything_bytes
 
     @property
@@ -177,7 +188,7 @@ class BudgetLedger:
 
     @property
     def promised_bytes(self) -> int:
-        """Device bytes of weights that are held, or may be under a shared budget without asking again."""
+        """Device bytes that weights take, or may take under a shared budget without asking the budget again."""
         if self._laying:
             return self._laying
         holder = self.holder
@@ -190,25 +201,28 @@ class BudgetLedger:
 
     @property
     def unused_bytes(self) -> int:
-        """The promised bytes that are not held."""
+        """The promised bytes that no weight takes now.
+
+        0 while a layout is being made, without a layout in effect, and with a VBAR.
+        """
         none = self._laying or not self.holder.attached or self.holder.pool_promise is not None
         return 0 if none else self.promised_bytes - self.held_bytes
 
     @property
     def unheld_bytes(self) -> int:
-        """The promised bytes that may not be on the device yet: all of those of a layout that is about to begin."""
+        """The promised bytes that may not be on the device yet; all of them while a layout is being made."""
         if self._laying:
             return self._laying
         return max(0, self.promised_bytes - self.held_bytes) if self.holder.attached else 0
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of a shared budget that are kept for the session's return from being parked."""
+        """Bytes of a shared budget that are reserved for the session's return from being parked."""
         return 0 if self._laying or self.holder.attached else self._keeps
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes that the session could give to another one now."""
+        """Bytes that the session could give to another session now; 0 while a pass is running."""
         with contextlib.ExitStack() as locks:
             return max(0, self.promised_bytes - self.least_bytes) if self.holder.hold_idle(locks) else 0
 
@@ -220,7 +234,7 @@ class BudgetLedger:
         return self._peak
 
     def begin_peak(self) -> None:
-        """Forget the peak of a larger budget."""
+        """Forget the peak if the present budget is smaller than the budget of that peak."""
         if self._vram < self._peak_under:
             self._peak = 0
         self._peak_under = self._vram
@@ -233,23 +247,29 @@ class BudgetLedger:
     # -- what others want
 
     def give(self, nbytes: int, of_device: bool = False) -> int:
-        """Let up to ``nbytes`` bytes of resident weights leave for another session, and return how many did.
+        """Give up to ``nbytes`` bytes to another session, and return the bytes given.
 
-        ``of_device``: device memory is wanted, so that promised bytes that are not held do not count. Never raises: a session
-        that fails at giving is parked, and its own next forward tries again.
+        ``of_device``: the other session needs device memory, so promised bytes that are not held do not
+        count. Never raises: if laying out the remaining weights fails, this session is parked, and its
+        next forward tries again.
         """
         before = self.promised_bytes
         try:
             return self.release(nbytes, of_device)
         except Exception as error:
-            # As text: a kept record would keep the error's frames.
+            # Log the error as text, because a log record that is kept would keep the frames of the
+            # exception.
             logger.warning(
                 "carom: %s could not give memory to another model: %s", self.holder.name, str(error)
             )
             return max(0, before - self.promised_bytes)
 
     def release(self, nbytes: int, of_device: bool = False) -> int:
-        """Let up to ``nbytes`` bytes of resident weights leave, and return how many did. Raises what laying out raises."""
+        """Give up at most ``nbytes`` bytes of resident weights or promised bytes, and return the bytes given up.
+
+        ``of_device``: see `give`. Return 0 for a fixed budget, while a pass is running, and while
+        residents may not leave. Raises the errors of making a layout.
+        """
         holder = self.holder
         with contextlib.ExitStack() as locks:
             if not holder.hold_idle(locks) or self.governor is None or not holder.may_give:
@@ -265,7 +285,7 @@ class BudgetLedger:
                 return 0
             self.governor.gave()
             if bounded and holder.pool_promise is None and budget >= self.held_bytes:
-                self._vram = budget  # the rest was not held
+                self._vram = budget  # no weight has to move: the bytes given up were promised but not held
                 holder.account()
             else:
                 holder.resize(budget)
@@ -292,9 +312,11 @@ class BudgetLedger:
     def ask(
         self, missing: int, of_device: bool = False, mates: Mates | None = None, needed: bool = False
     ) -> bool:
-        """Let other sessions give ``missing`` bytes, as far as they can. Returns whether any did.
+        """Let other sessions give up to ``missing`` bytes, and return whether any session gave bytes.
 
-        ``needed``: this session cannot run without these bytes, so that sessions of higher priority give way too.
+        ``of_device``: see `give`. ``mates``: the sessions to ask (default: those on the same memory).
+        ``needed``: this session cannot run without these bytes, so sessions of higher priority give way
+        too.
         """
         given = False
         mates = mates or self.mates
@@ -308,9 +330,10 @@ class BudgetLedger:
         return given
 
     def make_room(self, budget: int, among: SharedBudget | None = None) -> bool:
-        """Let other sessions give way where ``budget`` bytes are short of this new session's weights.
+        """Let other sessions give way if this new session's weights take more than ``budget`` bytes.
 
-        ``among``: the shared budget that the session is about to join. Returns whether the room changed.
+        ``among``: the shared budget that the session is about to join. Return whether the available bytes
+        changed.
         """
         most = self.holder.loading_bytes
         shared = among or self.shared
@@ -323,7 +346,10 @@ class BudgetLedger:
         return given or grown != 0
 
     def count_use(self) -> None:
-        """Note that a step begins. Where this session is short and another is used much less, that one gives way."""
+        """Count a step that begins.
+
+        If this session streams units and another session is used much less, let the other session give way.
+        """
         mates = self.mates
         if mates is None or len(mates.members) < 2:
             return
@@ -340,19 +366,19 @@ class BudgetLedger:
     # -- locks of a shared budget
 
     def coming(self, shared: SharedBudget | None) -> contextlib.AbstractContextManager[Any]:
-        """Return a lock that keeps other new sessions of ``shared`` waiting until this one is laid out."""
+        """Return a lock that makes other new sessions of ``shared`` wait until this session is laid out."""
         return contextlib.nullcontext() if shared is None else shared.mates.coming
 
     def taking(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a lock under which nobody else takes bytes of the shared budget."""
+        """Return a lock under which no other session takes bytes of the shared budget."""
         return contextlib.nullcontext() if self.shared is None else self.shared.mates.lock
 
     def growing(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a lock under which nobody else of a budget that grows takes or leaves device memory."""
+        """Return a lock under which no other session takes or frees memory of a shared budget that grows."""
         return self.taking() if self.shared is not None and self.shared.grows else contextlib.nullcontext()
 
     def may_grow(self, locks: contextlib.ExitStack) -> bool:
-        """Enter `growing` for as long as ``locks`` are held; return False at once where another session is in it."""
+        """Hold the lock of `growing` while ``locks`` are held; return False at once if another session holds it."""
         if self.shared is None or not self.shared.grows:
             return True
         lock = self.shared.mates.lock
@@ -365,7 +391,7 @@ class BudgetLedger:
 
     @contextlib.contextmanager
     def laying_out(self) -> Iterator[None]:
-        """Keep what is promised now promised until a layout is done, whatever is held meanwhile."""
+        """Keep the promised bytes at their present number until a layout is made, whatever is held meanwhile."""
         with self.growing():
             before = self._laying
             self._laying = before or self.promised_bytes
@@ -375,11 +401,17 @@ class BudgetLedger:
                 self._laying = before
 
     def promise(self, nbytes: int) -> None:
-        """Promise ``nbytes`` to the first layout, or to one that returns from being parked; 0 ends the promise."""
+        """Promise ``nbytes`` bytes to a first layout, or to a layout that returns from being parked.
+
+        0 ends the promise.
+        """
         self._laying = nbytes
 
     def claim(self, budget: int) -> bool:
-        """Raise the promise of the layout under way to ``budget`` bytes; return False where they are not there."""
+        """Raise the promise to the layout that is being made to ``budget`` bytes, and return the success.
+
+        Return False if the shared budget has too few free bytes.
+        """
         with self.taking():
             more = budget - (self._laying or self._vram)
             if self.shared is not None and more > 0:
@@ -390,9 +422,11 @@ class BudgetLedger:
             return True
 
     def begin_with_least(self, least: int, had: int, error: BudgetError) -> None:
-        """Set the budget to ``least`` bytes for a first layout, where they are there; raises ``error`` or BudgetError.
+        """Set the budget to ``least`` bytes for a first layout.
 
-        ``had``: bytes of a shared budget before others gave way.
+        ``had``: bytes of a shared budget before other sessions gave way. If fewer than ``least`` bytes
+        are free, raises ``error``, or BudgetError where other sessions of the shared budget hold the
+        missing bytes.
         """
         shared = self.shared
         if shared is not None:
@@ -409,25 +443,26 @@ class BudgetLedger:
     # -- parked sessions
 
     def keep_least(self) -> None:
-        """Keep what the parked session needs to return, where a budget is shared."""
+        """Reserve the parked session's least bytes for its return, if the budget is shared."""
         self._keeps = 0 if self.shared is None else self.least_bytes
 
     def leave_device(self) -> None:
-        """Note what passes took of the device before the session is parked."""
+        """Record the bytes that the allocator keeps for passes, before the session is parked."""
         memory = self.memory() if self.governor is not None else None
         self._passing = 0 if memory is None else max(self._passing, memory.cached)
 
     def return_to_device(self) -> None:
-        """Choose the budget of a session that returns from being parked; others give way first where memory is short.
+        """Choose the budget of a session that returns from being parked.
 
-        Raises BudgetError where they cannot, and the session's least is not there.
+        If memory is short, other sessions give way first. Raises BudgetError if the session's least bytes
+        are not free in a shared budget after that.
         """
         memory = self.memory()
         if self.governor is None or memory is None:
             return
         if self.mates is not None:
             self.mates.order.returned(id(self))
-        passing = max(self._passing, memory.cached)  # what passes want of what is free
+        passing = max(self._passing, memory.cached)  # bytes of free and cached memory that passes need
 
         def room(memory: Memory) -> int:
             return memory.free if memory.weights_only else memory.free + memory.cached - passing
@@ -448,6 +483,7 @@ class BudgetLedger:
         if asked or self._vram < budget:
             self.governor.gave()
 
+    # Set the budget and the promise to ``budget`` bytes, or to the free bytes of a shared budget.
     def _come_back(self, budget: int) -> None:
         with self.taking():
             least = self.least_bytes
@@ -459,7 +495,7 @@ class BudgetLedger:
             self._vram = self._laying = budget
 
     def too_little(self, left: int, least: int) -> BudgetError:
-        """Return the error for ``left`` bytes of the shared budget where the session needs ``least``."""
+        """Return the error for a shared budget with ``left`` bytes free of the ``least`` bytes needed."""
         return BudgetError(
             f"{format_size(left)} of {self.shared} are left for {self.holder.name}, whose least is {least} bytes "
             f"({format_size(least)}): others hold the rest, and cannot give way now (they are in a step, or a graph still "

@@ -1,8 +1,11 @@
-"""PURE. How much more of a device weights may take where a host set the budget before it had seen a pass.
+"""Raise a budget that a host application set before any pass had run, by the memory that passes leave free.
 
-A host such as ComfyUI estimates what a pass needs beside the weights, and adds reserves. Once passes have run, what they
-left free is known: all but a headroom of it is room. Allocators use memory now better, now worse: where a pass ran out of it
-with some of that room taken, half as much is tried once more, then none.
+A host application such as ComfyUI estimates how much device memory a pass needs in addition to the
+weights, and adds reserves. Once passes have run, the bytes that they left free are known. Weights may
+take these bytes except for a headroom. The same pass can need more memory another time, because
+allocators do not always use memory equally well. If a pass runs out of memory while weights take extra
+bytes, half as many extra bytes are tried once more, and none after the next failure. The module imports
+no torch and has no side effects.
 """
 
 from __future__ import annotations
@@ -14,37 +17,46 @@ from ..common.memory import Memory
 from ..common.sizes import MIB
 from .device_governor import STILL, Left
 
-# Of the device, for other programs, for what was not seen yet, and for what moving weights about costs an allocator: with 192 MiB
-# two of three layouts did not hold on a card with 6 GiB (records comfyui-11 and -12), where up to 0.2 GB more lay in pieces afterwards.
+# The headroom: device memory left free for other programs, for passes that need more than those seen so
+# far, and for fragmentation after weights were moved. With 192 MiB, passes ran out of memory under two of
+# three layouts on a card with 6 GiB (records comfyui-11 and -12): up to 0.2 GB more was fragmented after
+# weights had moved.
 LEAVES = Left(0.05, 320 * MIB, 640 * MIB)
-READINGS = 3  # in a row that agree
-SIZES = 64  # of inputs that are remembered
+READINGS = 3  # consecutive readings of free memory that must agree before the budget may rise
+SIZES = 64  # number of input sizes that are remembered
 
 
 class Room:
-    """``keep``: bytes that stay free at least; ``most``: bytes that the budget never exceeds."""
+    """The bytes by which a session's budget may exceed the budget that its host application set.
+
+    ``keep``: the least device bytes to leave free; ``most``: bytes that the budget never exceeds.
+    ``none``: whether the budget must stay at the host application's value. ``beyond``: the most bytes by
+    which the budget may exceed that value, infinite before the first failure.
+    """
 
     def __init__(self, keep: int = 0, most: float = math.inf) -> None:
         self.keep, self.most = keep, most
-        self.none = False  # the host's estimate holds
-        self.beyond = math.inf  # bytes beyond the host's budget that may be tried at most
+        self.none = False
+        self.beyond = math.inf
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Weights were laid out anew."""
+        """Forget all readings, because the weights were laid out again."""
         self._last: Memory | None = None
         self._alike = 0
         self._asked: set[Hashable] = set()
 
     @property
     def unsure(self) -> bool:
-        """Whether passes ran whose readings do not agree yet."""
+        """Whether passes have run but too few consecutive readings agree yet."""
         return not self.none and self._last is not None and self._alike < READINGS
 
     def passed(self, memory: Memory, asked: Hashable) -> None:
-        """A pass ended with ``memory`` left; ``asked``: sizes of its inputs, which others may need more for.
+        """Record the device's ``memory`` as a pass left it, for inputs of the sizes ``asked``.
 
-        What the pass took is the allocator's still, so that what is free was free throughout.
+        The allocator keeps the memory that the pass used, so the bytes that are free now were free
+        throughout the pass. A pass with inputs of other sizes may need more, so new sizes start the count
+        of readings again.
         """
         last, self._last = self._last, memory
         still = STILL * memory.total
@@ -55,13 +67,20 @@ class Room:
         self._asked.add(asked)
 
     def failed(self, beyond: int) -> None:
-        """A pass ran out of memory with ``beyond`` bytes more than the host's budget."""
+        """Record that a pass ran out of memory.
+
+        ``beyond``: bytes by which the budget exceeded the host application's. Allow half as many bytes
+        after the first failure, and none after the second.
+        """
         self.none = self.none or self.beyond < math.inf
         self.beyond = beyond // 2
 
     def spare(self, budget: int, base: int, unused: int = 0) -> int:
-        """Bytes that ``budget`` may rise by now, ``base`` being the host's own; ``unused``: bytes of it that no weight
-        holds, which are free and spoken for."""
+        """Return the bytes by which ``budget`` may rise now.
+
+        ``base``: the host application's budget in bytes. ``unused``: bytes of ``budget`` that no weight
+        takes; the device reports these as free although they are already promised to weights.
+        """
         if self.none or self._last is None or self._alike < READINGS:
             return 0
         left = self._last.free - unused - max(self.keep, LEAVES.of(self._last.total))

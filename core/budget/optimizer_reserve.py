@@ -1,12 +1,14 @@
-"""Before an optimizer's first step: room on the device for the state that the step will make.
+"""Make room on the device for an optimizer's state before the step that creates the state.
 
-With ``vram="auto"`` weights take what steps leave free, and until an optimizer has stepped nothing shows what it will
-keep. A step that runs out of memory half way leaves a state that later steps fall over. So torch tells of every step that
-begins (one hook for all optimizers, while any session's budget follows a device); what parameters with a gradient and
-without state will need is estimated, and where it is not free sessions hold less, the one used least first. The
-allocator's cache is not counted as free for what stays: the next step's activations return there.
+With ``vram="auto"`` weights take the memory that steps leave free. Until an optimizer has stepped, no
+reading of free memory shows how much its state will take. An optimizer step that runs out of memory half
+way leaves an incomplete state, on which later steps fail. So a hook runs before every step of every
+optimizer, while any session's budget follows a device. The hook estimates the bytes of state for the
+parameters that have a gradient and no state yet. If these bytes are not free, sessions give up resident
+weights, the least used session first. The allocator's cache does not count as free for the state, because
+the activations of the next step need that cache.
 
-A step whose parameters all have their state pays a few microseconds.
+A step whose parameters all have their state costs a few microseconds more.
 """
 
 from __future__ import annotations
@@ -30,27 +32,37 @@ from ..plan.residency import round_up
 from .device_governor import LOW, Governor
 
 logger = logging.getLogger("carom")
-VALUES = 2  # kept for each value trained, by Adam and its kin: two moments; of others nothing is known
-FOUND = 2  # more where the step's size is found on the way (Prodigy): where training began, and a sum of gradients
-TRIES = 4  # layouts of one session before a step
-FULL = 4  # bytes: optimizers other than torch's keep values in full precision, whatever the parameter's
+# State values for each trained value: the two moments of Adam and similar optimizers, assumed for every
+# optimizer.
+VALUES = 2
+# Further state values of optimizers that estimate the step size (Prodigy): the first weights, a sum of
+# gradients.
+FOUND = 2
+TRIES = 4  # the most layouts of one session before an optimizer step
+FULL = 4  # bytes of a state value: optimizers other than torch's keep full precision for any parameter dtype
 
-# How torch's CUDA allocator reserves: up to the first, many share a segment; below the second, a segment of the third is
-# divided; from there on each has its own (c10/cuda/CUDACachingAllocator.h: kSmallSize, kMinLargeAlloc, kLargeBuffer).
+# Bytes that decide how torch's CUDA allocator reserves memory. Allocations of at most ``_SMALL`` bytes
+# share small segments. Allocations below ``_LARGE`` bytes share segments of ``_SHARED`` bytes. Each
+# larger allocation has a segment of its own (c10/cuda/CUDACachingAllocator.h: kSmallSize, kMinLargeAlloc,
+# kLargeBuffer).
 _SMALL, _LARGE, _SHARED = MIB, 10 * MIB, 20 * MIB
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of a device that a step newly takes: ``state`` it keeps, ``passing`` it gives back at its end."""
+    """The bytes of a device that an optimizer step newly takes.
+
+    ``state``: bytes that stay allocated; ``passing``: bytes that are free again at the end of the step.
+    """
 
     state: int = 0
     passing: int = 0
 
     def missing(self, memory: Memory, activations: int = 0) -> int:
-        """Bytes that weights have to leave for it, so that the headroom is free after it; 0 where it fits.
+        """Return the bytes that weights must free to keep the headroom free; 0 if the step fits.
 
-        ``activations``: what the next forward and backward want of what is free; what passes may use it meanwhile.
+        ``activations``: bytes of free memory that the next forward and backward will take. The step's
+        passing bytes can use the same memory before that.
         """
         wanted = self.state + max(self.passing, activations)
         headroom = Governor.headroom(memory)
@@ -60,7 +72,10 @@ class Needs:
 
 
 def reserved(nbytes: int, grain: int) -> int:
-    """Device bytes that a tensor of ``nbytes`` takes; ``grain``: what the allocator rounds large ones up to."""
+    """Return the device bytes that a tensor of ``nbytes`` bytes takes.
+
+    ``grain``: bytes to whose multiples the allocator rounds large allocations.
+    """
     exact = round_up(nbytes, ALIGN)
     if grain < _SMALL or exact <= _SMALL:
         return exact
@@ -70,8 +85,12 @@ def reserved(nbytes: int, grain: int) -> int:
 def needs(
     optimizer: torch.optim.Optimizer, fresh: set[int], device: torch.device, grain: int, coming: bool = False
 ) -> Needs:
-    """What a step of ``optimizer`` takes on ``device`` beside what is there: ``fresh`` are the ids of parameters that get
-    their state in it. ``coming``: gradients come, and are stepped, one by one."""
+    """Return the bytes that the next step of ``optimizer`` newly takes on ``device``.
+
+    ``fresh``: ids of the parameters that get their state in the step. ``grain``: see `reserved`.
+    ``coming``: whether gradients are still to be computed, and each parameter is stepped as soon as its
+    gradient is there.
+    """
     state = passing = 0
     for group in optimizer.param_groups:
         stepped = [
@@ -90,13 +109,13 @@ def needs(
 
 
 def _kept_bytes(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> int:
-    """Bytes of one of the values kept for ``parameter``."""
+    """Return the bytes of one state tensor (such as a moment) of ``parameter``."""
     size = parameter.element_size()
-    if "foreach" not in group:  # torch's own have it; their state has the parameter's dtype
+    # Groups of torch's own optimizers have "foreach"; their state has the parameter's dtype.
+    if "foreach" not in group:
         size = max(size, FULL)
-        bits = getattr(
-            getattr(optimizer, "args", None), "optim_bits", None
-        )  # bitsandbytes says what it keeps
+        # Optimizers of bitsandbytes name the bits of their state.
+        bits = getattr(getattr(optimizer, "args", None), "optim_bits", None)
         if bits == 8:
             size = 1
     return parameter.numel() * size
@@ -105,19 +124,28 @@ def _kept_bytes(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) 
 def _passing(
     group: dict[str, Any], copies: list[int], values: int, device: torch.device, one_by_one: bool
 ) -> int:
-    """Bytes that stepping a group takes for a while."""
-    if "foreach" not in group:  # each parameter in its turn, all that is computed for it apart
+    """Return the bytes that stepping a parameter group takes temporarily.
+
+    ``copies``: device bytes of each stepped parameter; ``values``: state values for each trained value;
+    ``one_by_one``: whether each parameter is stepped by itself.
+    """
+    if "foreach" not in group:  # parameters are stepped one after the other, with temporaries for one of them
         return values * max(copies)
     if group.get("fused"):
         return 0
-    # Of torch's, those that step a group at once hold one more copy of it: roots of second moments in Adam, for one.
+    # An optimizer of torch that steps a whole group at once holds one more copy of the group, such as the
+    # square roots of the second moments in Adam.
     at_once = group["foreach"] if group["foreach"] is not None else device.type != "cpu"
     return sum(copies) if at_once and not one_by_one else max(copies)
 
 
 def where_trained(module: nn.Module) -> str | None:
-    """``training`` (see `stream`) where a budget follows the device: what trains beside larger frozen weights stays on
-    the device whatever the budget is by now, because its optimizer's state is, or will be, there."""
+    """Return the setting ``training`` of `stream` for a budget that follows the device.
+
+    Return "resident" if ``module`` has trainable parameters, of no more bytes than its frozen parameters;
+    else None. Such trainable parameters stay on the device under any budget, because their optimizer's
+    state is, or will be, on the device.
+    """
     trained = frozen = 0
     for parameter in module.parameters():
         size = parameter.numel() * parameter.element_size()
@@ -133,7 +161,11 @@ def where_trained(module: nn.Module) -> str | None:
 
 @dataclass
 class _Seen:
-    """Of an optimizer: its parameters, its states, and the parameters that had neither state nor gradient so far."""
+    """The parameters of an optimizer, as `fresh_in` last saw them.
+
+    ``count``: number of parameters; ``states``: number of parameters with state; ``left``: the parameters
+    that had neither state nor gradient so far.
+    """
 
     count: int
     states: int
@@ -144,14 +176,15 @@ _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKey
 
 
 def fresh_in(optimizer: torch.optim.Optimizer, coming: bool = False) -> set[int]:
-    """Ids of the parameters that get their state in the step that begins; of each it is told once. ``coming``: of those
-    without a gradient too."""
+    """Return the ids of the parameters that get their state in the step that begins.
+
+    Each parameter is returned once only. ``coming``: include parameters that have no gradient yet.
+    """
     state, groups = optimizer.state, optimizer.param_groups
     count = sum(len(group["params"]) for group in groups)
     seen = _seen.get(optimizer)
-    if (
-        seen is None or seen.count != count or len(state) < seen.states
-    ):  # new ones, or a state that was dropped
+    # Start again for a new optimizer, after parameters were added, and after a state was dropped.
+    if seen is None or seen.count != count or len(state) < seen.states:
         left = [weakref.ref(p) for group in groups for p in group["params"] if not state.get(p)]
         seen = _seen[optimizer] = _Seen(count, 0, left)
     seen.states = len(state)
@@ -170,13 +203,17 @@ def fresh_in(optimizer: torch.optim.Optimizer, coming: bool = False) -> set[int]
 
 
 class Giver(Protocol):
-    """A session's ledger, which lets residents leave where memory is short."""
+    """A session's ledger, which moves resident weights off the device when memory is short."""
 
     def release(self, nbytes: int, of_device: bool = False) -> int: ...
 
 
 class Place(Protocol):
-    """An engine: where a session computes."""
+    """A device engine of a session.
+
+    ``device``: the device that computes; ``grain``: bytes to whose multiples its allocator rounds large
+    allocations.
+    """
 
     device: torch.device
     grain: int
@@ -186,7 +223,7 @@ class Place(Protocol):
 
 
 class Used(Protocol):
-    """Tells how often sessions were used lately."""
+    """A counter of the recent uses of sessions, by the session's id."""
 
     def uses(self, key: int) -> int: ...
 
@@ -208,7 +245,7 @@ _graph_task = torch._C._current_graph_task_id
 
 
 def enter(session: Giver, place: Place, key: Hashable, used: Used) -> None:
-    """``session`` gives way before optimizers' steps, on the device that ``key`` names."""
+    """Let ``session`` give up weights before optimizer steps, on the device that ``key`` names."""
     global _hook
     with _lock:
         _members[session] = _Member(place, key, used)
@@ -217,38 +254,43 @@ def enter(session: Giver, place: Place, key: Hashable, used: Used) -> None:
 
 
 def leave(session: Giver) -> None:
-    """It does so no more."""
+    """Stop asking ``session`` to give up weights before optimizer steps."""
     with _lock:
         _members.pop(session, None)
         _unhook()
 
 
 def _unhook() -> None:
-    """Nobody is left to give way (sessions may be dropped unclosed): torch need not tell of steps."""
+    """Remove the optimizer hook if no session is left; sessions may be dropped without being closed."""
     global _hook
     if not _members and _hook is not None:
         _hook.remove()
         _hook = None
 
 
+# The hook that torch calls before each step of any optimizer.
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling() or _graph_task() != -1:
-        return  # nothing may move within a backward
+        return  # no weight may move while a backward runs
     make_room(optimizer)
 
 
 def make_room(optimizer: torch.optim.Optimizer, coming: bool = False) -> None:
-    """Let sessions give way for the state that ``optimizer``'s next step makes. ``coming``: for all parameters, whose
-    gradients are not there yet and are to be stepped one by one.
+    """Let sessions give up weights to make room for the state that the next step of ``optimizer`` creates.
 
-    Raises torch.OutOfMemoryError where a session found no room for what it was to hold; nothing was stepped then.
+    ``coming``: make room for the state of all parameters, whose gradients are still to be computed and
+    which are stepped one by one. Raises torch.OutOfMemoryError if a session found no memory for the
+    weights that it keeps; no parameter was stepped then.
     """
     for members, wanted in _wanted(optimizer, coming):
         _give(members, wanted)
 
 
 def _wanted(optimizer: torch.optim.Optimizer, coming: bool) -> list[tuple[list[tuple[Any, _Member]], Needs]]:
-    """Sessions of a device, and what the step takes there: of devices where it takes anything."""
+    """Return, for each device on which the step creates state, the sessions and the step's bytes there.
+
+    Return an empty list, with a warning in the log, where the needs cannot be estimated.
+    """
     devices: dict[Hashable, list[tuple[Any, _Member]]] = {}
     try:
         with _lock, torch._C.DisableTorchFunctionSubclass():
@@ -264,26 +306,31 @@ def _wanted(optimizer: torch.optim.Optimizer, coming: bool) -> list[tuple[list[t
             for members in devices.values():
                 place = members[0][1].place
                 found.append((members, needs(optimizer, fresh, place.device, place.grain, coming)))
-    except Exception as error:  # making room is a service: the step runs all the same
+    except Exception as error:  # the step runs even where no room could be made
         logger.warning("carom: what a step of %s takes is not known: %s", type(optimizer).__name__, error)
         return []
     return [(members, wanted) for members, wanted in found if wanted.state]
 
 
 def _give(members: list[tuple[Any, _Member]], wanted: Needs) -> None:
-    """The session that was used least gives first, and again where what it gave lies in pieces that nobody can use."""
+    """Let sessions give up weights until ``wanted`` fits, the least used session first.
+
+    A session is asked up to `TRIES` times, because the memory that it frees may be too fragmented for the
+    state.
+    """
     place = members[0][1].place
     before = place.memory()
     if before is None or not wanted.missing(before):
         return
-    place.trim()  # what the allocator still keeps then lies in pieces: too small for the state, and for what passes
+    place.trim()  # the memory that the allocator keeps after this is too fragmented for the step's tensors
     activations = 0
     for session, _ in sorted(members, key=lambda pair: pair[1].used.uses(id(pair[0]))):
         for _ in range(TRIES):
             memory = place.memory()
             if memory is None:
                 return
-            # The first reading says it: pieces of what gave way since are no room for activations either.
+            # The first reading after `trim` gives this value. In later readings `cached` includes
+            # fragments that weights left behind, which activations cannot use either.
             activations = max(activations, before.cached - memory.cached)
             missing = wanted.missing(memory, activations)
             given = session.release(missing, of_device=True) if missing else 0

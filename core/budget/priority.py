@@ -1,36 +1,47 @@
-"""`PriorityOrder`: which of the sessions on one memory gives way to which other, and when that is worth the copies. Pure.
+"""`PriorityOrder`: decide which session gives way to which other one, and when a move is worth its copies.
 
-Sessions of lower priority give way first; among equals the one used least, then the oldest. A new session comes first among
-equals: others give way to it at once. Later, bytes move at once from a session of lower priority to one that is short. Among
-equals they move only to a session that is short and has been used oftener, since the last move, by as many steps as make up for
-loading the weights, here and perhaps back again. Models that alternate are used alike, so nothing moves: any fixed split copies
-the same bytes a round, and every exchange would come on top. Every move doubles the lead that the next one needs, so that loads
-which come in bursts settle too.
+The sessions share one memory. A session gives way when it gives up device bytes of weights for another
+session. Sessions of lower priority give way first; of equal priorities the least used session, then the
+oldest. To a new session, all others of the same or lower priority give way at once.
+
+Later, bytes move at once from a session of lower priority to a session that is short of memory. Between
+equal priorities, bytes move only to a session that is short of memory and has run more steps since the
+last move. The difference (the lead) must make up for the cost of loading the weights, and perhaps of
+moving them back. Models that alternate run equally many steps, so no bytes move between them. That is
+intended: any fixed split copies the same bytes in each round, and each move would add copies. Every move
+doubles the lead that the next move needs, so sessions that are used in bursts settle too. The module
+imports no torch and has no side effects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
 
-LEAD, MOST = 3, 1 << 12  # steps ahead of another session; doubled by every move
+LEAD, MOST = 3, 1 << 12  # the lead in steps that a move needs, at first and at most; doubled by every move
 
 
 class PriorityOrder:
-    """The sessions of one memory, by a number each."""
+    """The priorities and the step counts of the sessions that share one memory.
+
+    Each session is identified by an integer key.
+    """
 
     def __init__(self) -> None:
-        self._uses: dict[int, int] = {}  # steps since the last move; in the order in which sessions joined
+        self._uses: dict[int, int] = {}  # key -> steps since the last move, in the order of joining
         self._priorities: dict[int, int] = {}
         self._lead = LEAD
 
     def join(self, key: int, priority: int = 0) -> None:
-        """Add the new session ``key``; all sessions' uses are counted anew."""
+        """Add the new session ``key`` and set the step counts of all sessions to 0."""
         self._uses = dict.fromkeys((*self._uses, key), 0)
         self._priorities = {**self._priorities, key: priority}
         self._lead = LEAD
 
     def returned(self, key: int) -> None:
-        """Count all sessions' uses anew for ``key``, which was parked: the steps of others meanwhile are no lead."""
+        """Set all step counts to 0 because ``key`` returned from being parked.
+
+        Otherwise the steps that other sessions ran meanwhile would count as a lead.
+        """
         if key in self._uses:
             self._count_anew()
 
@@ -46,7 +57,7 @@ class PriorityOrder:
         self._priorities = {key: rank for key, rank in self._priorities.items() if key in keys}
 
     def uses(self, key: int) -> int:
-        """Return the steps of ``key`` since the last move."""
+        """Return the number of steps of ``key`` since the last move."""
         return self._uses.get(key, 0)
 
     def highest(self, key: int) -> int:
@@ -63,19 +74,21 @@ class PriorityOrder:
             self._priorities = {**self._priorities, key: priority}
 
     def givers(self, key: int, all_of_them: bool = False) -> list[int]:
-        """Return the sessions that give way to the new session ``key``, in their order.
+        """Return the sessions that give way to the session ``key``, the first to give way first.
 
-        Sessions of higher priority are left out, unless ``all_of_them`` are wanted: for the least that ``key`` needs.
+        Sessions of higher priority are left out unless ``all_of_them`` is set, which is for bytes that
+        ``key`` cannot run without.
         """
-        uses, ranks = self._uses, self._priorities  # threads join and leave meanwhile
+        uses, ranks = self._uses, self._priorities  # other threads may replace these dicts meanwhile
         mine = ranks.get(key, 0)
         found = [other for other in uses if other != key and (all_of_them or ranks.get(other, 0) <= mine)]
         return sorted(found, key=lambda other: (ranks.get(other, 0), uses[other]))
 
     def used(self, key: int, short: bool, spare: Mapping[int, int]) -> int | None:
-        """Count a step of ``key`` that begins; return the session that gives way to ``key`` now, None for none.
+        """Count a step of ``key`` that begins, and return the session that gives way to ``key`` now, or None.
 
-        ``short``: not all of the weights of ``key`` are resident. ``spare``: bytes that other sessions could give.
+        ``short``: whether some of the weights of ``key`` are not resident. ``spare``: key of another
+        session -> bytes that the session could give.
         """
         uses, ranks = self._uses, self._priorities
         if key not in uses:

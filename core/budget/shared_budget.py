@@ -1,6 +1,7 @@
-"""`SharedBudget`: one budget of bytes for several sessions; `Mates`: the sessions of one device or of one such budget.
+"""`SharedBudget`: one budget of device bytes for several sessions. `Mates`: the sessions that share memory.
 
-`priority` decides which session gives way and when; `ledger` carries that out for one session.
+The module `priority` decides which session gives way (gives up device bytes for another session) and
+when. The module `ledger` carries that out for one session.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from .priority import PriorityOrder
 
 
 class BudgetMember(Protocol):
-    """What a shared budget, or another session, may know of a session. All sizes are bytes of the device."""
+    """The view that a shared budget, or another session, has of a session. All sizes are device bytes.
+
+    `BudgetLedger` implements this protocol and explains each property.
+    """
 
     priority: int
 
@@ -43,28 +47,34 @@ class BudgetMember(Protocol):
     def spare_bytes(self) -> int: ...
 
     def give(self, nbytes: int, of_device: bool = False) -> int:
-        """Give up to ``nbytes`` bytes, and return how many. Never raises: an error of the giver stays with the giver."""
+        """Give up to ``nbytes`` bytes to another session, and return the bytes given.
+
+        Never raises: an error of the giving session must not reach the session that asks.
+        """
 
 
 class Mates:
-    """The sessions whose budgets follow the same memory, and the order of their locks.
+    """The sessions whose budgets depend on the same memory: one device, or one shared budget.
 
-    ``coming`` is taken before ``lock``: the first from asking for room to being laid out, the second from reading what is
-    left to saying what of it is taken.
+    ``lock``: held from the reading of free bytes until the bytes taken are recorded. ``coming``: held by
+    a new session from its request for bytes until the session is laid out; a thread that takes both locks
+    takes ``coming`` first. ``order``: decides which session gives way. ``members``: id of a session's
+    ledger -> ledger.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # from reading what is left to saying what of it is taken
-        self.coming = threading.RLock()  # from asking for room to being laid out; taken before ``lock``
+        self.lock = threading.RLock()
+        self.coming = threading.RLock()
         self.order = PriorityOrder()
-        # Another one with every change: who goes through it in a thread of its own is not disturbed.
+        # Every change replaces the dictionary, so that other threads can iterate over the old one
+        # undisturbed.
         self.members: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._changing = threading.RLock()
 
     def join(self, member: BudgetMember) -> None:
         """Add ``member`` as the newest session."""
         with self._changing:
-            self.order.only(self.members)  # some may have been dropped unclosed
+            self.order.only(self.members)  # sessions may have been dropped without being closed
             members = self.members.copy()
             members[id(member)] = member
             self.members = members
@@ -79,7 +89,8 @@ class Mates:
             self.order.leave(id(member))
 
 
-# Those that a session has. A place may be the id of something that lives as long as its sessions.
+# Place -> the sessions there, for as long as any session refers to them. A place may be the id of an
+# object that lives as long as its sessions.
 _devices: weakref.WeakValueDictionary[Hashable, Mates] = weakref.WeakValueDictionary()
 _finding = threading.Lock()
 
@@ -91,13 +102,18 @@ def mates_on(place: Hashable) -> Mates:
 
 
 class SharedBudget:
-    """Bytes of weights that several sessions hold together at most: give the same object as ``vram`` to each.
+    """The most bytes of weights that several sessions hold together. Pass the same object as ``vram`` to each session.
 
-    ``size``: bytes, "12GiB" or "12GB". Each session holds what the others leave; a new one comes first and others give
-    way to it, down to one slot each; later, bytes go where a session is short and used much more than others. A session
-    that is parked holds nothing, and its least is kept for its return. ``by_size``: a new session asks of the others no
-    more than its part by size, which suits models that are used by turns. ``grows``: ``size`` is a guess to begin with, and
-    rises by what passes leave of the device, as with ``vram="auto"``. Raises BudgetError for a size that is none.
+    Each session holds the bytes that the other sessions leave. To a new session the others give way, down
+    to one slot each. Later, bytes move to a session that is short of memory and used much more than
+    others. A parked session holds no bytes, but its least bytes are reserved for its return.
+
+    ``size``: bytes, or a string such as "12GiB" or "12GB". ``by_size``: a new session asks the others for
+    no more than its share of the budget in proportion to the sizes of the models, which suits models that
+    are used in turns. ``grows``: ``size`` is a first guess, and the budget rises by the device memory
+    that passes leave free, as with ``vram="auto"``. Raises BudgetError if ``size`` is not a valid size.
+
+    Attributes: ``nbytes``: the present budget in bytes; ``mates``: the sessions.
     """
 
     def __init__(self, size: int | str, *, by_size: bool = False, grows: bool = False) -> None:
@@ -106,8 +122,8 @@ class SharedBudget:
         except ValueError as error:
             raise BudgetError(str(error)) from error
         self.by_size, self.grows = by_size, grows
-        self.first = self.nbytes  # bytes, to which it returns where a new session's passes are yet to be seen
-        self.later = 0  # bytes kept for sessions that are still to come
+        self.first = self.nbytes  # first budget in bytes, restored when a new session has not run a pass yet
+        self.later = 0  # bytes reserved for sessions that are still to be created
         self.mates = Mates()
 
     def __repr__(self) -> str:
@@ -120,17 +136,18 @@ class SharedBudget:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that nobody holds or may hold without asking again, and that are kept for nobody."""
+        """Bytes of the budget that no session holds and that are neither promised nor reserved."""
         return self.free_for(None)
 
     def free_for(self, member: BudgetMember | None) -> int:
-        """Return the bytes that ``member`` may take beyond those that it holds."""
+        """Return the bytes that ``member`` may take in addition to the bytes that it holds."""
         return max(0, self.nbytes - self._spoken_for(member))
 
     def _spoken_for(self, member: BudgetMember | None) -> int:
-        """Return the bytes that ``member`` holds or cannot have.
+        """Return the bytes of the budget that ``member`` holds or cannot have.
 
-        These are promised to sessions, kept for parked ones, or kept for sessions that are still to come.
+        These bytes are promised to sessions, reserved for parked sessions, or reserved for sessions that
+        are still to be created.
         """
         sessions = list(self.mates.members.values())
         taken = sum(each.promised_bytes for each in sessions)
@@ -138,9 +155,9 @@ class SharedBudget:
         return self.later + taken - (0 if member is None else member.unused_bytes)
 
     def part_of(self, member: BudgetMember | None, nbytes: int, of: int | None = None) -> int:
-        """Return the bytes that ``member``, with ``nbytes`` of weights, may ask other sessions to leave free.
+        """Return the bytes that ``member``, with ``nbytes`` bytes of weights, may ask other sessions to leave free.
 
-        ``of``: the bytes to divide, the budget's where None.
+        ``of``: the bytes to divide among the sessions; None: the whole budget.
         """
         if not self.by_size:
             return nbytes
@@ -149,7 +166,11 @@ class SharedBudget:
         return min(nbytes, (self.nbytes if of is None else of) * nbytes // max(1, everything))
 
     def memory(self, device: Memory | None, member: BudgetMember | None = None) -> Memory:
-        """Return what ``member`` may take of the budget, or of ``device`` where that has less left or more to grow into."""
+        """Return the memory that ``member`` may take.
+
+        Return ``device`` if the device has fewer bytes left than the budget, or more bytes left and the
+        budget grows; else return the budget as a `Memory` for weights only.
+        """
         free = self.free_for(member)
         if device is not None:
             left = device.free - Governor.headroom(device)
@@ -158,7 +179,7 @@ class SharedBudget:
                 return replace(device, free=device.free - unheld)
         return Memory(self.nbytes, free, 0, 0 if device is None else device.ooms, weights_only=True)
 
-    # -- one that grows
+    # -- a budget that grows
 
     def _unheld(self, member: BudgetMember | None) -> int:
         """Return the bytes promised to sessions other than ``member`` that the device may still report as free."""
@@ -166,7 +187,7 @@ class SharedBudget:
         return self.later + sum(each.kept_bytes + each.unheld_bytes for each in others)
 
     def could_be(self, memory: Memory, member: BudgetMember | None) -> int:
-        """Return the bytes that the budget can rise to, given ``memory``, which `memory` returned for ``member``."""
+        """Return the bytes to which the budget can rise; ``memory``: the result of `memory` for ``member``."""
         more = memory.free - Governor.headroom(memory) - self.free_for(member)
         return self.nbytes + (max(0, more) if self.grows and not memory.weights_only else 0)
 
@@ -176,19 +197,19 @@ class SharedBudget:
 
     @property
     def grown(self) -> int:
-        """The bytes that the budget rose by; negative after a pass ran out of memory."""
+        """The bytes by which the budget exceeds the first budget; may be negative after a pass ran out of memory."""
         return self.nbytes - self.first if self.grows else 0
 
     def fall(self) -> None:
-        """Lower the budget to what is spoken for, after a pass ran out of memory."""
+        """Lower a growing budget to the promised and reserved bytes, after a pass ran out of memory."""
         if self.grows:
             self.nbytes = min(self.nbytes, self._spoken_for(None))
 
     def fall_back(self, least: int = 0, of: int | None = None) -> None:
-        """Return to the first size for a new session, whose passes were not seen yet.
+        """Set a growing budget back to its first size, because a new session has not run a pass yet.
 
-        Where other sessions hold more than the first size, keep ``least`` bytes for the new one, within the present size
-        (or ``of`` bytes).
+        If other sessions hold more than the first size, keep ``least`` bytes for the new session in
+        addition, within the present budget (or within ``of`` bytes).
         """
         if self.grows:
             most = self.nbytes if of is None else of

@@ -1,10 +1,18 @@
-"""PURE. The plan that is predicted to be fastest: which units stay, once computing times and the link are known.
+"""Search for the plan with the shortest predicted step, from computing times and the speed of the link.
 
-The region takes what the residents leave, so a plan is a set of residents. Candidates come from the simple
-rule of `residency.py`, from spreads over the order at every useful size of the region, evenly by bytes or by what computing leaves
-of them unhidden, and from the ends of the order (both turns). They are replayed, the likeliest first, as far as the work
-allows, and the best is taken as it is. Small cases are searched whole. Where units can stay packed, all that stays is tried raw, all
-of it packed, and half of it. The work is bounded by a count of uses, not by time, and nothing is random: the same input gives the same plan.
+A plan decides which units (groups of weights that are copied together) stay on the device. The slot region
+gets the bytes that these residents leave, so a set of residents determines the plan. The candidates are:
+
+- the residents that the rule of `residency.py` chooses;
+- residents spread over the order of use, for several sizes of the region. The spread is even by bytes, or by
+  the bytes whose copies are not hidden behind computing;
+- the units at the start or at the end of the order of use, and the units that compute least per byte.
+
+`predict` replays the candidates, the most promising first, until the allowed work is spent. The best one
+becomes the plan unchanged. With few units, every set of residents is tried. Where units can stay packed,
+the search runs with all residents raw, with all residents packed, and with every second packable unit
+packed. The limit is a count of replayed uses, not time, and nothing is random: the same input always
+gives the same plan. The module imports no torch and has no side effects.
 """
 
 from __future__ import annotations
@@ -19,25 +27,35 @@ from statistics import median
 from .predict import Link, PackedTransfer, Prediction, Workload, floor_seconds, predict
 from .residency import Plan, UnitSize, Wish, packed_cost, plan_residency, resident_cost, round_up
 
-WORK = 24_000  # replayed uses; about 0.2 s of a core
+WORK = 24_000  # replayed uses that one search may take; about 0.2 s of one CPU core
+# Steps of each replay, for (inference, training). Slots may lie at other offsets from step to step.
 CYCLES = (
     4,
     2,
-)  # steps of each replay of inference, of training: slots may lie differently from one to the next
-ALL_OF_FEW = 200_000  # replayed uses that every choice of `ALWAYS` units stays below
-WHOLE = 12  # units of which every choice is tried, where the work allows,
-ALWAYS = 8  # and of which it is whatever the work
-FINAL = 6  # candidates whose order the longer replay decides
-ENOUGH = 1.002  # of the floor: what is this close is not searched further
-REGIONS = (2.0, 3.0, 4.0, 6.0, 1.5, 2.5, 1.0, 5.0, 8.0)  # of the largest streamed unit, the likeliest first
-USUAL = (3.0, 2.0, 1.0)  # at the first of these that the budget allows, ways to spread are compared
-HIDDEN = (0.0, 1.0, 0.5, 0.75)  # shares of the computing that weights are spread against
+)
+ALL_OF_FEW = 200_000  # replayed uses; trying every set of residents among `ALWAYS` units takes fewer
+WHOLE = 12  # with at most this many units every set of residents is tried, if the work allows that
+ALWAYS = 8  # with at most this many units every set of residents is tried, whatever the allowed work
+FINAL = 6  # number of best candidates that a longer replay compares again
+ENOUGH = 1.002  # the search ends at a step within this factor of the lower bound `_Search.floor`
+# Sizes of the region to try, as multiples of the largest streamed unit, the most promising first.
+REGIONS = (2.0, 3.0, 4.0, 6.0, 1.5, 2.5, 1.0, 5.0, 8.0)
+# The ways of choosing residents are compared at the first of these sizes that the budget allows.
+USUAL = (3.0, 2.0, 1.0)
+HIDDEN = (0.0, 1.0, 0.5, 0.75)  # shares of the computing time that are assumed to hide copies
 CHOSEN = "predicted to pay most"
 
 
 @dataclass(eq=False)
 class _Search:
-    """Evaluated residencies of one problem."""
+    """The sets of residents evaluated for one planning problem, and methods that propose further sets.
+
+    ``available``: device bytes for residents and the slot region. ``grain``: bytes to whose multiples the
+    device's allocator rounds. ``work``: replayed uses that are still allowed. ``seen``: predicted seconds
+    of a step by set of residents. ``best``: the least of these seconds. ``floor``: lower bound of a
+    step's seconds under any plan. ``cycles``: steps of each replay. ``passes``: uses of each unit in one
+    step, as `price` counts them. ``sizes``: unpacked bytes by unit.
+    """
 
     units: Sequence[UnitSize]
     available: int
@@ -45,12 +63,13 @@ class _Search:
     workload: Workload
     link: Link
     work: int
-    unpacking: Sequence[float] = ()  # seconds of it by unit
-    loose: frozenset[int] = frozenset()  # stay raw whatever
-    slots: int = 1  # of the largest streamed unit, that the region has at least
-    waits: Sequence[float] = ()  # seconds for the host at each use of what is not there as it is
+    unpacking: Sequence[float] = ()  # seconds that the device takes to unpack each unit
+    loose: frozenset[int] = frozenset()  # units that never stay packed
+    slots: int = 1  # the least number of slots of the largest streamed unit in the region
+    # By unit: seconds that the device waits for the host at each use, unless the unit is resident and raw.
+    waits: Sequence[float] = ()
     sizes: list[int] = field(init=False)
-    beside: list[float] = field(init=False)  # seconds that a use takes of the device beside its computing
+    beside: list[float] = field(init=False)  # by unit: device seconds of a use in addition to computing
     floor: float = field(init=False)
     cycles: int = field(init=False)
     passes: int = field(init=False)
@@ -63,7 +82,8 @@ class _Search:
         self.beside = [a + b for a, b in zip(self.unpacking or nothing, self.waits or nothing, strict=True)]
         dense = min((unit.packed / unit.nbytes for unit in self.units if unit.packed), default=1.0)
         self.floor = floor_seconds(self.sizes, int(self.available / dense), self.workload, self.link)
-        # What does not fit raw is unpacked; raw residents spare at most what the densest of them takes.
+        # Units that do not stay raw are unpacked at each use. Each raw resident byte saves at most the
+        # unpacking seconds per byte of the unit that is slowest to unpack.
         spared = max((s / size for s, size in zip(self.unpacking, self.sizes, strict=False)), default=0.0)
         decoding = max(0.0, sum(self.unpacking) - spared * self.available)
         self.floor = max(self.floor, sum(self.workload.phases) + decoding)
@@ -72,11 +92,14 @@ class _Search:
 
     @property
     def over(self) -> bool:
-        """Whether the work is spent, or nothing better can be found."""
+        """Whether to end the search: the work is spent, or the best step is within `ENOUGH` of the floor."""
         return self.work <= 0 or self.best <= ENOUGH * self.floor
 
     def region(self, resident: Iterable[int]) -> int | None:
-        """Bytes the region gets beside ``resident``; None where they do not fit together."""
+        """Return the bytes of the slot region when the units in ``resident`` stay.
+
+        Return None if every unit stays raw, or if the region would hold fewer than `slots` slots.
+        """
         raw, packed = self.divide(resident)
         streamed = [size for unit, size in enumerate(self.sizes) if unit not in raw]
         if not streamed:
@@ -84,24 +107,25 @@ class _Search:
         left = self.available - resident_cost([self.sizes[unit] for unit in raw], self.grain)
         left -= packed_cost((self.units[unit].packed for unit in packed), self.grain)
         region = min(left // self.grain * self.grain, round_up(sum(streamed), self.grain))
-        if min(streamed) == max(streamed):  # units of one size use whole slots only
+        if min(streamed) == max(streamed):  # for units of one size, part of a slot is of no use
             region = min(region, round_up(region // streamed[0] * streamed[0], self.grain))
         return region if region >= self.slots * max(streamed) else None
 
     def divide(self, chosen: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
-        """Of the units that stay, those that stay raw, and packed."""
+        """Split the units that stay into (units that stay raw, units that stay packed)."""
         packed = frozenset(u for u in chosen if u not in self.loose and self.units[u].packed)
         return frozenset(chosen) - packed, packed
 
     def cost(self, unit: int) -> int:
-        """Device bytes of ``unit``, when it stays."""
+        """Return the device bytes that ``unit`` takes if it stays."""
         packs = unit not in self.loose and self.units[unit].packed > 0
         return round_up(self.units[unit].packed if packs else self.sizes[unit], self.grain)
 
     def replay(self, chosen: Iterable[int], region: int, steps: int) -> Prediction:
-        """The step with these units staying."""
+        """Predict a step when the units in ``chosen`` stay and the region has ``region`` bytes."""
         raw, packed = self.divide(chosen)
-        # What crosses packed waits for the staging buffer, not for a slot. (The link's rate is of what it unpacks to.)
+        # The copy of a packed unit waits for the staging buffer, not for a slot. Its size is given in
+        # unpacked bytes, because the link's rate counts the unpacked bytes of such copies.
         there = {
             unit: PackedTransfer(0 if unit in packed else self.sizes[unit], seconds)
             for unit, seconds in enumerate(self.unpacking)
@@ -113,7 +137,7 @@ class _Search:
         return predict(self.sizes, raw, region, work, self.link, steps=steps, packed=there)
 
     def price(self, resident: frozenset[int], region: int) -> int:
-        """Work of one replay: finding a place takes longer the more slots there are."""
+        """Return the work of one replay in uses; finding a place takes longer the more slots the region has."""
         raw, _ = self.divide(resident)
         streamed = [size for unit, size in enumerate(self.sizes) if unit not in raw]
         slots = min(len(streamed), region * len(streamed) // sum(streamed))
@@ -121,7 +145,10 @@ class _Search:
         return (1 + self.cycles) * uses
 
     def try_(self, resident: Iterable[int]) -> None:
-        """Predict the step with these residents, where they fit and the work is not spent."""
+        """Predict and record the step with these residents, if they fit and the search is not over.
+
+        A set of residents that was already tried is not predicted again.
+        """
         chosen = frozenset(resident)
         region = self.region(chosen)
         if chosen in self.seen or region is None or self.over:
@@ -133,7 +160,10 @@ class _Search:
     # -- candidates
 
     def spreads(self, kept: frozenset[int]) -> Iterator[frozenset[int]]:
-        """Residents by each way to spread them, for each size of the region. The caller tries each before it asks for the next."""
+        """Yield candidate sets of residents that contain ``kept``, for several ways and sizes of the region.
+
+        The caller must pass each candidate to `try_` before it asks for the next one.
+        """
         free = [unit for unit in self.workload.order if unit not in kept]
         largest = max(self.sizes[unit] for unit in free)
         spent = resident_cost([self.sizes[unit] for unit in kept], self.grain)
@@ -148,11 +178,13 @@ class _Search:
         if any(self.waits):
             ways.insert(4, partial(self.first, sorted(free, key=lambda u: -self.waits[u] / self.sizes[u])))
 
+        # `leaving` returns the candidate of one way beside a region of ``slots`` largest units, None if
+        # that does not fit.
         def leaving(slots: float, way: Callable[[int], frozenset[int]]) -> frozenset[int] | None:
             room = self.available - spent - round_up(int(slots * largest), self.grain)
             return kept | way(room) if room >= 0 else None
 
-        # Each way at one size of the region, then the best ways at the others.
+        # Try every way at one size of the region, then the ways at all other sizes, the best way first.
         usual = next((slots for slots in USUAL if leaving(slots, ways[0]) is not None), None)
         if usual is None:
             return
@@ -169,8 +201,12 @@ class _Search:
                     yield candidate
 
     def weights(self, free: list[int], largest: int) -> Iterator[list[float]]:
-        """What to spread by: bytes, less those that hide behind a share of the computing; of the unit, or of it and as many
-        around it as a region holds, since a copy hides behind what is computed before it."""
+        """Yield lists of weights, one for each unit of ``free``, in proportion to which residents are spread.
+
+        A weight is the unit's bytes minus the bytes that can be copied during a share (`HIDDEN`) of the
+        computing time. The computing time is the unit's own, or that of all units around it within three
+        times ``largest`` bytes, because a copy is hidden behind the computing of the units before it.
+        """
         backward = self.workload.backward or [0.0] * len(self.units)
         passes = 2 if self.workload.train else 1
         rate = self.link.bytes_per_second
@@ -193,7 +229,11 @@ class _Search:
             yield wide
 
     def spread(self, free: list[int], weights: list[float], room: int, *, start: float) -> frozenset[int]:
-        """Residents worth ``room`` bytes, evenly over the order by ``weights``."""
+        """Return residents of at most ``room`` bytes, spread over the order of use by ``weights``.
+
+        ``start``: the credit to begin with, as a share of the smallest unit's cost. A unit stays as soon
+        as the credit that the units up to it have gathered covers its cost.
+        """
         costs = [self.cost(unit) for unit in free]
         wanted = sum(costs)
         share = min(1.0, room / wanted) * wanted / (sum(weights) or 1.0)
@@ -207,7 +247,7 @@ class _Search:
         return self.fill(chosen, free, room)
 
     def first(self, order: list[int], room: int) -> frozenset[int]:
-        """The first of ``order`` that fit into ``room``."""
+        """Return the units that fit into ``room`` bytes, tried in the sequence of ``order``."""
         chosen: set[int] = set()
         for unit in order:
             size = self.cost(unit)
@@ -217,7 +257,7 @@ class _Search:
         return frozenset(chosen)
 
     def fill(self, chosen: set[int], free: list[int], room: int) -> frozenset[int]:
-        """What rounding left."""
+        """Return ``chosen`` and the units of ``free``, largest first, that fit into the ``room`` bytes left."""
         for unit in sorted(free, key=lambda u: (-self.sizes[u], u)):
             size = self.cost(unit)
             if unit not in chosen and size <= room:
@@ -240,21 +280,25 @@ def choose(
     two_slots: bool = False,
     waits: Sequence[float] = (),
 ) -> tuple[Plan, Prediction]:
-    """The plan for ``budget`` device bytes whose predicted step is shortest, and that prediction.
+    """Return the plan for ``budget`` device bytes with the shortest predicted step, and the prediction.
 
-    ``unpacking``: bytes/s at which the device unpacks what crosses or stays packed, of which ``workload`` knows nothing;
-    None: nothing is. ``two_slots``: at least, where the rule finds room for them. ``waits``: seconds by unit that the device waits
-    for the host at each use, unless the unit stays as it is. Raises BudgetError as `plan_residency`
-    does, whose plan is the first candidate: the choice is never worse.
+    ``fixed_bytes``, ``wish`` and ``grain``: see `plan_residency`. ``work``: replayed uses that the search
+    may take. ``unpacking``: bytes/s at which the device unpacks packed units, a time that ``workload``
+    does not include; None: no unit is packed. ``two_slots``: require a region of at least two slots of
+    the largest streamed unit, if the plan of `plan_residency` has them. ``waits``: by unit, the seconds
+    that the device waits for the host at each use, unless the unit is resident and raw.
+
+    The plan of `plan_residency` is the first candidate, so the predicted step is never longer than under
+    that plan. Raises BudgetError where `plan_residency` does.
     """
     seconds = [unit.nbytes / unpacking if unpacking and unit.packed else 0.0 for unit in units]
     packs = [index for index, unit in enumerate(units) if unpacking and unit.packed]
     ways = [frozenset[int](), frozenset(packs), frozenset(packs[::2])] if packs else [frozenset[int]()]
-    if packs and any(waits):  # what waits for the host stays as it is
+    if packs and any(waits):  # also try to pack only the units with short waits for the host
         middle = median(waits[index] for index in packs)
         ways += [way] if (way := frozenset(i for i in packs if waits[i] < middle)) else []
     found = []
-    for way in ways:  # of equals the one that unpacks less
+    for way in ways:  # the unpacked way comes first: of equal predictions, `min` below takes the first
         some = [replace(unit, packed=unit.packed if i in way else 0) for i, unit in enumerate(units)]
         spend = work // len(ways)
         given = some, budget, fixed_bytes, workload, link, wish or Wish(), grain, spend, seconds
@@ -268,7 +312,10 @@ def _choose(
     units: Sequence[UnitSize], budget: int, fixed_bytes: int, workload: Workload, link: Link, wish: Wish, grain: int,
     work: int, unpacking: Sequence[float], two_slots: bool, waits: Sequence[float],
 ) -> tuple[Plan, Prediction]:  # fmt: skip
-    """What packs stays packed; ``unpacking``: seconds by unit."""
+    """Return the plan and prediction of `choose` when every resident that can be packed stays packed.
+
+    ``unpacking``: seconds that the device takes to unpack each unit.
+    """
     rule = plan_residency(units, budget, fixed_bytes, wish, grain, packed=True)
     sizes = [unit.nbytes for unit in units]
     if rule.all_resident or not units:
@@ -277,7 +324,8 @@ def _choose(
     kept = frozenset(
         index for index, unit in enumerate(units) if index in rule.resident and (unit.loose or not unit.block)
     )
-    # What is unpacked into the only slot there is waits for its reader: two, as `decide.with_staging` wants them.
+    # With a single slot, the unpacking of a unit waits until the unit before it was used. So require two
+    # slots, as `with_staging` in session/rule_planner.py does.
     slots = min(2, rule.slots) if two_slots or any(unpacking) else 1
     search = _Search(units, budget - fixed_bytes, grain, workload, link, work, unpacking, kept, slots, waits)
     search.try_({*rule.resident, *rule.packed})

@@ -1,9 +1,9 @@
-"""Units and residency for a module under a budget: how fine to carve, and how large the region is to be.
+"""The rule-based planner: carve a module into units and plan residency under a budget, without measured times.
 
-Blocks are the natural unit: one copy, one wait, no matter what happens inside. Large blocks are split
-into their parts all the same where each part is still a copy at full link rate, because bubbles shrink
-with the unit: a region holds more of them, a copy starts as soon as a part has been used, and residency
-comes in finer steps. (Measured: docs/units.md.)
+A block of the model is the natural unit: one copy and one wait serve everything inside the block. Large blocks
+are nevertheless split into parts, as long as each part is still copied at the full link rate, because smaller
+units shorten the time in which the device waits: the region holds more units, a copy starts as soon as a part
+has been used, and the number of resident bytes can be chosen in finer steps. (Measured: docs/units.md.)
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ from ..placement.packer import EXPECTED, packs
 from ..plan.region import ALIGN
 from ..plan.residency import SMALL_UNIT, Plan, UnitSize, Wish, plan_residency, resident_cost, round_up
 
-COARSE = 256 * MIB  # bytes; where the host binds: fewer units cost it less
-PART = 128 * MIB  # bytes; copies of a quarter of this are still at 98 % of the link rate (measured)
+COARSE = 256 * MIB  # bytes; unit size where the host is the bottleneck: fewer units cost less host time
+PART = 128 * MIB  # bytes; copies of a quarter of this size still reach 98 % of the link rate (measured)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``vram``: budget in bytes; ``granularity`` and ``training`` as in `stream`; ``stay``: names -> why resident;
-    ``from_file``: whether a tensor's bytes come from a weights file (None: there is none); ``packs``: whether room is
-    wanted in which packed weights are decoded; ``among``: names of units that alone may stay, but for small ones (None:
-    any); ``wires``: what a unit packs to (0: it does not), where units may stay packed on the device; ``unpacking``: bytes/s
-    of output at which the device unpacks, where that was measured; ``staged``: bytes of that room that a unit takes (0: none),
-    where they are known; ``trains``: whether backwards are known to go through it, whatever they train."""
+    """The inputs of a planner, apart from the module.
+
+    ``vram``: budget in bytes. ``granularity``, ``training``: as in `stream`. ``stay``: names of tensors that must
+    be resident, with the reason. ``from_file``: returns a true value for a tensor whose bytes come from a weights
+    file (None: no weights file). ``packs``: whether to reserve staging memory, in which packed weights are
+    unpacked. ``among``: names of the only units, apart from small ones, that may stay (None: any unit).
+    ``wires``: returns the bytes that a unit packs to (0: the unit does not pack); None where units may not stay
+    packed on the device. ``unpacking``: bytes of output per second at which the device unpacks (None: not
+    measured). ``staged``: returns the staging bytes that a unit takes (0: none); None where these are not known.
+    ``trains``: whether backward passes are known to go through the module, whatever they train.
+    """
 
     vram: int
     granularity: str
@@ -50,13 +55,14 @@ class Settings:
 
 
 def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, Plan]:
-    """A carving of ``module`` and the plan for it; ``grain``: bytes the device's allocator rounds up to.
+    """Return a carving of ``module`` and the plan for that carving.
 
-    Raises BudgetError with the least budget that works, UnsupportedError for tensors that cannot be managed.
+    ``grain``: bytes to whose multiples the device's allocator rounds up. Raises BudgetError with the least budget
+    that works, and UnsupportedError for tensors that cannot be managed.
     """
     limits = _limits(module, settings)
     error: BudgetError | None = None
-    # Trainable weights stay where they fit, and stream where they do not.
+    # Trainable weights stay resident if they fit into the budget, and are streamed otherwise.
     for training in ("resident", "stream") if settings.training is None else (settings.training,):
         for limit in limits:
             carving = cut(module, replace(settings, training=training), limit)
@@ -76,7 +82,8 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
                 if error is None or (reason.least_bytes or 0) < (error.least_bytes or 0):
                     error = reason.with_traceback(None)
                 continue
-            # One slot overlaps nothing: prefer finer units while there are any, also to those that find no room to cross packed.
+            # With a single slot no copy overlaps computing: go on to the next finer limit, as long as one is left.
+            # Do so too where packed weights found no staging memory.
             crosses = plan.staging_bytes > 0 or limit is not None or compiled(module)
             if (plan.slots >= 2 and crosses) or plan.all_resident or limit == limits[-1]:
                 return carving, plan
@@ -88,11 +95,11 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
     try:
         raise error
     finally:
-        del error  # with its traceback it would keep this frame, and so the carving's tensors
+        del error  # the error's traceback would keep this frame alive, and with it the carving's tensors
 
 
 def _adapters_too_large(nbytes: int, vram: int) -> BudgetError:
-    """Trainable weights that are to stay resident alone exceed the budget."""
+    """Return the error for trainable weights of ``nbytes`` bytes, which must stay resident but exceed the budget."""
     return BudgetError(
         f"vram={format_size(vram)} is too small: trainable weights of {format_size(nbytes)} stay resident; the least budget "
         f"that works is {nbytes} bytes",
@@ -101,26 +108,26 @@ def _adapters_too_large(nbytes: int, vram: int) -> BudgetError:
 
 
 def _limits(module: nn.Module, settings: Settings) -> list[int | None]:
-    """Bytes of the largest units, as they are to be tried."""
+    """Return the limits on a unit's bytes that `decide` tries, in order; None: blocks are not split."""
     if settings.granularity != "auto":
         return [None]
     finest: list[int | None] = [settings.vram // 3, settings.vram // 6, 1]
-    if compiled(module):  # what is compiled as one runs best as one
+    if compiled(module):  # a compiled part runs best when it is not split
         return [None, *finest]
     parts: list[int | None] = [PART, *(n for n in finest if n is not None and n < PART)]
-    # Packed bytes wait for a staging buffer, not for a slot: whole blocks leave no bubbles, and a step of training uses each
-    # unit three times, which costs the host.
+    # Packed bytes wait for a staging buffer, not for a slot, so whole blocks cause no gaps between copies. A training
+    # step uses each unit three times, and each use costs host time, so fewer units are better there.
     return [None, *parts] if settings.packs and _trains(cut(module, settings, None), settings) else parts
 
 
 def plan_within(carving: Carving, settings: Settings, grain: int) -> Plan:
-    """A plan by the rule for units that are carved already. Raises BudgetError."""
+    """Return the rule's plan for the units of an existing ``carving``. Raises BudgetError."""
     given = problem(carving, settings, grain)
     return with_staging(carving, settings, grain, functools.partial(by_rule, given, carving, settings, grain))
 
 
 def compiled(module: nn.Module) -> bool:
-    """Whether any part of ``module`` is compiled."""
+    """Return whether ``module`` or any of its submodules is compiled."""
     return any(
         getattr(part, "_compiled_call_impl", None) is not None or "_orig_mod" in part._modules
         for part in module.modules()
@@ -128,7 +135,10 @@ def compiled(module: nn.Module) -> bool:
 
 
 def cut(module: nn.Module, settings: Settings, limit: int | None) -> Carving:
-    """``module`` in units of at most ``limit`` bytes where they can be split."""
+    """Return ``module`` carved into units, split to at most ``limit`` bytes where splitting is possible.
+
+    ``limit=None``: no unit is split for its size.
+    """
     stream_trainable = settings.training == "stream"
 
     def carved() -> Carving:
@@ -146,7 +156,11 @@ def cut(module: nn.Module, settings: Settings, limit: int | None) -> Carving:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a planner is given of a carving: ``fixed`` bytes are spoken for."""
+    """The properties of a carving that a planner depends on.
+
+    ``units``: the sizes of the units, in order of use; ``fixed``: device bytes of tensors that must stay resident;
+    ``wish``: the size of the slot region to aim for.
+    """
 
     units: list[UnitSize]
     fixed: int
@@ -154,11 +168,11 @@ class Problem:
 
 
 def problem(carving: Carving, settings: Settings, grain: int) -> Problem:
-    """The planner's view of ``carving``."""
+    """Return the properties of ``carving`` that a planner depends on."""
     wires = settings.wires if settings.packs else None
     counted = [entry.nbytes for entry, _ in carving.resident if entry.counted]
     fixed = resident_cost([round_up(nbytes, ALIGN) for nbytes in counted], grain)
-    # Of the parts of a split block the small ones (norms, biases) are better kept than copied.
+    # The small parts of a split block (norms, biases) are better kept on the device than copied.
     least = min(SMALL_UNIT, carving.largest // 8)
     units = [
         UnitSize(
@@ -180,9 +194,14 @@ def with_staging(
     plan: Callable[[int, bool], Plan],
     rule: Callable[[int, bool], Plan] | None = None,
 ) -> Plan:
-    """``plan(vram, packed)`` with room for packed weights to be decoded in, where they are to be, some stream, and it is
-    there: two of the largest wires, so that one is copied while the other is decoded, or one. With it units may stay ``packed``.
-    ``rule``: the same in no time, where ``plan`` is a search; it tells whether there is something to search for."""
+    """Return the plan that ``plan(vram, packed)`` makes, with staging memory for packed weights where possible.
+
+    Staging memory is reserved if ``settings.packs`` is set, some units stream, and the budget has room for the
+    staging memory: for two of the largest packed units, so that one is copied while the other is unpacked, or
+    else for one. Only with staging memory may units stay packed on the device (``packed``).
+    ``rule``: a fast substitute for ``plan``, where ``plan`` is a slow search. ``rule`` tells which staging size
+    works before ``plan`` is called.
+    """
     quick = rule or plan
     whole = quick(settings.vram, False)
     if settings.packs and not whole.all_resident:
@@ -199,8 +218,11 @@ def with_staging(
 
 
 def _staging(carving: Carving, settings: Settings, grain: int) -> list[int]:
-    """Bytes that packed weights could be decoded in within the budget, the best first: twice a wire, so that one is copied
-    while the other is decoded, or once where its halves cross one after the other (`Staging.pieces`)."""
+    """Return the staging sizes in bytes that fit the budget, the best first.
+
+    The best size holds two packed units, so that one is copied while the other is unpacked. A unit whose halves can
+    cross one after the other (`Staging.pieces`) counts once. The smaller size holds one packed unit.
+    """
     if settings.staged is None:
         units = [unit for unit in carving.units if any(map(packs, unit.entries))]
         wires = [round_up(int(unit.nbytes * EXPECTED), ALIGN) for unit in units]
@@ -213,7 +235,10 @@ def _staging(carving: Carving, settings: Settings, grain: int) -> list[int]:
 
 
 def _wire(unit: Unit) -> int:
-    """Bytes that a unit packs to, before any of it was: other dtypes than bfloat16 gain less, which differs."""
+    """Return the estimated packed bytes of ``unit``, for a unit that was not packed yet.
+
+    Only bfloat16 tensors are counted as packed: other dtypes gain less, and how much varies.
+    """
     sizes = [
         int(entry.nbytes * EXPECTED)
         if packs(entry) and entry.tensor.dtype is torch.bfloat16
@@ -224,26 +249,34 @@ def _wire(unit: Unit) -> int:
 
 
 def _halves(unit: Unit) -> bool:
-    """Whether none of the unit's tensors is more than half of it."""
+    """Return whether no tensor of ``unit`` takes more than half of the unit's bytes."""
     return 2 * max(entry.nbytes for entry in unit.entries) <= unit.nbytes
 
 
 def by_rule(
     given: Problem, carving: Carving, settings: Settings, grain: int, vram: int, packed: bool
 ) -> Plan:
-    """Raises BudgetError."""
+    """Return the rule's plan for ``given`` under ``vram`` bytes. Raises BudgetError.
+
+    ``packed``: whether units may stay on the device in packed form.
+    """
     among = settings.among
     names = {unit.name: index for index, unit in enumerate(carving.units)}
-    # Units that are carved otherwise than those that were named are chosen from freely.
+    # The names are from an earlier carving: where this one has other units, any unit may stay.
     chosen = {names[name] for name in among} if among is not None and among <= names.keys() else None
     return plan_residency(given.units, vram, given.fixed, given.wish, grain, chosen, packed)
 
 
 def _wish(carving: Carving, settings: Settings) -> Wish:
-    """Bytes kept at a turn are as good as resident, so training takes three blocks; forwards alone take two thirds of one (predicted
-    steps of a DiT and of Flux get shorter down to there, for any budget), and half of one where weights cross packed: they wait
-    for the staging buffer, not for a slot. Whole blocks that do take two slots: the rest
-    is as good resident, and costs the host nothing."""
+    """Return the size to aim for when sizing the slot region.
+
+    For blocks that are split: three blocks in training, because bytes that are kept in slots at a turn are as good
+    as resident. Two thirds of a block for forward passes alone, because predicted steps of a DiT and of Flux get
+    shorter down to that size, for any budget. Half of a block where weights cross packed, because packed weights
+    wait for the staging buffer, not for a slot.
+    For whole blocks: three slots in training. Two slots for forward passes alone, and for large blocks that cross
+    packed: other device bytes are as useful for residents, which cost no host time.
+    """
     if not carving.split_bytes:
         large = settings.packs and carving.largest > PART
         return Wish(3 if _trains(carving, settings) and not large else 2)

@@ -1,4 +1,4 @@
-"""What `carom.stream` may be told: the choices, and budgets as bytes."""
+"""Checks of the arguments of `carom.stream`, and their conversion to packing settings and budgets in bytes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ..placement.packer import Packing
 from .rule_planner import compiled
 from .weight_pool import WeightPool
 
-DEDICATED = 0.95  # of a card's free memory that may be asked for where more would spill
+DEDICATED = 0.95  # share of a GPU's free memory that a budget may take where more would spill to host memory
 GRANULARITIES = ("auto", "block", "phase", "layer")
 
 
 def check(
     module: Any, weights: Any, granularity: str, codec: str, pool: str, host: str, training: str | None
 ) -> None:
-    """Raises UnsupportedError for a setting that is unknown, or not in this version."""
+    """Raise UnsupportedError for an unknown setting, or for one that this version does not support."""
 
     def choose(setting: str, value: Any, allowed: tuple, later: tuple = ()) -> None:
         if value in later:
@@ -41,7 +41,7 @@ def check(
         raise UnsupportedError(f"carom.stream takes an nn.Module, not {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError("a scripted module hides its forwards; stream the eager module")
-    collect(module)  # refuses what has no shape yet
+    collect(module)  # refuses tensors that have no shape yet
     if weights is not None and not isinstance(weights, (str, os.PathLike, Weights)):
         raise UnsupportedError(
             f"weights={type(weights).__name__}: name a .safetensors file, a folder of them or an index.json"
@@ -60,14 +60,14 @@ def check(
 def packing(
     codec: str, host: str, weights: Any, engine: Engine, module: nn.Module, pool: WeightPool
 ) -> Packing | None:
-    """Return how weights are packed, None where they cross as they are.
+    """Return how weights are packed, None where they cross the link unpacked.
 
-    A VBAR pool that is not asked for by name is refused where weights are packed. Raises UnsupportedError for settings that
-    cannot be combined.
+    Where weights are packed, a VBAR pool is refused, except that ``pool="aimdo"`` with ``codec="auto"`` keeps the
+    pool and leaves weights unpacked. Raises UnsupportedError for settings that cannot be combined.
     """
     found = _packing(codec, host, weights, engine)
     if found is not None and found.auto and compiled(module):
-        return None  # guards of compiled code look at weights that packed ones do not show
+        return None  # guards of compiled code read weights, whose values a packed parameter does not hold
     if found is not None and pool.native is not None:
         if pool.asked == "aimdo" and codec == "auto":
             return None
@@ -89,8 +89,11 @@ def _packing(codec: str, host: str, weights: Any, engine: Engine) -> Packing | N
 
 
 def vram_budget(value: int | str | SharedBudget, engine: Engine, mine: int = 0, waiting: int = 0) -> int:
-    """Bytes for weights on the device; ``mine``: bytes held there already that may be used again; ``waiting``: of host memory
-    that the device shares, which weights give back as they move there."""
+    """Return the VRAM budget in bytes that ``value`` stands for.
+
+    ``mine``: device bytes that the session holds already and may use again; ``waiting``: for a device that shares
+    the host's memory, the host bytes that weights give back when they move to the device. Raises BudgetError.
+    """
     if isinstance(value, SharedBudget):
         return min(value.nbytes, value.free_bytes + mine)
     free = engine.free_bytes() + mine + waiting
@@ -101,15 +104,18 @@ def vram_budget(value: int | str | SharedBudget, engine: Engine, mine: int = 0, 
 
 
 def waiting_bytes(module: nn.Module) -> int:
-    """Host memory that is given back as ``module``'s weights move to a device that shares it: storages of one tensor
-    each. A mapped file's pages are the system's already; where that is not known, nothing is counted."""
+    """Return the host bytes that ``module``'s weights give back when they move to a device that shares host memory.
+
+    Only storages of a single tensor are counted. Pages of a mapped file are not counted, because the system can
+    reclaim them anyway. Return 0 where mapped files cannot be recognised.
+    """
     mapped = MappedFiles()
     if not mapped.supported:
         return 0
     found: dict[int, int] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type == "cpu":
-            with contextlib.suppress(RuntimeError):  # wrappers have no storage
+            with contextlib.suppress(RuntimeError):  # tensor subclasses that wrap other tensors have no storage
                 storage = tensor.untyped_storage()
                 twice = storage.data_ptr() in found
                 found[storage.data_ptr()] = 0 if twice else storage.nbytes()
@@ -117,10 +123,10 @@ def waiting_bytes(module: nn.Module) -> int:
 
 
 def within_dedicated(budget: int, engine: Engine, mine: int = 0) -> tuple[int, str]:
-    """``budget`` below the card's own free memory where more would not fail but spill, and a note that says so.
+    """Return ``budget``, limited to the GPU's own free memory on Windows, and a note on the limit ("" if none).
 
-    Windows (WDDM) gives a program that asks for more than the card has free shared memory of the host instead, at the
-    link's rate. ``mine``: bytes held there already that may be used again.
+    A program that asks Windows (WDDM) for more memory than the GPU has free gets no error but shared host memory,
+    which is accessed at the link's rate. ``mine``: device bytes that the session holds already and may use again.
     """
     if engine.device.type != "cuda" or not on_windows():
         return budget, ""
@@ -134,7 +140,10 @@ def within_dedicated(budget: int, engine: Engine, mine: int = 0) -> tuple[int, s
 
 
 def device_note(engine: Engine) -> str:
-    """What this device has not of what streaming is fast by, or shares, "" where nothing."""
+    """Return a note on a property of the device that limits streaming, "" where there is none.
+
+    Such properties are: no streams, memory shared with the host, and an untested backend.
+    """
     if engine.blocking and engine.device.type != "cpu":
         return (
             f"torch has no streams for {engine.device}: every copy is waited for, none runs beside computing"
@@ -147,8 +156,11 @@ def device_note(engine: Engine) -> str:
 
 
 def ram_budget(value: int | str, on_device: int = 0, waiting: int = 0) -> int:
-    """Bytes that may be pinned, or held by the host cache of weights from disk. Where the device shares that memory:
-    ``on_device``: what its weights take of it; ``waiting``: as in `vram_budget`."""
+    """Return the RAM budget in bytes: the limit of pinned memory, or of the host cache of weights from disk.
+
+    ``on_device``: where the device shares the host's memory, the bytes that weights on the device take, else 0;
+    ``waiting``: as in `vram_budget`. Raises BudgetError.
+    """
     if value == "auto":
         return beside(_auto_ram() + waiting, on_device) if on_device else _auto_ram()
     return _size(value, _available(), "ram")
@@ -157,9 +169,10 @@ def ram_budget(value: int | str, on_device: int = 0, waiting: int = 0) -> int:
 def ram_beside_device(
     value: int | str, engine: Engine, module: nn.Module, vram: int, waiting: int, held: int = 0
 ) -> int:
-    """Return the RAM budget in bytes beside ``vram`` bytes of weights on the device.
+    """Return the RAM budget in bytes, for a session with ``vram`` bytes of weights on the device.
 
-    Where the device shares the host's memory its weights take of the same bytes, less those ``held`` there already.
+    Where the device shares the host's memory, weights on the device reduce the RAM budget, except the ``held`` bytes
+    that the session holds on the device already. Raises BudgetError.
     """
     if not engine.shares_host:
         return ram_budget(value)
@@ -169,8 +182,8 @@ def ram_beside_device(
 
 
 def _auto_ram() -> int:
-    """Bytes that weights may take of host memory."""
-    # A container's limit counts too; where little is left, a quarter is taken all the same.
+    """Return the bytes of host memory that weights may take with ``ram="auto"``."""
+    # `host_memory` respects a container's limit. Where little is left, take a quarter nevertheless.
     available = _available()
     return min(int(available * 0.8), max(host_memory().usable, available // 4))
 
