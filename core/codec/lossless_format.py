@@ -63,7 +63,8 @@ class Kind:
     def max_base(self, k: int) -> int:
         """Return the largest exponent that code 0 may stand for when codes have ``k`` bits.
 
-        All codes must be valid exponents, and that exponent plus the escape code must fit a byte.
+        Code ``c`` stands for the exponent base + c, where base is the returned value at most. All codes but the
+        escape code must give valid exponents, and base plus the escape code must fit a byte.
         """
         return min((1 << self.exponent_bits) + 1, 256) - (1 << k)
 

@@ -59,7 +59,8 @@ def _decode(blob: np.ndarray, header: Header, start: int, count: int, out: np.nd
     shape = (header.tiles, header.planes, header.lanes)
     bits = blob[header.bits_at : header.tiles_at].view(np.uint32).reshape(shape)[first : first + tiles]
     most = max(1, CHUNK // tile)
-    # The last byte takes the padding value of an odd number of escapes.
+    # One byte more than the elements: for a tile with an odd number of escapes, `_patch` writes the padding
+    # value there.
     padded = scratch("exponent", most * tile + 1, np.uint8)
     exponent = padded[: tiles * tile]
     _spread(bits[:, : header.k], exponent)

@@ -142,8 +142,8 @@ class UnitDecoder:
             entry for entry in raw if self._packed and self._aligned and entry.out_at % ALIGN == 0
         ]
         self._groups = self._make_groups(copied_by_launch)
-        # (bytes, offset in the wire buffer, offset in the slot) of the unpacked tensors that no launch
-        # copies.
+        # The unpacked tensors that no kernel launch copies: (bytes, offset in the wire buffer, offset in the
+        # slot) of each.
         self.raw_copies: Sequence[tuple[int, int, int]] = [
             (entry.nbytes, entry.wire_at, entry.out_at) for entry in raw if entry not in copied_by_launch
         ]

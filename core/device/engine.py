@@ -89,8 +89,8 @@ class Engine(Protocol):
         """Return the device that a tensor is on; on the simulated device this is not ``tensor.device``."""
 
     def move(self, tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
-        """Return the tensor's values on the device ``to`` (in the sense of `locate`); the tensor itself if it
-        is there already.
+        """Return the tensor's values on ``to``, a device as `locate` returns it; the tensor itself if it is on
+        ``to`` already.
         """
 
     def copy_in(
@@ -160,7 +160,7 @@ class Engine(Protocol):
         """Return the bytes of device memory that could be allocated now."""
 
     def memory(self) -> Memory | None:
-        """Return what the device has left; None if the engine computes in host memory."""
+        """Return a snapshot of the device's memory; None if the engine computes in host memory."""
 
     def trim(self) -> None:
         """Give the allocator's unused memory back to the device."""
@@ -178,7 +178,7 @@ class Engine(Protocol):
 
 
 class DefaultEngine:
-    """Base class of the engines of real devices, with the answers that most of them share."""
+    """Base class of the engines of real devices, with the implementations that most of them share."""
 
     unpacks = False
     shares_host = False

@@ -36,11 +36,13 @@ _COPIES = {torch.ops.aten.clone.default, torch.ops.aten.empty_like.default}
 
 
 class SimulatedRaceError(CaromError):
-    """An access to memory that some legal timing of a real device would have made wrong."""
+    """A memory access that would read or leave wrong bytes under some timing that is possible on a real
+    device.
+    """
 
 
 class SimulatedPlaceError(CaromError):
-    """An operator or copy with a tensor on the host that it needs on the device, or the reverse."""
+    """An operator or copy got a tensor on the host where a tensor on the device is needed, or the reverse."""
 
 
 @dataclass(eq=False)

@@ -21,7 +21,8 @@ LOCATION = torch.device("privateuseone")  # the device that `locate` returns for
 
 @dataclass(frozen=True, eq=False)
 class Tag:
-    """What is known of a storage: its side, and ``what`` it is, for error texts.
+    """The known properties of a storage. ``device``: whether the storage is on the device, otherwise on the
+    host. ``what``: a description of the storage for error texts.
 
     ``slots``: whether it is device memory of an engine, whose reads and overwrites are checked.
     """
@@ -64,7 +65,7 @@ class Places:
     """The tags of all storages of one simulated device, shared by all engines on it."""
 
     def __init__(self) -> None:
-        # By the storage's address; each is held by one of torch's weak references.
+        # Tags by the storage's address. A weak reference of torch keeps each address from being used again.
         self._tags: dict[int, Tag] = {}
         self._made: dict[Any, Tag] = {}  # the tag of an operator's results, by operator
         self._limit = 1024

@@ -81,7 +81,7 @@ class VirtualStream:
 
 
 class VirtualEvent:
-    """An event: the works that its stream had been given when it was last recorded."""
+    """An event, which stands for all work that its stream had been given when the event was last recorded."""
 
     def __init__(self, device: VirtualDevice) -> None:
         self._device = device
@@ -179,7 +179,7 @@ class VirtualDevice:
             self.land({stream: stream.done + 1})
 
     def land(self, seen: dict[VirtualStream, int]) -> None:
-        """Let the work that ``seen`` counts take effect, and the work before it first."""
+        """Let the work that ``seen`` counts take effect, after all work that happens before."""
         if not any(stream.queue for stream in seen):
             return
         with self._lock, self._unwatched():

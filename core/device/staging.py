@@ -38,7 +38,7 @@ class Staging:
         """Return the next ``nbytes`` of the ring (at most all of it), and the events that a copy into them
         has to wait for.
 
-        The caller then calls `release_after`. If it does not, because it failed, the next call of `take`
+        The caller then calls `release_after`. If the caller fails before that call, the next call of `take`
         returns the same events again.
         """
         start = self._head if self._head + nbytes <= self.nbytes else 0

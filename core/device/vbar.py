@@ -5,8 +5,8 @@ A page of a VBAR has memory only while it is faulted in. When torch's allocator 
 pinned are taken away and the allocation does not fail. comfy-aimdo (GPL-3.0,
 https://github.com/Comfy-Org/comfy-aimdo) is an optional extra, and nothing of it is imported before `find` is
 called. It is recognised by the functions that it has. This process starts it at most once, and never if the
-host program (such as ComfyUI) has started it. What its calls are known to do, and not to do (they take no
-locks), is written in docs/planning.md.
+host program (such as ComfyUI) has started it. docs/planning.md describes the known behaviour of its calls,
+which take no locks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class NativeError(CaromError):
 
 @dataclass
 class _State:
-    """What this process knows of comfy-aimdo.
+    """The state of comfy-aimdo in this process.
 
     ``control``: the control module that this process started. ``index``: the device that it was started for.
     ``refused``: why comfy-aimdo cannot be used, or "". ``locks``: one lock for each device.
@@ -108,7 +108,7 @@ def device_index(engine: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Native:
-    """comfy-aimdo, started for device ``index``; ``started_by_host``: by the host program, not by Carom."""
+    """comfy-aimdo, started for device ``index``. ``started_by_host``: whether the host program started it."""
 
     index: int
     lock: threading.RLock
@@ -200,7 +200,8 @@ def _join(control: Any, index: int, started_by_host: bool) -> Native | str:
     make = getattr(module, "ModelVBAR", None)
     if missing := [name for name in _VBAR if not hasattr(make, name)]:
         raise NativeError(f"comfy-aimdo {version()}: ModelVBAR has no {', '.join(missing)}; 0.6 has")
-    return Native(index, _state.locks.setdefault(index, threading.RLock()), make, started_by_host)
+    device_lock = threading.RLock()
+    return Native(index, _state.locks.setdefault(index, device_lock), make, started_by_host)
 
 
 def _silence_logs(control: Any) -> None:

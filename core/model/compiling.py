@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 _eval_frame: Any = getattr(torch._C._dynamo, "eval_frame", None)
-# Exists in torch 2.6. Later releases trace our frames, and break the graph there all the same.
+# Exists in torch 2.6. Later releases trace Carom's frames, and also break the graph there.
 _skip_code: Any = getattr(_eval_frame, "skip_code", None)
 # Returns None while no compilation can be running on this thread.
 compiling: Callable[[], Any] = getattr(
@@ -19,7 +19,8 @@ compiling: Callable[[], Any] = getattr(
 
 
 def quiet(function: Callable) -> Callable:
-    """Return ``function`` wrapped so that torch.compile traces neither it nor the functions that it calls.
+    """Return ``function`` wrapped so that torch.compile traces neither ``function`` nor the functions that it
+    calls.
 
     While no compilation can be running on this thread the wrapper calls ``function`` directly, without
     importing the compiler.

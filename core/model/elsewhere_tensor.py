@@ -61,8 +61,8 @@ class ElsewhereHome(Home):
         raise NotImplementedError
 
     def set_data(self, new: torch.Tensor) -> None:
-        """Do what ``parameter.data = new`` asks for: store the value of ``new`` unless the weight has this
-        value already.
+        """Perform ``parameter.data = new``: store the value of ``new`` unless the weight has this value
+        already.
 
         Raises UnsupportedError while an autograd graph needs the old value.
         """

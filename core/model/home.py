@@ -1,5 +1,5 @@
-"""Classes `Home`, `ManagedUnit` and protocol `Runtime`: what the tensor subclasses for streamed weights refer
-to.
+"""Classes `Home`, `ManagedUnit` and protocol `Runtime`: the objects that the tensor subclasses for streamed
+weights refer to.
 
 Every managed tensor (see managed_tensor.py and elsewhere_tensor.py) refers to a `Home`, which reads and
 writes the tensor's value while the tensor is not in a device slot. The homes of one unit belong to a
@@ -133,9 +133,10 @@ class Home:
         )
 
     def set_trainable(self, trainable: bool) -> None:
-        """Follow a change of the weight's ``requires_grad``.
+        """Record a change of the weight's ``requires_grad``.
 
-        From the unit's next run on, gradients of the weight are copied to the host, or no longer are.
+        From the unit's next run on, gradients of the weight are copied to the host if ``trainable``, and are
+        not copied otherwise.
         """
         self.trainable = trainable
         if trainable:
@@ -143,7 +144,7 @@ class Home:
         self.unit.note_trainable()
 
     def set_data(self, new: torch.Tensor) -> None:
-        """Do what ``parameter.data = new`` asks for: overwrite the weight's host bytes in place.
+        """Perform ``parameter.data = new``: overwrite the weight's host bytes in place.
 
         Raises UnsupportedError for another shape, dtype or device, and while an autograd graph needs the old
         value.
@@ -210,7 +211,7 @@ class InGraphs:
 
 
 class _Token:
-    """An object that does nothing but be referenced."""
+    """An object without state whose only purpose is to be referenced."""
 
     __slots__ = ("__weakref__",)
 

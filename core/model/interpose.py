@@ -1,10 +1,10 @@
 """Wrappers around modules' forwards, set as the instance attribute ``forward`` and removed again by
 `Wrapped.undo`.
 
-Forward hooks would not do: hooks registered with always_call run on Exceptions only, not on
-KeyboardInterrupt, they cost more, and they do not see ``module.forward(x)``. torch.compile is told to skip
-the frames of these wrappers and to compile the functions that they call, so graphs break at the edges of
-units and nowhere else.
+Forward hooks are not used, for three reasons. Hooks registered with always_call run on Exceptions only, not on
+KeyboardInterrupt. Hooks cost more. Hooks do not see a direct call ``module.forward(x)``. torch.compile is told
+to skip the frames of these wrappers and to compile the functions that they call, so graphs break at the edges
+of units and nowhere else.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Wrapped:
             front.live = False
             if module.__dict__.get("forward") is front:
                 previous = before
-                # That wrapper was removed before this one.
+                # Skip previous wrappers that were removed before this wrapper.
                 while isinstance(previous, _Forward) and not previous.live:
                     previous = previous.before
                 if previous is None:

@@ -49,7 +49,7 @@ class Unpacks(Protocol):
 
 
 class Handle:
-    """What autograd saves instead of a view of a streamed weight: the view's place in its unit.
+    """The object that autograd saves instead of a view of a streamed weight: the view's place in its unit.
 
     ``source``: the object that unpacks the handle. ``unit``: the unit, as ``source`` knows it. ``place``:
     dtype, shape, stride, and offset in the unit in bytes. ``_token``: an object whose references show that a

@@ -2,8 +2,8 @@
 step.
 
 Code in torch calls ``has_torch_function`` for two purposes. Most functions ask in order to let a subclass run
-in their place. Nothing is lost if they are told no, because the operators that they call ask again. Other
-code chooses an implementation by the answer: `nn.TransformerEncoder` gives up nested tensors and
+in their place. A negative answer does no harm to these functions, because the operators that they call ask
+again. Other code chooses an implementation by the answer: `nn.TransformerEncoder` gives up nested tensors and
 `nn.MultiheadAttention` its fast path, and results would differ from those of the same model without Carom.
 """
 
@@ -38,7 +38,7 @@ class ForOperators(classmethod):
 # calls has_torch_function.
 _call_ranges: dict[int, tuple[Any, list[tuple[int, int]]]] = {}
 # These functions call has_torch_function in order to let a subclass run in their place, and they call no
-# operator that would dispatch to the subclass. So they have to be told the truth.
+# operator that would dispatch to the subclass. So these functions have to get the true answer.
 _DELEGATING = {
     function.__code__
     for function in (torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)

@@ -1,12 +1,12 @@
 """Quantised weights (torchao, bitsandbytes, optimum-quanto, GGUF and others) streamed by their inner tensors.
 
 A quantised weight is a tensor subclass. A wrapper subclass has no storage, so it can neither be pinned nor
-copied to a slot. Of a subclass with bytes of its own, tensors in its attributes (scales) would stay behind.
-So each weight is flattened (`tensor_flatten`) and its inner tensors are registered as buffers of the module,
-which stream like any others. The weight object stays readable as an attribute of the module. Whenever the
-module's own forward runs, the attribute is a wrapper made of the tensors that are in the buffers then: slot
-views, or residents. Tensors that autograd saves of such a wrapper are saved as inner tensors, each packed by
-the surrounding saved-tensor hook: as handles, while a unit runs.
+copied to a slot. A subclass with bytes of its own can be copied, but the tensors in its attributes (scales)
+would not be copied with it. So each weight is flattened (`tensor_flatten`) and its inner tensors are registered
+as buffers of the module, which stream like any others. The weight object stays readable as an attribute of the
+module. Whenever the module's own forward runs, the attribute is a wrapper made of the tensors that are in the
+buffers then: slot views, or residents. Tensors that autograd saves of such a wrapper are saved as inner
+tensors, each packed by the surrounding saved-tensor hook: as handles, while a unit runs.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class _FlattenedModule:
                     module.__dict__.update(self.originals(name))
 
     def _reorder(self) -> None:
-        """Put the parameters in the order that they had at first."""
+        """Restore the original order of the module's parameters."""
         table = self.module._parameters
         ordered = {name: table[name] for name in [*self._order, *table] if name in table}
         table.clear()
@@ -411,7 +411,9 @@ class _WrappedForward:
 
 @dataclass(frozen=True)
 class _PackedWrapper:
-    """What autograd saves of a wrapper: its spec, and its inner tensors as packed by the hook below."""
+    """The object that autograd saves instead of a wrapper: the wrapper's spec, and its inner tensors as packed
+    by the hook below.
+    """
 
     spec: WrapperSpec | SubclassSpec
     parts: tuple[Any, ...]

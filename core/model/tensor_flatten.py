@@ -1,10 +1,10 @@
 """Flattening of tensor subclasses into plain tensors and a spec, and rebuilding of the subclass from other
 tensors.
 
-Two kinds are told apart by features, never by class names. *Wrapper* subclasses (torchao, optimum-quanto,
-ComfyUI's quantised tensors) have no storage of their own and name their inner tensors by torch's protocol,
-``__tensor_flatten__``. *Data* subclasses (GGUF's, bitsandbytes') have bytes of their own and Python
-attributes that hold more tensors, directly or inside an object (a quantisation state).
+Two kinds of subclasses are distinguished by their features, never by class names. *Wrapper* subclasses
+(torchao, optimum-quanto, ComfyUI's quantised tensors) have no storage of their own and name their inner tensors
+by torch's protocol, ``__tensor_flatten__``. *Data* subclasses (GGUF's, bitsandbytes') have bytes of their own
+and Python attributes that hold more tensors, directly or inside an object (a quantisation state).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class WrapperSpec:
-    """All of a wrapper subclass but its inner tensors: class, names, context, shape and strides.
+    """The parts of a wrapper subclass other than its inner tensors: class, names, context, shape and strides.
 
     ``inner``: for each inner tensor the spec of a nested wrapper, or None for a plain tensor.
     """
@@ -81,7 +81,9 @@ class ObjectSpec:
 
 @dataclass(frozen=True)
 class SubclassSpec:
-    """All of a data subclass tensor but its bytes and the tensors in its attributes: class and attributes."""
+    """The parts of a data subclass tensor other than its bytes and the tensors in its attributes: class and
+    attributes.
+    """
 
     cls: type
     attributes: dict[str, Any]

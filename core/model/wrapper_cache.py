@@ -57,8 +57,8 @@ def measure_references(spec: WrapperSpec, tensors: list[torch.Tensor]) -> Wrappe
     """Return the references that a wrapper of ``spec`` takes, measured on stand-ins for ``tensors``.
 
     Returns None if the wrapper cannot be cached: if it holds copies or aliases instead of the very tensors (a
-    slot's new bytes would not reach it), if it holds more tensors, or if it holds one through an object of an
-    unknown kind (references on that object could not be counted).
+    slot's new bytes would not reach it), if it holds more tensors, or if it holds a tensor through an object of
+    an unknown kind (references on that object could not be counted).
     """
     stand_ins = make_stand_ins(tensors)
     uses = [storage_uses(part) for part in stand_ins]
@@ -161,7 +161,8 @@ class WrapperCache:
         self._own: list[int] = []
         self._made: dict[Any, tuple[CachedWrapper, WrapperReferences, list[int]]] = {}
         self._count()
-        # Not kept as an attribute of the tensor, which copies of it would carry, into files too.
+        # The cache is not an attribute of the tensor, because copies of the tensor would carry the attribute,
+        # also into files.
         for tensor in tensors:
             _PLACES[id(tensor)] = self
 

@@ -41,7 +41,7 @@ class BlockFill:
         block = arena.allocate(unit.nbytes)
         locate = engine.locate
         if any(locate(entry.tensor).type != "cpu" for entry in unit.entries):
-            # Only pinned memory is copied to at the link's full rate, and pinning is fast after the pages
+            # Copies run at the link's full rate only into pinned memory, and pinning is fast after the pages
             # were touched.
             for job in prefault(block.data, pool):
                 job.result()

@@ -248,7 +248,7 @@ class Checkpoint:
         for note in self.notes:
             logger.info("carom: %s", note)
 
-    # -- what stands where
+    # -- looking up and reading file tensors
 
     def of(self, tensor: torch.Tensor) -> FileTensor | None:
         """Return the file's tensor that ``tensor`` represents in the module, or None if the file does not
@@ -323,8 +323,8 @@ class Checkpoint:
         """Raise BudgetError if ``ram`` bytes are too few to stream ``units`` beside the changed values in
         host memory.
 
-        ``known``: the present session already exceeds the budget in this way, which is then no reason to
-        refuse.
+        ``known``: the present session already exceeds the budget because of changed values, so that this is no
+        reason to raise.
         """
         if units:
             sizes = [self.wire(unit, staging_bytes).nbytes for unit in units]

@@ -53,8 +53,9 @@ class DecoderCheck:
         if self._engine.device.type == "cpu":
             return True
         if kinds <= self._checked_kinds:
-            # The decoding time of a small unit is mostly launch overhead, so measure again with a unit of at
-            # least twice the size: the rate is that of the largest unit, to within half.
+            # The decoding time of a small unit is mostly launch overhead, so measure again with any unit of
+            # more than twice the bytes. The measured unit then has at least half the bytes of the largest unit
+            # so far.
             if backing.nbytes > 2 * self._timed_bytes:
                 # This format was verified before, so a failed measurement only keeps the previous rate.
                 with contextlib.suppress(Exception):

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class FileBacking(Backing):
-    """A unit that is read from a file in pieces, in the format ``wire``: packed, or with the bytes as in a
-    slot."""
+    """A unit that is read from a file in pieces. ``wire``: the byte layout of the unit in the host cache and on
+    the link, either with packed tensors or with the bytes exactly as in a slot."""
 
     def __init__(self, unit: Unit, runtime: Runtime, index: int, wire: WireFormat, reads: FileReads) -> None:
         super().__init__(unit, runtime, index)

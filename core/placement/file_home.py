@@ -1,5 +1,5 @@
-"""Defines `FileHome`: reads the value of a weight that streams from a file from disk, for each operator
-outside a step.
+"""Defines `FileHome`, the home of a weight that streams from a file. Outside a step, the value is read from
+disk for each operator.
 
 In-place operators on the weight are refused, except ``copy_``, which replaces the value.
 """

@@ -155,10 +155,10 @@ class FileReads:
 
     @property
     def used_lately(self) -> AbstractSet[int]:
-        """Indexes of units that are not to be read again for now.
+        """Indexes of units that are not read again before all residents are on the device.
 
-        While residents are being loaded, the drive reads each unit once, for the first pass; afterwards
-        residents come before a second read of units.
+        While residents are being loaded, each unit is read from the drive only once, for the first pass. The
+        residents are read before any unit is read a second time.
         """
         return self._used_units if self._residents.waiting else frozenset()
 

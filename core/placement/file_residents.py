@@ -57,8 +57,8 @@ class _Resident:
 class FileResidents:
     """The resident tensors of one layout that come from a weights file.
 
-    ``arriving``: the loader of those whose bytes are not on the device yet. ``nbytes``: device memory of all
-    of them, as the allocator reserves it.
+    ``arriving``: the loader of the tensors whose bytes are not on the device yet. ``nbytes``: bytes of device
+    memory of all the tensors, as the allocator reserves it.
     """
 
     def __init__(self, engine: Engine, arena: HostArena, checkpoint: Checkpoint, staging_bytes: int) -> None:
@@ -112,8 +112,8 @@ class FileResidents:
         self.arriving.add(load)
 
     def replaced(self, entries: dict[int, Entry]) -> None:
-        """Follow tensors that the model replaced. ``entries``: the new tensors, by the id of the replaced
-        ones."""
+        """Update the records of tensors that the model replaced. ``entries``: the new tensors, by the id of the
+        tensor that each replaces."""
         for resident in self._residents:
             entry = entries.get(id(resident.tensor))
             if entry is not None:

@@ -66,8 +66,8 @@ class FileTier(Tier):
         return self._residents.nbytes
 
     def replaced(self, entries: dict[int, Entry]) -> None:
-        """Follow resident tensors that the model replaced. ``entries``: the new tensors, by the id of the
-        replaced ones."""
+        """Update the records of resident tensors that the model replaced. ``entries``: the new tensors, by the
+        id of the tensor that each replaces."""
         self._residents.replaced(entries)
 
     def place(self, units: Sequence[Unit], runtime: Runtime, residents: ResidentPlacer) -> list[Backing]:
@@ -129,7 +129,7 @@ class FileTier(Tier):
 
     @property
     def used_lately(self) -> AbstractSet[int]:
-        """Indexes of units that are not to be read again for now."""
+        """Indexes of units that are not read again before all residents are on the device."""
         return self.reads.used_lately
 
     # -- residents that are still on their way

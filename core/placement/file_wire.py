@@ -41,7 +41,8 @@ _CHECK_ELEMENTS = 8 * 4096 + 5  # elements in the test tensor: whole tiles and a
 
 @dataclass(frozen=True, eq=False)
 class WireFormat:
-    """The byte layout of a unit in the host cache and on the link: ``nbytes``, filled as ``placed`` says.
+    """The byte layout of a unit in the host cache and on the link, ``nbytes`` bytes long. ``placed``: the
+    unit's tensors and their positions in the layout.
 
     ``blobs``: the packed tensors. ``decoder``: decodes the bytes into a slot; None if nothing is packed, and
     the bytes are those of the slot.

@@ -31,7 +31,8 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class _PendingLoad:
-    """A load whose reads were submitted. ``began``: the time of `time.perf_counter`, in seconds."""
+    """A load whose reads were submitted. ``began``: the time of submission (`time.perf_counter`), in
+    seconds."""
 
     target: Target
     wait_functions: list[Callable[[], None]]
@@ -39,8 +40,8 @@ class _PendingLoad:
 
 
 class DirectLoads:
-    """Loads through GPUDirect Storage, one whole load at a time, with the next one's reads already
-    submitted."""
+    """Loads through GPUDirect Storage. One whole load is completed at a time, while the reads of later loads
+    are already submitted."""
 
     def __init__(self, direct: gds.GdsReader) -> None:
         self._direct = direct

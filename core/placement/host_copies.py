@@ -3,8 +3,8 @@ few bytes are copied again.
 
 A unit's bytes are in a host block of their own, copied and pinned once, plain or packed. While the unit
 streams, the block is the tier's memory. While the unit is resident, the block is kept: before the unit
-streams again, a fingerprint of the tensors on the device shows whether the block still holds their values. A
-change of the budget therefore copies to the host only what the host does not have.
+streams again, a fingerprint of the tensors on the device shows whether the block still holds their values. So
+after a change of the budget only the units whose values the host does not have are copied to the host.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ..codec.unit_decoder import UnitDecoder
     from .packed_tensor import PackedTensor
 
-# The widths are odd and relatively prime, so that changes which cancel out in the sums of one table do not in
-# the other's.
+# Row lengths, in 64-bit integers, of the two tables of `fingerprint`. The lengths are odd and relatively prime,
+# so that changes which cancel out in the sums of one table do not cancel out in the sums of the other.
 _WIDTHS = (61, 67)
 
 
@@ -136,7 +136,7 @@ class HostCopies:
         """Release pinned copies of resident units until ``nbytes`` of pinned memory are freed, or no such
         copy is left.
 
-        Streamed units need the pinned memory more.
+        Pinned memory is of more use to streamed units.
         """
         with self._lock:
             for key, copy in list(self._copies.items()):

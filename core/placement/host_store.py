@@ -15,7 +15,7 @@ from .packed_tensor import PackedTensor
 
 
 def _always(copy: HostCopy) -> bool:
-    """Return True."""
+    """Return True: accept every host copy."""
     return True
 
 

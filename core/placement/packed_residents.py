@@ -120,8 +120,8 @@ class PackedResidents:
     def unpack(
         self, unit: PackedBacking, target: torch.Tensor, after: Sequence[Any], timed: bool
     ) -> tuple[Any, Any]:
-        """Enqueue the decoding of the unit into ``target`` after the events ``after``. Return its event and
-        time marks."""
+        """Enqueue the decoding of the unit into ``target`` after the events ``after``. Return the event that
+        ends the decoding, and its time marks."""
         assert unit.decoder is not None and unit.wire is not None
         fresh = [self._copied[unit.index]] if unit.index in self._copied else []
         event, times = self._engine.decode(unit.decoder, unit.wire, target, (*fresh, *after), timed)

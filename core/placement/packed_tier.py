@@ -201,8 +201,8 @@ class PackedTier(BlockTier):
         return not raw and not self.decoder_check.broken and self._fits_staging(copy.decoder.entries)
 
     def copy_of(self, backing: PinnedBacking) -> HostCopy | None:
-        """Return the unit's block as a host copy for the next layout, or None if its tensors are not in
-        it."""
+        """Return the unit's block as a host copy for the next layout, or None if the unit's tensors are not in
+        the block."""
         assert isinstance(backing, PackedBacking)
         entries = backing.unit.entries
         if self._policy.keep_raw or len(backing.homes) != len(entries):
@@ -267,7 +267,7 @@ class PackedTier(BlockTier):
             for target, source in pieces:
                 target.copy_(source)
         else:
-            # Only pinned memory is copied to at the link's full rate, and pinning is fast after the pages
+            # Copies run at the link's full rate only into pinned memory, and pinning is fast after the pages
             # were touched.
             if on_device:
                 for job in prefault(block.data, pool):
@@ -417,7 +417,7 @@ class PackedTier(BlockTier):
             packed_resident_units=len(stay),
         )
 
-    # -- the way back
+    # -- restoring the tensors
 
     def close(self) -> None:
         """Release the packed bytes on the device."""

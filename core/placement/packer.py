@@ -81,8 +81,9 @@ class Packer:
         largest: int,
     ) -> None:
         self._engine, self._shelf, self._policy, self._decoder_check = engine, shelf, policy, decoder_check
-        # With a unit moved ahead, two units are being moved and one is packed on the device. Otherwise one or
-        # two tensors are, beside the packed tensors of their unit.
+        # Device memory besides the scratch memory, in multiples of ``largest`` bytes: three if a unit is moved
+        # ahead (two units being moved, one being packed), otherwise two (one or two tensors being moved, and
+        # the packed tensors of their unit).
         self.moves_a_unit_ahead = not engine.unpacks or room - 3 * largest >= ENOUGH_SCRATCH
         self._largest = largest
         self.scratch_bytes = max(
@@ -96,8 +97,8 @@ class Packer:
         return packs(entry)
 
     def move_value(self, entry: Entry) -> torch.Tensor | None:
-        """Return the value of a weight that is to be packed on the device that encodes it, or None for other
-        weights."""
+        """Return the weight's value on the device that encodes the weight, or None if the weight is not to be
+        packed now."""
         if not self._packs(entry):
             return None
         value = entry.tensor.detach()

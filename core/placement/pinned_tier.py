@@ -102,8 +102,8 @@ class BlockTier(Tier):
         self.backings = []
 
     def copy_of(self, backing: PinnedBacking) -> HostCopy | None:
-        """Return the unit's block as a host copy for the next layout, or None if the unit's tensors are not
-        in it."""
+        """Return the unit's block as a host copy for the next layout, or None if the unit's tensors are not in
+        the block."""
         raise NotImplementedError
 
 
@@ -180,8 +180,8 @@ class PinnedTier(BlockTier):
         backing.note_trainable()
 
     def copy_of(self, backing: PinnedBacking) -> HostCopy | None:
-        """Return the unit's block as a host copy for the next layout, or None if the unit's tensors are not
-        in it."""
+        """Return the unit's block as a host copy for the next layout, or None if the unit's tensors are not in
+        the block."""
         if len(backing.homes) != len(backing.unit.entries):
             return None
         tensors = [entry.tensor for entry in backing.unit.entries]

@@ -55,7 +55,7 @@ class Placement:
         return self.tier.backings
 
     def settled(self) -> None:
-        """Note that all tensors are in place, so that nothing received from the previous layout is left to be
+        """Note that all tensors are in place, so that no tensor received from the previous layout is left to be
         matched."""
         self.device_tensors.received.clear()
 
@@ -91,7 +91,7 @@ class Placement:
         """Whether streamed weights were on a device when the session attached, and have to return there."""
         return self.tier.came_on_device
 
-    # -- the way back
+    # -- moving tensors back
 
     def undo_keeping_residents(self) -> None:
         """Undo the placement, but keep residents on the device, for the next placement to take over."""

@@ -175,7 +175,7 @@ class ResidentLoader:
             if everything or self._passes_begun > 1 or not item.modules:
                 self.load(item)
 
-    # -- bringing
+    # -- loading
 
     def load(self, item: Load) -> None:
         """Wait until ``item`` is on the device. Raise WeightsError if reading fails; a later call tries

@@ -45,7 +45,7 @@ class ResidentPlacer:
         """Device bytes of residents, as the allocator reserves them."""
         return self._buffer_bytes + self._tier.loading_bytes
 
-    # -- what comes
+    # -- moving tensors to the device
 
     def keep(self, units: list[Unit], entries: list[Entry], defer: bool = False) -> None:
         """Move resident units and entries to the device. Raise UnsupportedError for an inference-mode buffer
@@ -213,12 +213,13 @@ class ResidentPlacer:
             self.loaded_bytes += size
         return size
 
-    # -- what the model changes
+    # -- changes by the model
 
     def replaced(self, entries: dict[int, Entry]) -> None:
-        """Follow tensors that the model replaced: the new tensors are moved back in place of the old ones.
+        """Update the records of tensors that the model replaced: the new tensors are moved back in place of the
+        old ones.
 
-        ``entries``: the new tensors, by the id of the replaced ones.
+        ``entries``: the new tensors, by the id of the tensor that each replaces.
         """
         self._tier.replaced(entries)
         self.device_tensors.replaced(entries)
@@ -262,7 +263,7 @@ class ResidentPlacer:
         self._store.attach_to_copy(copy)
         return True
 
-    # -- the way home
+    # -- moving tensors back
 
     def undo(self) -> None:
         """Move every tensor back to its original device. After a failure the call may be repeated."""

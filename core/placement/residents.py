@@ -83,9 +83,10 @@ class DeviceTensors:
         return before
 
     def replaced(self, entries: dict[int, Entry]) -> None:
-        """Follow tensors that the model replaced: the new ones are moved back in their place.
+        """Update the records of tensors that the model replaced: the new tensors are moved back in place of the
+        old ones.
 
-        ``entries``: the new tensors, by the id of the replaced ones.
+        ``entries``: the new tensors, by the id of the tensor that each replaces.
         """
         for moved in self.moved:
             entry = entries.get(id(moved.tensor))
@@ -186,7 +187,7 @@ class DeviceTensors:
             else:
                 self._return_to_origin(moved)
 
-    # -- the way origin
+    # -- moving tensors back
 
     def undo(self) -> None:
         """Move every tensor back to its original device. After a failure the call may be repeated."""

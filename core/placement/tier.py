@@ -110,8 +110,8 @@ class Tier:
         return 0
 
     def replaced(self, entries: dict[int, Entry]) -> None:
-        """Follow loaded tensors that the model replaced. ``entries``: the new tensors, by the id of the
-        replaced ones."""
+        """Update the records of loaded tensors that the model replaced. ``entries``: the new tensors, by the id
+        of the tensor that each replaces."""
 
     @property
     def staging_bytes(self) -> int:
@@ -122,7 +122,8 @@ class Tier:
         """Begin to serve fetches over ``link``, now that the slots exist."""
 
     def close(self) -> None:
-        """Release what fetches need. Nothing is fetched any more, and no work is pending on the device."""
+        """Release the resources that fetches need. Called after the last fetch, when no work is pending on the
+        device."""
 
     def guard(self) -> None:
         """Let operators that read host bytes of streamed units in a step raise an error, on engines that see
@@ -154,7 +155,7 @@ class Tier:
 
     @property
     def used_lately(self) -> AbstractSet[int]:
-        """Indexes of units that are not to be read again for now."""
+        """Indexes of recently used units, which read-ahead leaves out for now."""
         return frozenset()
 
     # -- residents that are still on their way

@@ -1,4 +1,4 @@
-"""`Wanted` and `Layout`: what a session asks for, and where its weights are."""
+"""`Wanted`: a request for a layout. `Layout`: where a session's weights are now. `Outcome`: the result of a change."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..streaming.streamer import Streamer
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a layout is asked for.
+    """The request that a layout is made for.
 
-    ``vram``, ``ram``: budgets in bytes. ``packing``: how weights wait packed, None where they cross as they are.
-    ``profile``: measured times to plan by, None to plan by the rule. ``residents_among``: names of the only units that may
-    stay on the device (small ones apart), None for any. ``stay``: names of tensors that must stay, with the reason.
-    ``training``: where trainable weights live ("resident", "stream"), None where their size decides.
-    ``note``: a sentence for the report about these budgets.
+    ``vram``, ``ram``: budgets in bytes. ``packing``: how weights are packed, None where they wait and cross the link
+    unpacked. ``profile``: measured times to plan by, None to plan by the rule. ``residents_among``: names of the only
+    units, apart from small ones, that may stay on the device, None for any unit. ``stay``: names of tensors that must
+    stay on the device, with the reason. ``training``: where trainable weights are kept ("resident" or "stream"), None
+    where their size decides. ``note``: a sentence about these budgets for the report.
     """
 
     vram: int
@@ -40,7 +40,7 @@ class Wanted:
 
 
 class Outcome(Enum):
-    """What became of a change of layout. Module and session are whole in each case."""
+    """The result of a change of layout. The module and the session are usable after each of them."""
 
     TOOK = auto()  # the wanted layout is in effect
     FELL_BACK = auto()  # the device's memory did not suffice; the fallback is in effect
@@ -49,7 +49,12 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a session's weights are, and what runs them. Replaced whole by the next layout."""
+    """Where a session's weights are, and the objects that serve passes. Immutable: a new layout is a new object.
+
+    ``wanted``: the request that the layout was made for. ``carving``: the module's division into units. ``plan``: which
+    units stay on the device, and the size of the slot region. ``placement``: where each tensor is. ``streamer``: the
+    slots at run time. ``meter``: counted bytes and measured times. ``tree``: the module tree that the layout covers.
+    """
 
     wanted: Wanted
     carving: Carving
@@ -60,12 +65,12 @@ class Layout:
     tree: Tree
 
     def entries(self) -> list[Entry]:
-        """Every tensor of the module that the carving counts."""
+        """Return the entries of all tensors in the carving: of units, of required residents and of adapters."""
         units = [entry for unit in self.carving.units for entry in unit.entries]
         return units + [entry for entry, _ in self.carving.resident] + self.carving.adapters
 
     def resident_names(self) -> frozenset[str]:
-        """The names of the units that stay on the device, raw or packed."""
+        """Return the names of the units that stay on the device, raw or packed."""
         plan = self.plan
         return frozenset(
             unit.name
@@ -74,7 +79,7 @@ class Layout:
         )
 
     def streamed_indices(self) -> list[int]:
-        """The positions in ``carving.units`` of the units that stream, in order."""
+        """Return the positions in ``carving.units`` of the units that stream, in order."""
         known = {id(unit): index for index, unit in enumerate(self.carving.units)}
         return [known[id(unit.unit)] for unit in self.placement.streamed]
 
@@ -84,7 +89,7 @@ class Layout:
         return bool(self.carving.adapters) or any(unit.trainable for unit in self.placement.streamed)
 
     def below(self, modules: set[int] | None) -> list[Backing]:
-        """The streamed units with a tensor in one of ``modules`` (ids), or all of them for None."""
+        """Return the streamed units with a tensor in one of ``modules`` (ids of modules), or all of them for None."""
         return [unit for unit in self.placement.streamed if modules is None or _lies_in(unit.unit, modules)]
 
 

@@ -1,4 +1,7 @@
-"""From what the first steps taught to a better layout: which carving, which residents, and whether it is worth the move."""
+"""The measured planner: from the times of the first steps, find a faster layout and decide whether to change to it.
+
+A layout is described here by its carving and its plan.
+"""
 
 from __future__ import annotations
 
@@ -20,38 +23,42 @@ from . import rule_planner
 
 NOTHING = "no layout is predicted to be 3 % faster"
 HOST = "the host binds: the device waits for Python to issue its work, and no layout is predicted to spare it 3 %"
-WORTH = 0.03  # of a step that a new layout must save
-FINER = 0.99  # of the time with whole blocks that parts must stay below: they cost more of the host
-SETTLING = 0.1  # seconds for hooks, slots and plans of a layout whose weights are in host memory already; an estimate
-# Bytes/s at which what leaves the device, or was never packed, comes to lie in the host's pinned memory. An estimate: record
-# host-samples has relayouts of gigabytes in 1.4 and 0.9 s; where memory is used for the first time they take longer.
+WORTH = 0.03  # share of a step's seconds that a new layout must save
+FINER = 0.99  # smaller units must take less than this share of the best seconds so far: they cost more host time
+SETTLING = 0.1  # seconds to make hooks, slots and plans where all weights are in host memory already (estimate)
+# Bytes/s at which weights are placed in the host's pinned memory, when they leave the device or were never packed.
+# An estimate: the record host-samples has layout changes of gigabytes that took 1.4 and 0.9 s; a change takes
+# longer where host memory is used for the first time.
 HOSTING = 1.5e9
-TRUSTED = 0.25  # of the measured step that the prediction of the present layout may be off
+TRUSTED = 0.25  # largest error of the prediction for the present layout, as a share of the measured step
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A layout and what it is predicted to save of the present step (``now``), in seconds; ``move``: seconds that
-    the change takes."""
+    """A proposed layout (``carving``, ``plan``), with its predicted benefit and cost.
+
+    ``now``: predicted seconds of a step with the present layout; ``saves``: predicted seconds by which the proposed
+    layout shortens a step; ``move``: seconds that the change of layout takes.
+    """
 
     carving: Carving
     plan: Plan
     now: float
     saves: float
     move: float
-    reason: str  # why not to take it, "" when it is worth while
-    understood: bool  # whether the present step takes about what is predicted for it
-    searched: bool = False  # whether ``plan`` was found, and is not the present one
-    vram: int = 0  # the budget that a found ``plan`` is for
+    reason: str  # why the layout should not be changed, "" where a change is worthwhile
+    understood: bool  # whether the measured seconds of a step are close to the prediction
+    searched: bool = False  # whether ``plan`` is the result of a search; otherwise it is the present plan
+    vram: int = 0  # the budget in bytes that the search used
 
     @property
     def steps(self) -> float:
-        """Steps after which the change has paid for itself."""
+        """The number of steps after which the savings exceed the seconds of the change."""
         return self.move / self.saves if self.saves > 0 else float("inf")
 
 
 def pieces(carving: Carving) -> list[UnitTensors]:
-    """Units as `learn` sees them."""
+    """Return the units of ``carving`` as `learn` takes them: names, and bytes by tensor."""
     return [
         UnitTensors(unit.name, {entry.name: entry.nbytes for entry in unit.entries}, _trains(unit))
         for unit in carving.units
@@ -59,7 +66,7 @@ def pieces(carving: Carving) -> list[UnitTensors]:
 
 
 def _trains(unit: Unit) -> int:
-    """Where weights of ``unit`` train, its bytes that never pack."""
+    """Return the bytes of ``unit`` that are never packed, 0 where no weight of the unit trains."""
     if not any(entry.trainable for entry in unit.entries):
         return 0
     return sum(entry.nbytes for entry in unit.entries if not packs(entry))
@@ -68,7 +75,10 @@ def _trains(unit: Unit) -> int:
 def decide_with(
     module: nn.Module, settings: rule_planner.Settings, grain: int, learnt: TensorTimes
 ) -> tuple[Carving, Plan]:
-    """As `decide.decide`, by the shortest predicted step. Raises as that does."""
+    """Return the carving and plan with the shortest predicted step, or the rule's where none fits the budget.
+
+    Arguments and errors: as of `rule_planner.decide`. ``learnt``: the measured times.
+    """
     limits: list[int | None] = [None]
     if settings.granularity == "auto" and not rule_planner.compiled(module):
         limits += [rule_planner.COARSE, rule_planner.PART]
@@ -98,18 +108,19 @@ def decide_with(
         except BudgetError:
             continue
         seconds = found.predicted_seconds or 0.0
-        # The link was measured with packed bytes: where these find no room, it would be slower than this says.
+        # The link was measured with packed bytes. A plan without staging memory copies raw bytes, so its steps would
+        # take longer than predicted.
         plain = settings.packs and not found.staging_bytes and not found.all_resident
         if plain and best is not None and best[1].staging_bytes:
             continue
         if best is None or seconds < FINER * fastest or (was_plain and not plain):
             best, fastest, was_plain = (carving, found), seconds, plain
-    # Where neither fits, the rule goes finer, or says what would.
+    # Where no limit fits, the rule tries finer units, or raises BudgetError with the least budget that works.
     return best or rule_planner.decide(module, settings, grain)
 
 
 def uses(work: Workload, plan: Plan) -> int:
-    """How often a step uses what passes through slots."""
+    """Return how many times a step uses units that pass through slots."""
     return sum(use.unit not in plan.resident for use in work.uses())
 
 
@@ -123,11 +134,13 @@ def advise(
     steps: float = math.inf,
     copies: bool = False,
 ) -> Advice:
-    """Whether a layout other than ``plan`` of ``carving`` is worth while. ``copies``: what streams keeps its host block.
+    """Return whether a change from the present layout (``carving``, ``plan``) is worthwhile, and to which layout.
 
-    ``learnt``: without unpacking, where ``settings`` tells its rate. ``steps``: seen so far. While not even the fastest
-    step that any layout allows would have made up for the change in so many, nothing is searched, and ``saves`` is what
-    that step would save.
+    ``learnt``: the measured times, without the seconds of unpacking where ``settings`` contains the rate of
+    unpacking. ``steps``: the number of steps so far. ``copies``: whether streamed units keep their blocks of host
+    memory through the change.
+    No search is made while even the fastest step that any layout allows would not have paid for the change within
+    ``steps`` steps. ``saves`` of the returned advice is then the saving of that fastest step.
     """
     sizes = [unit.nbytes for unit in carving.units]
     parts = pieces(carving)
@@ -139,7 +152,7 @@ def advise(
         else 0.0
         for index, unit in enumerate(units)
     ]
-    # The link's rate is of what its bytes unpack to.
+    # The link's rate in ``learnt`` counts raw bytes, so units that cross packed are passed with their raw sizes.
     here = {
         index: PackedTransfer(0 if index in plan.packed else sizes[index], seconds)
         for index, seconds in enumerate(decoding)
@@ -151,11 +164,11 @@ def advise(
     beside = work.with_added_seconds(taken) if any(taken) else work
     now = predict(sizes, plan.resident, plan.region_bytes, beside, learnt.link, packed=here).seconds
     now = max(now, learnt.host_seconds(uses(work, plan)))
-    # What stays may do so packed.
+    # Residents may be packed: scale the available bytes by the best ratio of packed to raw bytes.
     dense = min((unit.packed / unit.nbytes for unit in units if rate and unit.packed), default=1.0)
     available = int((settings.vram - plan.staging_bytes - plan.fixed_bytes) / dense)
     floor = floor_seconds(sizes, available, work, learnt.link)
-    # What streams is copied in host memory, and pinned, whatever else a new layout asks for.
+    # A new layout copies streamed units within host memory, and pins them, whatever else changes.
     move = 2 * sum(sizes) / learnt.link.bytes_per_second
     if abs(now - learnt.seconds) > TRUSTED * learnt.seconds:
         reason = (
@@ -171,7 +184,7 @@ def advise(
     new_carving, new = decide_with(module, settings, grain, learnt)
     then = new.predicted_seconds
     saves = 0.0 if then is None else now - then
-    if copies:  # and not what streams
+    if copies:  # streamed units keep their blocks: only the fixed cost of a layout remains
         move = min(move, SETTLING)
     move += _crossing(carving, plan, new_carving, new) / learnt.link.bytes_per_second
     move += _leaving(carving, plan, new_carving, new) / HOSTING
@@ -182,7 +195,7 @@ def advise(
 
 
 def _residents(carving: Carving, plan: Plan) -> dict[frozenset[str], int]:
-    """Bytes of what stays raw, by its tensors."""
+    """Return the bytes of each unit that is resident unpacked, by the set of its tensors' names."""
     return {
         frozenset(entry.name for entry in carving.units[index].entries): carving.units[index].nbytes
         for index in plan.resident
@@ -190,13 +203,18 @@ def _residents(carving: Carving, plan: Plan) -> dict[frozenset[str], int]:
 
 
 def _crossing(carving: Carving, plan: Plan, new_carving: Carving, new: Plan) -> int:
-    """Bytes of residents that leave the device or come to it: a unit that stays just so does not move."""
+    """Return the bytes of residents that leave the device or move to it.
+
+    A unit that is resident in both layouts, with the same tensors, does not move.
+    """
     before, after = _residents(carving, plan), _residents(new_carving, new)
     return sum((before | after)[unit] for unit in before.keys() ^ after.keys()) + new.packed_bytes
 
 
 def _leaving(carving: Carving, plan: Plan, new_carving: Carving, new: Plan) -> int:
-    """Bytes that get a place in host memory: raw residents that stay no longer, and streamed units that are cut otherwise."""
+    """Return the bytes that need new host memory: of raw residents that leave the device, and of streamed units whose
+    tensors were grouped differently before.
+    """
     after = _residents(new_carving, new)
     staying = {name for tensors in after for name in tensors}
     before = _residents(carving, plan)
@@ -216,6 +234,6 @@ def _leaving(carving: Carving, plan: Plan, new_carving: Carving, new: Plan) -> i
 
 
 def blocks(module: nn.Module) -> Sequence[frozenset[str]]:
-    """Tensors by block: what a checkpoint recomputes together."""
+    """Return the names of each block's tensors: activation checkpointing recomputes a block's tensors together."""
     carving = carve(module, granularity="block", stream_trainable=True)
     return [frozenset(entry.name for entry in unit.entries) for unit in carving.units if unit.kind == "block"]

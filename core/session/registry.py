@@ -1,4 +1,4 @@
-"""Which session streams a module: one at a time, and that for the whole of its tree."""
+"""A registry of the session that streams each module. Only one session at a time may stream a module tree."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from ..model import managed_tensor
 if TYPE_CHECKING:
     from .session import Session
 
-# Every module of a streamed tree. Weak on both sides: a dropped module takes its session with it.
+# The session of every module in a streamed tree. Keys and values are weak references, so that dropping the last
+# reference to a module also frees the module's session.
 _sessions: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
 
 
 def enter(session: Session) -> None:
-    """The session's tree, as it is now, is its own."""
+    """Register ``session`` for all modules of its tree, as the tree is now."""
     for part in session.module.modules():
         _sessions[part] = weakref.ref(session)
 
 
 def leave(session: Session) -> None:
-    """The tree is nobody's any more."""
+    """Remove the entries of ``session`` from the registry."""
     for part in session.module.modules():
         if (found := _sessions.get(part)) is not None and found() is session:
             del _sessions[part]
 
 
 def refuse_streamed(module: nn.Module) -> None:
-    """Raises UnsupportedError where a session streams ``module``, a part of it, or what it is a part of."""
+    """Raise UnsupportedError if a session streams ``module``, a submodule of it, or a module that contains it."""
     for part in module.modules():
         if session_of(part) is not None:
             raise UnsupportedError(
@@ -48,7 +49,7 @@ def refuse_streamed(module: nn.Module) -> None:
 
 
 def session_of(module: nn.Module) -> Session | None:
-    """The open session that streams ``module``."""
+    """Return the open session that streams ``module``, None where there is none."""
     found = _sessions.get(module)
     session = None if found is None else found()
     return None if session is None or session.closed else session

@@ -115,7 +115,7 @@ def waiting_bytes(module: nn.Module) -> int:
     found: dict[int, int] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type == "cpu":
-            with contextlib.suppress(RuntimeError):  # tensor subclasses that wrap other tensors have no storage
+            with contextlib.suppress(RuntimeError):  # wrapper subclasses have no storage
                 storage = tensor.untyped_storage()
                 twice = storage.data_ptr() in found
                 found[storage.data_ptr()] = 0 if twice else storage.nbytes()

@@ -1,4 +1,4 @@
-"""`make_report`: a session's figures put together; `describe`: its decision in a sentence."""
+"""`make_report`: collects a session's figures in a `Report`; `describe`: describes a plan in one sentence."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ PACKED = "packed on the device, unpacked at each use"
 
 @dataclass(frozen=True)
 class Held:
-    """Device bytes: the budget, the most that was held of it, the slot region and the staging buffer now, and residents
-    in a native pool; whose memory it is, and why."""
+    """The device memory that a session holds, in bytes.
+
+    ``budget_bytes``: the budget; ``peak_bytes``: the most that was held of the budget; ``slot_bytes``: the slot
+    region now; ``staging_bytes``: the staging buffer now; ``pooled_bytes``: residents in a comfy-aimdo pool;
+    ``pool``, ``pool_reason``: the pool in use ("torch" or "aimdo"), and the reason for that choice.
+    """
 
     budget_bytes: int
     peak_bytes: int
@@ -26,13 +30,16 @@ class Held:
     pooled_bytes: int = 0
     pool: str = "torch"
     pool_reason: str = ""
-    packed_bytes: int = 0  # of units that stay packed; what they unpack to, and how many they are
-    packed_raw_bytes: int = 0
-    packed_units: int = 0
+    packed_bytes: int = 0  # packed bytes of the units that stay on the device packed
+    packed_raw_bytes: int = 0  # unpacked bytes of these units
+    packed_units: int = 0  # the number of these units
 
 
 def stall_share(layout: Layout) -> float | None:
-    """Return the part of the last measured steps' time that computing waited for weights; waits for nothing itself."""
+    """Return the share of the last measured steps' seconds in which computing waited for weights.
+
+    None where nothing was measured. The call does not wait for the device.
+    """
     with layout.streamer.lock:
         found = layout.meter.medians()
     if not found.seconds or found.stall_seconds is None:
@@ -112,14 +119,17 @@ def make_report(held: Held, layout: Layout, arena: HostArena, device: str) -> Re
 
 
 def _effective(figures: Medians) -> float | None:
-    """Bytes of weights that a second of copying brings."""
+    """Return the link's effective rate: raw bytes of weights per second of copying. None where nothing was measured."""
     if figures.link_bytes_per_second is None or not figures.wire_bytes:
         return None
     return figures.link_bytes_per_second * figures.raw_bytes / figures.wire_bytes
 
 
 def _stages(figures: Medians, disk_rate: float | None) -> dict[str, float]:
-    """Seconds that each stage would take of a step, were it alone; the longest binds. Empty where nothing was measured."""
+    """Return the seconds of a step that each stage ("compute", "link", "disk") would take by itself.
+
+    The stage with the most seconds is the bottleneck. The result is empty where nothing was measured.
+    """
     if figures.compute_seconds is None:
         return {}
     stages = {"compute": figures.compute_seconds}
@@ -131,7 +141,7 @@ def _stages(figures: Medians, disk_rate: float | None) -> dict[str, float]:
 
 
 def describe(plan: Plan, units: int, device: str) -> str:
-    """Return what was decided, in one sentence."""
+    """Return ``plan`` described in one sentence; ``units``: the number of units, ``device``: the engine's name."""
     budget = format_size(plan.vram_budget_bytes)
     if plan.all_resident:
         return f"all {units} units fit into {budget} and stay on {device}"

@@ -4,7 +4,7 @@ gradients to the host.
 One `Backward` serves one streamer, under the streamer's lock. A backward pass is registered at its first call
 of any method here; autograd reports its end through a callback, and destroys the callback uncalled if the
 pass fails. Within a pass each thread reads one unit at a time. A slot stays in use until autograd has dropped
-every view of the slot that it was given.
+every view of the slot that autograd was given.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ class Backward:
         """Keep ``slot`` in use after a run of its unit, and return True, if the run was a recomputation in
         this thread's backward pass.
 
-        Its gradients come next, so no event has to be recorded in between and no other unit prefetched.
+        The unit's gradients are computed next. So no event has to be recorded and no other unit prefetched
+        before they are computed.
         """
         thread = threading.get_ident()
         if graph_task() not in self._tasks or thread in self._current_uses or self._streamer.closed:
@@ -222,8 +223,8 @@ class Backward:
         return view
 
     def take_finished_uses(self, unit: StreamedUnit | None) -> list[tuple[Slot, set]]:
-        """Return the (slot, streams that read it) of uses that are over, now that this thread turns to
-        ``unit``."""
+        """Return (slot, streams that read the slot) of every use that is over. ``unit``: the unit that this
+        thread reads next."""
         if self._current_uses:
             thread = threading.get_ident()
             use = self._current_uses.get(thread)

@@ -3,8 +3,8 @@ the slot region.
 
 A model may need more units at once than the region holds: one operator uses several, or the model keeps a
 view of a weight beyond its unit's forward. Every kernel that reads such a unit reads over the link, which is
-slow; it takes no device memory, and the same kernels compute the same bits. The units that fill the region
-stay resident from the next layout on, if the budget allows.
+slow. The unit takes no device memory, and the same kernels compute the same bits. The units that fill the
+region stay resident from the next layout on, if the budget allows.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ NOWHERE = -1  # the offset of a slot outside the region
 
 @dataclass(frozen=True)
 class _Known:
-    """Views of a unit's bytes in host memory, valid for one version. ``copied``: the block is a copy that was
-    made for these views."""
+    """Views of a unit's bytes in host memory, valid while `ManagedUnit.version` returns ``version``.
+    ``copied``: the block is a copy that was made for these views."""
 
     version: int
     views: Views

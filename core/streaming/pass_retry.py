@@ -3,12 +3,12 @@ inputs.
 
 A pass may run again only if everything that it could have changed is as before. Only passes without gradients
 are considered. Attributes, buffers and parameters of the module tree are recorded in a session's first
-passes, after a change of layout, and for inputs of a new size, because memory runs short there for the first
-time; later passes compare with the latest record. Inputs with a version counter must be unwritten.
-Inference-mode inputs have no counter: they are copied before the pass and copied back. The contents of lists
-and dicts are put back (a UNet pops what a ControlNet passed), and so are random states. A pass is not run
-again if its arguments hold other objects than tensors and plain values (a growing cache, for instance), or if
-it changed attributes or buffers of a module.
+passes, after a change of layout, and for inputs of a new size, because these are the passes in which memory can
+run short for the first time; later passes compare with the latest record. Inputs with a version counter must be
+unwritten. Inference-mode inputs have no counter: they are copied before the pass and copied back. The contents
+of lists and dicts are put back (a UNet pops what a ControlNet passed), and so are random states. A pass is not
+run again if its arguments hold other objects than tensors and plain values (a growing cache, for instance), or
+if it changed attributes or buffers of a module.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class PassSnapshot:
         self._device_random = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def update_module_state(self, module: nn.Module) -> None:
-        """Record the module again after the session changed the layout, which is no change by the pass."""
+        """Record the module again after the session changed the layout. The pass did not make this change."""
         self.state = ModuleState(module)
 
     def restore(self) -> bool:

@@ -42,7 +42,7 @@ class _Decision(NamedTuple):
     """The prefetches that followed from one state of order and region."""
 
     fills: tuple[_Fill, ...]
-    stuck: int | None  # distance at which there was no room, None if there was
+    stuck: int | None  # distance of the unit that found no room, None if every unit did
     after: tuple[int, ...]  # keys of the region's slots afterwards
 
 
@@ -63,7 +63,8 @@ class Prefetcher:
         self._layout_key: tuple[int, ...] | None = None  # keys of the region's slots; None if outdated
         self._epoch = -1  # epoch of the order for which decisions are cached
         self.replayed = 0
-        # True while slots are filled: a use that the garbage collector ends meanwhile must not prefetch
+        # True while slots are filled. The garbage collector may end a use meanwhile; the end of that use must
+        # not start a prefetch.
         self.filling = False
 
     def changed(self) -> None:
@@ -182,8 +183,8 @@ class Prefetcher:
                 break
             if unit.slot is not None or not streamer.ready(unit):
                 continue
-            # Do not fetch a later unit before one whose bytes are still being read from disk: the later unit
-            # would take its place, be evicted unused, and cross the link twice.
+            # Do not fetch a later unit before an earlier unit whose bytes are still being read from disk. The
+            # later unit would take the earlier unit's place, be evicted unused, and cross the link twice.
             if not unit.backing.ready():
                 return self._decided(fills, None)
             uses = uses or self.uses(guarded)

@@ -50,7 +50,7 @@ class Streamer:
     unit's forward. ``last``: the unit that was used last in a forward.
     """
 
-    # whether prefetch decisions may be cached, where they depend on order and region alone
+    # Whether prefetch decisions may be cached if they depend only on the order of use and the region.
     caches_decisions = True
 
     def __init__(
@@ -374,7 +374,8 @@ class Streamer:
             self._expect(None)
 
     def _expect(self, unit: StreamedUnit | None) -> None:
-        """Tell the tier in which order units will be fetched. ``unit``: needed now.
+        """Tell the tier in which order units will be fetched. ``unit``: the unit that is needed now, None if
+        none is.
 
         Units whose slots will serve their next use come last, because they are fetched again only in a later
         round.
@@ -461,7 +462,7 @@ class Streamer:
     # -- end
 
     def _write_back_held(self) -> None:
-        """Copy values to the host that the model wrote through views which it still keeps."""
+        """Copy values to the host that the model wrote through slot views which the model still keeps."""
         for slot in self.held:
             with contextlib.suppress(UnsupportedError):
                 self.runs.write_back(slot)

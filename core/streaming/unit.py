@@ -56,8 +56,8 @@ _UNSHARED = _unshared_references()
 
 @dataclass(eq=False)
 class Views:
-    """A unit's tensors at one position of the region, made once; ``tensors`` are in the order of the unit's
-    homes."""
+    """The views of a unit's tensors in the memory of a slot. The views are made once for each offset, and
+    reused for later slots of the unit at that offset. ``tensors`` are in the order of the unit's homes."""
 
     base: torch.Tensor  # uint8, exactly the unit's bytes, if possible with a storage of its own
     # the same memory for our copies: writing to it does not raise the version that autograd checks
@@ -116,7 +116,7 @@ def _uses_of_a_view() -> int:
     """Return by how much one view from `_view` raises the reference count of its storage.
 
     This is measured on a separate tensor: in a slot, autograd on another thread creates and drops views at
-    the same time, without Python's lock.
+    the same time, without holding Python's GIL.
     """
     with _disable_current_modes():
         base = torch.zeros(16, dtype=torch.uint8, device="cpu")

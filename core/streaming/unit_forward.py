@@ -14,8 +14,8 @@ from .unit import StreamedUnit
 def unit_forward(unit: StreamedUnit, runs: Runs) -> Callable[[Callable], Callable]:
     """Return a wrapper that enters the unit's slot before a forward and leaves it afterwards, also after
     exceptions."""
-    # Outside torch.compile the methods are called directly; the wrapped versions that leave the compiler cost
-    # time.
+    # Outside torch.compile, `forward` calls the methods directly. The wrappers that `quiet` makes, which keep
+    # the methods out of torch.compile, cost time in every call.
     enter, leave = runs.enter, runs.leave
     quiet_enter, quiet_leave = quiet(enter), quiet(leave)
 

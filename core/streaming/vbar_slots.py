@@ -1,11 +1,12 @@
 """Defines `VbarSlots`: each unit has a fixed place (its home) in a VBAR of comfy-aimdo, and streams through
 slots when the home has no memory.
 
-A VBAR is a range of device addresses whose pages other programs' needs can take. It begins with the slot
-region, which is pinned for good; homes follow in order of priority. A unit whose home ends below the
-watermark stays there: its bytes are copied once, recognised later by the pages' signature, and pinned while
-in use. A unit whose home lost its memory streams like any other, from the same host bytes, until the session
-raises the watermark again.
+A VBAR is a range of device addresses whose pages can be taken away when other programs need memory. The VBAR
+begins with the slot region, which is pinned for good; homes follow in order of priority. Only pages below the
+watermark may get memory. A unit whose home ends below the watermark stays at home. The unit's bytes are copied
+once; later the pages' signature shows whether the pages still hold the bytes. The pages are pinned while the
+unit is in use. A unit whose home lost its memory streams like any other, from the same host bytes, until the
+session raises the watermark again.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class VbarSlots:
 
     @property
     def _allowed(self) -> int:
-        """The highest watermark in bytes that keeps to the room."""
+        """The highest watermark, in bytes, with which the VBAR's pages stay within the room."""
         return min(self._bar.nbytes, self._room + self._unbacked_bytes)
 
     @property
@@ -123,14 +124,14 @@ class VbarSlots:
         self.note_losses()
 
     def _retry_pinning(self) -> bool:
-        """Raise a watermark that past pressure left below the slots, and try to pin the slots once more.
-        Return the success."""
+        """Raise a watermark that past memory pressure left below the slots, and try to pin the slots once more.
+        Return whether the slots are pinned."""
         self._bar.prioritize()
         pages = -(-self._homes.region_bytes // vbar.PAGE) * vbar.PAGE
         self._bar.set_watermark(max(pages, -(-self._watermark // vbar.PAGE) * vbar.PAGE))
         return self._bar.fault(0, self._homes.region_bytes) is not None
 
-    # -- what lives where
+    # -- units at home and units that stream
 
     @property
     def away(self) -> list[StreamedUnit]:
@@ -153,7 +154,7 @@ class VbarSlots:
 
     @property
     def now_bytes(self) -> int:
-        """The part of `most_bytes` that other programs' pressure has left."""
+        """The part of `most_bytes` that memory pressure of other programs has left."""
         return max(0, -(-self._watermark // vbar.PAGE) * vbar.PAGE - self._unbacked_bytes)
 
     @property
@@ -167,7 +168,7 @@ class VbarSlots:
         return self._trouble
 
     def losses(self) -> int:
-        """Return how often pressure took homes since the last call."""
+        """Return how many times memory pressure has taken homes since the last call."""
         with self.lock:
             self.note_losses()
             found, self._losses = self._losses, 0
@@ -175,7 +176,7 @@ class VbarSlots:
 
     @property
     def reduced(self) -> bool:
-        """Whether pressure took homes that the room would hold."""
+        """Whether memory pressure has taken homes that would fit in the room."""
         return self._watermark < self._allowed
 
     def holds(self, room: int, whole: bool) -> bool:
@@ -209,7 +210,8 @@ class VbarSlots:
                 self.rise(room)
 
     def rise(self, room: int) -> None:
-        """Allow homes again, as far as ``room`` bytes of pages and the limit go. Between passes only."""
+        """Raise the watermark, so that more homes may have memory, within ``room`` bytes of pages and the
+        limit. Called between passes only."""
         with self.lock:
             top = min(self._allowed, room // vbar.PAGE * vbar.PAGE + self._unbacked_bytes)
             if top > self._watermark:
@@ -218,13 +220,15 @@ class VbarSlots:
                 self._bar.set_watermark(top)
 
     def _lower_watermark(self, top: int) -> None:
-        """Lower the watermark to ``top`` bytes, and forget the homes above it."""
+        """Lower the watermark to ``top`` bytes, and evict the slots of unpinned homes that end above the
+        watermark."""
         self._watermark = min(self._watermark, top)
         self._bar.set_watermark(-(-self._watermark // vbar.PAGE) * vbar.PAGE)
         self._forget_lost()
 
     def note_losses(self) -> None:
-        """Compare the watermark with the last known one, and record homes that pressure took."""
+        """Compare the watermark with the last known watermark, and record the homes that memory pressure
+        took."""
         now = self._watermark if isinstance(self._bar, _ClosedBar) else self._bar.watermark
         if now < self._watermark:
             self._watermark = now
@@ -232,7 +236,7 @@ class VbarSlots:
             self._forget_lost()
 
     def _forget_lost(self) -> None:
-        """Evict slots of unpinned homes above the watermark."""
+        """Evict the slots of unpinned homes that end above the watermark."""
         for slot in [slot for slot in self.slots if slot.end > self._watermark and slot not in self._pins]:
             self.streamer.evict(slot)
 
@@ -322,7 +326,8 @@ class VbarSlots:
             self._trouble, signature = str(error), None
         if signature is None:
             self.note_losses()
-            # refused although below the watermark: lower the watermark, so that it is not tried again
+            # The pages are below the watermark but were refused. Lower the watermark, so that this home is not
+            # tried again.
             if self._watermark >= end:
                 self._losses += 1
                 self._lower_watermark(start)
@@ -353,8 +358,8 @@ class VbarSlots:
             self.unpin_idle()
 
     def unpin_idle(self) -> None:
-        """Unpin unused homes, so that pressure may take them; comfy-aimdo waits for the device before it
-        does."""
+        """Unpin unused homes, so that pressure may take them; comfy-aimdo waits for the device before it takes
+        pages."""
         idle = [slot for slot in self._pins if slot.users == 0 and slot.state is not SlotState.HELD]
         for slot in idle:
             self._pins.remove(slot)
@@ -380,23 +385,23 @@ class VbarSlots:
 
 
 class _ClosedBar:
-    """A stand-in for a VBAR after closing, without memory. Tensors over the VBAR keep the VBAR alive, nothing
-    else does."""
+    """A substitute without memory that takes the place of a VBAR after closing. From then on only tensors over
+    the VBAR keep the VBAR alive."""
 
     nbytes = loaded_bytes = watermark = 0
 
     def fault(self, start: int, end: int) -> tuple[int, ...] | None:
-        """Return None: there is no memory."""
+        """Return None: a closed VBAR has no memory."""
         return None
 
     def unpin(self, start: int, end: int) -> None:
         """Do nothing: pins end with the VBAR."""
 
     def prioritize(self) -> None:
-        """Do nothing: no pages are left."""
+        """Do nothing: a closed VBAR has no pages."""
 
     def deprioritize(self) -> None:
-        """Do nothing: no pages are left."""
+        """Do nothing: a closed VBAR has no pages."""
 
     def set_watermark(self, nbytes: int) -> None:
-        """Do nothing: no pages are left."""
+        """Do nothing: a closed VBAR has no pages."""
