@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .core.common.errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
     from .core.device.simulated import SimulatedDevice
     from .core.metrics.report import Report
-    from .core.model.moe import dense_modules
+    from .core.model.dense_modules import dense_modules
     from .core.placement.bound_checkpoint import Weights
     from .core.plan.residency import Plan
     from .core.session.session import Session, stream
@@ -44,7 +44,7 @@ _HOME = {
     "Weights": "core.placement.bound_checkpoint",
     "SharedBudget": "core.budget.shared_budget",
     "SimulatedDevice": "core.device.simulated",
-    "dense_modules": "core.model.moe",
+    "dense_modules": "core.model.dense_modules",
     "load_file": "core.checkpoint.load_file",
     "stream": "core.session.session",
 }

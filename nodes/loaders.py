@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from comfy_api.latest import io  # type: ignore[import-not-found]
 
-from . import host
+from . import comfyui_api
 from .files import dtype_options, embedding_folders, file_names, loaded, path_of, stock_node, stock_options
+from .node_settings import Settings, choose_way
 from .offload import offload, offload_clip, offload_vae, told
-from .policy import Settings, choose_way
 from .read_ahead import read_ahead
 from .widgets import CATEGORY, device_widget, settings_from, widgets
 
@@ -57,7 +57,7 @@ class CaromLoadDiffusionModel(io.ComfyNode):
         import comfy.sd  # type: ignore[import-not-found]
 
         settings = settings_from(cls, options)
-        device, placed = host.chosen_device(options.get("device"))
+        device, placed = comfyui_api.chosen_device(options.get("device"))
         path = path_of("diffusion_models", unet_name)
         asked = {**dtype_options(weight_dtype), **placed}
         ahead(path, settings, device)
@@ -104,7 +104,7 @@ class CaromLoadCheckpoint(io.ComfyNode):
         import comfy.sd
 
         settings = settings_from(cls, options)
-        device, placed = host.chosen_device(options.get("device"))
+        device, placed = comfyui_api.chosen_device(options.get("device"))
         path = path_of("checkpoints", ckpt_name)
         ahead(path, settings, device)
         model, clip, vae = loaded(
@@ -162,7 +162,7 @@ class CaromLoadCLIP(io.ComfyNode):
         import comfy.sd
 
         settings = settings_from(cls, options)
-        device, placed = host.chosen_device(options.get("device"))
+        device, placed = comfyui_api.chosen_device(options.get("device"))
         names = [clip_name, *(options.get(f"clip_name{number}") or NO_FILE for number in (2, 3, 4))]
         names = [name for name in names if name != NO_FILE]
         paths = [path_of("text_encoders", name) for name in names]

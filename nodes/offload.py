@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..core.common.errors import UnsupportedError
-from . import host
+from . import comfyui_api
+from .node_settings import Settings, Way, choose_way
 from .patcher import KEY, strip, wear
-from .policy import Settings, Way, choose_way
 from .streaming import streaming_of
 from .tensors import MAPPED, own_memory, settle_dtypes, structure_of
 
@@ -134,7 +134,7 @@ def offload_control(control: Any, settings: Settings) -> tuple[Any, Way]:
 def _copied(patcher: Any) -> Any:
     """A patcher over a copy of a ControlNet: ComfyUI's loaders of those leave no way to load the file again."""
     if _in_use(patcher):
-        host.unload(patcher)  # small weights are on the device, theirs are in its backup
+        comfyui_api.unload(patcher)  # small weights are on the device, theirs are in its backup
     made = structure_of(patcher.model)
     return type(patcher)(made, load_device=patcher.load_device, offload_device=patcher.offload_device)
 
@@ -143,5 +143,5 @@ def told(result: tuple[Any, Way], settings: Settings) -> Any:
     """What was made. Where it does not stream, the node says why."""
     made, way = result
     if not way.streams:
-        host.say(f"Carom: {way.reason}", settings.node)
+        comfyui_api.say(f"Carom: {way.reason}", settings.node)
     return made

@@ -15,8 +15,8 @@ import torch
 
 from ..core.common.errors import BudgetError, CaromError, UnsupportedError
 from ..core.streaming.pass_retry import OutOfMemory
-from . import host
-from .policy import Settings, most_held, next_budget, parse_limit, rounded
+from . import comfyui_api
+from .node_settings import Settings, most_held, next_budget, parse_limit, rounded
 from .streaming import Streaming, streaming_of
 from .tensors import own_memory, own_tensors
 
@@ -47,7 +47,7 @@ class CaromPatcher:
     # -- sizes
 
     def _limit(self) -> float:
-        given = parse_limit(self._settings.vram, host.device_bytes(self.load_device))
+        given = parse_limit(self._settings.vram, comfyui_api.device_bytes(self.load_device))
         return most_held(self._settings.mode, given, self._carom.total)
 
     def model_size(self, *args: Any, **kwargs: Any) -> int:
@@ -87,7 +87,7 @@ class CaromPatcher:
                 self._leave()
                 own_memory(self.model)
                 carom.note = f"ComfyUI keeps the weights: {error}"
-                host.say(f"Carom: {carom.note}", self._settings.node)
+                comfyui_api.say(f"Carom: {carom.note}", self._settings.node)
         return super().load(  # type: ignore[misc]
             device_to, *args, lowvram_model_memory=lowvram_model_memory, force_patch_weights=force_patch_weights,
             full_load=full_load, **kwargs,
@@ -112,7 +112,7 @@ class CaromPatcher:
         except BaseException:
             carom.close()
             raise
-        host.say(carom.line(carom.held), self._settings.node)
+        comfyui_api.say(carom.line(carom.held), self._settings.node)
 
     def _patch_rest(self, device_to: Any) -> None:
         """Patches of weights that ComfyUI cannot cast on the fly are merged, as its full load would."""
@@ -235,7 +235,7 @@ class CaromPatcher:
             carom.follow_room(self._limit())
             self.model.model_loaded_weight_memory = carom.held
             carom.expected = (self.model.current_weight_patches_uuid, carom.held)
-        host.say(carom.line(carom.held), self._settings.node)
+        comfyui_api.say(carom.line(carom.held), self._settings.node)
         return freed
 
     def unpatch_model(
@@ -275,14 +275,14 @@ class CaromPatcher:
     def pre_run(self, *args: Any, **kwargs: Any) -> Any:
         if self._carom.session is not None:
             self._carom.session.expect_anew()
-        host.say(self._carom.line(self.loaded_size()), self._settings.node)
+        comfyui_api.say(self._carom.line(self.loaded_size()), self._settings.node)
         return super().pre_run(*args, **kwargs)  # type: ignore[misc]
 
     def cleanup(self, *args: Any, **kwargs: Any) -> Any:
         carom = self._carom
         if carom.streams:
             carom.remember_room()
-            host.say(carom.line(carom.held, carom.stall_share()), self._settings.node)
+            comfyui_api.say(carom.line(carom.held, carom.stall_share()), self._settings.node)
         return super().cleanup(*args, **kwargs)  # type: ignore[misc]
 
 

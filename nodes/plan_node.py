@@ -16,9 +16,9 @@ from ..core.common.errors import BudgetError
 from ..core.common.sizes import parse_size
 from ..tools.planner import presets, report, shape_files
 from ..tools.planner.estimate import Job
-from . import host
+from . import comfyui_api
 from .files import file_names, path_of
-from .policy import is_auto
+from .node_settings import is_auto
 from .widgets import CATEGORY
 
 THIS_MACHINE, AS_STORED = "this machine", "as stored"
@@ -105,7 +105,7 @@ class CaromPlan(io.ComfyNode):
     def execute(cls, model_name: str, **options: Any) -> Any:
         folder = "diffusion_models" if model_name in file_names("diffusion_models") else "checkpoints"
         text = plan_text(path_of(folder, model_name), **options)
-        host.show(text, str(getattr(getattr(cls, "hidden", None), "unique_id", None) or ""))
+        comfyui_api.show(text, str(getattr(getattr(cls, "hidden", None), "unique_id", None) or ""))
         return io.NodeOutput(text, ui=ui.PreviewText(text))
 
 

@@ -14,7 +14,7 @@ from comfy_api.latest import io, ui  # type: ignore[import-not-found]
 from ..core.common.sizes import format_size
 from ..core.metrics.report import Report
 from ..core.metrics.timeline import DPI, INK, WIDTH_INCHES
-from . import host
+from . import comfyui_api
 from .patcher import settings_of
 from .streaming import known_streaming
 from .widgets import CATEGORY
@@ -73,7 +73,7 @@ class CaromReport(io.ComfyNode):
         line, report = figures(patcher)
         text = f"{line}\n\n{report.listing()}"
         picture = image_of(report)
-        host.show(text, str(getattr(getattr(cls, "hidden", None), "unique_id", None) or ""))
+        comfyui_api.show(text, str(getattr(getattr(cls, "hidden", None), "unique_id", None) or ""))
         shown = {**ui.PreviewText(text).as_dict(), **ui.PreviewImage(picture).as_dict()}
         return io.NodeOutput(text, picture, ui=shown)
 
@@ -82,7 +82,7 @@ def figures(patcher: Any) -> tuple[str, Report]:
     """What is known of a patcher: one line, and a report (of sizes alone where ComfyUI keeps the weights)."""
     streaming = known_streaming(patcher.model)
     report = streaming.report() if streaming is not None else None
-    loaded, size = patcher.loaded_size(), host.module_bytes(patcher.model)
+    loaded, size = patcher.loaded_size(), comfyui_api.module_bytes(patcher.model)
     if streaming is not None and report is not None:
         line = streaming.line(loaded, streaming.stall_share())
         if not streaming.streams:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..core.common.errors import BudgetError, CaromError, UnsupportedError
 from ..core.session.session import stream
-from .policy import Settings
+from .node_settings import Settings
 from .tensors import own_tensors, wrapped_kind
 from .wrapped import dresses, put_together, take_apart
 

@@ -19,10 +19,10 @@ from ..core.common.progress import progress_listener
 from ..core.common.sizes import round_up_to_mib
 from ..core.metrics.report import Report
 from ..core.session.session import Session, stream
-from . import host
+from . import comfyui_api
+from .leftover_memory import TakesRoom
+from .node_settings import Settings, describe, parse_limit
 from .plain_ops import shorten
-from .policy import Settings, describe, parse_limit
-from .room import TakesRoom
 from .roots import least_bytes, prepare, root_of
 from .tensors import MAPPED, own_tensors
 from .wrapped import dresses, put_together, take_apart
@@ -70,7 +70,7 @@ class Streaming(TakesRoom):
         Nodes ask this while they run, so that the error is shown on the node that has the widget. Raises UnsupportedError
         where the weights cannot be streamed and ``settings`` demand it.
         """
-        limit = parse_limit(settings.vram, host.device_bytes(device))
+        limit = parse_limit(settings.vram, comfyui_api.device_bytes(device))
         if limit >= self.total:
             return
         key = replace(settings, vram="", ram="", priority="", node="")
@@ -106,7 +106,7 @@ class Streaming(TakesRoom):
         assert model is not None and self.session is None
         root, entrances = root_of(model)
         self._take_apart(root)
-        bar = host.LoadingBar()
+        bar = comfyui_api.LoadingBar()
         if (
             self.dressed
         ):  # what GGUF weights are made of packs no further, and they are read past their parameters
@@ -133,10 +133,10 @@ class Streaming(TakesRoom):
 
     @staticmethod
     def _attach(
-        root: nn.Module, device: torch.device, bound: int, settings: Settings, bar: host.LoadingBar
+        root: nn.Module, device: torch.device, bound: int, settings: Settings, bar: comfyui_api.LoadingBar
     ) -> tuple[Session, int]:
         prepare(root)
-        limit = parse_limit(settings.vram, host.device_bytes(device))
+        limit = parse_limit(settings.vram, comfyui_api.device_bytes(device))
         with _laying_out(), progress_listener(bar):
             try:
                 return _stream(root, device, bound, settings), bound
@@ -200,8 +200,8 @@ class Streaming(TakesRoom):
         """Stream again, within ``bound`` bytes or the least that works. Raises as `open` does."""
         assert self.session is not None
         began = time.monotonic()
-        limit = parse_limit(settings.vram, host.device_bytes(self.session.device))
-        bar = host.LoadingBar()
+        limit = parse_limit(settings.vram, comfyui_api.device_bytes(self.session.device))
+        bar = comfyui_api.LoadingBar()
         with _laying_out(), progress_listener(bar):
             try:
                 self.session.set_budget(vram=bound)
@@ -264,7 +264,7 @@ class Streaming(TakesRoom):
         finally:
             self._undo.close()
             self.dressed = False
-            host.count_pinned(-self._pins[0])
+            comfyui_api.count_pinned(-self._pins[0])
             self._pins[0] = self.held = self.weights = self.streamed = 0
 
     # -- figures
@@ -275,7 +275,7 @@ class Streaming(TakesRoom):
         if not self._total:
             model = self._model()
             assert model is not None
-            self._total = host.module_bytes(model)
+            self._total = comfyui_api.module_bytes(model)
         return self._total
 
     def _measure(self) -> None:
@@ -290,7 +290,7 @@ class Streaming(TakesRoom):
     def _count_pinned(self) -> None:
         report = self.report()
         assert report is not None
-        host.count_pinned(report.pinned_bytes - self._pins[0])
+        comfyui_api.count_pinned(report.pinned_bytes - self._pins[0])
         self._pins[0] = report.pinned_bytes
 
     def report(self) -> Report | None:
@@ -308,7 +308,7 @@ class Streaming(TakesRoom):
         now = time.monotonic()
         if self.session is not None and self.streams and now - self._told >= TELL_EVERY_S:
             self._told = now
-            host.show(self.line(self.held, self.session.stall_share()), self._node)
+            comfyui_api.show(self.line(self.held, self.session.stall_share()), self._node)
 
     def stall_share(self) -> float | None:
         """Of the last steps' time, the part spent waiting for weights (waits for the device)."""
@@ -336,8 +336,8 @@ def _stream(root: nn.Module, device: torch.device, budget: int, settings: Settin
 
     wanted = parse_limit(settings.ram, psutil.virtual_memory().total, "ram")
     available = int(psutil.virtual_memory().available * 0.8)
-    _make_pin_room(host.module_bytes(root))
-    ram = min(available if wanted == float("inf") else int(wanted), host.pin_room())
+    _make_pin_room(comfyui_api.module_bytes(root))
+    ram = min(available if wanted == float("inf") else int(wanted), comfyui_api.pin_room())
     return stream(
         root, device=device, vram=budget, ram=ram, granularity=settings.granularity, codec=settings.codec
     )
@@ -346,7 +346,7 @@ def _stream(root: nn.Module, device: torch.device, budget: int, settings: Settin
 def _make_pin_room(nbytes: int) -> None:
     """Within what ComfyUI lets be pinned, the model that is about to run comes before those that wait."""
     for streaming in list(_suspended):
-        if host.pin_room() >= nbytes:
+        if comfyui_api.pin_room() >= nbytes:
             return
         streaming.give_up_pins()
 
@@ -354,7 +354,7 @@ def _make_pin_room(nbytes: int) -> None:
 @contextlib.contextmanager
 def _laying_out() -> Iterator[None]:
     """Weights are moved about: outside inference mode, and outside what ComfyUI records of a block's allocations."""
-    with torch.inference_mode(False), torch.no_grad(), host.lasting_allocations():
+    with torch.inference_mode(False), torch.no_grad(), comfyui_api.lasting_allocations():
         yield
 
 
@@ -364,7 +364,7 @@ def _dropped(reference: weakref.ref[Streaming], pins: list[int]) -> None:
     streaming = reference()
     session = None if streaming is None else streaming.session
     try:
-        host.count_pinned(-pins[0])
+        comfyui_api.count_pinned(-pins[0])
         pins[0] = 0
         if streaming is not None and session is not None:
             streaming.session, streaming.active, streaming.suspended = None, False, False

@@ -6,8 +6,8 @@ from typing import Any
 
 from comfy_api.latest import io  # type: ignore[import-not-found]
 
-from . import host
-from .policy import CODECS, GRANULARITIES, MODES, PRIORITIES, Settings
+from . import comfyui_api
+from .node_settings import CODECS, GRANULARITIES, MODES, PRIORITIES, Settings
 
 CATEGORY = "Carom"
 
@@ -78,7 +78,7 @@ def device_widget() -> Any:
     """Where a loader's model computes, as ComfyUI's own loaders ask it."""
     return io.Combo.Input(
         "device",
-        options=host.device_options(),
+        options=comfyui_api.device_options(),
         default="default",
         optional=True,
         advanced=True,

@@ -23,7 +23,7 @@ from ..core.session.session import Session
 from ..core.session.settings import vram_budget, within_dedicated
 from . import words
 from .attachment import Attachment, tensors, weight_bytes
-from .ladder import choose
+from .choose_mode import choose
 from .loading import building_on_the_host, models_stay_on_the_host
 from .options import Policy
 from .shares import require

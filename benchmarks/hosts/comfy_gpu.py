@@ -196,7 +196,7 @@ class Bench:
         pack = self.folder / "custom_nodes" / "carom_bench"
         for path in (pack, self.folder / "input", self.folder / "user", self.folder / "page"):
             path.mkdir(parents=True)
-        shutil.copy(ROOT / "benchmarks" / "hosts" / "comfy_pack.py", pack / "__init__.py")
+        shutil.copy(ROOT / "benchmarks" / "hosts" / "comfy_bench_nodes.py", pack / "__init__.py")
         (self.folder / "custom_nodes" / "carom").symlink_to(ROOT, target_is_directory=True)
         (self.folder / "page" / "index.html").write_text(
             "<!doctype html><title>no page</title>", encoding="utf-8"

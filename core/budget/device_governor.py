@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..common.memory import Memory
+from ..common.memory_snapshot import Memory
 from ..common.sizes import GIB, MIB
 
 # The first headroom: a share of the device's memory, and at most so many bytes.

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from ..common.errors import BudgetError
-from ..common.memory import Memory
+from ..common.memory_snapshot import Memory
 from ..common.sizes import format_size
 from ..device.engine import Engine
 from .device_governor import LOW, Governor, wherever

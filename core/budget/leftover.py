@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 
-from ..common.memory import Memory
+from ..common.memory_snapshot import Memory
 from ..common.sizes import MIB
 from .device_governor import STILL, Left
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..common.memory import Memory
+from ..common.memory_snapshot import Memory
 from ..common.sizes import MIB, format_size
 from ..model import managed_tensor
 from ..plan.region import ALIGN

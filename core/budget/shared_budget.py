@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from ..common.errors import BudgetError
-from ..common.memory import Memory
+from ..common.memory_snapshot import Memory
 from ..common.sizes import format_size, parse_size
 from .device_governor import Governor
 from .priority import PriorityOrder

@@ -27,10 +27,10 @@ from .blob_metadata import (
     parse_meta,
     raw_bytes,
 )
-from .lossless_check import check_tiles
 from .lossless_device import encode_on_device
 from .lossless_format import HEADER_BYTES, KIND_BY_DTYPE, Header, checksum, parse_header
 from .lossless_torch import decode_torch
+from .lossless_validation import check_tiles
 from .unit_decoder import AnyEntry, KbitEntry, LosslessEntry, RawEntry
 
 NAMES = ("raw", "lossless", "nf4", "nf3", "nf2")

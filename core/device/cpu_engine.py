@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..common.memory import Memory
+from ..common.memory_snapshot import Memory
 from ..host.arena import Pinner
 from ..plan.region import ALIGN
 from .engine import Decoder, DefaultEngine

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..common.memory import Memory
+from ..common.memory_snapshot import Memory
 from ..host.arena import Pinner
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ..common.errors import CaromError, UnsupportedError
-from ..common.memory import Memory
+from ..common.memory_snapshot import Memory
 from ..host.arena import Pinner
 from ..plan.region import ALIGN
 from .cpu_engine import host_alias, host_memory_at

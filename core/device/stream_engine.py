@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..codec.backends import triton_works
-from ..common.memory import Memory, shares_host
+from ..common.memory_snapshot import Memory, shares_host
 from ..host.arena import Pinner
 from ..host.probe import HostMemory, host_memory, on_windows
 from ..plan.residency import GRAIN

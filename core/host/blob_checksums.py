@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..checkpoint.reader import as_bytes
-from ..codec import lossless_check
+from ..codec import lossless_validation
 from ..codec.blob_metadata import corrupt
 from ..codec.crc import combine_crc32
 from ..codec.lossless_format import HEADER_BYTES, Header
@@ -34,7 +34,7 @@ class PartChecksum:
     """
 
     crc: int | None
-    tiles: lossless_check.RunSummary | None = None
+    tiles: lossless_validation.RunSummary | None = None
 
 
 PieceChecksums = tuple[PartChecksum, ...]  # one for each blob that the piece contains a part of
@@ -104,7 +104,7 @@ class BlobChecks:
             tiles = (
                 None
                 if fits
-                else lossless_check.summarize_run(header, np.frombuffer(part_bytes, np.uint8), at)
+                else lossless_validation.summarize_run(header, np.frombuffer(part_bytes, np.uint8), at)
             )
             results.append(PartChecksum(zlib.crc32(part_bytes), tiles))
         return tuple(results)
@@ -120,7 +120,7 @@ class BlobChecks:
             return
         blobs = self._blobs[unit]
         totals: list[int | None] = [zlib.crc32(blob.header.with_crc(0).pack()) for blob in blobs]
-        tiles: list[list[lossless_check.RunSummary]] = [[] for _ in blobs]
+        tiles: list[list[lossless_validation.RunSummary]] = [[] for _ in blobs]
         for piece, sums in zip(self._pieces[unit], results, strict=True):
             for part, checksum in zip(self._parts[piece.rank], sums, strict=True):
                 total = totals[part.blob]
@@ -137,7 +137,7 @@ class BlobChecks:
                 if total != blob.header.crc:
                     raise corrupt(blob.name, "its checksum differs")
                 if unit not in self._tables_checked:
-                    lossless_check.check_runs(blob.header, tile_runs, blob.name)
+                    lossless_validation.check_runs(blob.header, tile_runs, blob.name)
             except WeightsError as error:
                 raise WeightsError(f"{blob.path}: {error}") from None
         self._tables_checked.add(unit)

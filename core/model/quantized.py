@@ -22,7 +22,7 @@ from torch import nn
 
 from ..common.errors import UnsupportedError
 from . import managed_tensor
-from .saved_attributes import pack_node_attributes
+from .ctx_attributes import pack_node_attributes
 from .tensor_flatten import (
     ObjectSpec,
     SubclassSpec,

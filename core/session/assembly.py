@@ -1,4 +1,4 @@
-"""`assemble`: makes the parts of a session and joins them; `attach_first`: its first layout."""
+"""`assemble`: makes the parts of a session and connects them. `attach_first`: makes a session's first layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .weight_pool import WeightPool
 
 @dataclass(frozen=True)
 class Parts:
-    """The objects that make up a session."""
+    """The objects that make up a session. The table in docs/architecture.md says what each is for."""
 
     engine: Engine
     ledger: BudgetLedger
@@ -59,7 +59,11 @@ def assemble(
     module: nn.Module, *, device: Any, vram: Any, ram: int | str, weights: Any, granularity: str, codec: str, pool: str,
     host: str, training: str | None, backward: bool,
 ) -> Parts:  # fmt: skip
-    """Return the parts of a session, joined. The arguments are `carom.stream`'s, checked; the module is not touched yet."""
+    """Return the connected parts of a session, without changing the module yet.
+
+    Arguments: as of `carom.stream`, already checked. ``backward``: whether backward passes go through the module even
+    though none of its weights train.
+    """
     engine = make_engine(device)
     waiting = settings.waiting_bytes(module) if weights is None and engine.shares_host else 0
     budget, note = settings.within_dedicated(
@@ -117,20 +121,21 @@ def assemble(
 
 
 def parts(session: Any) -> Parts:
-    """Return the parts of a session, for benchmarks and tests that look inside."""
+    """Return the parts of ``session``, for benchmarks and tests that inspect a session's internals."""
     found: Parts = session._parts
     return found
 
 
 def attach_first(made: Parts, vram: Any) -> None:
-    """Make a session's first layout. Where a budget that is found does not suffice, begin with the least that works.
+    """Make a session's first layout.
 
-    ``vram``: as in `carom.stream`. Raises BudgetError where that is not there.
+    If an automatic or shared budget does not suffice, begin with the least budget that works. ``vram``: as in
+    `carom.stream`. Raises BudgetError where the least budget is not available either, or a fixed budget is too small.
     """
     ledger, manager, shared = made.ledger, made.manager, made.ledger.shared
     had = 0 if shared is None else shared.nbytes
-    # Other new sessions wait until this one is laid out, and are given room then. Sessions that run do not: what this one is
-    # about to hold is promised.
+    # Other new sessions wait until this session is laid out, and get room afterwards. Running sessions do not wait: the
+    # bytes that this session is about to hold are reserved by a promise.
     with ledger.coming(shared), ledger.growing():
         try:
             with ledger.taking():
@@ -141,7 +146,7 @@ def attach_first(made: Parts, vram: Any) -> None:
                 ledger.promise(0 if shared is None else ledger.vram)
             manager.attach(manager.present())
         except BudgetError as error:
-            # What activations take is not known yet: begin with the least, if that is there at all.
+            # The bytes that activations take are not known yet: begin with the least budget, if it is available.
             least = error.least_bytes or 0
             if (vram != "auto" and shared is None) or not least:
                 raise
@@ -154,7 +159,7 @@ def attach_first(made: Parts, vram: Any) -> None:
 
 
 def _budget_now(made: Parts, vram: Any) -> None:
-    """Set the VRAM budget to what ``vram`` comes to by now."""
+    """Set the VRAM budget to the bytes that ``vram`` stands for at this moment."""
     waiting, manager = made.weights.waiting_bytes or 0, made.manager
     budget, note = settings.within_dedicated(
         settings.vram_budget(vram, made.engine, waiting=waiting), made.engine, waiting

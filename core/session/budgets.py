@@ -1,4 +1,4 @@
-"""`Budgets`: `Session.set_budget`: another VRAM or RAM budget for a session, or the old ones where that is impossible."""
+"""`Budgets`: the implementation of `Session.set_budget`. Impossible budgets leave the old budgets in effect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .policy_runner import PolicyRunner
 
 
 class Budgets:
-    """Sets the budgets of one session between steps."""
+    """Changes the VRAM and RAM budgets of one session between steps."""
 
     def __init__(
         self, manager: LayoutManager, weights: DeviceWeights, memory: DeviceMemory, host_memory: HostMemory,
@@ -28,7 +28,7 @@ class Budgets:
         self._host_memory, self._leftover, self._policies = host_memory, leftover, policies
 
     def set(self, vram: int | str | SharedBudget | None, ram: int | str | None) -> None:
-        """As `Session.set_budget`."""
+        """Change the budgets, as `Session.set_budget`. None leaves a budget as it is."""
         manager = self._manager
         ledger = manager.ledger
         with manager.lock, contextlib.ExitStack() as taking:
@@ -47,7 +47,7 @@ class Budgets:
             restore = self._follow(wanted, vram)
             wanted = dataclasses.replace(wanted, training=manager.wanted.training)
             taking.close()
-            if manager.phase.parked:  # the next forward lays it out so
+            if manager.phase.parked:  # the next forward makes a layout with the new budgets
                 manager.wanted = wanted
                 ledger.begin_peak()
                 if vram is not None:
@@ -61,7 +61,7 @@ class Budgets:
             self._policies.plan_next()
 
     def _wanted(self, before: Wanted, vram: Any, ram: int | str | None) -> Wanted:
-        """Return ``before`` with the budgets in bytes that ``vram`` and ``ram`` come to."""
+        """Return ``before`` with the budgets ``vram`` and ``ram``, converted to bytes."""
         manager = self._manager
         ledger, engine = manager.ledger, manager.engine
         waiting, wanted = self._weights.waiting_bytes or 0, before
@@ -71,7 +71,7 @@ class Budgets:
                 mine = ledger.promised_bytes + ledger.kept_bytes if vram is ledger.shared else 0
             budget = settings.vram_budget(vram, engine, mine, waiting)
             budget, note = settings.within_dedicated(budget, engine, mine + waiting)
-            # What stays under less is a part of what stayed: nothing has to come for a budget that falls.
+            # Under a smaller budget choose residents among the present ones, so that no unit has to be loaded.
             fell = budget < before.vram and not manager.phase.parked
             among = manager.layout.resident_names() if fell else None
             wanted = dataclasses.replace(wanted, vram=budget, note=note, residents_among=among, training=None)
@@ -82,7 +82,10 @@ class Budgets:
         return wanted
 
     def _follow(self, wanted: Wanted, vram: Any) -> Any:
-        """Let the budget follow the device or a shared budget as ``vram`` says; return what undoes that."""
+        """Let the budget follow the device, follow a shared budget, or be fixed, as ``vram`` asks for.
+
+        Return a function that restores the previous state.
+        """
         manager, memory, leftover = self._manager, self._memory, self._leftover
         ledger = manager.ledger
         shared, governed, room, budget = (
@@ -110,7 +113,10 @@ class Budgets:
         return restore
 
     def _change(self, wanted: Wanted, before: Wanted, restore: Any) -> None:
-        """Make the layout; where the device's memory does not suffice, make the one before again and raise."""
+        """Make the layout ``wanted``. If the device's memory does not suffice, make ``before`` again and raise.
+
+        ``restore``: called before the layout ``before`` is made again.
+        """
         manager = self._manager
         copies = manager.host.copies
         failures: list[BaseException] = []
@@ -128,4 +134,4 @@ class Budgets:
             try:
                 raise failures[0]
             finally:
-                failures.clear()  # with its traceback the error would keep this frame
+                failures.clear()  # the error's traceback would keep this frame alive, and the frame the error

@@ -1,4 +1,4 @@
-"""`CodecChoice`: whether packed weights had better cross as they are, once the first steps have shown what binds."""
+"""`CodecChoice`: decides after the first steps whether weights should cross packed or unpacked ("plain")."""
 
 from __future__ import annotations
 
@@ -15,29 +15,33 @@ from .layout import Layout, Wanted
 from .layout_manager import LayoutManager
 
 logger = logging.getLogger("carom")
-PLAIN_GAIN = 0.01  # of a step that a layout of plain bytes must save
-HOST_LOSS = (
-    0.005  # of a step that such a layout may cost the device where the host binds, which is spared launches
-)
+PLAIN_GAIN = 0.01  # share of a step's seconds that a layout with unpacked weights must save
+# Share of a step's seconds that such a layout may cost the device where the host is the bottleneck, because it
+# spares the host the launches of unpacking kernels.
+HOST_LOSS = 0.005
 
 
 @dataclass(frozen=True)
 class Later:
-    """The choice cannot be made yet; ``steps``: how many must have run before a layout of plain bytes pays for itself."""
+    """The result of a choice that cannot be made yet.
+
+    ``steps``: the number of steps after which a layout with unpacked weights has paid for itself; 0 if not known.
+    """
 
     steps: float = 0.0
 
 
 class CodecChoice:
-    """Chooses once for each session with ``codec="auto"``: all weights packed, or all as they are."""
+    """Chooses once for each session with ``codec="auto"``: all weights cross packed, or all cross unpacked."""
 
     def __init__(self, manager: LayoutManager) -> None:
         self._manager = manager
 
     def choose(self, layout: Layout, wanted: Wanted, steps: float = math.inf) -> Wanted | Later | None:
-        """Return the layout of plain bytes to change to, `Later`, or None to go on as now.
+        """Return the request for a layout with unpacked weights, `Later`, or None to keep the present layout.
 
-        ``steps``: seen so far. A layout of plain bytes that would not have paid for itself in so many waits.
+        ``steps``: the number of steps so far. A layout with unpacked weights is postponed until it would have paid for
+        itself within this number of steps.
         """
         manager, placement, policy = self._manager, layout.placement, wanted.packing
         planner = manager.planner
@@ -62,7 +66,7 @@ class CodecChoice:
         work = learnt.workload(pieces, measured_planner.blocks(manager.module.root))
         sizes = [piece.nbytes for piece in pieces]
         plan = layout.plan
-        # Times were measured while units were unpacked.
+        # The measured times contain the unpacking of units, so the prediction for the present layout includes it.
         present = predict(sizes, plan.resident, plan.region_bytes, work, link, packed=packed).seconds
         present = max(present, learnt.host_seconds(measured_planner.uses(work, plan)))
         unpacked = {name: nbytes for index in packed for name, nbytes in pieces[index].tensors.items()}
@@ -72,7 +76,10 @@ class CodecChoice:
         return self._plain(layout, plain, present, steps)
 
     def _plain(self, layout: Layout, wanted: Wanted, present: float, steps: float) -> Wanted | Later | None:
-        """Return ``wanted`` with plain bytes where that is faster than ``present`` seconds a step; else as `choose`."""
+        """Return ``wanted`` with unpacked weights if that makes a step shorter than ``present`` seconds.
+
+        Otherwise return `Later` or None, as `choose`. ``steps``: the number of steps so far.
+        """
         manager = self._manager
         learnt, policy = wanted.profile, wanted.packing
         assert learnt is not None and policy is not None
@@ -85,7 +92,7 @@ class CodecChoice:
         except BudgetError:
             self._settle(settled)
             return None
-        except Exception as error:  # advice is a service: without it the session goes on as it is
+        except Exception as error:  # the choice is optional: after an error the session goes on as before
             logger.warning("carom: a layout of plain bytes cannot be planned: %s", str(error))
             self._settle(settled)
             return None
@@ -95,7 +102,7 @@ class CodecChoice:
         if gain < least * present or streamed > wanted.ram:
             self._settle(settled)
             return None
-        # Python's time that is spared where the host binds is not in the prediction.
+        # Where the host is the bottleneck, the prediction does not contain the host time that is saved.
         move = 2 * sum(unit.nbytes for unit in carving.units) / learnt.link.bytes_per_second
         pays = 0.0 if learnt.host_bound else move / gain
         if steps < pays:
@@ -105,11 +112,11 @@ class CodecChoice:
         )
         placement = layout.placement
         if placement.tier.unpack(layout.streamer, placement.streamed):
-            self._settle(settled)  # there is no memory for all of them
+            self._settle(settled)  # host memory has no room for all weights unpacked
             return None
         return dataclasses.replace(wanted, packing=dataclasses.replace(settled, plain=True))
 
     def _settle(self, policy: Packing) -> None:
-        """Note that the choice was made: weights go on crossing packed."""
+        """Record that the choice was made, and weights continue to cross packed."""
         manager = self._manager
         manager.wanted = dataclasses.replace(manager.wanted, packing=policy)

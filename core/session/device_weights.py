@@ -1,4 +1,4 @@
-"""`DeviceWeights`: what a session's present layout holds of the device, as its budget ledger asks about it."""
+"""`DeviceWeights`: answers the budget ledger's questions about the device memory of a session's weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from .layout_manager import LayoutManager
 from .summary import Held
 from .weight_pool import WeightPool, whole_pages
 
-_ROUNDING = 1.03  # of a model's bytes, for what allocators round up
+_ROUNDING = 1.03  # factor on a model's bytes, for the bytes that allocators round up
 
 
 class DeviceWeights:
-    """A `budget.ledger.Holder` over a `LayoutManager`. All sizes are bytes of the device."""
+    """A `budget.ledger.Holder` for the layouts of a `LayoutManager`. All sizes are device bytes.
+
+    ``resize``: lays the weights out again for a budget in bytes; ``name``: the class name of the module, for messages.
+    """
 
     def __init__(self, manager: LayoutManager, pool: WeightPool, resize: Callable[[int], None]) -> None:
         self._manager, self._pool = manager, pool
@@ -29,7 +32,7 @@ class DeviceWeights:
         self.resize = resize
         self.name = manager.module.name
 
-    # -- what the ledger asks
+    # -- figures for the ledger
 
     @property
     def closed(self) -> bool:
@@ -43,7 +46,7 @@ class DeviceWeights:
 
     @property
     def vbar(self) -> VbarSlots | None:
-        """The homes in a VBAR of a session's units, None with torch's allocator."""
+        """The units' memory in a VBAR, None with torch's allocator."""
         return self._manager.vbar
 
     @property
@@ -59,7 +62,7 @@ class DeviceWeights:
 
     @property
     def pool_promise(self) -> int | None:
-        """The most that residents and the VBAR take together, None where there is no VBAR."""
+        """The most bytes that residents and the VBAR take together, None where there is no VBAR."""
         pooled = self.vbar
         return None if pooled is None else self._manager.layout.placement.resident_bytes + pooled.most_bytes
 
@@ -71,14 +74,14 @@ class DeviceWeights:
 
     @property
     def everything_bytes(self) -> int:
-        """What all of the module's weights take."""
+        """The bytes that all of the module's weights take on the device."""
         layout = self._manager.layout
         sizes = [unit.nbytes for unit in layout.carving.units]
         return layout.plan.fixed_bytes + resident_cost(sizes, self._engine.grain)
 
     @property
     def loading_bytes(self) -> int:
-        """An upper bound of what all of the module's weights take, before any layout was made."""
+        """An upper bound of the bytes that all of the module's weights take, before any layout was made."""
         root = self._manager.module.root
         sizes = (t.numel() * t.element_size() for t in (*root.parameters(), *root.buffers()))
         return int(sum(round_up(size, 512) for size in sizes) * _ROUNDING)
@@ -103,7 +106,10 @@ class DeviceWeights:
 
     @property
     def waiting_bytes(self) -> int | None:
-        """Host memory that weights give back when they move to a device that shares it; None for other devices and files."""
+        """Host bytes that weights give back when they move to a device that shares the host's memory.
+
+        None for devices with their own memory, and for weights from files.
+        """
         manager = self._manager
         if not self._engine.shares_host or manager.module.checkpoint is not None:
             return None
@@ -113,11 +119,11 @@ class DeviceWeights:
 
     @property
     def movable(self) -> bool:
-        """Whether weights may move unasked.
+        """Whether the session may move weights without being asked to.
 
-        A trainable weight that leaves the device and returns loses what DistributedDataParallel hung onto its gradient's
-        accumulator: gradients would no longer be averaged. A module that came on the device would go back there whole on
-        the way to another layout.
+        False for trainable weights under DistributedDataParallel: a weight that leaves the device and returns loses the
+        hook on its gradient accumulator, so gradients would no longer be averaged. False for a module whose streamed
+        weights were on the device at first: taking a layout back moves all of them to the device.
         """
         layout = self._manager.layout
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -125,12 +131,15 @@ class DeviceWeights:
 
     @property
     def may_give(self) -> bool:
-        """Whether residents may leave now: they are movable, no graph needs them, and the last step's times were read."""
+        """Whether residents may leave the device now.
+
+        True if weights are movable, no autograd graph needs them, and the last step's times were read.
+        """
         layout = self._manager.layout
         return self.movable and layout.streamer.unreferenced and not layout.meter.awaiting
 
     def hold_idle(self, locks: contextlib.ExitStack) -> bool:
-        """Keep the session out of passes while ``locks`` are held; return False at once where it is in one."""
+        """Block passes of the session while ``locks`` are held; return False at once if a pass is running."""
         manager = self._manager
         if not manager.lock.acquire(blocking=False):
             return False
@@ -146,7 +155,7 @@ class DeviceWeights:
     # -- accounts
 
     def account(self) -> None:
-        """Note that tensors went to the device or left it, or that the budget changed."""
+        """Report the held bytes to the ledger, after tensors moved to or off the device, or the budget changed."""
         pooled, ledger = self.vbar, self._ledger
         if pooled is None:
             ledger.note_held(self.held_bytes)
@@ -159,7 +168,7 @@ class DeviceWeights:
         self.follow_vbar(pooled)
 
     def follow_vbar(self, pooled: VbarSlots) -> None:
-        """Let the plan say which units live in the VBAR now."""
+        """Update the plan with the units that are in the VBAR now."""
         layout = self._manager.layout
         plan, carving = layout.plan, layout.carving
         away = {id(unit.unit) for unit in pooled.away}
@@ -181,7 +190,7 @@ class DeviceWeights:
             )
 
     def move_watermark(self, budget: int) -> bool:
-        """Keep to ``budget`` by the VBAR's watermark; return False where that needs a new layout."""
+        """Set the budget to ``budget`` bytes by moving the VBAR's watermark; return False if a new layout is needed."""
         pooled = self.vbar
         room = budget - self._manager.layout.placement.resident_bytes
         if pooled is None or not pooled.holds(room, whole=budget >= self.everything_bytes):
@@ -192,7 +201,7 @@ class DeviceWeights:
         return True
 
     def holdings(self) -> Held:
-        """Return the device bytes for the report, and whose memory they are."""
+        """Return the device bytes for the report, and the pool that they are in."""
         manager, ledger, pooled = self._manager, self._ledger, self.vbar
         streamer = manager.layout.streamer
         if pooled is None:

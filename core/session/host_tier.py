@@ -10,10 +10,10 @@ from ..placement.packed_tensor import PackedTensor
 
 
 class HostTier:
-    """A session's host memory: the arena that pins blocks, host copies of units, and packed weights.
+    """A session's host memory: pinned blocks, host copies of units, and packed weights.
 
-    ``shelf``: packed weights by the id of the model's tensor object. ``copies``: blocks of units that the next layout can
-    use again.
+    ``arena``: allocates and pins blocks of host memory. ``shelf``: packed weights, by the id of the model's tensor.
+    ``copies``: blocks with units' bytes that the next layout can reuse.
     """
 
     def __init__(self, engine: Engine, ram: int) -> None:
@@ -23,11 +23,11 @@ class HostTier:
         self.arena.reclaim = self.copies.unpin_resident_copies
 
     def begin_layout(self, ram: int, notes: list[str]) -> None:
-        """Let the next layout pin at most ``ram`` bytes (less where the system allows less) and report ``notes``."""
+        """Let the next layout pin at most ``ram`` bytes, or fewer if the system allows fewer, and report ``notes``."""
         self.arena.begin_layout(probe.pin_limit(ram))
         self.arena.notes += notes
 
     @property
     def packs(self) -> bool:
-        """Whether any weight waits packed."""
+        """Whether any weight is stored packed in host memory."""
         return bool(self.shelf) or self.copies.packs

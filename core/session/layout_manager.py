@@ -1,4 +1,4 @@
-"""`LayoutManager`: lays a session's weights out, changes and takes back layouts. Owns the session's `Phase` and `Layout`."""
+"""`LayoutManager`: makes, changes and takes back the layouts of a session. Owns the session's `Phase` and `Layout`."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ def no_fallback(failed: Wanted, error: BaseException) -> Wanted | None:
 
 
 class LayoutManager:
-    """The only one who lays a session's weights out.
+    """The only object that makes a session's layouts and takes them back.
 
-    ``lock``: held by whoever changes the layout. ``wanted``: what the present or the next layout is asked for. ``graphs``:
-    forwards whose backward may still come. ``leaving`` and ``laid_out``: called before a layout is taken back, and when one is made. ``write_streamed``:
-    called where the model gives a weight of a file another value.
+    ``lock``: held by a thread while it changes the layout. ``wanted``: the request for the present or the next layout.
+    ``graphs``: one object for each forward whose backward may still come. ``leaving``: called before a layout is taken
+    back. ``laid_out``: called after a layout was made. ``write_streamed``: called when the model assigns new values
+    to a weight from a file.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class LayoutManager:
         self.write_streamed: Callable[[FileTensor, torch.Tensor], None]
         self._phase = Phase.NEW
         self._layout: Layout | None = None
-        # Of the last layout, complete or not: they may hold tensors that could not be brought home.
+        # The placement and streamer of the last layout, complete or not. They may hold tensors that could not be moved
+        # back to their original devices.
         self._placement: Placement | None = None
         self._streamer: Streamer | None = None
 
@@ -101,20 +103,20 @@ class LayoutManager:
 
     @property
     def vbar(self) -> VbarSlots | None:
-        """The homes of units in a VBAR; None with torch's allocator."""
+        """The units' memory in a VBAR; None with torch's allocator."""
         return None if self._streamer is None else self._streamer.vbar
 
     @property
     def simple(self) -> bool:
-        """Whether the host's memory holds all there is to the weights.
+        """Whether all weights are plain tensors in memory, so that the next layout can reuse residents and host copies.
 
-        Weights of files, in VBARs or of quantised modules lie otherwise in each layout.
+        False for weights from files, weights in VBARs and quantised modules: each layout stores these anew.
         """
         return self.module.simple and self._pool.native is None
 
     @property
     def uses_vbars(self) -> bool:
-        """Whether resident weights are to be in comfy-aimdo's VBARs."""
+        """Whether layouts put resident weights into comfy-aimdo's VBARs."""
         return self._pool.native is not None
 
     @property
@@ -123,19 +125,19 @@ class LayoutManager:
         return self.attached and self.layout.streamer.idle and self.layout.streamer.unreferenced
 
     def present(self) -> Wanted:
-        """Return what the session asks for now: `wanted` with the ledger's budget."""
+        """Return `wanted` with the VRAM budget that the ledger has now."""
         return dataclasses.replace(self.wanted, vram=self.ledger.vram)
 
     def note_plan(self, plan: Plan) -> None:
-        """Replace the layout's plan by ``plan``, which says more exactly what is so already."""
+        """Replace the layout's plan by ``plan``, a more exact description of the present state. Nothing is moved."""
         self._layout = dataclasses.replace(self.layout, plan=plan)
 
     def note_tree(self) -> None:
-        """Take the module's present tree as the one that the layout is of."""
+        """Record the module's present tree as the tree that the layout covers."""
         self._layout = dataclasses.replace(self.layout, tree=Tree(self.module.root))
 
     def note_packed(self) -> None:
-        """Let the plan say which units stay on the device packed by now."""
+        """Update the plan with the units that stay on the device packed now, and their bytes."""
         layout = self.layout
         streamed = zip(layout.streamed_indices(), layout.placement.streamed, strict=True)
         packed = frozenset(index for index, unit in streamed if unit.on_device)
@@ -164,7 +166,7 @@ class LayoutManager:
     # -- changes
 
     def attach(self, wanted: Wanted) -> None:
-        """Make the session's first layout. Raises what building raises, with the module as it was."""
+        """Make the session's first layout. If that raises an error, the module is left as it was."""
         self.wanted = wanted
         if self._phase is Phase.NEW:
             self._enter(Phase.LAYING_OUT)
@@ -174,14 +176,15 @@ class LayoutManager:
         self, wanted: Wanted, fallback: Fallback = no_fallback, *, reuse: bool = True,
         between: Callable[[], None] | None = None,
     ) -> Outcome:  # fmt: skip
-        """Take the present layout back and make the one that ``wanted`` describes.
+        """Take the present layout back, make the layout that ``wanted`` describes, and return the outcome.
 
-        ``fallback``: asked for another layout where the device's memory does not suffice, until None is returned. ``reuse``:
-        tensors on the device may stay there for the next layout. ``between``: called while no layout is in effect; where that
-        fails, the next layout is made all the same, and the error is raised then.
+        ``fallback``: called when the device's memory does not suffice, and returns the next request to try, or None to
+        give up. ``reuse``: whether tensors on the device may stay there for the next layout. ``between``: called while
+        no layout is in effect; if the call raises an error, the next layout is made nevertheless, and the error is
+        raised then.
 
-        Where no layout can be made the session is parked and the error is raised: the weights are on the host or in their
-        file, and the next forward tries again.
+        If no layout can be made, the session is parked and the error is raised. The weights are then in host memory or
+        in their file, and the next forward tries again.
         """
         late: BaseException | None = None
         outcome = Outcome.TOOK
@@ -198,7 +201,8 @@ class LayoutManager:
                 while True:
                     self.wanted = wanted
                     self.ledger.set(wanted.vram)
-                    # What the allocator keeps is whole now: the new region must not be cut from the old.
+                    # Release the allocator's cached blocks while they are free as a whole. Otherwise the allocator
+                    # could cut the new region out of the old region's block.
                     self.engine.trim()
                     try:
                         self._attach(wanted)
@@ -216,7 +220,7 @@ class LayoutManager:
         return outcome
 
     def park(self, keep: bool = False) -> None:
-        """Release the device. ``keep``: leave pinned host copies of all weights for a quick return."""
+        """Release the device. ``keep``: keep pinned host copies of all weights for a quick return, where possible."""
         if self._phase.parked:
             return
         with self.ledger.laying_out():
@@ -231,18 +235,21 @@ class LayoutManager:
             if keep:
                 try:
                     self._copy_to_host()
-                except BaseException as error:  # all is on the host: only copies for the way back are wanting
+                except BaseException as error:  # weights are on the host, only unpinned
                     self.host.copies.clear()
                     logger.warning("carom: parked without pinned copies: %s", str(error))
                     interrupted = None if isinstance(error, Exception) else error
             self._enter_parked(Phase.ASIDE if keep else Phase.PARKED)
-        self.engine.trim()  # what the layout held is the device's again, not this process's
+        self.engine.trim()  # return the allocator's cached memory to the device
         if interrupted is not None:
             raise interrupted
 
     def close(self, discard: bool = False) -> None:
-        """Give the module back as it was. ``discard``: leave on the device what is there. May be called again where it failed."""
-        if self._phase is Phase.CLOSED:  # values that found no memory last time
+        """Restore the module as it was before the session. After a failure the call may be repeated.
+
+        ``discard``: leave tensors on the device that are there.
+        """
+        if self._phase is Phase.CLOSED:  # restore values for which memory was short in an earlier call
             self.module.unbind(self.host, self.engine)
             return
         placement = self._placement
@@ -250,11 +257,11 @@ class LayoutManager:
             placement.tier.unpack(self.layout.streamer, placement.streamed, pin=False)
         if placement is not None:
             if discard:
-                placement.device_tensors.hand_over()  # stays there: nobody wants it back
+                placement.device_tensors.hand_over()  # forget these tensors, so that they stay on the device
             try:
                 self._take_down(reuse=False, keep=False)
             except BaseException:
-                # The next close, or layout, brings home what is left on the device.
+                # The next call of `close`, or the next layout, moves the remaining tensors off the device.
                 self._enter_parked(Phase.PARKED)
                 raise
             if discard:
@@ -263,12 +270,15 @@ class LayoutManager:
         self._enter(Phase.CLOSED)
 
     def finish(self) -> None:
-        """After `close`: give up host copies, and give the module its own tensors and forwards back."""
+        """Free host copies, and restore the module's own tensors and forwards. Called after `close`."""
         self.host.copies.clear()
         self.module.unbind(self.host, self.engine)
 
     def shrunk(self, failed: Wanted) -> Wanted | None:
-        """Return ``failed`` with less VRAM, after the device's memory did not suffice; None where the budget is fixed."""
+        """Return ``failed`` with a smaller VRAM budget, after the device's memory did not suffice.
+
+        None where the budget is fixed, or no smaller budget works.
+        """
         ledger = self.ledger
         memory = None if ledger.governor is None else ledger.memory()
         if ledger.governor is None or memory is None:
@@ -284,7 +294,7 @@ class LayoutManager:
         except NativeError as error:
             self._pool.refuse(str(error))
             self._layout = self._build(wanted)
-        except NotPacked as error:  # what was packed need not be packed again
+        except NotPacked as error:  # weights that were packed in the first attempt are not packed again
             assert wanted.packing is not None
             logger.info("carom: %s: nothing stays on the device packed", error)
             self.wanted = dataclasses.replace(
@@ -298,7 +308,7 @@ class LayoutManager:
         logger.info("carom: %s", describe(layout.plan, len(layout.carving.units), self.engine.name))
 
     def _build(self, wanted: Wanted) -> Layout:
-        """Make the layout that ``wanted`` describes, or leave nothing of it behind."""
+        """Return the layout that ``wanted`` describes. If an error is raised, undo everything that was done for it."""
         engine, module = self.engine, self.module
         self.host.begin_layout(
             wanted.ram, [note for note in (wanted.note, settings.device_note(engine)) if note]
@@ -337,7 +347,8 @@ class LayoutManager:
                 plan, packed = packed_residents.choose(plan, carving, placement, self.planner, engine.grain)
                 placement.tier.stay_packed(packed)
             placement.tier.guard()
-            # Compiled code would break at a resident's wrapped forward: its residents are all loaded when a pass begins.
+            # A wrapped forward of a resident would break the graph of compiled code, so a compiled module's residents
+            # are all loaded when a pass begins.
             module.hooks.wrap_units(streamer, placement.tier.arriving and not self.planner.compiled())
             return Layout(wanted, carving, plan, placement, streamer, meter, Tree(module.root))
         except BaseException:
@@ -345,7 +356,7 @@ class LayoutManager:
             raise
 
     def _make_placement(self, wanted: Wanted, carving: Carving, plan: Plan) -> Placement:
-        """Return a placement with the tier that the plan and the settings ask for."""
+        """Return a new placement, with the tier that the plan and the settings ask for."""
         host, checkpoint = self.host, self.module.checkpoint
         store = HostStore(host.arena, host.copies if self.simple else None, host.shelf)
         source = None if checkpoint is None else FileSource(checkpoint, wanted.ram, self.write_streamed)
@@ -357,7 +368,7 @@ class LayoutManager:
     def _take_down(self, reuse: bool, keep: bool) -> None:
         """Take the last layout back, complete or not. Idempotent.
 
-        ``reuse``: tensors on the device stay there, for the layout that follows at once. ``keep``: host copies are kept.
+        ``reuse``: leave tensors on the device, for the next layout to take over. ``keep``: keep host copies.
         """
         if self.attached:
             self.leaving()
@@ -379,7 +390,7 @@ class LayoutManager:
             self.host.copies.clear()
 
     def _copy_to_host(self) -> None:
-        """Let all units stream for a moment, so that each gets a host copy, and bring everything else home."""
+        """Make pinned host copies of all units by streaming all of them for a moment; leave nothing on the device."""
         layout = self.layout
         placement = layout.placement
         try:
@@ -390,7 +401,10 @@ class LayoutManager:
         self.engine.trim()
 
     def _park_after_failure(self) -> None:
-        """Take back what was done of a layout, and park. What cannot be taken back now is, by the next layout or `close`."""
+        """Take an incomplete layout back, and park the session.
+
+        Tensors that cannot be moved back now are moved by the next layout or by `close`.
+        """
         try:
             self._take_down(reuse=False, keep=False)
             self.ledger.keep_least()
@@ -398,16 +412,16 @@ class LayoutManager:
             self._enter_parked(Phase.PARKED)
 
     def _enter_parked(self, phase: Phase) -> None:
-        """All weights are on the host or in their file: keep nothing wrapped but the root."""
+        """Enter ``phase``, with all weights on the host or in their file, and only the root's forward wrapped."""
         if self._placement is not None:
             self._placement.tier.dress()
         self.module.hooks.wrap_root()  # the next forward brings the weights back
         self._enter(phase)
 
-    # -- settings that were tried
+    # -- checks of a request
 
     def check(self, wanted: Wanted, keeps_ram: bool) -> None:
-        """Raise BudgetError if ``wanted`` is impossible. ``keeps_ram``: the RAM budget is not what changes."""
+        """Raise BudgetError if no layout for ``wanted`` is possible. ``keeps_ram``: the RAM budget does not change."""
         carving, plan = self.planner.plan(wanted, self._layout)
         checkpoint = self.module.checkpoint
         if checkpoint is not None:
@@ -415,7 +429,7 @@ class LayoutManager:
             checkpoint.require_ram(wanted.ram, streamed, plan.staging_bytes, keeps_ram)
 
     def try_plan(self, wanted: Wanted) -> Plan | None:
-        """Return the plan for ``wanted``, None where there is no room for it."""
+        """Return the plan for ``wanted``, None where the budget is too small."""
         try:
             return self.planner.plan(wanted, self._layout)[1]
         except BudgetError:

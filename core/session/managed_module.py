@@ -16,10 +16,11 @@ from .root_hooks import RootHooks
 
 
 class ManagedModule:
-    """The module that a session streams, and all that the session put into the module beside a layout.
+    """The module that a session streams, and the session's changes to the module that outlive a layout.
 
-    ``checkpoint``: the weights file that the module is bound to, or None. ``quantized``: the module's quantised weights, laid
-    open so that their inner tensors stream, or None for a module with a weights file. ``hooks``: the wrapped forwards.
+    ``root``: the module. ``checkpoint``: the weights file that the module is bound to, or None. ``quantized``: the
+    module's quantised weights, flattened so that their inner tensors are streamed; None for a module with a weights
+    file. ``hooks``: the wrapped forwards.
     """
 
     def __init__(self, root: nn.Module, hooks: RootHooks) -> None:
@@ -33,9 +34,9 @@ class ManagedModule:
         return type(self.root).__name__
 
     def bind(self, weights: Any, engine: Engine, keep_packed: bool) -> None:
-        """Bind the module to the file ``weights``, or lay its quantised weights open where ``weights`` is None.
+        """Bind the module to the file ``weights``, or flatten its quantised weights where ``weights`` is None.
 
-        ``keep_packed``: let the file's packed tensors cross packed. Raises WeightsError, UnsupportedError.
+        ``keep_packed``: let the file's packed tensors cross packed. Raises WeightsError and UnsupportedError.
         """
         if weights is None:
             self.quantized = FlattenedWeights(self.root)
@@ -46,11 +47,11 @@ class ManagedModule:
 
     @property
     def simple(self) -> bool:
-        """Whether all weights are plain tensors in host memory: none in a file, none quantised."""
+        """Whether all weights are plain tensors: no weight comes from a file, and none is quantised."""
         return self.checkpoint is None and not len(self.quantized or ())
 
     def unbind(self, host: HostTier, engine: Engine) -> None:
-        """Give the module its own tensors and forwards back. May be called again where memory ran short. Idempotent."""
+        """Restore the module's own tensors and forwards. Idempotent, and repeatable after memory ran short."""
         self.hooks.remove()
         give_back(host.shelf, engine.move)
         if self.checkpoint is not None:
@@ -59,7 +60,7 @@ class ManagedModule:
             self.quantized.close()
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """Return the parameter or buffer called ``name``, None where the module has none."""
+        """Return the parameter or buffer ``name`` (a dotted path), None where the module has no such tensor."""
         path, _, leaf = name.rpartition(".")
         try:
             module = self.root.get_submodule(path)

@@ -24,8 +24,10 @@ from . import rule_planner
 NOTHING = "no layout is predicted to be 3 % faster"
 HOST = "the host binds: the device waits for Python to issue its work, and no layout is predicted to spare it 3 %"
 WORTH = 0.03  # share of a step's seconds that a new layout must save
-FINER = 0.99  # smaller units must take less than this share of the best seconds so far: they cost more host time
-SETTLING = 0.1  # seconds to make hooks, slots and plans where all weights are in host memory already (estimate)
+# Smaller units must take less than this share of the best predicted seconds so far: they cost more host time.
+FINER = 0.99
+# Seconds to make hooks, slots and plans of a layout whose weights are all in host memory already. An estimate.
+SETTLING = 0.1
 # Bytes/s at which weights are placed in the host's pinned memory, when they leave the device or were never packed.
 # An estimate: the record host-samples has layout changes of gigabytes that took 1.4 and 0.9 s; a change takes
 # longer where host memory is used for the first time.

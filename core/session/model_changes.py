@@ -1,4 +1,7 @@
-"""`ModelChanges`: adapters and weights that come and go while a module streams, and tensors that the model replaces."""
+"""`ModelChanges`: follows a module tree that changes while the module streams.
+
+Such changes are adapters and weights that are added or removed, and tensors that the model replaces.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ logger = logging.getLogger("carom")
 
 
 class ModelChanges:
-    """Follows changes of a session's module tree. Runs where a root forward begins, never within a pass."""
+    """Follows changes of a session's module tree. Called when a forward of the root module begins, never in a pass."""
 
     def __init__(self, manager: LayoutManager) -> None:
         self._manager = manager
         self._no_room_for: tuple[int, Any] | None = (
-            None  # a budget, and names of weights that it had no room for
+            None  # a VRAM budget in bytes, and the names of the weights that did not fit into it
         )
 
     def keep_resident(self) -> None:
-        """Keep weights resident that are slow when streamed, as passes showed, where the budget allows."""
+        """Keep weights resident from now on that passes found to be slow when streamed, if the budget has room."""
         manager = self._manager
         with manager.lock:
             wanted, vram = manager.present(), manager.ledger.vram
@@ -38,15 +41,17 @@ class ModelChanges:
             if not fresh or self._no_room_for == (vram, fresh.keys()):
                 return
             following = dataclasses.replace(wanted, stay=MappingProxyType({**wanted.stay, **fresh}))
-            if manager.try_plan(following) is None:  # they go on streaming
+            if manager.try_plan(following) is None:  # no room: these weights are streamed as before
                 self._no_room_for = vram, fresh.keys()
                 return
             manager.change(following, reuse=False)
 
     def adopt(self) -> None:
-        """Follow a module tree that changed.
+        """Bring the layout in line with a module tree that changed.
 
-        New adapters and small tensors move to the device. Weights that came, were replaced or left need another layout.
+        New adapters, and new tensors that fit into the budget, move to the device within the present layout. Weights
+        that were replaced or removed, quantised weights that changed, and new tensors that do not fit, need a new
+        layout.
         """
         manager = self._manager
         with manager.lock:
@@ -102,7 +107,10 @@ class ModelChanges:
             self._lay_out_for_training()
 
     def _lay_out_for_training(self) -> None:
-        """Make another layout for the first adapters: slots kept at a step's turns are worth more than residents now."""
+        """Make a layout for training once the first adapters have been added, where training needs a larger region.
+
+        With a backward in each step, units kept in slots at the turns of a step save more time than residents.
+        """
         manager = self._manager
         plan, wanted = manager.layout.plan, manager.present()
         if plan.all_resident or wanted.profile is not None:
@@ -113,24 +121,28 @@ class ModelChanges:
             manager.change(wanted, reuse=False)
 
     def follow(self) -> None:
-        """Before a layout is taken back, follow what the model replaced or made since the last forward began."""
+        """Note the tensors that the model replaced or created since the last forward began.
+
+        Called before a layout is taken back.
+        """
         self._follow_replaced()
         layout = self._manager.layout
         known = {id(entry.tensor) for entry in layout.entries()}
-        with contextlib.suppress(CaromError):  # whatever else came, the end goes on
+        with contextlib.suppress(CaromError):  # tensors that cannot be managed must not stop the layout's end
             for entry in () if layout.tree.lent() else layout.tree.entries():
                 if entry.is_buffer and not entry.trainable and id(entry.tensor) not in known:
                     layout.placement.made_here(entry)
 
     def _follow_replaced(self) -> None:
-        """Take the tensors that the model put in the place of resident ones as these.
+        """Let the layout's entries refer to the tensors with which the model replaced resident tensors.
 
-        Buffers (statistics, caches) may be of another size or dtype; other tensors only of the same kind.
+        A buffer (statistics, a cache) may be replaced by one of another shape or dtype. Other tensors are followed only
+        if shape and dtype are the same.
         """
         manager = self._manager
         layout, checkpoint = manager.layout, manager.module.checkpoint
         replaced: dict[int, Entry] = {}
-        before = []  # alive for as long as their ids are compared
+        before = []  # the replaced tensors, kept alive so that their ids stay unique during the comparison
         known: set[int] = set()
         for entry, _ in layout.carving.resident:
             old = entry.tensor
@@ -142,7 +154,7 @@ class ModelChanges:
             if not same and (filed or not entry.is_buffer):
                 continue
             known = known or {id(entry.tensor) for entry in layout.entries()}
-            if id(new) in known:  # the new tensor stands for another
+            if id(new) in known:  # the new tensor belongs to another entry
                 continue
             entry.tensor = new
             replaced[id(old)] = entry
@@ -154,7 +166,7 @@ class ModelChanges:
             layout.placement.replaced(replaced)
 
     def _note_replaced(self) -> None:
-        """Keep large buffers resident from now on that the model replaced: the model makes them."""
+        """Mark buffers in units that the model replaced, so that the next layouts keep them resident."""
         for unit in self._manager.layout.carving.units:
             for entry in unit.entries:
                 if entry.is_buffer:
@@ -163,7 +175,10 @@ class ModelChanges:
                         self._stay(entry.name)
 
     def _is_models_own(self, entry: Entry) -> None:
-        """Count a buffer that the model makes as it runs no longer, as activations are not counted."""
+        """Stop counting a buffer against the budget that the model creates as it runs: it is like an activation.
+
+        The next layouts keep the buffer resident. Parameters are left as they are.
+        """
         if entry.is_buffer:
             entry.counted = False
             self._stay(entry.name)
@@ -175,6 +190,9 @@ class ModelChanges:
 
 
 def _stands_now(entry: Entry) -> torch.Tensor | None:
-    """Return what stands in the tree where ``entry`` was found, None where the places of the entry differ."""
+    """Return the tensor that the module tree holds now in the place of ``entry``.
+
+    None where the place is empty, or where the entry has several places that hold different tensors.
+    """
     found: torch.Tensor | None = entry.sites[0].table.get(entry.sites[0].name)
     return found if all(site.table.get(site.name) is found for site in entry.sites) else None

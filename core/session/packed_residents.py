@@ -1,4 +1,4 @@
-"""Which of a layout's units stay on the device packed, once the bytes that they pack to are known."""
+"""The choice of the units that stay on the device packed, once the packed bytes of each unit are known."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from ..placement.placement import Placement
 from ..plan.residency import Plan, choose_packed
 from .planner import Planner
 
-_LEAST_PACKED = 0.9  # of the bytes that were planned to stay packed
+_LEAST_PACKED = 0.9  # share of the bytes planned to stay packed that must be reached
 
 
 class NotPacked(CaromError):
-    """Weights pack to less than a plan counts on."""
+    """Raised when fewer bytes of weights can stay on the device packed than the plan counts on."""
 
 
 def choose(
     plan: Plan, carving: Carving, placement: Placement, planner: Planner, grain: int
 ) -> tuple[Plan, list[Backing]]:
-    """Return ``plan`` with the units that do stay packed, and these units. Raises NotPacked where too few pack."""
+    """Return ``plan`` with the units that can stay packed, and the backings of these units.
+
+    ``grain``: bytes to whose multiples the device's allocator rounds up. Raises NotPacked if too few bytes of the units
+    in ``plan.packed`` can stay packed.
+    """
     known = {id(unit): index for index, unit in enumerate(carving.units)}
     indexed = [(known[id(unit.unit)], unit) for unit in placement.streamed]
     wires = [0] * len(carving.units)

@@ -1,4 +1,4 @@
-"""`Passes`: what a session does where a forward of its root module begins and ends."""
+"""`Passes`: a session's actions before and after a pass, that is, a forward of its root module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from .recovery import Recovery
 
 
 class Passes:
-    """A `root_forward.PassListener`: brings a parked module back, follows changes and policies, begins and ends passes."""
+    """The `root_forward.PassListener` of a session.
+
+    Before a pass, a parked module returns to the device, changes of the module tree are followed, and policies are
+    asked for another layout. ``graphs``: one object for each forward whose backward may still come.
+    """
 
     def __init__(
         self, manager: LayoutManager, changes: ModelChanges, policies: PolicyRunner, memory: DeviceMemory,
@@ -36,16 +40,16 @@ class Passes:
 
     @property
     def backward(self) -> bool:
-        """Whether backwards are known to go through the module though nothing in it trains."""
+        """Whether backward passes go through the module even though none of its weights train."""
         return self._manager.planner.backward
 
     @property
     def watches(self) -> bool:
-        """Whether `before` and `recover` are to be asked."""
+        """Whether passes may run again, so that `before` and `passed` have to be called for each of them."""
         return self._recovery.watches
 
     def ready(self) -> bool:
-        """Do what is due before a pass, be that another layout. Returns False where the session is closed."""
+        """Prepare for a pass, with another layout where one is due. Return False if the session is closed."""
         manager = self._manager
         with manager.lock:
             if manager.phase.parked:
@@ -55,7 +59,9 @@ class Passes:
             layout = manager.layout
             streamer = layout.streamer
             with streamer.lock:
-                if streamer.idle:  # during a pass slots stand in the tree, and nothing may move
+                if (
+                    streamer.idle
+                ):  # during a pass the module tree holds views of slots, and no weight may move
                     if layout.wanted.packing is not None and layout.wanted.packing.keep_raw:
                         layout.placement.tier.pack_anew()
                     if layout.tree.changed():
@@ -73,7 +79,7 @@ class Passes:
             if not manager.phase.parked:
                 return
             try:
-                manager.planner.forget_least()  # tensors that came to the module meanwhile count
+                manager.planner.forget_least()  # the module may have new tensors since it was parked
                 manager.ledger.return_to_device()
                 manager.change(manager.present(), lambda failed, error: manager.shrunk(failed))
             finally:
@@ -81,13 +87,13 @@ class Passes:
             self._policies.plan_next()
 
     def begins(self, compiling: bool, before: PassSnapshot | None = None) -> tuple[Streamer | None, Any]:
-        """Begin a pass: return the streamer, and what is entered while the pass computes; (None, None) where closed.
+        """Begin a pass, and return the streamer and a context manager for the duration of the pass.
 
-        ``before``: what `before` returned for the pass.
+        (None, None) if the session is closed. ``before``: the snapshot that `before` returned for the pass.
         """
         manager = self._manager
         managed_tensor.refuse_transforms(manager.module.name)
-        with manager.lock:  # whoever lays the weights out, or unparks them, is done
+        with manager.lock:  # wait for another thread that is changing the layout
             placement = manager.layout.placement
             if not self.ready():
                 return None, None
@@ -104,18 +110,18 @@ class Passes:
         return streamer, manager.engine.step()
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
-        """Return what a pass finds, where the pass may have to run again."""
+        """Return a snapshot of the state before a pass, where the pass may have to run again; else None."""
         return self._recovery.before(args, kwargs)
 
     def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
-        """Hold less after a pass ran out of memory. Returns whether the pass may run again."""
+        """Hold fewer weights on the device after a pass ran out of memory. Return whether the pass may run again."""
         found = self._recovery.recover(error, before)
         if self._manager.attached:
             self._policies.at = 0
         return found
 
     def passed(self, args: tuple, kwargs: dict, before: PassSnapshot | None) -> None:
-        """Note that a pass went well. ``before``: what `before` returned for the pass."""
+        """Note that a pass succeeded. ``before``: the snapshot that `before` returned for the pass."""
         if before is not None:
             self._memory.went_well(before)
         if self._leftover.room is not None:

@@ -1,4 +1,4 @@
-"""`Phase`: what state a session is in, and which changes of state are allowed."""
+"""`Phase`: the state of a session, and `advance`: the check of a change of state."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ class Phase(Enum):
     NEW = auto()  # no layout was made yet
     LAYING_OUT = auto()  # a layout is being taken back or made
     ATTACHED = auto()  # the present layout serves passes
-    PARKED = auto()  # the device is released; the next forward lays the weights out again
+    PARKED = auto()  # the device is released; the next forward makes a layout again
     ASIDE = auto()  # parked, with pinned host copies of all weights for a quick return
-    CLOSED = auto()  # the module is its owner's again
+    CLOSED = auto()  # the module is restored; the session is over
 
     @property
     def parked(self) -> bool:
-        """Whether the device is released and the module still attached."""
+        """Whether the device is released while the module still belongs to the session."""
         return self in (Phase.PARKED, Phase.ASIDE)
 
     @property
     def settled(self) -> bool:
-        """Whether module and session are whole: nothing is half laid out."""
+        """Whether no layout is partly made, so that module and session are in a consistent state."""
         return self in (Phase.ATTACHED, Phase.PARKED, Phase.ASIDE, Phase.CLOSED)
 
 
@@ -37,7 +37,7 @@ _NEXT = {
 
 
 def advance(present: Phase, following: Phase) -> Phase:
-    """Return ``following`` if a session in phase ``present`` may enter that phase. Raises RuntimeError otherwise."""
+    """Return ``following`` if a session may go from ``present`` to that phase. Raises RuntimeError otherwise."""
     if following not in _NEXT[present]:
         raise RuntimeError(f"a session cannot go from {present.name} to {following.name}")
     return following

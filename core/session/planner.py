@@ -1,4 +1,4 @@
-"""`Planner`: carvings and plans for what a session wants, by the rule or by measured times."""
+"""`Planner`: makes the carving and the plan for a `Wanted`, by the rule or by measured times."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .managed_module import ManagedModule
 from .measured_planner import Advice
 
 logger = logging.getLogger("carom")
-_REMEMBERED = 8  # searched plans
+_REMEMBERED = 8  # the most searched plans that are remembered
 
 
 class Planner:
-    """Plans for one session's module. Remembers searches, which take tenths of a second.
+    """Makes plans for one session's module. Remembers the results of searches, which take tenths of a second.
 
-    ``granularity`` and ``training``: as in `carom.stream`. ``backward``: whether backwards are known to go through the module
-    though nothing in it trains (adapters that others keep). ``decode_rate``: bytes of output per second at which the device
-    unpacks, None where that was not measured.
+    ``granularity`` and ``training``: as in `carom.stream`. ``backward``: whether backward passes go through the module
+    even though none of its weights train (other code keeps the adapters). ``decode_rate``: bytes of output per second at
+    which the device unpacks, None where that was not measured.
     """
 
     def __init__(
@@ -48,9 +48,10 @@ class Planner:
     # -- plans
 
     def plan(self, wanted: Wanted, present: Layout | None) -> tuple[Carving, Plan]:
-        """Return the units and the residency for ``wanted``; ``present``: the layout so far, whose units may serve again.
+        """Return the carving and the plan for ``wanted``.
 
-        Raises BudgetError with the least budget that works, UnsupportedError for tensors that cannot be managed.
+        ``present``: the present layout, whose carving may be used again; None before the first layout. Raises BudgetError
+        with the least budget that works, and UnsupportedError for tensors that cannot be managed.
         """
         root, grain = self._module.root, self._engine.grain
         chosen = self.settings(wanted)
@@ -63,7 +64,7 @@ class Planner:
         ):
             with contextlib.suppress(BudgetError):
                 return present.carving, rule_planner.plan_within(present.carving, chosen, grain)
-        # Two models that take turns ask for the same budgets again and again.
+        # Two models that run alternately ask for the same budgets again and again, so a search is remembered.
         known = self._searched.get(_key(wanted))
         if known is not None and known[0] is wanted.profile and carving_matches(known[1], root):
             return known[1], known[2]
@@ -72,22 +73,23 @@ class Planner:
         return carving, plan
 
     def remember(self, wanted: Wanted, carving: Carving, plan: Plan) -> None:
-        """Remember ``plan`` as the one to be found for ``wanted``, which has a profile."""
+        """Remember ``carving`` and ``plan`` as the result of the search for ``wanted``, which must have a profile."""
         assert wanted.profile is not None
         if len(self._searched) >= _REMEMBERED:
             self._searched.clear()
         self._searched[_key(wanted)] = wanted.profile, carving, plan
 
     def settings(self, wanted: Wanted, measured: bool = False) -> rule_planner.Settings:
-        """Return what the planning functions are given for ``wanted``.
+        """Return the inputs of the planning functions for ``wanted``.
 
-        ``measured``: times are known, whether or not ``wanted`` has them; only then may units stay packed on the device.
+        ``measured``: whether measured times are known, even where ``wanted`` has no profile. Units may stay on the device
+        packed only if times are known.
         """
         checkpoint = self._module.checkpoint
         filed = None if checkpoint is None else checkpoint.wires
         policy = wanted.packing
         packs = policy is not None and not policy.plain
-        # Packing what could stay raw takes time and host memory: only where a step's times say that it pays.
+        # Packing a unit that could stay raw takes time and host memory. Do so only if measured times show a benefit.
         stays_packed = (
             policy is not None
             and policy.stay_on_device
@@ -108,7 +110,7 @@ class Planner:
         return wire_bytes(unit, self._host.shelf, self._host.copies, packer.EXPECTED, packer.LEAST)
 
     def least_bytes(self, wanted: Wanted, present: Layout) -> int:
-        """Return the smallest budget that works with the module's tensors, as of the layout ``present``."""
+        """Return the smallest VRAM budget in bytes that works with the module's tensors, as of layout ``present``."""
         if self._least is None or self._least[0].placement is not present.placement:
             chosen = self.settings(wanted)
             if chosen.training is None and present.carving.adapters:
@@ -124,7 +126,7 @@ class Planner:
         return self._least[1]
 
     def forget_least(self) -> None:
-        """Compute `least_bytes` anew: the module's tensors may have changed."""
+        """Let the next `least_bytes` be computed anew, because the module's tensors may have changed."""
         self._least = None
 
     def compiled(self) -> bool:
@@ -134,10 +136,13 @@ class Planner:
     # -- measured times
 
     def profile(self, layout: Layout) -> TensorTimes | None:
-        """Return what the steps under ``layout`` teach, None where nothing can be told. The link's rate is of raw bytes."""
+        """Return the profile of the steps under ``layout``, None where the steps give none.
+
+        The link's rate in the profile counts raw bytes, also where weights cross packed.
+        """
         placement, measured = layout.placement, layout.meter.profile()
         if self._module.checkpoint is not None:
-            return None  # the drive's rate is not predicted
+            return None  # predictions do not cover the rate of reading from a drive
         if measured is None or layout.plan.all_resident or self._engine.blocking:
             return None
         learnt = learn(
@@ -152,16 +157,17 @@ class Planner:
     def advise(
         self, layout: Layout, wanted: Wanted, copies: bool, steps: float = math.inf
     ) -> tuple[Advice, TensorTimes] | None:
-        """Return a layout that is predicted to be faster than ``layout``, and the profile for it; None where nothing can be told.
+        """Return the advice whether to change from ``layout`` to a faster layout, and the profile that it is based on.
 
-        ``wanted``: with the budget to plan for. ``copies`` and ``steps``: as in `measured_planner.advise`.
+        None where the steps give no profile. ``wanted``: a request with the budget to plan for. ``copies``, ``steps``: as
+        in `measured_planner.advise`.
         """
         learnt = self.profile(layout)
         if learnt is None:
             return None
         self.backward = self.backward or learnt.train
         chosen = self.settings(wanted, measured=True)
-        if chosen.unpacking and not learnt.host_bound:  # layouts differ in what is unpacked
+        if chosen.unpacking and not learnt.host_bound:  # layouts differ in the units they unpack
             units = [unit.unit for unit in layout.placement.streamed if unit.packed]
             names = {entry.name: entry.nbytes for unit in units for entry in unit.entries}
             learnt = learnt.without_unpacking(chosen.unpacking, names, learnt.link)
@@ -172,10 +178,14 @@ class Planner:
         return advice, learnt
 
     def understood_profile(self, layout: Layout, wanted: Wanted, copies: bool) -> TensorTimes | None:
-        """Return the profile of the steps so far, where they are understood and of the kind that the session is for."""
+        """Return the profile of the steps so far, or None where the profile cannot be relied on.
+
+        The profile is returned only if the prediction for the present layout is close to the measured seconds, and the
+        steps were of the session's kind (training or inference). ``wanted``, ``copies``: as in `advise`.
+        """
         try:
             found = self.advise(layout, wanted, copies, steps=0)
-        except Exception as error:  # advice is a service: without it a layout is made by the rule
+        except Exception as error:  # advice is optional: without a profile the layout is planned by the rule
             logger.warning("carom: the steps so far cannot be planned with: %s", str(error))
             return None
         if found is None or not found[0].understood or found[1].train != (layout.trains or self.backward):
@@ -184,6 +194,6 @@ class Planner:
 
 
 def _key(wanted: Wanted) -> tuple[Any, ...]:
-    """Return what a search depends on, beside the profile and the module."""
+    """Return the properties of ``wanted`` that a search depends on, apart from the profile, as a dictionary key."""
     policy = wanted.packing and dataclasses.replace(wanted.packing, auto=False)
     return wanted.vram, policy, frozenset(wanted.stay)

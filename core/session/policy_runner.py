@@ -1,4 +1,4 @@
-"""`PolicyRunner`: asks a session's policies between steps, in order, and carries out what the first one wants."""
+"""`PolicyRunner`: asks a session's policies between steps, in order, and makes the first layout that a policy wants."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .policies.policy import Observation, Policy, clock_of
 
 
 class PolicyRunner:
-    """Asks policies between steps. Costs one comparison a step until one of them wants to look.
+    """Asks policies between steps. Costs one comparison a step as long as no policy is due.
 
-    ``at``: measured steps from which `look` is to be called.
+    ``at``: the number of measured steps from which on `look` has to be called.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class PolicyRunner:
         self.at: float = 0
 
     def plan_next(self) -> None:
-        """Compute anew when to look: a policy was begun or ended."""
+        """Compute anew the step at which to call `look`, after a policy was started, stopped or asked."""
         settled = self._manager.layout.meter.settled
         self.at = min((policy.next_step(settled) for policy in self._policies), default=math.inf)
 
@@ -44,7 +44,7 @@ class PolicyRunner:
                 if self._memory.urgent:
                     locks.enter_context(manager.ledger.growing())
                 elif not manager.ledger.may_grow(locks):
-                    # Gigabytes of another session are on their way: this step does not wait for them.
+                    # Another session is moving gigabytes of weights. Skip the policy instead of waiting for that.
                     due.remove(self._memory)
             seen = Observation(manager, clock)
             for policy in due:
@@ -53,7 +53,7 @@ class PolicyRunner:
                     continue
                 try:
                     outcome = manager.change(wanted, policy.fallback)
-                except BaseException:  # parked: the session returns with a RAM budget that did work
+                except BaseException:  # the session is parked: return with the RAM budget that worked before
                     manager.wanted = dataclasses.replace(manager.wanted, ram=seen.wanted.ram)
                     raise
                 policy.took(outcome)

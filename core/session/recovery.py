@@ -1,4 +1,4 @@
-"""`Recovery`: what happens after a pass ran out of memory."""
+"""`Recovery`: lets a pass run again, with fewer weights on the device, after the pass ran out of device memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from .policies.leftover import Leftover
 
 
 class Recovery:
-    """Lets a pass that ran out of memory run again with fewer weights on the device, where the pass can be repeated.
+    """Handles passes that ran out of device memory, where the pass can be repeated.
 
-    A budget that follows the device falls (`DeviceMemory`); one that a host set goes back to the host's (`Leftover`).
+    A budget that follows the device is lowered (`DeviceMemory`). A budget that a host application set, and that rose
+    since, is lowered to the application's value again (`Leftover`).
     """
 
     def __init__(self, memory: DeviceMemory, leftover: Leftover) -> None:
@@ -19,17 +20,17 @@ class Recovery:
 
     @property
     def watches(self) -> bool:
-        """Whether passes may run again at all."""
+        """Whether any pass may run again: the budget follows the device, or may rise above a host's budget."""
         return self._memory.governor is not None or self._leftover.room is not None
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
-        """Return what a pass finds, where the pass may have to run again; None where it may not."""
+        """Return a snapshot of the state before a pass, or None where the pass will not run again."""
         if self._leftover.room is not None:
             return self._leftover.before(args, kwargs)
         return self._memory.before(args, kwargs)
 
     def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
-        """Hold less after ``error``. Returns whether the pass may run again."""
+        """Hold fewer weights on the device after ``error``. Return whether the pass may run again."""
         if not isinstance(error, OutOfMemory):
             return False
         if self._leftover.room is not None:

@@ -1,4 +1,4 @@
-"""What stands in front of a session's root module: its forward, its ``_apply``, and the hooks of its state dict."""
+"""The wrappers of a session's root module: of its forward, its ``_apply``, and its state dict."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryErro
 
 
 class PassListener(Protocol):
-    """What the root's forward tells about passes. ``graphs``: forwards whose backward may still come."""
+    """The interface that the root's wrapped forward calls around each pass.
+
+    ``graphs``: one object for each forward whose backward may still come.
+    """
 
     graphs: WeakSet[Any]
 
@@ -32,37 +35,40 @@ class PassListener(Protocol):
 
     @property
     def backward(self) -> bool:
-        """Whether backwards are known to go through the module though nothing in it trains."""
+        """Whether backward passes go through the module even though none of its weights train."""
 
     @property
     def watches(self) -> bool:
-        """Whether `before` is to be asked."""
+        """Whether passes may run again, so that `before` and `passed` have to be called for each of them."""
 
     def begins(self, compiling: bool, before: PassSnapshot | None) -> tuple[Streamer | None, Any]:
-        """Begin a pass: return the streamer, and what is entered while the pass computes; (None, None) for a plain forward."""
+        """Begin a pass, and return the streamer and a context manager for the duration of the pass.
+
+        (None, None): the forward runs without streaming. ``before``: the snapshot that `before` returned for the pass.
+        """
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
-        """Return what a pass finds, where the pass may have to run again."""
+        """Return a snapshot of the state before a pass, where the pass may have to run again; else None."""
 
     def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
-        """Return whether a pass that ran out of memory may run again."""
+        """Hold fewer weights on the device after a pass ran out of memory. Return whether the pass may run again."""
 
     def passed(self, args: tuple, kwargs: dict, before: PassSnapshot | None) -> None:
-        """Note that a pass went well. ``before``: what `before` returned for the pass."""
+        """Note that a pass succeeded. ``before``: the snapshot that `before` returned for the pass."""
 
 
 class Movable(Protocol):
-    """What ``.to()`` and the like of the root ask of its session."""
+    """The interface of a session that ``.to()`` and similar methods of the root use."""
 
     module: nn.Module  # the root
 
     @property
     def device(self) -> torch.device:
-        """Where the module computes."""
+        """The device on which the module computes."""
 
     @property
     def put_aside(self) -> bool:
-        """Whether the module is on the host, with host copies for a quick return."""
+        """Whether the module is parked, with host copies of all weights for a quick return."""
 
     def dtypes(self) -> set[torch.dtype]:
         """Return the dtypes of the module's tensors."""
@@ -75,7 +81,10 @@ class Movable(Protocol):
 
 
 class _Graph:
-    """A hook of a forward's results, among the listener's ``graphs`` until a backward comes or the graph is dropped."""
+    """A gradient hook on a forward's results.
+
+    The hook is in the listener's ``graphs`` until a backward begins or the autograd graph is freed.
+    """
 
     def __init__(self, listener: PassListener, streamer: Streamer) -> None:
         self._graphs, self._streamer = listener.graphs, streamer
@@ -87,14 +96,18 @@ class _Graph:
 
 
 def _notice_backward(listener: PassListener, streamer: Streamer, given: Any, result: Any) -> None:
-    """Note where a backward through ``result`` begins, also when everything is resident, or that there can be none."""
+    """Register hooks that notice a backward through ``result``, or note that no backward is possible.
+
+    ``given``: the forward's arguments. The hooks are needed also where all units are resident.
+    """
     leaves = tree_leaves(result)
     begins = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     noted = _Graph(listener, streamer)
     for leaf in begins:
-        # A leaf outlives the forward: a hook on it says nothing about a graph.
+        # A tensor without grad_fn outlives the forward, so a hook on it does not show that a graph still exists.
         leaf.register_hook(noted if leaf.grad_fn is not None else lambda _: streamer.backward.begins())
-    # The result may be an object that is not looked into, what trains may be others' adapters, a loss may be kept elsewhere.
+    # A backward is still possible if the result is an object that tree_leaves does not look into, if other code keeps
+    # the adapters that train, or if the loss is stored elsewhere.
     if begins or (listener.backward and not all(isinstance(leaf, torch.Tensor) for leaf in leaves)):
         return
     if not any(
@@ -112,7 +125,10 @@ def _root_ends(streamer: Streamer, failed: bool) -> None:
 
 
 def root_forward(listener: PassListener) -> Callable[[Callable], Callable]:
-    """Return what wraps the root's forward: a pass begins and ends, and runs again where ``listener`` recovers memory."""
+    """Return a function that wraps the root's forward.
+
+    The wrapped forward begins and ends a pass, and runs the pass again where ``listener`` recovers memory.
+    """
     begin, end, notice = quiet(listener.begins), quiet(_root_ends), quiet(_notice_backward)
     recover, look, passed = quiet(listener.recover), quiet(listener.before), quiet(listener.passed)
 
@@ -155,7 +171,11 @@ def root_forward(listener: PassListener) -> Callable[[Callable], Callable]:
 
 
 class Apply:
-    """Stands for the root's ``_apply``, through which .to(), .cuda(), .half() and the like go."""
+    """The replacement of the root's ``_apply``, which .to(), .cuda(), .half() and similar methods call.
+
+    A move to the CPU parks the session, and a move to the session's device brings the module back. Raises
+    UnsupportedError for another dtype or another device.
+    """
 
     def __init__(self, session: Movable) -> None:
         self._session = session
@@ -188,7 +208,10 @@ class Apply:
 
 
 class TrueValues:
-    """State dict hook of the root: slots that stand in the tree are replaced by what they stand for."""
+    """A state dict hook of the root: replaces views of slots in the state dict by the weights' host tensors.
+
+    ``names``: the home of each streamed tensor, by the tensor's name in the root.
+    """
 
     def __init__(self, streamer: Streamer | None, names: dict[str, Home]) -> None:
         self._streamer, self._names = streamer, names
@@ -199,7 +222,7 @@ class TrueValues:
 
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
         if self._streamer is not None:
-            try:  # until then the state dict keeps views of slots, which others wait for
+            try:  # until here the state dict holds views of slots, and other units wait for these slots
                 self._streamer.replace_slot_views(
                     state, {prefix + name: home for name, home in self._names.items()}
                 )

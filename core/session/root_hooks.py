@@ -1,4 +1,4 @@
-"""`RootHooks`: what a session puts into its module's tree: wrapped forwards and hooks, to be taken out again."""
+"""`RootHooks`: the wrapped forwards and hooks that a session puts into its module tree, and their removal."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .root_forward import Apply, Movable, PassListener, TrueValues, root_forward
 
 
 class RootHooks:
-    """Wraps the root from the first layout to the last; units, residents and state dicts for as long as a layout lasts.
+    """The wrapped forwards and hooks in a session's module tree.
 
-    `listen` comes first. ``owner``: kept alive for as long as the root is wrapped, so that a session lives as long as the
-    module that it streams.
+    The root stays wrapped from the first layout until the session closes. Units, residents and state dicts are wrapped
+    while a layout is in effect. `listen` must be called first.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -29,21 +29,31 @@ class RootHooks:
         self._owner: object = None
 
     def listen(self, listener: PassListener, movable: Movable, owner: object) -> None:
-        """Tell ``listener`` about passes and ``movable`` about moves of the module."""
+        """Let ``listener`` be called around passes, and ``movable`` for moves of the module.
+
+        ``owner`` is referenced as long as the root is wrapped, so that a session lives as long as the module.
+        """
         self._listener, self._movable, self._owner = listener, movable, owner
 
     def wrap_root(self) -> None:
-        """Wrap the root's forward, also while units are laid out anew or parked: a thread that calls it then waits."""
+        """Wrap the root's forward and ``_apply``, unless these are wrapped already.
+
+        The root stays wrapped while a layout is replaced or the session is parked, so that a thread that calls the root
+        in the meantime waits.
+        """
         if self._root:
             return
         self._root.forward(self._module, root_forward(self._listener), lasts=True)
         self._root.attribute(self._module, "_apply", Apply(self._movable))
 
     def wrap_units(self, streamer: Streamer, arriving: bool) -> None:
-        """Wrap the forwards of streamed units, and (``arriving``) those of residents that are still in their file."""
+        """Wrap the forwards of streamed units and of the root, and register state dict hooks.
+
+        ``arriving``: wrap also residents that are not read from their file yet.
+        """
         if not stands_first(
             self._module
-        ):  # somebody wrapped the root since: units are wrapped first, then the root
+        ):  # other code wrapped the root since: wrap the units first, and then the root again
             self._root.undo()
         for unit in streamer.units:
             for module in unit.unit.modules:
@@ -58,19 +68,19 @@ class RootHooks:
         ]
 
     def unwrap_units(self) -> None:
-        """Wrap the root alone. Idempotent."""
+        """Remove all wrappers and hooks of a layout; the root's forward stays wrapped. Idempotent."""
         self._units.undo()
         for hook in self._state:
             hook.remove()
 
     def remove(self) -> None:
-        """Remove our wrapper from the root's forward and ``_apply``. Idempotent."""
+        """Remove the session's wrappers from the root's forward and ``_apply``. Idempotent."""
         self._root.undo()
         self._owner = None
 
 
 def _names(root: nn.Module, streamed: list[StreamedUnit]) -> dict[str, Home]:
-    """Return every streamed tensor by each name that the tensor has in the tree."""
+    """Return the homes of all streamed tensors, by each name that the tensor has in ``root``."""
     paths = {id(module): path for path, module in root.named_modules()}
     return {
         f"{paths[id(site.module)]}.{site.name}".lstrip("."): home

@@ -1,4 +1,4 @@
-"""`carom.stream` and `Session`: attach a module to a device under a budget, run it, report, close."""
+"""`carom.stream` and `Session`: attach a module to a device under a memory budget, run the module, report, close."""
 
 from __future__ import annotations
 
@@ -32,31 +32,37 @@ def stream(
     host: str = "auto",
     training: str | None = None,
 ) -> Session:
-    """Run ``module`` on ``device`` with at most ``vram`` bytes of weights there; the rest waits on the host.
+    """Run ``module`` on ``device`` with at most ``vram`` bytes of weights on the device; the others wait on the host.
 
-    ``module``: on the CPU, on the device, or on ``meta`` with ``weights``; it is used as before, and is itself again
-    after `Session.close` (also by ``with``). ``weights``: a .safetensors file, a folder of shards, its index.json, or
-    a `Weights`: the values come from there, through a host cache of at most ``ram`` bytes, and are frozen; outside
-    its unit's run such a parameter is a ``meta`` tensor (`Session.read` gives its value).
-    ``device``: default the current accelerator, else the CPU; or a `SimulatedDevice`.
-    ``vram``, ``ram``: bytes, "8GiB", "8GB", "50%" of what is free, or "auto": ``vram`` starts with 70 % of
-    what is free on the device less 1 GiB, and after the first steps takes what they leave, with headroom,
-    and gives way when memory runs short; a `SharedBudget` bounds several sessions together; for ``ram`` 80 % of what is available, less where a container allows
-    less (it bounds pinned memory; what does not fit is streamed from pageable memory, more slowly; with
-    ``weights`` it bounds the cache).
-    ``granularity``: "block", "phase", "layer", or "auto" (blocks, split where two would not fit).
-    ``codec``: "raw", "lossless" (bf16, fp16, fp32 and fp8 weights wait and cross packed, and are unpacked on the device,
-    every bit), or "auto" (lossless where Triton runs). Outside its unit's run a packed parameter has no bytes of its
-    own; operators and `Session.read` are given its value.
-    ``pool``: "torch" (its allocator), "aimdo" (comfy-aimdo's VBARs: resident weights give way when other memory is needed; weights cross as
-    they are), or "auto": aimdo where it is installed, supported and nobody else's, and weights are not packed; where it
-    cannot be had, torch's, and `Report.pool_reason` says why.
-    ``host``: "raw" (a streamed parameter is its raw host tensor outside its unit's run, also when it crosses packed:
-    then host memory holds both) or "auto".
-    ``training``: "resident" or "stream" for trainable weights; None keeps them resident unless they
-    alone exceed the budget, then they stream and their gradients arrive on the host.
+    Return a `Session`. The module is used as before, and `Session.close` restores it (so does the end of a ``with``
+    block). Weights are streamed in units: each unit is copied to the device before the unit's forward runs.
 
-    Raises BudgetError (with the least budget that works), UnsupportedError, WeightsError, PinError.
+    ``module``: a module on the CPU, on the device, or on ``meta`` with ``weights``.
+    ``weights``: a .safetensors file, a folder of shards, its index.json, or a `Weights`. Values are read from there,
+    through a host cache of at most ``ram`` bytes, and are frozen. While its unit does not run, such a parameter is a
+    ``meta`` tensor, and `Session.read` returns its value.
+    ``device``: a device, or a `SimulatedDevice`. Default: the current accelerator, or the CPU where there is none.
+    ``vram``: the budget for weights on the device: bytes, "8GiB", "8GB", "50%" (of the free memory), a
+    `SharedBudget`, which bounds several sessions together, or "auto". "auto" starts with 70 % of the device's free
+    memory, less 1 GiB. After the first steps the budget follows the memory that steps leave free, with headroom, and
+    falls when memory runs short.
+    ``ram``: the budget for pinned host memory, written like ``vram``. Weights that do not fit are streamed from
+    pageable memory, more slowly. With ``weights`` this is the budget of the cache. "auto": 80 % of the available
+    memory, or less where a container allows less.
+    ``granularity``: the size of units: "block", "phase", "layer", or "auto" (blocks, split where two would not fit).
+    ``codec``: "raw", "lossless" (bf16, fp16, fp32 and fp8 weights wait and cross the link packed, and are unpacked on
+    the device, bit for bit), or "auto" (lossless where Triton runs). While its unit does not run, a packed parameter
+    has no bytes of its own; operators and `Session.read` get its value.
+    ``pool``: "torch" (torch's allocator), "aimdo" (comfy-aimdo's VBARs: resident weights leave the device when other
+    memory is needed, and weights cross unpacked), or "auto" (aimdo where comfy-aimdo is installed, supported and not
+    used by other code, and weights are not packed). Where aimdo is unavailable, torch's allocator is used, and
+    `Report.pool_reason` says why.
+    ``host``: "raw" (while its unit does not run, a streamed parameter is its raw host tensor, even if it crosses
+    packed: host memory then holds both forms) or "auto".
+    ``training``: "resident" or "stream" for trainable weights. None keeps trainable weights resident, unless they
+    alone exceed the budget: then they are streamed, and their gradients are delivered to host memory.
+
+    Raises BudgetError (with the least budget that works), UnsupportedError, WeightsError and PinError.
     """
     return Session(
         module, device=device, vram=vram, ram=ram, weights=weights, granularity=granularity,
@@ -65,13 +71,20 @@ def stream(
 
 
 class Session:
-    """A module attached to a device. Made by `stream`; a context manager that closes itself."""
+    """A module attached to a device. Made by `stream`. As a context manager, the session closes at the end.
+
+    ``module``: the streamed module.
+    """
 
     def __init__(
         self, module: nn.Module, *, device: Any, vram: int | str | SharedBudget, ram: int | str, weights: Any, granularity: str,
         codec: str, pool: str, host: str, training: str | None, backward: bool = False,
     ) -> None:  # fmt: skip
-        """``backward``: backwards are to go through the module, though nothing in it trains (adapters that others keep)."""
+        """Attach ``module``; arguments and errors: as of `stream`.
+
+        ``backward``: whether backward passes will go through the module even though none of its weights train (other
+        code keeps the adapters).
+        """
         settings.check(module, weights, granularity, codec, pool, host, training)
         registry.refuse_streamed(module)
         self.module = module
@@ -98,10 +111,10 @@ class Session:
     # -- the end
 
     def close(self, *, discard: bool = False) -> None:
-        """Give the module back as it was: objects, classes, devices; values as they are now. Idempotent.
+        """Restore the module's tensor objects, classes and devices, with the present values. Idempotent.
 
-        ``discard``: the module is about to be dropped; tensors on the device are left there instead of being brought home,
-        which could take as much host memory as the device has.
+        ``discard``: leave tensors on the device that are there, for a module that is about to be dropped. Moving them
+        to their original devices could take as much host memory as the device has.
         """
         with self._manager.lock:
             if self._manager.phase is not Phase.CLOSED:
@@ -109,9 +122,9 @@ class Session:
             self._end(discard)
 
     def _end(self, discard: bool = False) -> None:
-        """Undo all that this session put into its module, and joined. May be called again where that failed."""
+        """Undo the session's changes to its module, and leave shared budgets. After a failure it may be repeated."""
         self._manager.close(discard)
-        self._parts.memory.end()  # only now is what the session held others'
+        self._parts.memory.end()  # not before: other sessions may use the freed memory from here on
         self._manager.finish()
         registry.leave(self)
 
@@ -128,18 +141,19 @@ class Session:
     # -- budgets
 
     def set_budget(self, vram: int | str | SharedBudget | None = None, ram: int | str | None = None) -> None:
-        """Change budgets between steps; the old ones stay when the new ones are impossible.
+        """Change the budgets between steps; arguments as of `stream`. None leaves a budget as it is.
 
-        Raises BudgetError with the least budget that works, and UnsupportedError between a forward and its backward. Where
-        laying out fails otherwise, the session is parked, and the next forward tries again.
+        Raises BudgetError with the least budget that works, and UnsupportedError between a forward and its backward. The
+        old budgets then stay in effect. If making the layout fails for another reason, the session is parked, and the
+        next forward tries again.
         """
         self._parts.budgets.set(vram, ram)
 
     def prioritize(self) -> None:
-        """Let other sessions on the same device or shared budget give way to this one first.
+        """Let other sessions on the same device or shared budget give up memory before this session does.
 
-        At once where the next step finds this session short. Without effect on sessions with a budget of their own in bytes,
-        unless resident weights are in a comfy-aimdo pool.
+        If this session is short of memory, the others give way at its next step. No effect on sessions with a fixed
+        budget in bytes, unless their resident weights are in a comfy-aimdo pool.
         """
         with self._manager.lock:
             self._need_open()
@@ -148,7 +162,7 @@ class Session:
                 self._manager.vbar.prioritize()
 
     def deprioritize(self) -> None:
-        """Let this session give way before other sessions on the same device or shared budget."""
+        """Let this session give up memory before other sessions on the same device or shared budget do."""
         with self._manager.lock:
             self._need_open()
             self._parts.ledger.deprioritize()
@@ -159,19 +173,19 @@ class Session:
 
     @property
     def parked(self) -> bool:
-        """Whether the device was released; the next forward brings the module back."""
+        """Whether the device is released. The next forward moves the module to the device again."""
         return self._manager.phase.parked
 
     @property
     def put_aside(self) -> bool:
-        """Whether the module was parked to ``keep``: a module that is sent to the CPU is there already."""
+        """Whether the module was parked with ``keep=True``, so that a move to the CPU has nothing left to do."""
         return self._manager.phase is Phase.ASIDE
 
     def park(self, keep: bool = False) -> None:
-        """Release the device; the module stays attached and returns at its next forward.
+        """Release the device. The module stays attached and returns to the device at its next forward.
 
-        ``keep``: streamed weights stay pinned in host memory, and residents join them there (packed, where they are), so that
-        the way back costs what has to cross to the device and no more.
+        ``keep``: keep streamed weights pinned in host memory, and copy residents to pinned memory too (packed, where they
+        are packed), so that the return takes no longer than the copies to the device.
         """
         with self._manager.lock:
             self._need_open()
@@ -180,11 +194,11 @@ class Session:
                 self._manager.park(keep)
 
     def unpark(self) -> None:
-        """Bring a parked module back to the device."""
+        """Move a parked module to the device again."""
         self._parts.passes.unpark()
 
     def unpin(self) -> None:
-        """Give pinned memory of a parked session back to the system; the bytes wait on in ordinary memory."""
+        """Unpin the host memory of a parked session. The weights stay in pageable host memory."""
         with self._manager.lock:
             self._need_open()
             if self.parked:
@@ -193,30 +207,34 @@ class Session:
     # -- values
 
     def refresh(self, module: nn.Module | None = None) -> None:
-        """Fetch host weights (below ``module``) again at their next use: they changed unseen.
+        """Fetch host weights again at their next use, because their values changed without the session noticing.
 
-        Resident weights have no other copy; what changes them changes them on the device.
+        ``module``: only weights of this submodule and of modules below it (None: all weights). Resident weights exist
+        only on the device, so changes to them need no refresh.
         """
         self._need_open()
         self._parts.tensors.refresh(module)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a copy of parameter or buffer ``name`` on the CPU. Raises WeightsError for an unknown name."""
+        """Return a copy of the parameter or buffer ``name`` on the CPU. Raises WeightsError for an unknown name."""
         self._need_open()
         return self._parts.tensors.read(name)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Set parameter or buffer ``name``. Raises WeightsError for an unknown name, another shape or dtype."""
+        """Set the parameter or buffer ``name`` to the values of ``tensor``.
+
+        Raises WeightsError for an unknown name, or a different shape or dtype.
+        """
         self._need_open()
         self._parts.tensors.write(name, tensor)
 
-    # -- measured times and memory that is left
+    # -- measured times and unused memory
 
     def tune(self) -> bool:
-        """Lay the weights out by what the steps so far taught, if a step is predicted to be 3 % faster so.
+        """Change to a layout planned by the measured times so far, if a step is predicted to be 3 % faster with it.
 
-        A session does this by itself, once, when the change has paid for itself in the steps already seen. Call between
-        steps. Returns whether anything changed.
+        Return whether the layout changed. To be called between steps. A session does this once by itself, after so many
+        steps that the change would already have paid for itself.
         """
         manager = self._manager
         with manager.lock:
@@ -240,34 +258,35 @@ class Session:
         most: float = math.inf,
         given: Callable[[tuple, dict], Inputs] = lambda args, kwargs: (args, kwargs),
     ) -> None:
-        """Let the budget rise by what passes leave free, when a better layout is made anyway.
+        """Let the budget rise by the device memory that passes leave free, whenever a faster layout is made anyway.
 
-        ``base``: the host's budget in bytes, to go back to (default: the present one); ``keep``: bytes of the device to be
-        left free at least; ``most``: bytes that the budget never exceeds. ``given``: returns those of a pass's arguments that
-        the pass reads, without what is called outside of it: room is taken where these are tensors and plain values, so that
-        the pass can run again. To be called again whenever the budget was set.
+        To be called again whenever the budget was set. ``base``: the host application's budget in bytes, to which the
+        budget falls after a pass ran out of memory (default: the present budget); ``keep``: device bytes that stay free
+        at least; ``most``: bytes that the budget never exceeds. ``given``: returns the arguments of a pass that the pass
+        reads, without callables that belong to other code. The budget rises only if these arguments are tensors and plain
+        values, so that the pass can run again.
 
-        Raises UnsupportedError where the budget follows the device already (``vram="auto"``, or a `SharedBudget`).
+        Raises UnsupportedError if the budget follows the device already (``vram="auto"``, or a `SharedBudget`).
         """
         with self._manager.lock:
             self._parts.leftover.follow(base, keep, most, given)
 
     def expect_anew(self) -> None:
-        """Expect passes after other programs had the device's memory."""
+        """Note that other programs used the device's memory: the next passes may run out of memory again."""
         self._parts.leftover.expect_other_passes()
 
     def forget_room(self) -> None:
-        """Take no more room for the rest of the session, whatever passes seem to leave."""
+        """Never let the budget rise above the host application's budget again in this session."""
         self._parts.leftover.forget()
 
     @property
     def spare(self) -> int:
-        """Bytes that the budget may rise by, as far as passes have shown; 0 unless `follow_room` was called."""
+        """Bytes by which the budget may rise, according to the passes so far; 0 unless `follow_room` was called."""
         return self._parts.leftover.spare_bytes
 
     @property
     def beyond(self) -> float:
-        """Bytes that the budget may exceed the host's by at most: fewer after a pass that ran out of memory."""
+        """The most bytes by which the budget may exceed the host application's; fewer after a pass ran out of memory."""
         return self._parts.leftover.beyond_bytes
 
     @property
@@ -279,7 +298,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where the module computes."""
+        """The device on which the module computes."""
         return self._parts.engine.device
 
     @property
@@ -297,12 +316,15 @@ class Session:
         return {entry.tensor.dtype for entry in self._manager.layout.entries()}
 
     def report(self) -> Report:
-        """Return the figures since attaching (waits for the device); of a closed session, its last."""
+        """Return the session's figures; of a closed session, the last figures. Waits for the device."""
         with self._manager.lock:
             return self._final if self._manager.phase is Phase.CLOSED else self._report()
 
     def stall_share(self) -> float | None:
-        """Return the part of the last measured steps' time that computing waited for weights; waits for nothing itself."""
+        """Return the share of the last measured steps' seconds in which computing waited for weights.
+
+        None where nothing was measured. The call does not wait for the device.
+        """
         return stall_share(self._manager.layout)
 
     def _report(self) -> Report:

@@ -1,4 +1,4 @@
-"""`TensorAccess`: true values of a streamed module's tensors by name, wherever they wait: read, written, no longer trusted."""
+"""`TensorAccess`: reads, writes and refreshes tensors of a streamed module by name, wherever their bytes are."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .layout_manager import LayoutManager
 
 
 class TensorAccess:
-    """Reads and writes values of one session's module."""
+    """Reads and writes the values of parameters and buffers of one session's module."""
 
     def __init__(self, manager: LayoutManager) -> None:
         self._manager = manager
         manager.write_streamed = self._write_streamed
 
     def refresh(self, module: nn.Module | None) -> None:
-        """As `Session.refresh`."""
+        """Fetch host weights below ``module`` again at their next use, as `Session.refresh`."""
         manager = self._manager
         if manager.attached:
             below = None if module is None else {id(m) for m in module.modules()}
             manager.layout.streamer.refresh(manager.layout.below(below))
 
     def read(self, name: str) -> torch.Tensor:
-        """As `Session.read`."""
+        """Return a copy of the tensor ``name`` on the CPU, as `Session.read`."""
         module = self._manager.module
         quantised = None if module.quantized is None else module.quantized.read(name)
         if quantised is not None:
@@ -44,7 +44,7 @@ class TensorAccess:
         return tensor.detach().cpu().clone()
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """As `Session.write`."""
+        """Set the tensor ``name`` to the values of ``tensor``, as `Session.write`."""
         manager = self._manager
         target = self._tensor(name)
         if target.shape != tensor.shape or target.dtype != tensor.dtype:
@@ -66,7 +66,10 @@ class TensorAccess:
             target.copy_(tensor)
 
     def _write_streamed(self, stand: FileTensor, tensor: torch.Tensor) -> None:
-        """Give a weight of a file another value, kept in RAM within the budget. The file stays as it is."""
+        """Set a weight from a file to the values of ``tensor``, which are kept in RAM within the RAM budget.
+
+        The file is not changed.
+        """
         manager = self._manager
         with manager.lock:
             manager.need_open()
@@ -76,11 +79,11 @@ class TensorAccess:
                 stand.change(tensor)
                 return
             if not manager.layout.placement.tier.write(stand, tensor):
-                # With a smaller cache.
+                # The tier has no room for the value: make a new layout, with a smaller cache.
                 manager.change(manager.present(), reuse=False, between=lambda: stand.change(tensor))
 
     def _need_room(self, stand: FileTensor) -> None:
-        """Raise BudgetError where a parked session could not return with a value of ``stand`` in host memory."""
+        """Raise BudgetError if a parked session could not return once host memory holds a new value of ``stand``."""
         manager = self._manager
         checkpoint, layout = manager.module.checkpoint, manager.layout
         assert checkpoint is not None

@@ -1,7 +1,7 @@
-"""`WeightPool`: whose memory a session's resident weights are in, torch's allocator's or comfy-aimdo's VBARs.
+"""`WeightPool`: the memory of a session's resident weights, from torch's allocator or in comfy-aimdo's VBARs.
 
-With torch's allocator a resident unit lies on the device. With comfy-aimdo every unit has a home in a VBAR
-(`streaming.vbar_slots`), and the budget is the VBAR's watermark: another budget is no new layout.
+With torch's allocator a resident unit is always on the device. With comfy-aimdo every unit has its own range of a VBAR
+(`streaming.vbar_slots`), and the budget is the VBAR's watermark, so that another budget needs no new layout.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from ..streaming.streamer import Streamer
 from ..streaming.vbar_slots import VbarSlots
 
 logger = logging.getLogger("carom")
-_TINY = 8  # a resident unit smaller than the largest unit by this factor is not worth a home
+_TINY = 8  # a resident unit smaller than the largest unit by this factor is not put into the VBAR
 
 
 class WeightPool:
-    """The pool that ``pool=`` of `carom.stream` asks for, or torch's where that cannot be had.
+    """The pool that the argument ``pool`` of `carom.stream` asks for, or torch's where that pool is unavailable.
 
-    ``native``: comfy-aimdo, None where torch's allocator is used; ``reason``: why.
+    ``asked``: the argument; ``native``: comfy-aimdo, None where torch's allocator is used; ``reason``: the reason for
+    the pool in use, for the report.
     """
 
     def __init__(self, engine: Engine, asked: str) -> None:
@@ -52,7 +53,7 @@ class WeightPool:
         return "torch" if self.native is None else "aimdo"
 
     def refuse(self, reason: str) -> None:
-        """Go on with torch's allocator, for ``reason``."""
+        """Use torch's allocator from now on; ``reason``: why, for the report."""
         self.native, self.reason = None, reason
         level = logging.WARNING if self.asked == "aimdo" else logging.DEBUG
         logger.log(level, "carom: pool=%r: torch's allocator instead: %s", self.asked, reason)
@@ -60,10 +61,10 @@ class WeightPool:
     def divide(
         self, carving: Carving, plan: Plan, ram: int, from_file: bool
     ) -> tuple[list[Unit], list[Unit]]:
-        """Return (units for torch's allocator, units that stream or have homes), in order.
+        """Return two lists: units in torch's allocator, and units that are streamed or in the VBAR. Both keep the order.
 
-        ``ram``: bytes of host memory that may be pinned. Raises NativeError where host memory cannot keep the units that may
-        have to leave the device.
+        ``ram``: bytes of host memory that may be pinned; ``from_file``: whether weights come from a file. Raises
+        NativeError if no unit could leave the device, or if host memory has no room for the units that may have to leave.
         """
         resident, streamed = wanted_residents(carving, plan)
         if self.native is None:
@@ -86,9 +87,9 @@ class WeightPool:
         self, carving: Carving, plan: Plan, units: list[Unit], meter: Meter, tier: Tier, ledger: BudgetLedger,
         resident_bytes: int,
     ) -> Streamer:  # fmt: skip
-        """Return the streamer of ``units``. ``resident_bytes``: device memory of the residents, which are there already.
+        """Return the streamer of ``units``. ``resident_bytes``: device memory that residents take already.
 
-        Raises NativeError where the VBAR has no room for a slot.
+        Raises NativeError if the VBAR has no room for a slot.
         """
         engine, region = self._engine, plan.region_bytes
         if self.native is None:
@@ -96,9 +97,7 @@ class WeightPool:
         number = {id(unit): index for index, unit in enumerate(carving.units)}
         resident = [i for i, unit in enumerate(units) if number[id(unit)] in plan.resident]
         room = ledger.vram - resident_bytes
-        if (
-            ledger.governor is not None
-        ):  # a budget that is found, not given: a slot of whole pages is the least
+        if ledger.governor is not None:  # the budget is automatic: raise it at least to a slot of whole pages
             room = max(room, whole_pages(max(unit.nbytes for unit in units)))
             if not ledger.claim(max(ledger.vram, resident_bytes + room)):
                 raise NativeError(f"no page of {format_size(vbar.PAGE)} is left of {ledger.shared}")
@@ -108,7 +107,7 @@ class WeightPool:
                 f"{format_size(max(0, room))} for weights hold no slot in pages of {format_size(vbar.PAGE)}"
             )
         engine.synchronize()
-        engine.trim()  # what torch's allocator keeps unused would come before the weights
+        engine.trim()  # memory that torch's allocator caches would take precedence over the VBAR's weights
         slots = VbarSlots(engine, self.native.bar(homes.nbytes), homes, room)
         return Streamer(engine, homes.region_bytes, meter, tier, slots)
 

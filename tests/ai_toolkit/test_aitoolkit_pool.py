@@ -10,7 +10,7 @@ import pytest
 import tests_aimdo_stand_in as aimdo
 import tests_aitoolkit_stand_in as standin
 import torch
-from carom.toolkit_ext import ladder, trial
+from carom.toolkit_ext import choose_mode, trial
 from carom.toolkit_ext.options import Policy
 from tests_harness import assert_same
 from tests_pairwise import each
@@ -174,7 +174,7 @@ def test_bouncing_tries_nothing_out(monkeypatch):
 
     monkeypatch.setattr(trial, "works", never)
     monkeypatch.setattr(trial, "works_in_pool", never)
-    assert ladder.choose(Policy("bouncing"), CPU) == ladder.Choice("torch")
+    assert choose_mode.choose(Policy("bouncing"), CPU) == choose_mode.Choice("torch")
 
 
 @pytest.mark.parametrize("pool", [False, True])

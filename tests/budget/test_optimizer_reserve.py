@@ -14,7 +14,7 @@ import torch._dynamo
 from carom.core.budget import optimizer_reserve
 from carom.core.budget.device_governor import Governor
 from carom.core.budget.optimizer_reserve import Needs, fresh_in, needs, reserved
-from carom.core.common.memory import Memory
+from carom.core.common.memory_snapshot import Memory
 from carom.core.common.sizes import GIB, MIB
 from carom.core.model.managed_tensor import HostParameter
 from tests_inside import inside

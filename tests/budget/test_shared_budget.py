@@ -10,7 +10,7 @@ import pytest
 import torch
 from carom.core.budget import optimizer_reserve
 from carom.core.budget.device_governor import Governor
-from carom.core.common.memory import Memory
+from carom.core.common.memory_snapshot import Memory
 from carom.core.session.layout_manager import LayoutManager
 from tests_inside import inside
 from tests_models import Chain as Net

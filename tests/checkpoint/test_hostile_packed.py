@@ -14,9 +14,9 @@ import pytest
 import torch
 from carom.core.codec import lossless
 from carom.core.codec.blob_metadata import METADATA_KEY, describe
-from carom.core.codec.lossless_check import check_runs, check_tiles, summarize_run
 from carom.core.codec.lossless_format import HEADER_BYTES, KINDS, Header, checksum, parse_header
 from carom.core.codec.lossless_torch import decode_torch
+from carom.core.codec.lossless_validation import check_runs, check_tiles, summarize_run
 from carom.core.common.errors import WeightsError
 from carom.core.device.simulated import SimulatedDevice
 from carom.core.host.blob_checksums import Blob, BlobChecks

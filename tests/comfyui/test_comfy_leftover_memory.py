@@ -12,9 +12,9 @@ from carom.core.budget import leftover as core_room
 from carom.core.budget.device_governor import Left
 from carom.core.session.layout_manager import LayoutManager
 from carom.core.streaming.pass_retry import OutOfMemory, repeats
-from carom.nodes import policy, room, streaming
+from carom.nodes import leftover_memory, node_settings, streaming
+from carom.nodes.node_settings import Beyond, Settings, beyond_now, remember
 from carom.nodes.patcher import wear
-from carom.nodes.policy import Beyond, Settings, beyond_now, remember
 from carom.nodes.streaming import streaming_of
 from tests_comfy_stand_in import installed
 from tests_inside import inside
@@ -56,7 +56,7 @@ class Card:
             "stream",
             lambda *a, **k: make(*a, **{**k, "device": self.device, "granularity": "block"}),
         )
-        monkeypatch.setattr(policy, "GROW_LEAST", LAYER)
+        monkeypatch.setattr(node_settings, "GROW_LEAST", LAYER)
         self.kept = self.free - 4 * LAYER
         monkeypatch.setattr(management, "get_free_memory", lambda device: self.free)
         patcher_class = sys.modules["comfy.model_patcher"].ModelPatcher
@@ -197,7 +197,7 @@ def test_beyond_is_for_passes_of_the_sizes_seen():
     assert not beyond_now(seen, 500) and not beyond_now(seen, 1100), "the offer is more than that"
     for kept in range(3000, 30000, 1000):
         seen = remember(seen, Beyond(1, kept))
-    assert len(seen) == policy.SIZES_SEEN
+    assert len(seen) == node_settings.SIZES_SEEN
 
 
 def test_what_runs_outside_of_a_models_forward_is_none_of_its_inputs():
@@ -212,10 +212,10 @@ def test_what_runs_outside_of_a_models_forward_is_none_of_its_inputs():
         "cond_or_uncond": [0, 1],
     }
     outside = {**options, "wrappers": {"outer_sample": {None: [patch]}}, "patches": {}}
-    assert repeats(room.inputs((x,), {"context": x, "transformer_options": outside}))
+    assert repeats(leftover_memory.inputs((x,), {"context": x, "transformer_options": outside}))
     for given in ({"wrappers": {"diffusion_model": {None: [patch]}}}, {"patches": {"attn1_patch": [patch]}}):
-        assert not repeats(room.inputs((x,), {"transformer_options": {**options, **given}}))
-    assert repeats(room.inputs((x, None), {"control": {"output": [x]}, "y": None}))
+        assert not repeats(leftover_memory.inputs((x,), {"transformer_options": {**options, **given}}))
+    assert repeats(leftover_memory.inputs((x, None), {"control": {"output": [x]}, "y": None}))
 
 
 def test_comfyui_batches_passes_as_if_no_room_were_taken(comfy, monkeypatch):
@@ -231,7 +231,7 @@ def test_comfyui_batches_passes_as_if_no_room_were_taken(comfy, monkeypatch):
 
 def test_room_is_counted_from_what_comfyui_offers_not_from_a_budget_below_it(comfy, monkeypatch):
     card = Card(monkeypatch, comfy)
-    monkeypatch.setattr(policy, "GROW_LEAST", 1 << 40)  # no offer is worth a layout
+    monkeypatch.setattr(node_settings, "GROW_LEAST", 1 << 40)  # no offer is worth a layout
     card.run()
     left = card.carom.budget + card.carom.session.spare
     card.run(kept=card.kept - LAYER)
@@ -243,7 +243,7 @@ def test_an_offer_below_what_works_is_no_budget_to_go_back_to(comfy, monkeypatch
     card = Card(monkeypatch, comfy)
     expected = card.run()
     card.patcher.detach()
-    monkeypatch.setattr(room, "inputs", lambda args, kwargs: ((*args, object()), kwargs))
+    monkeypatch.setattr(leftover_memory, "inputs", lambda args, kwargs: ((*args, object()), kwargs))
     for _ in range(3):
         assert torch.equal(card.run(kept=card.free - LAYER // 4), expected)
         card.patcher.partially_unload(CPU, LAYER // 4)

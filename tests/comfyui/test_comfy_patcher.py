@@ -14,10 +14,10 @@ import carom
 import pytest
 import torch
 from carom.core.host import arena
-from carom.nodes import host as nodes_host
-from carom.nodes import policy, streaming
+from carom.nodes import comfyui_api as nodes_host
+from carom.nodes import node_settings, streaming
+from carom.nodes.node_settings import Settings
 from carom.nodes.patcher import CaromPatcher, settings_of, strip, wear
-from carom.nodes.policy import Settings
 from carom.nodes.streaming import known_streaming, streaming_of
 from tests_comfy_server import PATHS, PYTHON, REASON
 from tests_comfy_stand_in import installed
@@ -765,22 +765,22 @@ def test_sizes_that_the_nodes_ask_comfyui_for(comfy):
     ],
 )
 def test_budgets_shrink_when_they_must_and_grow_when_it_pays(now, held, streamed, bound, expected):
-    assert policy.next_budget(now, held, streamed, bound) == expected
+    assert node_settings.next_budget(now, held, streamed, bound) == expected
 
 
 def test_a_users_own_limit_is_followed_to_the_byte():
-    assert policy.next_budget(100, 100, 50, 99, limit=99) == 99
+    assert node_settings.next_budget(100, 100, 50, 99, limit=99) == 99
 
 
 def test_offers_that_differ_by_little_are_the_same_budget():
     for offer in (1, 100, 257, 4_330_000_000, 4_332_393_018):
-        assert 0.996 * offer <= policy.rounded(offer) <= offer
-    assert policy.rounded(4_330_000_000) == policy.rounded(4_330_000_000 + 500_000)
-    assert policy.rounded(8 << 30) == 8 << 30
+        assert 0.996 * offer <= node_settings.rounded(offer) <= offer
+    assert node_settings.rounded(4_330_000_000) == node_settings.rounded(4_330_000_000 + 500_000)
+    assert node_settings.rounded(8 << 30) == 8 << 30
 
 
 def test_the_share_that_streams_counts_slots_once():
-    text = policy.describe("stream", 60, 50, None, size=100)  # 50 resident, 10 in slots, 50 streamed
+    text = node_settings.describe("stream", 60, 50, None, size=100)  # 50 resident, 10 in slots, 50 streamed
     assert text.startswith("Carom: 50 % of 100 ")
 
 
@@ -951,7 +951,7 @@ def test_a_fresh_dynamic_model_is_taken_over_as_it_lies(comfy):
     ],
 )  # fmt: skip
 def test_the_way_a_model_goes_is_chosen_with_a_reason(mode, device, leaves, streams):
-    way = policy.choose_way(mode, device, leaves)
+    way = node_settings.choose_way(mode, device, leaves)
     assert way.streams is streams and way.reason
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import carom
 import pytest
 import torch
+from carom.nodes.node_settings import Settings
 from carom.nodes.patcher import wear
-from carom.nodes.policy import Settings
 from carom.nodes.streaming import streaming_of
 from tests_comfy_stand_in import installed
 from torch import nn

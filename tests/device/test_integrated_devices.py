@@ -11,7 +11,7 @@ import carom
 import pytest
 import torch
 from carom.core.budget.device_governor import Governor, beside, wherever
-from carom.core.common.memory import Memory, shares_host
+from carom.core.common.memory_snapshot import Memory, shares_host
 from carom.core.common.sizes import GIB
 from carom.core.device import stream_engine
 from carom.core.device.simulated import SimulatedDevice, SimulatedEngine

@@ -8,7 +8,7 @@ import carom
 import pytest
 import torch
 from carom.core.budget.device_governor import CALM, CAREFUL, INFERENCE, QUIET, TRAINING, Governor, Left
-from carom.core.common.memory import Memory
+from carom.core.common.memory_snapshot import Memory
 from carom.core.common.sizes import GIB, MIB
 from carom.core.streaming import pass_retry
 from carom.core.streaming.pass_retry import PassSnapshot, sizes

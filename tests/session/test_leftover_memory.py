@@ -6,7 +6,7 @@ import carom
 import pytest
 import torch
 from carom.core.budget.leftover import LEAVES, READINGS, Room
-from carom.core.common.memory import Memory
+from carom.core.common.memory_snapshot import Memory
 from carom.core.common.sizes import GIB, MIB
 from carom.core.session import measured_planner as replan
 from carom.core.session.layout_manager import LayoutManager, OutOfMemory

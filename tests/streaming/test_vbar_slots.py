@@ -19,7 +19,7 @@ import tests_harness as harness
 import tests_models as models
 import torch
 from carom.core.budget.device_governor import QUIET, Regrowth
-from carom.core.common.memory import Memory
+from carom.core.common.memory_snapshot import Memory
 from carom.core.device import vbar
 from carom.core.device.vbar_layout import Homes, lay_out, spread
 from carom.tools.doctor import extras

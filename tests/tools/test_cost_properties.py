@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from carom.core.common.errors import BudgetError
-from carom.tools.planner import cost, estimate, presets
+from carom.tools.planner import cost_model, estimate, presets
 from carom.tools.planner.estimate import Job, Machine
 from carom.tools.planner.shapes import Group, Shape
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ modes = st.sampled_from(["infer", "train"])
 @st.composite
 def works(draw):
     streamed = draw(st.floats(0, 1e12))
-    return cost.Work(
+    return cost_model.Work(
         active_params=draw(st.floats(1e3, 1e12)),
         streamed_bytes=streamed,
         cached_bytes=streamed * draw(st.floats(0, 1)),
@@ -34,7 +34,9 @@ def works(draw):
 @st.composite
 def rates(draw):
     optional = st.one_of(st.none(), rate)
-    return cost.Rates(draw(rate), draw(rate), draw(rate), draw(st.booleans()), draw(optional), draw(optional))
+    return cost_model.Rates(
+        draw(rate), draw(rate), draw(rate), draw(st.booleans()), draw(optional), draw(optional)
+    )
 
 
 factor = st.floats(1, 1000)
@@ -43,21 +45,21 @@ SLACK = 1 + 1e-9
 
 @given(works(), rates(), modes, st.integers(1, 1 << 20), factor)
 def test_more_bandwidth_never_makes_a_step_or_its_overhead_worse(work, rates, mode, tokens, more):
-    before = cost.step_time(tokens, work, rates, mode)
+    before = cost_model.step_time(tokens, work, rates, mode)
     for better in (
         replace(rates, link=rates.link * more),
         replace(rates, disk=rates.disk * more),
         replace(rates, link=rates.link * more, disk=rates.disk * more),
     ):
-        after = cost.step_time(tokens, work, better, mode)
+        after = cost_model.step_time(tokens, work, better, mode)
         assert after.seconds <= before.seconds * SLACK
         assert 1 + after.overhead <= (1 + before.overhead) * SLACK
 
 
 @given(works(), rates(), modes, st.integers(1, 1 << 20), st.integers(0, 1 << 20))
 def test_more_tokens_never_make_the_overhead_worse(work, rates, mode, tokens, more):
-    before = cost.step_time(tokens, work, rates, mode)
-    after = cost.step_time(tokens + more, work, rates, mode)
+    before = cost_model.step_time(tokens, work, rates, mode)
+    after = cost_model.step_time(tokens + more, work, rates, mode)
     assert 1 + after.overhead <= (1 + before.overhead) * SLACK
     assert after.seconds * SLACK >= before.seconds
 
@@ -72,14 +74,14 @@ def test_less_streamed_never_makes_a_step_worse(work, rates, mode, tokens, share
     if rates.gds:  # there a byte of RAM moves to the link: only the drive's share is compared
         return
     assert (
-        cost.step_time(tokens, less, rates, mode).seconds
-        <= cost.step_time(tokens, work, rates, mode).seconds * SLACK
+        cost_model.step_time(tokens, less, rates, mode).seconds
+        <= cost_model.step_time(tokens, work, rates, mode).seconds * SLACK
     )
 
 
 @given(works(), rates(), modes, st.integers(1, 1 << 20))
 def test_a_step_is_never_shorter_than_its_compute_or_its_wire(work, rates, mode, tokens):
-    step = cost.step_time(tokens, work, rates, mode)
+    step = cost_model.step_time(tokens, work, rates, mode)
     assert step.overhead >= -1e-12
     assert step.seconds >= sum(phase.wire for phase in step.phases) / SLACK
 
@@ -87,30 +89,32 @@ def test_a_step_is_never_shorter_than_its_compute_or_its_wire(work, rates, mode,
 @given(works(), rates(), modes)
 def test_the_threshold_by_phase_is_the_first_number_of_tokens_without_overhead(work, rates, mode):
     work = replace(work, decoded_bytes=0.0, device_bytes=0.0)
-    found = cost.zero_overhead_tokens_by_phase(work, rates, mode)
+    found = cost_model.zero_overhead_tokens_by_phase(work, rates, mode)
     if found == float("inf"):
-        assert cost.step_time(cost.MAX_TOKENS, work, rates, mode).bound_by != "compute"
+        assert cost_model.step_time(cost_model.MAX_TOKENS, work, rates, mode).bound_by != "compute"
     elif found > 0:
-        assert cost.step_time(found, work, rates, mode).overhead == pytest.approx(0, abs=1e-9)
+        assert cost_model.step_time(found, work, rates, mode).overhead == pytest.approx(0, abs=1e-9)
         if found > 1:
-            assert any(p.bound_by != "compute" for p in cost.step_time(found - 1, work, rates, mode).phases)
+            assert any(
+                p.bound_by != "compute" for p in cost_model.step_time(found - 1, work, rates, mode).phases
+            )
 
 
 @given(works(), rates())
 def test_the_threshold_by_phase_is_at_least_the_published_rule_without_a_cache(work, rates):
     plain = replace(work, cached_bytes=0.0, kept_bytes=0.0, attention_per_token=0.0, device_bytes=0.0)
-    rule = cost.zero_overhead_tokens(
+    rule = cost_model.zero_overhead_tokens(
         plain.streamed_bytes,
         plain.active_params,
         rates.compute,
-        cost.effective_bandwidth(rates.link, rates.disk, rates.gds),
+        cost_model.effective_bandwidth(rates.link, rates.disk, rates.gds),
     )
-    assert cost.zero_overhead_tokens_by_phase(plain, rates, "train") >= rule / SLACK
+    assert cost_model.zero_overhead_tokens_by_phase(plain, rates, "train") >= rule / SLACK
 
 
 def test_without_a_drive_what_ram_cannot_hold_takes_for_ever():
-    work = cost.Work(1e9, streamed_bytes=10e9, cached_bytes=9e9)
-    step = cost.step_time(100, work, cost.Rates(1e12, 1e10), "infer")
+    work = cost_model.Work(1e9, streamed_bytes=10e9, cached_bytes=9e9)
+    step = cost_model.step_time(100, work, cost_model.Rates(1e12, 1e10), "infer")
     assert step.seconds == float("inf")
     assert step.bound_by == "disk"
 
@@ -120,7 +124,7 @@ def test_without_a_drive_what_ram_cannot_hold_takes_for_ever():
 )
 def test_a_rate_that_is_not_positive_and_finite_is_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
-        cost.Rates(**{"compute": 1e12, "link": 1e9, **bad})
+        cost_model.Rates(**{"compute": 1e12, "link": 1e9, **bad})
 
 
 @st.composite
@@ -240,7 +244,7 @@ def test_the_host_binds_only_where_it_takes_longest_and_more_tokens_never_make_t
 ):
     work = replace(work, layers=layers, uses=min(uses, layers))
     given_rates = replace(given_rates, layer=5e-4, use=2e-4, decode=None)
-    step, more = (cost.step_time(n, work, given_rates, mode) for n in (tokens, 2 * tokens))
+    step, more = (cost_model.step_time(n, work, given_rates, mode) for n in (tokens, 2 * tokens))
     for phase in step.phases:
         assert phase.seconds >= max(phase.host, phase.wire, phase.compute)
         assert (phase.bound_by == "host") == (phase.host > max(phase.wire, phase.compute + phase.decode))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from carom.tools.planner import cost, estimate, presets, shapes
+from carom.tools.planner import cost_model, estimate, presets, shapes
 from carom.tools.planner.estimate import Job, Machine
 from carom.tools.planner.presets import GB, TFLOPS
 
@@ -15,8 +15,8 @@ GLM_ACTIVE, GLM_LAYER = 92 * 514e6, 1237e6
 
 
 def threshold(layer_bytes, streamed, active, tflops, drive, link, gds=False):
-    bandwidth = cost.effective_bandwidth(link * GB, drive, gds)
-    return cost.zero_overhead_tokens(streamed * layer_bytes, active, tflops * TFLOPS, bandwidth)
+    bandwidth = cost_model.effective_bandwidth(link * GB, drive, gds)
+    return cost_model.zero_overhead_tokens(streamed * layer_bytes, active, tflops * TFLOPS, bandwidth)
 
 
 def powers_apart(found, published):
@@ -61,8 +61,8 @@ def test_glm_thresholds_published_only_as_more_than_are_beyond_them(tflops, more
 
 
 def test_the_rule_on_one_layer_is_the_rule_on_sums():
-    compute = cost.compute_seconds(1, 1.05e9, 160e12, passes=3)
-    transfer = cost.transfer_seconds(470e6, 7e9)
+    compute = cost_model.compute_seconds(1, 1.05e9, 160e12, passes=3)
+    transfer = cost_model.transfer_seconds(470e6, 7e9)
     by_layer = 39 / 80 * transfer / compute
     assert by_layer == pytest.approx(threshold(LLAMA_NF4, 39, LLAMA_ACTIVE, 160, GEN4, 11))
     assert by_layer == pytest.approx(831, abs=1)
@@ -70,11 +70,11 @@ def test_the_rule_on_one_layer_is_the_rule_on_sums():
 
 def test_the_three_readings_of_the_threshold_are_831_1663_and_2494_tokens():
     rule = {"active_params": LLAMA_ACTIVE, "flops": 160e12, "bandwidth": 7e9}
-    assert cost.zero_overhead_tokens(39 * 470e6, **rule) == pytest.approx(831, abs=1)
-    assert cost.zero_overhead_tokens(39 * 470e6, **rule, transfers=2) == pytest.approx(1663, abs=2)
-    work = cost.Work(LLAMA_ACTIVE, 39 * 470e6)
-    rates = cost.Rates(160e12, 11e9, 7e9)
-    assert cost.zero_overhead_tokens_by_phase(work, rates, "train") == pytest.approx(2494, abs=3)
+    assert cost_model.zero_overhead_tokens(39 * 470e6, **rule) == pytest.approx(831, abs=1)
+    assert cost_model.zero_overhead_tokens(39 * 470e6, **rule, transfers=2) == pytest.approx(1663, abs=2)
+    work = cost_model.Work(LLAMA_ACTIVE, 39 * 470e6)
+    rates = cost_model.Rates(160e12, 11e9, 7e9)
+    assert cost_model.zero_overhead_tokens_by_phase(work, rates, "train") == pytest.approx(2494, abs=3)
 
 
 # Overhead in percent at 1K, 2K, 4K, 8K and 16K tokens; None: published only as more than 10x.
@@ -85,8 +85,8 @@ MATRIX = [(GEN3, (None, 641, 271, 85, 0)), (GEN4, (641, 271, 85, 0, 0)), (GEN5, 
 def test_the_glm_overhead_matrix_is_reproduced_within_one_power_of_two(drive, row):
     """The published rule's step: one transfer against three computes."""
     for tokens, published in zip((1024, 2048, 4096, 8192, 16384), row, strict=True):
-        compute = cost.compute_seconds(tokens, GLM_ACTIVE, 160e12, passes=3)
-        wire = cost.transfer_seconds(78 * GLM_LAYER, cost.effective_bandwidth(11e9, drive))
+        compute = cost_model.compute_seconds(tokens, GLM_ACTIVE, 160e12, passes=3)
+        wire = cost_model.transfer_seconds(78 * GLM_LAYER, cost_model.effective_bandwidth(11e9, drive))
         ratio = max(compute, wire) / compute
         if published is None:
             assert ratio > 10
@@ -106,8 +106,8 @@ MEASURED_4090 = [
 @pytest.mark.parametrize("tokens, compute_ms, transfer_ms, overhead", MEASURED_4090)
 def test_measured_rtx_4090_rows_are_within_ten_percent(tokens, compute_ms, transfer_ms, overhead):
     """One layer, all streamed, one pass, the link pacing."""
-    work = cost.Work(active_params=1.05e9, streamed_bytes=470e6, cached_bytes=470e6)
-    step = cost.step_time(tokens, work, cost.Rates(160e12, 11e9), "infer")
+    work = cost_model.Work(active_params=1.05e9, streamed_bytes=470e6, cached_bytes=470e6)
+    step = cost_model.step_time(tokens, work, cost_model.Rates(160e12, 11e9), "infer")
     assert step.phases[0].compute * 1e3 == pytest.approx(compute_ms, rel=0.10)
     assert step.phases[0].wire * 1e3 == pytest.approx(transfer_ms, rel=0.10)
     assert step.seconds * 1e3 == pytest.approx(compute_ms * (1 + overhead), rel=0.10)
@@ -129,8 +129,8 @@ def test_the_phase_roofline_predicts_the_measured_trial_within_ten_percent(
     passes = 3 if mode == "train" else 1
     flops = 1e12
     active = resident_ms / 1e3 * flops / (2 * passes)
-    work = cost.Work(active, streamed * block, streamed * block, kept_bytes=3 * block)
-    step = cost.step_time(1, work, cost.Rates(flops, 55.5e9), mode)
+    work = cost_model.Work(active, streamed * block, streamed * block, kept_bytes=3 * block)
+    step = cost_model.step_time(1, work, cost_model.Rates(flops, 55.5e9), mode)
     assert step.seconds * 1e3 == pytest.approx(measured_ms, rel=0.10)
 
 
@@ -139,7 +139,7 @@ def test_the_phase_roofline_predicts_the_measured_trial_within_ten_percent(
 def test_compute_hides_a_copy_from_about_flops_over_bandwidth_tokens(name, tokens, bits, divisor):
     card = presets.CARDS[name]
     link = card.good_link or card.link
-    found = cost.zero_overhead_tokens(1e9 * bits / 8, 1e9, card.bf16, link, computes=1)
+    found = cost_model.zero_overhead_tokens(1e9 * bits / 8, 1e9, card.bf16, link, computes=1)
     # The published figures take flops/bandwidth with a good link and 2 bytes against 2 FLOPs a parameter.
     assert powers_apart(found, tokens / divisor) <= 1
 

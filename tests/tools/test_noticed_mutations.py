@@ -9,7 +9,7 @@ import torch
 from carom.core.checkpoint import index
 from carom.core.codec import kbit
 from carom.core.common.errors import WeightsError
-from carom.tools.planner import cost
+from carom.tools.planner import cost_model
 from safetensors.torch import save_file
 
 
@@ -24,9 +24,9 @@ from safetensors.torch import save_file
     ],
 )
 def test_the_link_carries_all_that_does_not_go_from_the_drive_to_the_device(gds, mode, link, disk):
-    work = cost.Work(active_params=1, streamed_bytes=100, cached_bytes=30, kept_bytes=20)
-    rates = cost.Rates(compute=1, link=10, disk=5, gds=gds)
-    assert cost.wire_times(work, rates, mode) == (link, disk)
+    work = cost_model.Work(active_params=1, streamed_bytes=100, cached_bytes=30, kept_bytes=20)
+    rates = cost_model.Rates(compute=1, link=10, disk=5, gds=gds)
+    assert cost_model.wire_times(work, rates, mode) == (link, disk)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

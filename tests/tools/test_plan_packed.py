@@ -11,7 +11,7 @@ from carom.core.common.errors import BudgetError
 from carom.core.plan.predict import Link, PackedTransfer, Workload, predict
 from carom.core.plan.residency import SMALL_UNIT, UnitSize, Wish
 from carom.core.plan.search import choose
-from carom.tools.planner import cost, estimate, placement, presets, report
+from carom.tools.planner import cost_model, estimate, placement, presets, report
 from carom.tools.planner.estimate import Job, Machine
 from carom.tools.planner.shapes import Group, Shape
 from hypothesis import given, settings
@@ -101,7 +101,7 @@ def test_a_plan_is_never_slower_than_the_one_without_and_more_vram_never_makes_i
         plain = placement.place(shape, replace(job, codec=codec), vram - use.total)
         if plain is not None:
             work = estimate.work_of(shape, machine(vram), replace(job, codec=codec), plain, tokens)
-            step = cost.step_time(tokens, work, machine(vram).rates(replace(job, codec=codec)), mode)
+            step = cost_model.step_time(tokens, work, machine(vram).rates(replace(job, codec=codec)), mode)
             assert found.step.seconds <= step.seconds
     larger = tried(shape, machine(vram + more), job, tokens)
     if all(group.stored_bytes is None for group in shape.groups):

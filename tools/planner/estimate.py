@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from ...core.common.errors import BudgetError
 from ...core.common.sizes import GIB, format_size, round_up_to_mib
-from . import cost, presets
-from .cost import Rates, Step, VramUse, Work
+from . import cost_model, presets
+from .cost_model import Rates, Step, VramUse, Work
 from .placement import SLOTS, Placement, least_weight_budget, packed_placements, place, wire_bytes
 from .presets import Card, Quant
 from .shapes import Shape
@@ -206,7 +206,7 @@ def _evaluate(shape: Shape, machine: Machine, job: Job, tokens: int) -> Estimate
     tried = []
     for found in (placement, *fitting):
         work = work_of(shape, machine, job, found, tokens)
-        tried.append((cost.step_time(tokens, work, machine.rates(job), job.mode), work, found))
+        tried.append((cost_model.step_time(tokens, work, machine.rates(job), job.mode), work, found))
     step, work, placement = min(tried, key=lambda candidate: candidate[0].seconds)
     vram = replace(use, resident=placement.resident_bytes, slots=placement.slot_bytes)
     return Estimate(tokens, placement, vram, step, work, job.codec)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from ...core.common.errors import BudgetError
 from ...core.common.sizes import GIB
-from . import cost, presets
-from .cost import Step
+from . import cost_model, presets
+from .cost_model import Step
 from .estimate import Estimate, Job, Machine, evaluate, work_of
 from .placement import wire_bytes
 from .presets import GB, Drive
@@ -80,13 +80,13 @@ def thresholds(shape: Shape, machine: Machine, job: Job, outcome: Estimate) -> d
     Carom's own prediction.
     """
     rates, work = machine.rates(job), outcome.work
-    phases = cost.phases_of(job.mode)
+    phases = cost_model.phases_of(job.mode)
     passes = sum(matrix for _, matrix, _ in phases)
-    bandwidth = cost.effective_bandwidth(rates.link, rates.disk, rates.gds)
+    bandwidth = cost_model.effective_bandwidth(rates.link, rates.disk, rates.gds)
 
     def rule(computes: float, transfers: int) -> float:
         """Return the tokens from which ``computes`` passes hide ``transfers`` transfers."""
-        return cost.zero_overhead_tokens(
+        return cost_model.zero_overhead_tokens(
             work.streamed_bytes,
             work.active_params,
             rates.compute,
@@ -95,7 +95,7 @@ def thresholds(shape: Shape, machine: Machine, job: Job, outcome: Estimate) -> d
             transfers=transfers,
         )
 
-    by_phase = cost.zero_overhead_tokens_by_phase(
+    by_phase = cost_model.zero_overhead_tokens_by_phase(
         replace(work, device_bytes=0.0), rates, job.mode,
         attention_of=lambda tokens: shape.attention_per_token(min(tokens, shape.sample_tokens)),
     )  # fmt: skip
@@ -218,7 +218,7 @@ def plan(shape: Shape, machine: Machine, job: Job) -> ModelPlan:
         used = replace(job, codec=outcome.codec)
         one = work_of(shape, machine, used, outcome.placement, 1)
         one = replace(one, attention_per_token=outcome.work.attention_per_token)
-        generation = cost.step_time(1, one, machine.rates(used), "infer")
+        generation = cost_model.step_time(1, one, machine.rates(used), "infer")
     return ModelPlan(
         shape, machine, job, outcome, thresholds(shape, machine, job, outcome),
         best_batch(shape, machine, job, min(tokens, shape.sample_tokens)), generation, changed,

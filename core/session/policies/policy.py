@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Protocol
 
 from ...budget.ledger import BudgetLedger, Holder
-from ...common.memory import Memory
+from ...common.memory_snapshot import Memory
 from ...host import probe
 from ...host.probe import HostMemory
 from ..layout import Layout, Outcome, Wanted

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..core.session.session import Session
-from . import host
-from .policy import Beyond, beyond_now, remember, rounded, worth
+from . import comfyui_api
+from .node_settings import Beyond, beyond_now, remember, rounded, worth
 
 
 class TakesRoom:
@@ -41,7 +41,7 @@ class TakesRoom:
     def bound(self, offer: int, device: torch.device, limit: float) -> int:
         """The budget for an ``offer`` of ComfyUI: with what earlier passes of this size left free, within ``limit``."""
         self.follow()
-        self.offer, self.kept = offer, host.free_bytes(device) + self.held - offer
+        self.offer, self.kept = offer, comfyui_api.free_bytes(device) + self.held - offer
         more = beyond_now(self.beyond, self.kept)
         if self.session is not None:
             more = min(more, self.session.beyond)
@@ -50,7 +50,7 @@ class TakesRoom:
     def follow_room(self, limit: float) -> None:
         """After every change of the budget: let the session see what passes leave."""
         assert self.session is not None
-        self.session.follow_room(rounded(self.offer), host.kept_free(), limit, inputs)
+        self.session.follow_room(rounded(self.offer), comfyui_api.kept_free(), limit, inputs)
 
     def follow(self) -> None:
         """Between passes: the session may have taken room that they left, or given it up."""
