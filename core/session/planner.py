@@ -30,8 +30,8 @@ class Planner:
     """Makes plans for one session's module. Remembers the results of searches, which take tenths of a second.
 
     ``granularity`` and ``training``: as in `carom.stream`. ``backward``: whether backward passes go through the module
-    even though none of its weights train (other code keeps the adapters). ``decode_rate``: bytes of output per second at
-    which the device unpacks, None where that was not measured.
+    even though none of its weights train (other code keeps the adapters). ``decode_rate``: bytes of output per second
+    at which the device unpacks, None where that was not measured.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Planner:
     def plan(self, wanted: Wanted, present: Layout | None) -> tuple[Carving, Plan]:
         """Return the carving and the plan for ``wanted``.
 
-        ``present``: the present layout, whose carving may be used again; None before the first layout. Raises BudgetError
-        with the least budget that works, and UnsupportedError for tensors that cannot be managed.
+        ``present``: the present layout, whose carving may be used again; None before the first layout. Raises
+        BudgetError with the least budget that works, and UnsupportedError for tensors that cannot be managed.
         """
         root, grain = self._module.root, self._engine.grain
         chosen = self.settings(wanted)
@@ -82,8 +82,8 @@ class Planner:
     def settings(self, wanted: Wanted, measured: bool = False) -> rule_planner.Settings:
         """Return the inputs of the planning functions for ``wanted``.
 
-        ``measured``: whether measured times are known, even where ``wanted`` has no profile. Units may stay on the device
-        packed only if times are known.
+        ``measured``: whether measured times are known, even where ``wanted`` has no profile. Units may stay on the
+        device packed only if times are known.
         """
         checkpoint = self._module.checkpoint
         filed = None if checkpoint is None else checkpoint.wires
@@ -159,8 +159,8 @@ class Planner:
     ) -> tuple[Advice, TensorTimes] | None:
         """Return the advice whether to change from ``layout`` to a faster layout, and the profile that it is based on.
 
-        None where the steps give no profile. ``wanted``: a request with the budget to plan for. ``copies``, ``steps``: as
-        in `measured_planner.advise`.
+        None where the steps give no profile. ``wanted``: a request with the budget to plan for. ``copies``, ``steps``:
+        as in `measured_planner.advise`.
         """
         learnt = self.profile(layout)
         if learnt is None:

@@ -46,9 +46,9 @@ def stream(
     `SharedBudget`, which bounds several sessions together, or "auto". "auto" starts with 70 % of the device's free
     memory, less 1 GiB. After the first steps the budget follows the memory that steps leave free, with headroom, and
     falls when memory runs short.
-    ``ram``: the budget for pinned host memory, written like ``vram``. Weights that do not fit are streamed from
-    pageable memory, more slowly. With ``weights`` this is the budget of the cache. "auto": 80 % of the available
-    memory, or less where a container allows less.
+    ``ram``: the budget for pinned host memory: bytes, "8GiB", "8GB", "50%" (of the available memory), or "auto" (80 %
+    of the available memory, or less where a container allows less). Weights that do not fit are streamed from
+    pageable memory, more slowly. With ``weights`` this is the budget of the cache.
     ``granularity``: the size of units: "block", "phase", "layer", or "auto" (blocks, split where two would not fit).
     ``codec``: "raw", "lossless" (bf16, fp16, fp32 and fp8 weights wait and cross the link packed, and are unpacked on
     the device, bit for bit), or "auto" (lossless where Triton runs). While its unit does not run, a packed parameter
@@ -143,9 +143,9 @@ class Session:
     def set_budget(self, vram: int | str | SharedBudget | None = None, ram: int | str | None = None) -> None:
         """Change the budgets between steps; arguments as of `stream`. None leaves a budget as it is.
 
-        Raises BudgetError with the least budget that works, and UnsupportedError between a forward and its backward. The
-        old budgets then stay in effect. If making the layout fails for another reason, the session is parked, and the
-        next forward tries again.
+        Raises BudgetError with the least budget that works, and UnsupportedError between a forward and its backward.
+        The old budgets then stay in effect. If making the layout fails for another reason, the session is parked, and
+        the next forward tries again.
         """
         self._parts.budgets.set(vram, ram)
 
@@ -184,8 +184,8 @@ class Session:
     def park(self, keep: bool = False) -> None:
         """Release the device. The module stays attached and returns to the device at its next forward.
 
-        ``keep``: keep streamed weights pinned in host memory, and copy residents to pinned memory too (packed, where they
-        are packed), so that the return takes no longer than the copies to the device.
+        ``keep``: keep streamed weights pinned in host memory, and copy residents to pinned memory too (packed, where
+        they are packed), so that the return takes no longer than the copies to the device.
         """
         with self._manager.lock:
             self._need_open()
@@ -233,8 +233,8 @@ class Session:
     def tune(self) -> bool:
         """Change to a layout planned by the measured times so far, if a step is predicted to be 3 % faster with it.
 
-        Return whether the layout changed. To be called between steps. A session does this once by itself, after so many
-        steps that the change would already have paid for itself.
+        Return whether the layout changed. To be called between steps. A session also changes its layout by itself once
+        the steps so far would have paid for the change.
         """
         manager = self._manager
         with manager.lock:
@@ -261,10 +261,10 @@ class Session:
         """Let the budget rise by the device memory that passes leave free, whenever a faster layout is made anyway.
 
         To be called again whenever the budget was set. ``base``: the host application's budget in bytes, to which the
-        budget falls after a pass ran out of memory (default: the present budget); ``keep``: device bytes that stay free
-        at least; ``most``: bytes that the budget never exceeds. ``given``: returns the arguments of a pass that the pass
-        reads, without callables that belong to other code. The budget rises only if these arguments are tensors and plain
-        values, so that the pass can run again.
+        budget falls after a pass ran out of memory (default: the present budget); ``keep``: the least device bytes to
+        leave free; ``most``: bytes that the budget never exceeds. ``given``: returns the arguments that a pass reads,
+        without those that are called only outside the pass. The budget rises only if these arguments are tensors and
+        plain values, so that the pass can run again.
 
         Raises UnsupportedError if the budget follows the device already (``vram="auto"``, or a `SharedBudget`).
         """
@@ -276,7 +276,7 @@ class Session:
         self._parts.leftover.expect_other_passes()
 
     def forget_room(self) -> None:
-        """Never let the budget rise above the host application's budget again in this session."""
+        """Prevent further rises of the budget above the host application's budget for the rest of the session."""
         self._parts.leftover.forget()
 
     @property
@@ -286,7 +286,10 @@ class Session:
 
     @property
     def beyond(self) -> float:
-        """The most bytes by which the budget may exceed the host application's; fewer after a pass ran out of memory."""
+        """The most bytes by which the budget may exceed the host application's budget.
+
+        The number falls when a pass runs out of memory.
+        """
         return self._parts.leftover.beyond_bytes
 
     @property

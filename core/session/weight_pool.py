@@ -61,10 +61,11 @@ class WeightPool:
     def divide(
         self, carving: Carving, plan: Plan, ram: int, from_file: bool
     ) -> tuple[list[Unit], list[Unit]]:
-        """Return two lists: units in torch's allocator, and units that are streamed or in the VBAR. Both keep the order.
+        """Return two lists, each in order: units in torch's allocator, and units that are streamed or in the VBAR.
 
         ``ram``: bytes of host memory that may be pinned; ``from_file``: whether weights come from a file. Raises
-        NativeError if no unit could leave the device, or if host memory has no room for the units that may have to leave.
+        NativeError if no unit could leave the device, or if host memory has no room for the units that may have to
+        leave.
         """
         resident, streamed = wanted_residents(carving, plan)
         if self.native is None:

@@ -1,4 +1,7 @@
-"""`DeviceMemory`: ``vram="auto"``: the budget follows what passes leave of the device (the rule: `budget.device_governor`)."""
+"""`DeviceMemory`: the policy for ``vram="auto"``: the budget follows the device memory that passes leave free.
+
+`budget.device_governor` contains the rule.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,18 @@ from ..layout_manager import LayoutManager
 from .policy import Observation, StepClock
 
 logger = logging.getLogger("carom")
-_SECONDS = 0.25  # between readings of a device's memory, after the first steps
-_SIZES = 64  # of inputs that are remembered
-_LOOKED_OVER = 8  # steps after an attachment in which the module tree is looked over
-_OFTEN = 2 * _LOOKED_OVER  # steps after which memory is read at every step: enough to settle
+_SECONDS = 0.25  # seconds between two readings of the device's memory, after the first steps
+_SIZES = 64  # the most input sizes that are remembered
+_LOOKED_OVER = 8  # the first steps of a layout, in which each pass takes a snapshot of the module's state
+_OFTEN = 2 * _LOOKED_OVER  # the first steps, with a reading at every step: enough for the budget to settle
 
 
 class DeviceMemory:
-    """Lets a session's budget follow its device's memory. Does nothing until `begin`.
+    """The policy that lets a session's VRAM budget follow the device's memory. Does nothing until `begin` is called.
 
-    ``improve``: returns a wanted layout with what the steps so far taught, for a layout that is made anyway.
-    ``resized``: called after another layout was made for another budget.
+    ``improve``: adds the measured times so far to the request for a layout that is made anyway. ``resized``: called
+    after a layout was made for another budget, without measured times. ``asked``: the sizes of the inputs whose passes
+    ran without running out of memory.
     """
 
     def __init__(
@@ -43,18 +47,19 @@ class DeviceMemory:
         self._improve, self._resized = improve, resized
         self._looked = -math.inf
         self.failed = False  # the last step ran out of memory
-        self._recording = False  # the last pass that was not answered yet recorded for a backward
-        self.asked: set[Hashable] = set()  # sizes of inputs whose passes had what they need
+        # Whether the last pass recorded gradients. The value is kept until a failed pass has been dealt with.
+        self._recording = False
+        self.asked: set[Hashable] = set()
         self._asking: Hashable = ()
-        self._steady: ModuleState | None = None  # of the module, as a layout's passes found and left it
+        self._steady: ModuleState | None = None  # the state that the layout's passes found and left unchanged
 
     @property
     def governor(self) -> Governor | None:
-        """The rule of the budget, None where the budget is fixed."""
+        """The rule that computes the budget, None where the budget is fixed."""
         return self._ledger.governor
 
     def begin(self, auto: bool) -> None:
-        """Let the budget follow the device's memory (``auto``), or leave the budget as it is."""
+        """Let the budget follow the device's memory if ``auto`` is set; otherwise leave the budget fixed."""
         self.end()
         manager, ledger = self._manager, self._ledger
         memory = ledger.memory() if auto else None
@@ -72,7 +77,7 @@ class DeviceMemory:
         self.asked.clear()
 
     def end(self) -> None:
-        """Leave the sessions that share the device or the budget."""
+        """Fix the budget, and leave the group of sessions that share the device or the budget."""
         ledger, manager = self._ledger, self._manager
         optimizer_reserve.leave(ledger)
         manager.wanted = dataclasses.replace(manager.wanted, training=None)
@@ -82,13 +87,13 @@ class DeviceMemory:
             ledger.mates = None
 
     def share(self, shared: SharedBudget | None) -> None:
-        """Take ``shared`` as the budget that bounds this session with others. `begin` comes next."""
+        """Set the shared budget that bounds this session and others; None for none. To be followed by `begin`."""
         self._ledger.shared = shared
 
     # -- between steps
 
     def next_step(self, settled: int) -> float:
-        """Return 0 while the budget follows the device: every step may tell something."""
+        """Return 0 while the budget follows the device, so that `due` is asked at every step; else infinity."""
         return math.inf if self.governor is None else 0
 
     def due(self, clock: StepClock) -> bool:
@@ -100,11 +105,11 @@ class DeviceMemory:
 
     @property
     def urgent(self) -> bool:
-        """Whether the last step ran out of memory: then wait for other sessions that take or leave memory now."""
+        """Whether the last step ran out of memory, so that this step waits for other sessions that change layouts."""
         return self.failed
 
     def decide(self, seen: Observation) -> Wanted | None:
-        """Return a layout for another budget, where memory ran short or was left for a while."""
+        """Return a request with another budget, where memory ran short or stayed unused for a while; else None."""
         governor = self.governor
         self._looked = seen.clock.now
         if governor is None or seen.memory is None or not seen.unreferenced:
@@ -123,24 +128,27 @@ class DeviceMemory:
         return wanted
 
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
-        """Return ``failed`` with a smaller budget, None where there is none."""
+        """Return ``failed`` with a smaller budget, None where no smaller budget works."""
         return self._manager.shrunk(failed)
 
     def took(self, outcome: Outcome) -> None:
-        """Give the allocator's unused memory back to the device."""
+        """Return the allocator's unused memory to the device, after a layout for another budget was made."""
         self._manager.engine.trim()
         if self._manager.wanted.profile is None:
             self._resized()
         self._answered()
 
     def resize(self, budget: int) -> None:
-        """Lay the weights out again for ``budget`` bytes, or for less where the device has not even that."""
+        """Make a layout for ``budget`` bytes, or for fewer bytes where the device's memory does not suffice."""
         wanted = self._resize_to(budget, Observation.now(self._manager))
         if wanted is not None:
             self.took(self._manager.change(wanted, self.fallback))
 
     def _resize_to(self, budget: int, seen: Observation) -> Wanted | None:
-        """Set the budget to ``budget`` bytes; return the layout that this needs, None where a VBAR's watermark does."""
+        """Set the budget to ``budget`` bytes, and return the request for a layout with that budget.
+
+        None where a move of the VBAR's watermark is enough.
+        """
         ledger = self._ledger
         before = ledger.vram
         logger.info(
@@ -152,7 +160,7 @@ class DeviceMemory:
         if moved:
             self._manager.engine.trim()
             return None
-        # What stays under less is a part of what stayed: nothing has to come for a budget that falls.
+        # Under a smaller budget choose residents among the present ones, so that no unit has to be loaded.
         among = seen.layout.resident_names() if ledger.vram < before else None
         return dataclasses.replace(seen.wanted, vram=ledger.vram, residents_among=among)
 
@@ -176,7 +184,7 @@ class DeviceMemory:
         return budget
 
     def _answered(self) -> None:
-        """Note that a failed step, if there was one, was answered."""
+        """Note that a step that ran out of memory, if there was one, has been dealt with."""
         if self.failed and self._ledger.shared is not None:
             self._ledger.shared.fall()
         self.failed = False
@@ -184,11 +192,14 @@ class DeviceMemory:
     # -- passes that run out of memory
 
     def begins(self) -> None:
-        """Note that a pass begins; a failed pass before it is forgotten, unless that could not be answered yet."""
+        """Note whether the pass that begins records gradients.
+
+        If the failure of an earlier pass has not been dealt with yet, keep that this pass recorded gradients.
+        """
         self._recording = torch.is_grad_enabled() or (self.failed and self._recording)
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
-        """Return what a pass finds, where the pass may have to run again; None where it may not."""
+        """Return a snapshot of the state before a pass, or None where the pass will not run again."""
         governor = self.governor
         if governor is None or torch.is_grad_enabled():
             return None
@@ -206,23 +217,23 @@ class DeviceMemory:
         if len(self.asked) >= _SIZES:
             self.asked.clear()
         self.asked.add(self._asking)
-        with self._manager.lock:  # another thread may be laying the weights out for its own session's sake
+        with self._manager.lock:  # another thread may be changing the layout to give its own session memory
             return PassSnapshot(self._manager.module.root, args, kwargs)
 
     def went_well(self, before: PassSnapshot) -> None:
-        """Note a pass that could have run again and did not have to.
+        """Note that a pass with the snapshot ``before`` succeeded.
 
-        Where the pass changed nothing of the module, later passes are compared with the state that this one found.
+        If the pass left the module's state unchanged, later passes use that state instead of taking a snapshot each.
         """
         if self.governor is not None and before.state is not self._steady:
             self._steady = before.state if before.state.unchanged else None
 
     def forget_state(self) -> None:
-        """Forget the module's state: the next layout changes the module."""
+        """Forget the module's recorded state, because the next layout changes the module."""
         self._steady = None
 
     def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
-        """Hold less after a pass ran out of memory. Returns whether the pass may run again."""
+        """Hold fewer weights on the device after a pass ran out of memory. Return whether the pass may run again."""
         governor, manager = self.governor, self._manager
         if governor is None:
             return False
@@ -239,7 +250,7 @@ class DeviceMemory:
             budget = self._budget(governor, seen)
             if budget is None or not before.restore():
                 return False
-            # The failed pass's frames would keep its activations, and weights that are to leave.
+            # The failed pass's frames would keep its activations alive, and weights that have to leave the device.
             traceback.clear_frames(error.__traceback__)
             self.resize(budget)
             self._answered()

@@ -1,7 +1,8 @@
-"""`HostMemory`: ``ram="auto"``: what a session holds of host memory gives way when the machine or its container runs short.
+"""`HostMemory`: the policy for ``ram="auto"``: frees host memory when the machine or its container runs short.
 
-With weights from files the RAM cache shrinks. Weights that are in host memory alone have nowhere else to be, so they stay; host
-copies of resident units, kept for the next layout, go, and so do packed copies beside plain bytes.
+With weights from files the RAM cache shrinks. Weights that exist only in host memory stay there. Host copies of
+resident units, which are kept for the next layout, are freed, and so are packed copies of weights that are also kept
+unpacked.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from ..layout_manager import LayoutManager
 from .policy import Observation, StepClock
 
 logger = logging.getLogger("carom")
-_SECONDS = 1.0  # between readings of the host's memory
-_STEPS = 16  # between looks at host memory, where nothing is read from files
+_SECONDS = 1.0  # seconds between two readings of the host's memory
+_STEPS = 16  # steps between two checks of host memory, where no weights come from files
 
 
 class HostMemory:
-    """Lets what a session holds of host memory follow what the host has left. Does nothing until `begin`."""
+    """The policy that lets a session's RAM follow the host's free memory. Does nothing until `begin` is called.
+
+    ``governor``: the rule that computes the RAM budget, None where the budget is fixed.
+    """
 
     def __init__(self, manager: LayoutManager) -> None:
         self._manager = manager
@@ -33,7 +37,7 @@ class HostMemory:
         self._looked = -math.inf
 
     def begin(self, auto: bool) -> None:
-        """Begin to follow the host's memory (``auto``), or keep to the budget that was given."""
+        """Let the RAM budget follow the host's memory if ``auto`` is set; otherwise leave the budget fixed."""
         manager, wanted = self._manager, self._manager.wanted
         self.governor = None
         self._looked = time.monotonic()
@@ -45,11 +49,11 @@ class HostMemory:
             if both or manager.engine.pinner is not None:
                 self.governor = HostGovernor(wanted.ram, min(memory.keep, memory.free))
         else:
-            # Where little is left even at first, no more than that is wanted back.
+            # If little memory is left free even at first, keep no more than that free later.
             self.governor = HostGovernor(wanted.ram, min(memory.keep, max(0, memory.free - wanted.ram)))
 
     def next_step(self, settled: int) -> float:
-        """Return the measured steps from which to look: at once for a file's cache, else now and then."""
+        """Return the measured step from which to ask `due`: every step for a file's cache, else every 16 steps."""
         if self.governor is None:
             return math.inf
         return 0 if self._manager.module.checkpoint is not None else settled + _STEPS
@@ -59,7 +63,7 @@ class HostMemory:
         return self.governor is not None and not clock.awaiting and clock.now - self._looked >= _SECONDS
 
     def decide(self, seen: Observation) -> Wanted | None:
-        """Return a layout with another RAM budget, or without packed copies, where host memory asks for one."""
+        """Return a request with another RAM budget, or without packed copies, where host memory requires that."""
         governor = self.governor
         if governor is None or not seen.unreferenced:
             return None
@@ -82,11 +86,11 @@ class HostMemory:
         return dataclasses.replace(seen.wanted, ram=budget)
 
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
-        """Return ``failed`` with a smaller VRAM budget, None where there is none."""
+        """Return ``failed`` with a smaller VRAM budget, None where no smaller budget works."""
         return self._manager.shrunk(failed)
 
     def took(self, outcome: Outcome) -> None:
-        """Do nothing more."""
+        """Do nothing: `decide` did everything that is needed."""
 
     def _least_ram(self, layout: Layout) -> int:
         """Return the smallest RAM budget in bytes that works with ``layout``."""
@@ -99,7 +103,11 @@ class HostMemory:
         return 0
 
     def _in_memory(self, governor: HostGovernor, seen: Observation) -> Wanted | None:
-        """Give up host copies where memory is short: packed ones beside plain bytes, else those of residents."""
+        """Free host copies where host memory is short, for weights that are not read from files.
+
+        Where weights are kept both packed and unpacked, return a request for a layout without the packed copies.
+        Otherwise unpin host copies of residents at once, and return None.
+        """
         arena, wanted = self._manager.host.arena, seen.wanted
         limit = governor.read(seen.host_memory.free, arena.pinned_bytes, wanted.ram, 0)
         if limit is None or limit >= wanted.ram:

@@ -1,7 +1,8 @@
-"""`Leftover`: a budget that a host set before it had seen a pass may rise by what passes leave free (`budget.leftover`).
+"""`Leftover`: raises a budget that a host application set, by the device memory that passes leave free.
 
-More is taken only with a layout that is made anyway, and only where a pass that then runs out of memory all the same can be run
-again: the pass is, with the host's budget.
+A host application such as ComfyUI sets the budget before it has seen a pass. `budget.leftover` contains the rule. The
+budget rises only together with a layout that is made anyway, and only where a pass can be repeated. If a pass then runs
+out of memory nevertheless, the pass runs again with the host application's budget.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ from ...streaming.pass_retry import PassSnapshot, repeats, sizes
 from ..layout_manager import LayoutManager
 
 logger = logging.getLogger("carom")
-_OFTEN, _SECONDS = 16, 0.25  # steps after which memory is read, then only every so many seconds
-_RETRIED = 4  # passes of a layout that may run again
-_WORTH = 0.03  # of the streamed bytes: fewer bytes of room are not worth a search
+_OFTEN, _SECONDS = 16, 0.25  # memory is read at each of the first 16 steps, and then every 0.25 seconds
+_RETRIED = 4  # the first steps of a layout, whose passes may run again even for known input sizes
+_WORTH = 0.03  # share of the streamed bytes: fewer additional bytes are not worth a search
 
 Inputs = tuple[tuple, dict]
 
 
 class Leftover:
-    """What passes leave of the device beside a host's own budget. Does nothing until `follow`.
+    """Lets a host application's budget rise by the memory that passes leave free. Does nothing before `follow`.
 
-    ``ready``: does what is due before a pass. ``reconsider``: asks for the layout to be thought over at the next step;
-    ``thought_over``: returns whether that was done already.
+    ``ready``: prepares for a pass, with a new layout where one is due. ``reconsider``: asks for a review of the layout
+    at the next step; ``thought_over``: returns whether the layout was reviewed already; ``grows_now``: returns whether
+    a review is due before the next pass.
+    ``room``: the rule for the additional bytes, None before `follow`; ``base``: bytes of the host application's budget;
+    ``asked``: the sizes of the inputs whose passes ran without running out of memory.
     """
 
     def __init__(
@@ -44,16 +48,17 @@ class Leftover:
         self._manager, self._ready = manager, ready
         self._thought_over, self._reconsider, self._grows_now = thought_over, reconsider, grows_now
         self.room: Room | None = None
-        self.base = 0  # bytes of the host's own budget
+        self.base = 0
         self._given: Callable[[tuple, dict], Inputs] = lambda args, kwargs: (args, kwargs)
         self._looked = -math.inf
-        self.asked: set[Hashable] = set()  # sizes of inputs whose passes had what they need
-        self._reconsidered: Placement | None = None  # the placement that was thought over because of room
+        self.asked: set[Hashable] = set()
+        # The placement that was reviewed a second time, because passes had left memory free.
+        self._reconsidered: Placement | None = None
 
     def follow(
         self, base: int | None, keep: int, most: float, given: Callable[[tuple, dict], Inputs]
     ) -> None:
-        """Begin to follow, as `Session.follow_room` says."""
+        """Let the budget rise by the memory that passes leave free, as `Session.follow_room`."""
         manager = self._manager
         ledger = manager.ledger
         if ledger.governor is not None:
@@ -63,29 +68,29 @@ class Leftover:
             )
         if base is None or base >= ledger.vram:
             base = ledger.vram
-        else:  # a host may offer less than what works
+        else:  # a host application may offer fewer bytes than the least budget that works
             base = min(max(base, ledger.least_bytes), ledger.vram)
         self.base, self._given = base, given
         if self.room is None or (self.room.keep, self.room.most) != (keep, most):
             self.room = Room(keep, most)
 
     def stop(self) -> None:
-        """Follow no more: the budget follows the device by itself."""
+        """Stop following free memory, because the budget follows the device from now on."""
         self.room = None
 
     def expect_other_passes(self) -> None:
-        """Note that other programs had the device's memory since the last pass."""
+        """Note that other programs used the device's memory since the last pass: passes may have to run again."""
         if self.room is not None:
             self.asked.clear()
 
     def laid_out(self) -> None:
-        """Note that the weights were laid out again: readings begin anew."""
+        """Forget the readings of free memory, because a new layout was made."""
         if self.room is not None:
             self.room.begin_anew()
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes that the budget may rise by, as far as passes have shown; 0 unless `follow` was called."""
+        """Bytes by which the budget may rise, according to the passes so far; 0 unless `follow` was called."""
         ledger = self._manager.ledger
         if self.room is None or not self._manager.attached:
             return 0
@@ -93,38 +98,41 @@ class Leftover:
 
     @property
     def beyond_bytes(self) -> float:
-        """Bytes that the budget may exceed the host's by at most: fewer after a pass that ran out of memory."""
+        """The most bytes by which the budget may exceed `base`; fewer after a pass ran out of memory."""
         return 0 if self.room is None or self.room.none else self.room.beyond
 
     @property
     def unsure(self) -> bool:
-        """Whether passes ran whose readings do not agree yet."""
+        """Whether passes have run, but too few consecutive readings of free memory agree yet."""
         return self.room is not None and self.room.unsure
 
     def weights_moved(self) -> None:
-        """Give back what moving weights left to the allocator, while readings of free memory count: passes do not need it."""
+        """Return memory to the device that the allocator keeps after weights were moved.
+
+        Passes do not need that memory, and readings of free memory would miss it. Does nothing without `follow`.
+        """
         if self.room is not None:
             self._manager.engine.trim()
 
     def forget(self) -> None:
-        """Take no more room for the rest of the session, whatever passes seem to leave."""
+        """Prevent further rises of the budget above `base` for the rest of the session."""
         if self.room is not None:
             self.room.none = True
 
     def worth(self, spare: int) -> bool:
-        """Return whether ``spare`` bytes more are worth a search."""
+        """Return whether ``spare`` additional bytes are worth a search for another layout."""
         return spare > _WORTH * sum(unit.nbytes for unit in self._manager.layout.placement.streamed)
 
     # -- passes
 
     def passed(self, args: tuple, kwargs: dict) -> None:
-        """Note what a pass that ended left free, now and then."""
+        """Read the device memory that a pass left free, where a reading is due. ``args``, ``kwargs``: of the pass."""
         room, manager = self.room, self._manager
         if room is None or not manager.attached:
             return
         now, layout = time.monotonic(), manager.layout
         often = layout.meter.steps <= _OFTEN or manager.engine.virtual_clock
-        often = often or (room.unsure and not self._thought_over())  # a layout waits to know
+        often = often or (room.unsure and not self._thought_over())  # a review waits for readings
         if room.none or not (often or now - self._looked >= _SECONDS):
             return
         self._looked = now
@@ -135,17 +143,20 @@ class Leftover:
             room.begin_anew()
             return
         room.passed(memory, sizes(*given))
-        # Where the layout was thought over without the room: once more.
+        # If the layout was reviewed before these additional bytes were known, review it once more.
         placement = layout.placement
         if self._thought_over() and self._reconsidered is not placement and self.worth(self.spare_bytes):
             self._reconsidered = placement
             self._reconsider()
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
-        """Return what a pass beyond the host's budget finds, where the pass may have to run again."""
+        """Return a snapshot of the state before a pass that may have to run again, None for other passes.
+
+        A pass may have to run again if the budget is above `base`, or may rise above it before this pass.
+        """
         room, ledger = self.room, self._manager.ledger
         assert room is not None
-        grows = self._grows_now() and self.spare_bytes > 0  # maybe: before this pass
+        grows = self._grows_now() and self.spare_bytes > 0  # whether the budget may rise before this pass
         if ledger.vram <= self.base and not grows:
             return None
         given = self._given(args, kwargs)
@@ -155,14 +166,14 @@ class Leftover:
         if known and not (grows or gradient):
             return None
         if gradient or not repeats(given):
-            room.begin_anew()  # nor does the budget rise for such a pass
+            room.begin_anew()  # the budget does not rise for passes that cannot be repeated
             self._cannot_repeat(room)
             return None
-        self._ready()  # a new layout could not be told from what a pass changed
+        self._ready()  # a layout made later would look like a change of the module by the pass
         if ledger.vram <= self.base:
             return None
         before = PassSnapshot(self._manager.module.root, args, kwargs, read=given)
-        if not before.possible:  # no memory for copies of the pass's inputs
+        if not before.possible:  # there is no memory for copies of the pass's inputs
             self._cannot_repeat(room)
             return None
         if len(self.asked) >= SIZES:
@@ -171,33 +182,37 @@ class Leftover:
         return before
 
     def _cannot_repeat(self, room: Room) -> None:
-        """Go back to the host's budget for a pass that cannot run again.
+        """Lower the budget to `base` for a pass that cannot run again.
 
-        Such passes may take turns with others, and each change is a layout: what was too much twice is not tried again.
+        Such passes may alternate with others, and each change of budget needs a new layout. So this counts as a failure
+        of the additional bytes, which are not tried again after two failures.
         """
         beyond = self._manager.ledger.vram - self.base
         if beyond > 0 and self._go_back("a pass could not be run again"):
             room.failed(beyond)
 
     def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
-        """Go back to the host's budget after a pass ran out of memory. Returns whether the pass may run again."""
+        """Lower the budget to `base` after a pass ran out of memory. Return whether the pass may run again."""
         room, manager = self.room, self._manager
         assert room is not None
         self.asked.clear()
         beyond = manager.ledger.vram - self.base
-        if beyond <= 0:  # the host's own budget was too much
+        if beyond <= 0:  # the host application's own budget was too large
             room.none = True
             return False
         room.failed(beyond)
-        # Where a layout found no room, and the session is parked, nothing ran yet.
+        # If the session is parked because a layout did not fit, the pass has not begun: no state has to be restored.
         if not manager.phase.parked and (before is None or not before.restore()):
             return False
-        # The failed pass's frames would keep its activations, and weights that are to leave.
+        # The failed pass's frames would keep its activations alive, and weights that have to leave the device.
         traceback.clear_frames(error.__traceback__)
         return self._go_back("a pass ran out of memory")
 
     def _go_back(self, why: str) -> bool:
-        """Lay the weights out for the host's budget; return False where that has to wait, or no such layout is possible."""
+        """Make a layout for the budget `base`; return False if the layout cannot change now, or `base` is not smaller.
+
+        ``why``: the reason, for the log.
+        """
         manager = self._manager
         ledger, layout = manager.ledger, manager.layout
         with manager.lock, layout.streamer.lock:
@@ -208,11 +223,11 @@ class Leftover:
                 return False
             before, after = format_size(ledger.vram), format_size(base)
             logger.info("carom: %s beside %s of weights: back to %s, the host's budget", why, before, after)
-            # Where times are known the layout is searched for by them: what stayed with more room is no measure.
+            # With a profile the residents are chosen by measured times. Otherwise choose among the present residents.
             among = layout.resident_names() if manager.wanted.profile is None else None
             ledger.set(base)
             wanted = dataclasses.replace(manager.present(), residents_among=among)
-            if manager.phase.parked:  # the next pass lays it out so
+            if manager.phase.parked:  # the next pass makes this layout
                 manager.wanted = wanted
                 return True
             manager.change(wanted, lambda failed, error: manager.shrunk(failed))

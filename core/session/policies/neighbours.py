@@ -1,4 +1,4 @@
-"""`Neighbours`: other sessions on the same memory that are used much less give way to this one."""
+"""`Neighbours`: the policy that lets rarely used sessions on the same memory give up memory to this session."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from .policy import Observation, StepClock
 
 
 class Neighbours:
-    """Counts a session's steps beside those of its neighbours, and asks one of them to give way where that pays."""
+    """Counts the steps of a session and of its neighbours, the sessions on the same memory.
+
+    Where this session is short of memory, a neighbour that is used much less is asked to give up memory.
+    """
 
     def __init__(self, ledger: BudgetLedger) -> None:
         self._ledger = ledger
 
     def next_step(self, settled: int) -> float:
-        """Return 0 while the session shares memory: every step is counted."""
+        """Return 0 while the budget follows the device, because every step is counted; else infinity."""
         return math.inf if self._ledger.governor is None else 0
 
     def due(self, clock: StepClock) -> bool:
-        """Return whether there are neighbours."""
+        """Return whether other sessions use the same memory, and the last step's times were read."""
         mates = self._ledger.mates
         return mates is not None and len(mates.members) > 1 and not clock.awaiting
 
     def decide(self, seen: Observation) -> Wanted | None:
-        """Let a neighbour give way where this session is short. This session's own layout stays as it is."""
+        """Count a step, and let a neighbour give up memory where this session is short. Return None in every case."""
         self._ledger.count_use()
         return None
 
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
-        """Return None: no layout is ever wanted."""
+        """Return None, because this policy never asks for a layout."""
         return None
 
     def took(self, outcome: Outcome) -> None:
-        """Do nothing: no layout is ever wanted."""
+        """Do nothing, because this policy never asks for a layout."""

@@ -1,4 +1,4 @@
-"""`Policy`: what decides between steps whether another layout is wanted; `Observation`: what policies are shown."""
+"""`Policy`: the interface of an object that may ask for another layout between steps. `Observation`: its input."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from ..layout_manager import LayoutManager
 
 @dataclass(frozen=True)
 class StepClock:
-    """How far a layout's steps have come: ``steps`` begun, ``settled`` measured, and ``now`` in seconds.
+    """The progress of a layout's steps.
 
-    ``awaiting``: the last step's times were not read yet. ``virtual``: the device's clock is simulated, so that seconds of
-    the host mean nothing.
+    ``steps``: the number of steps begun; ``settled``: the number of steps measured; ``awaiting``: whether the last
+    step's times were not read yet; ``now``: the host's clock in seconds; ``virtual``: whether the device's clock is
+    simulated, so that the host's seconds mean nothing.
     """
 
     steps: int
@@ -31,7 +32,11 @@ class StepClock:
 
 
 class Observation:
-    """What is so between two steps. Each figure is read once, for all policies that are due."""
+    """The state of a session between two steps. Each figure is read at most once, for all policies that are due.
+
+    ``layout``: the layout in effect; ``wanted``: the present request, with the present budget; ``clock``: the progress
+    of the layout's steps.
+    """
 
     def __init__(self, manager: LayoutManager, clock: StepClock) -> None:
         self._ledger: BudgetLedger = manager.ledger
@@ -42,32 +47,32 @@ class Observation:
 
     @classmethod
     def now(cls, manager: LayoutManager) -> Observation:
-        """Return what is so now."""
+        """Return an observation of the present state."""
         return cls(manager, clock_of(manager))
 
     @cached_property
     def memory(self) -> Memory | None:
-        """What the session may take of the device; None where nothing tells."""
+        """The device memory as the session may use it; None where the device's memory is unknown."""
         return self._ledger.memory()
 
     @cached_property
     def host_memory(self) -> HostMemory:
-        """What the host has left."""
+        """The sizes and limits of the host's memory, in bytes."""
         return probe.host_memory()
 
     @cached_property
     def held_bytes(self) -> int:
-        """Device memory that weights take."""
+        """The device bytes that weights take now."""
         return self._ledger.held_bytes
 
     @cached_property
     def least_bytes(self) -> int:
-        """The smallest budget that works, in bytes."""
+        """The smallest VRAM budget that works, in bytes."""
         return self._ledger.least_bytes
 
     @cached_property
     def everything_bytes(self) -> int:
-        """What all weights would take on the device."""
+        """The bytes that all weights would take on the device."""
         return self._ledger.everything_bytes
 
     @property
@@ -77,7 +82,7 @@ class Observation:
 
 
 def clock_of(manager: LayoutManager) -> StepClock:
-    """Return the clock of the present layout's steps."""
+    """Return the progress of the present layout's steps."""
     meter = manager.layout.meter
     return StepClock(
         meter.steps, meter.settled, meter.awaiting, time.monotonic(), manager.engine.virtual_clock
@@ -85,19 +90,22 @@ def clock_of(manager: LayoutManager) -> StepClock:
 
 
 class Policy(Protocol):
-    """Decides between steps whether another layout is wanted. Knows no other policy."""
+    """An object that decides between steps whether another layout is wanted. A policy uses no other policy."""
 
     def next_step(self, settled: int) -> float:
-        """Return the number of measured steps from which `due` is to be asked; ``settled``: measured so far."""
+        """Return the number of measured steps from which on `due` has to be asked.
+
+        ``settled``: the number of steps measured so far.
+        """
 
     def due(self, clock: StepClock) -> bool:
-        """Return whether the policy wants to look now."""
+        """Return whether `decide` has to be called now."""
 
     def decide(self, seen: Observation) -> Wanted | None:
-        """Return the layout to change to, None to keep the present one."""
+        """Return the request for another layout, None to keep the present layout."""
 
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
-        """Return another layout to try where the device's memory did not suffice for ``failed``, None for none."""
+        """Return the next request to try where the device's memory did not suffice for ``failed``, None to give up."""
 
     def took(self, outcome: Outcome) -> None:
-        """Note what became of the layout that `decide` asked for."""
+        """Note the outcome of the change to the layout that `decide` asked for."""

@@ -1,4 +1,4 @@
-"""`Replan`: another layout by the times that a session's first steps took, where the change will pay for itself."""
+"""`Replan`: the policy that asks for a layout planned by measured times, where the change will pay for itself."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from ..measured_planner import Advice
 from .policy import Observation, StepClock
 
 logger = logging.getLogger("carom")
-FIRST = 4  # measured steps, the first two of a session apart, after which the layout is thought over
-_LAST = 64  # measured steps after which nothing is thought over that was not worth while
-_UNSURE = 8  # steps that a layout waits at most for passes to leave alike
-_AGAIN = 8  # steps until it is tried again where something was in the way
+FIRST = 4  # measured steps (without a session's first two) after which the layout is reviewed
+_LAST = 64  # measured steps after which a layout that was not worth a change is not reviewed again
+_UNSURE = 8  # the most steps to wait until readings of free memory agree
+_AGAIN = 8  # steps until the next attempt, where an attempt was not possible
 
 
 class Replan:
-    """Thinks a layout over after its first measured steps.
+    """Reviews a layout after its first measured steps: searches for a faster layout.
 
-    ``spare_bytes``: returns by how many bytes the budget may rise; ``unsure``: whether that is not known yet; ``worth``:
-    whether so many bytes are worth a search; ``forget_spare``: called where a layout with them did not fit; ``taken``: called
-    when a layout that was asked for is in effect.
+    ``spare_bytes``: returns the bytes by which the budget may rise; ``unsure``: returns whether these are not known
+    yet; ``worth``: returns whether a number of additional bytes is worth a search; ``forget_spare``: called when a
+    layout with the additional bytes did not fit; ``taken``: called when a layout that this policy asked for is in
+    effect. ``at``: the number of measured steps after which the layout is reviewed; infinite where no review is due.
     """
 
     def __init__(
@@ -39,40 +40,44 @@ class Replan:
         self._manager, self._codec = manager, codec
         self._spare_bytes, self._unsure, self._worth = spare_bytes, unsure, worth
         self._forget_spare, self._taken = forget_spare, taken
-        self.at: float = FIRST  # measured steps after which the layout is thought over
-        # For a placement: a layout that has not paid for itself yet, with the profile behind it.
+        self.at: float = FIRST
+        # The result of a search: the placement of the layout then in effect, the advice, and the profile it is based
+        # on. Kept until the change would have paid for itself.
         self._found: tuple[Placement, Advice, TensorTimes] | None = None
-        self._waited = 0  # steps that a layout waited for room to be known
-        self._before: Wanted | None = None  # what was wanted before the layout that was asked for
+        self._waited = 0  # steps for which a change waited until the additional bytes are known
+        self._before: Wanted | None = None  # the request before the one that this policy returned last
 
     def begin_anew(self) -> None:
-        """Think the layout over again after its first measured steps."""
+        """Review the next layout after its first measured steps."""
         self.at = FIRST
 
     def reconsider(self) -> None:
-        """Think the layout over at the next step."""
+        """Review the layout at the next step."""
         self.at = self._manager.layout.meter.settled
 
     @property
     def thought_over(self) -> bool:
-        """Whether the present layout was thought over, and is kept."""
+        """Whether the present layout was reviewed and is kept, so that no further review is due."""
         return self.at == math.inf
 
     @property
     def grows_now(self) -> bool:
-        """Whether the layout is to be thought over before the next pass."""
+        """Whether a review is due before the next pass."""
         return self._manager.layout.meter.settled >= self.at
 
     def next_step(self, settled: int) -> float:
-        """Return the measured steps after which the layout is thought over."""
+        """Return the number of measured steps after which the layout is reviewed."""
         return self.at
 
     def due(self, clock: StepClock) -> bool:
-        """Return whether enough steps were measured."""
+        """Return whether enough steps were measured for a review."""
         return clock.settled >= self.at
 
     def decide(self, seen: Observation) -> Wanted | None:
-        """Return a layout that is predicted to be faster, once the change will have paid for itself."""
+        """Return the request for a layout that is predicted to be faster, if the change would have paid for itself.
+
+        None while the change would not have paid for itself within the steps so far, or where no layout is faster.
+        """
         manager, clock, layout = self._manager, seen.clock, seen.layout
         self.at = math.inf
         chosen = self._codec.choose(layout, seen.wanted, clock.steps)
@@ -86,48 +91,51 @@ class Replan:
             found = None
             try:
                 advised = self._advise(layout, manager.present(), clock.steps)
-            except Exception as error:  # advice is a service: without it the session goes on as it is
+            except Exception as error:  # advice is optional: after an error the session goes on as before
                 logger.warning("carom: the steps so far cannot be planned with: %s", str(error))
                 return None
-            if advised is None:  # the latest steps were of another kind
+            if advised is None:  # no profile: the latest steps were of another kind
                 self.at = clock.settled + max(_AGAIN, clock.settled // 4)
                 return None
             found = (layout.placement, *advised)
         advice = found[1]
         if advice.reason:
-            if not advice.understood:  # steps were disturbed
+            if not advice.understood:  # the prediction does not match: other work disturbed the steps
                 self.at = 2 * clock.settled + 2
-            elif clock.settled < _LAST:  # the first steps are the least steady ones
+            elif clock.settled < _LAST:  # times of the first steps vary most: review again later
                 self.at = 4 * clock.settled
             return None
         self._found = found if advice.searched else None
         if clock.steps >= advice.steps and self._unsure() and self._waited < _UNSURE:
-            self._waited += 1  # of the room that there is with it
+            self._waited += 1  # free memory is not known yet: the layout could get additional bytes
             self.at = clock.settled + 1
         elif clock.steps < advice.steps:
             self.at = clock.settled + advice.steps - clock.steps
         elif seen.unreferenced:
             return self._take_advice(advice, found[2], manager.present())
-        else:  # a graph of an earlier forward still needs the layout's units: another time
+        else:  # an autograd graph of an earlier forward still needs the layout's units: try again later
             self.at = clock.settled + _AGAIN
         return None
 
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
-        """Return the layout before, which did fit; None where that failed too."""
+        """Return the previous request, whose layout did fit; None where that failed too."""
         before, self._before = self._before, None
         if before is not None:
             self._forget_spare()
         return before
 
     def took(self, outcome: Outcome) -> None:
-        """Note that the layout is in effect."""
+        """Note that the layout that this policy asked for, or its fallback, is in effect."""
         self._before = None
         self._taken()
 
-    # -- asked for by name
+    # -- reviews on request
 
     def best(self, layout: Layout, wanted: Wanted) -> Wanted | None:
-        """Return a layout that is predicted to be 3 % faster, whether or not the change has paid for itself; None for none."""
+        """Return the request for a layout that is predicted to be 3 % faster, None where no layout is.
+
+        The steps so far are not required to be enough for the change to pay for itself.
+        """
         chosen = self._codec.choose(layout, wanted)
         if isinstance(chosen, Wanted):
             return self._take(chosen)
@@ -137,7 +145,10 @@ class Replan:
         return self._take_advice(*advised, self._manager.present())
 
     def improve(self, seen: Observation, wanted: Wanted) -> Wanted:
-        """Return ``wanted`` with what the steps so far taught, for a layout that is made anyway."""
+        """Return ``wanted`` with the profile of the steps so far, for a layout that is made anyway.
+
+        Return ``wanted`` unchanged where the profile cannot be relied on.
+        """
         manager = self._manager
         profile = manager.planner.understood_profile(seen.layout, wanted, manager.simple)
         if profile is None:
@@ -145,10 +156,10 @@ class Replan:
         self.at = math.inf
         return dataclasses.replace(wanted, profile=profile)
 
-    # -- how
+    # -- implementation
 
     def _advise(self, layout: Layout, wanted: Wanted, steps: float) -> tuple[Advice, TensorTimes] | None:
-        """Return the planner's advice for the budget and what may be added to it."""
+        """Return the planner's advice, and its profile, for the present budget plus the bytes by which it may rise."""
         manager = self._manager
         more = dataclasses.replace(wanted, vram=wanted.vram + self._spare_bytes())
         advised = manager.planner.advise(layout, more, manager.simple, steps)
@@ -158,7 +169,10 @@ class Replan:
         return advised
 
     def _stands(self, found: tuple[Placement, Advice, TensorTimes]) -> bool:
-        """Return whether a found layout is still to be had, and no room came since that is worth a search."""
+        """Return whether the result ``found`` of an earlier search still applies.
+
+        It applies to the same layout and kind of step, unless more free memory makes a new search worthwhile.
+        """
         placement, advice, learnt = found
         layout = self._manager.layout
         trains = layout.trains or self._manager.planner.backward
@@ -170,11 +184,11 @@ class Replan:
     def _take_advice(self, advice: Advice, learnt: TensorTimes, wanted: Wanted) -> Wanted:
         logger.info("carom: a step is predicted to be %.3g s faster with another layout", advice.saves)
         vram = max(wanted.vram, advice.vram)
-        # Which units may stay under a budget that fell was for the layout then.
+        # The restriction to earlier residents was for the layout after a falling budget. Drop it here.
         following = dataclasses.replace(wanted, vram=vram, profile=learnt, residents_among=None)
         self._manager.planner.remember(
             following, advice.carving, advice.plan
-        )  # or it is searched for once more
+        )  # so that the plan is not searched for once more
         return self._take(following)
 
     def _take(self, wanted: Wanted) -> Wanted:

@@ -1,4 +1,4 @@
-"""`VbarPressure`: what a session does when other memory takes units out of its VBAR, and when these may come back."""
+"""`VbarPressure`: the policy for a session whose VBAR loses units to other memory, and gets these back later."""
 
 from __future__ import annotations
 
@@ -12,34 +12,41 @@ from ..layout_manager import LayoutManager
 from .policy import Observation, StepClock
 
 logger = logging.getLogger("carom")
-_SECONDS = 0.25  # between readings of a device's memory
+_SECONDS = 0.25  # seconds between two readings of the device's memory
 
 
 class VbarPressure:
-    """Follows what comfy-aimdo's pressure took of a session's VBAR; moves the watermark, and never makes a new layout."""
+    """Follows a session's VBAR, from which comfy-aimdo takes pages when other memory is needed ("pressure").
+
+    The policy moves the VBAR's watermark and never asks for a new layout.
+    """
 
     def __init__(self, manager: LayoutManager, weights: DeviceWeights) -> None:
         self._manager, self._weights = manager, weights
-        self._regrowth: Regrowth | None = None  # of a budget that is fixed, after pressure took some of it
+        # For a fixed budget: decides when lost units return. None before the first loss.
+        self._regrowth: Regrowth | None = None
         self._looked = -math.inf
 
     def next_step(self, settled: int) -> float:
-        """Return 0 where units have homes in a VBAR."""
+        """Return 0 if units are in a VBAR, so that `due` is asked at every step; else infinity."""
         return math.inf if self._weights.vbar is None else 0
 
     def due(self, clock: StepClock) -> bool:
-        """Return whether units have homes in a VBAR."""
+        """Return whether units are in a VBAR."""
         return self._weights.vbar is not None
 
     def decide(self, seen: Observation) -> Wanted | None:
-        """Note what pressure took; let units return once there has been room for a while."""
+        """Record the units that the VBAR lost, and raise the watermark after memory was free for a while.
+
+        Return None in every case.
+        """
         pooled, ledger = self._weights.vbar, self._manager.ledger
         if pooled is None:
             return None
         if pooled.losses():
             logger.info("carom: other memory was needed: %d units stream now", len(pooled.away))
             self._weights.follow_vbar(pooled)
-            if ledger.governor is not None:  # the budget follows, and rises again by its own rule
+            if ledger.governor is not None:  # lower the budget; the governor raises it again later
                 ledger.governor.gave()
                 ledger.set(min(ledger.vram, seen.layout.placement.resident_bytes + pooled.now_bytes))
                 return None
@@ -60,8 +67,8 @@ class VbarPressure:
         return None
 
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
-        """Return None: no layout is ever wanted."""
+        """Return None, because this policy never asks for a layout."""
         return None
 
     def took(self, outcome: Outcome) -> None:
-        """Do nothing: no layout is ever wanted."""
+        """Do nothing, because this policy never asks for a layout."""
