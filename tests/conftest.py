@@ -32,8 +32,8 @@ def _load(name: str, path: Path, **options: list[str]) -> None:
     spec.loader.exec_module(module)
 
 
+_load("tests_lock_recorder", ROOT / "tests" / "support" / "lock_recorder.py")
 if os.environ.get("CAROM_RECORD_LOCKS"):
-    _load("tests_lock_recorder", ROOT / "tests" / "support" / "lock_recorder.py")
     sys.modules["tests_lock_recorder"].install(ROOT / "core", os.environ["CAROM_RECORD_LOCKS"])
 _load("carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
 # Helpers of the tests: tests/ is no package, and its folders are not on the path. Each comes after those that it imports.

@@ -136,7 +136,7 @@ def attach_first(made: Parts, vram: Any) -> None:
     had = 0 if shared is None else shared.nbytes
     # Other new sessions wait until this session is laid out, and get room afterwards. Running sessions do not wait: the
     # bytes that this session is about to hold are reserved by a promise.
-    with ledger.coming(shared), ledger.growing():
+    with manager.lock, ledger.coming(shared), ledger.growing():
         try:
             with ledger.taking():
                 if shared is not None:

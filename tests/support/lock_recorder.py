@@ -1,8 +1,9 @@
 """Records in which order the locks of `core/` are acquired.
 
-tests/conftest.py calls `install` before it imports carom where CAROM_RECORD_LOCKS names a file. The locks that files of `core/`
-create are recorded from then on. At the end of the process the file holds, a line each, a lock that was held and a lock that a
-thread then waited for: ``session/layout_manager.py:lock streaming/streamer.py:lock``. A line with one name: that lock exists.
+tests/conftest.py calls `install` before it imports carom where CAROM_RECORD_LOCKS names a folder. The locks that files of `core/`
+create are recorded from then on. At the end of the process a file in that folder holds a line for each pair of a lock that was held
+and a lock that a thread then waited for, as ``OUTER INNER GATE[,GATE...]``. A gate was taken before OUTER whenever the pair occurred;
+``-`` where there is none. A line with one name: that lock exists.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from pathlib import Path
 from typing import Any
 
 _REAL = {name: getattr(threading, name) for name in ("Lock", "RLock", "Condition")}
+CREATION = re.compile(
+    r"=\s*threading\.(?:R?Lock|Condition)\b(?!\(lock\))"
+)  # but no `Condition` of an existing lock
 _TARGET = re.compile(r"\s*(?:self\.)?(\w+)(?:, [\w.]+)*(?:\s*:[^=]*)?\s*=[^=]")
 _held = threading.local()
-_edges: set[tuple[str, str]] = set()
+_edges: dict[tuple[str, str], set[str]] = {}  # a pair of locks, and its gates
 _names: set[str] = set()
 
 
@@ -33,8 +37,9 @@ class RecordedLock:
         """Acquire the lock. An attempt that does not block is no edge: it cannot wait for another thread."""
         stack = _held.__dict__.setdefault("stack", [])
         if blocking and not any(lock is self for lock in stack):
-            for lock in stack:
-                _edges.add((lock._name, self._name))
+            for at, lock in enumerate(stack):
+                gates = {each._name for each in stack[:at]}
+                _edges.setdefault((lock._name, self._name), gates).intersection_update(gates)
         done = self._lock.acquire(blocking, timeout)
         if done:
             stack.append(self)
@@ -69,6 +74,23 @@ class RecordedLock:
         return self._lock.locked()
 
 
+def assigned_name(line: str) -> str:
+    """Return the name that a line of code gives to the lock that it creates. Raises ValueError if the line gives it none."""
+    if target := _TARGET.match(line):
+        return target[1]
+    raise ValueError(f"assign the lock to a name of its own: {line.strip()}")
+
+
+def locks_of(core: Path) -> set[str]:
+    """Return the names of all locks that files under ``core`` create, as `install` records them."""
+    return {
+        f"{path.relative_to(core).as_posix()}:{assigned_name(line)}"
+        for path in core.rglob("*.py")
+        for line in path.read_text("utf-8").splitlines()
+        if CREATION.search(line)
+    }
+
+
 def _name(kind: Any, core: Path) -> str | None:
     """Return the name of a lock that is being created, ``FILE:ATTRIBUTE``; None for locks that no file of `core/` creates."""
     frame, name = sys._getframe(3), None
@@ -84,9 +106,7 @@ def _name(kind: Any, core: Path) -> str | None:
     except ValueError:
         return None
     if name is None:
-        line = (core / file).read_text().splitlines()[frame.f_lineno - 1]
-        target = _TARGET.match(line)
-        name = target[1] if target else frame.f_code.co_name
+        name = assigned_name((core / file).read_text("utf-8").splitlines()[frame.f_lineno - 1])
     return f"{file.as_posix()}:{name}"
 
 
@@ -117,5 +137,7 @@ def install(core: Path, to: str) -> None:
 
     @atexit.register
     def write() -> None:
-        lines = sorted({*_names, *(" ".join(edge) for edge in _edges)})
-        Path(to, f"{os.getpid()}.txt").write_text("".join(f"{line}\n" for line in lines))
+        pairs = {
+            f"{outer} {inner} {','.join(sorted(gates)) or '-'}" for (outer, inner), gates in _edges.items()
+        }
+        Path(to, f"{os.getpid()}.txt").write_text("".join(f"{line}\n" for line in sorted({*_names, *pairs})))
