@@ -20,11 +20,7 @@ from typing import Any
 from .record import new_record, write_record
 
 DEPTH, WIDTH, STEPS, WARMUP = 24, 64, 60, 10
-CASES = {
-    "inference, raw": ("raw", False),
-    "inference, lossless": ("lossless", False),
-    "LoRA, raw": ("raw", True),
-}
+CASES = {"inference": ("raw", False), "LoRA": ("raw", True)}
 
 # Uses public names only, so that any checkout can be measured.
 _CHILD = """

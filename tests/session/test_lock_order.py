@@ -12,7 +12,6 @@ from tests_lock_recorder import locks_of
 
 # Tests in which sessions share budgets, and use threads, files and packed weights.
 SCENARIOS = (
-    "tests/session/test_features_together.py",
     "tests/budget/test_sharing.py",
     "tests/placement/test_train_from_disk.py",
     "tests/streaming/test_threads.py",
