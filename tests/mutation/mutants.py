@@ -494,8 +494,8 @@ MUTANTS: list[Mutant] = [
     *_of(
         "core/session/layout_manager.py",
         (
-            "        self.engine.trim()  # what the layout held",
-            "        pass  # what the layout held",
+            "        self.engine.trim()  # return the allocator's cached memory to the device",
+            "        pass  # return the allocator's cached memory to the device",
             "parked: the allocator keeps the device's memory",
         ),
         (
@@ -559,8 +559,8 @@ MUTANTS: list[Mutant] = [
     *_of(
         "core/session/policies/leftover.py",
         (
-            "        room.failed(beyond)\n        # Where",
-            "        # Where",
+            "        room.failed(beyond)\n        # If",
+            "        # If",
             "what was too much is taken again",
         ),
         (
@@ -672,7 +672,7 @@ MUTANTS: list[Mutant] = [
             "a model that could not be opened stays taken apart",
         ),
         (
-            "            host.count_pinned(-self._pins[0])\n",
+            "            comfyui_api.count_pinned(-self._pins[0])\n",
             "            pass\n",
             "pinned bytes stay counted after the end",
         ),
