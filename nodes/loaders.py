@@ -8,7 +8,15 @@ import torch
 from comfy_api.latest import io  # type: ignore[import-not-found]
 
 from . import comfyui_api
-from .files import dtype_options, embedding_folders, file_names, loaded, path_of, stock_node, stock_options
+from .model_files import (
+    dtype_options,
+    embedding_folders,
+    file_names,
+    loaded,
+    path_of,
+    stock_node,
+    stock_options,
+)
 from .node_settings import Settings, choose_way
 from .offload import offload, offload_clip, offload_vae, told
 from .read_ahead import read_ahead

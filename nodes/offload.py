@@ -11,10 +11,10 @@ import torch
 
 from ..core.common.errors import UnsupportedError
 from . import comfyui_api
+from .inference_tensors import MAPPED, own_memory, settle_dtypes, structure_of
 from .node_settings import Settings, Way, choose_way
 from .patcher import KEY, strip, wear
 from .streaming import streaming_of
-from .tensors import MAPPED, own_memory, settle_dtypes, structure_of
 
 _STATIC = "_carom_static"
 

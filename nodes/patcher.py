@@ -16,9 +16,9 @@ import torch
 from ..core.common.errors import BudgetError, CaromError, UnsupportedError
 from ..core.streaming.pass_retry import OutOfMemory
 from . import comfyui_api
+from .inference_tensors import own_memory, own_tensors
 from .node_settings import Settings, most_held, next_budget, parse_limit, rounded
 from .streaming import Streaming, streaming_of
-from .tensors import own_memory, own_tensors
 
 KEY = "carom"  # of our attachment, which clones of a patcher carry on
 NOTHING = 1  # bytes: what ComfyUI's own load may put on the device; 0 would mean "everything"

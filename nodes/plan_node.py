@@ -17,7 +17,7 @@ from ..core.common.sizes import parse_size
 from ..tools.planner import presets, report, shape_files
 from ..tools.planner.estimate import Job
 from . import comfyui_api
-from .files import file_names, path_of
+from .model_files import file_names, path_of
 from .node_settings import is_auto
 from .widgets import CATEGORY
 

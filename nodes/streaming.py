@@ -20,12 +20,12 @@ from ..core.common.sizes import round_up_to_mib
 from ..core.metrics.report import Report
 from ..core.session.session import Session, stream
 from . import comfyui_api
+from .inference_tensors import MAPPED, own_tensors
 from .leftover_memory import TakesRoom
+from .module_roots import least_bytes, prepare, root_of
 from .node_settings import Settings, describe, parse_limit
 from .plain_ops import shorten
-from .roots import least_bytes, prepare, root_of
-from .tensors import MAPPED, own_tensors
-from .wrapped import dresses, put_together, take_apart
+from .quantized_weights import dresses, put_together, take_apart
 
 logger = logging.getLogger("carom")
 _ATTRIBUTE = "_carom_streaming"

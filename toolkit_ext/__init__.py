@@ -1,8 +1,8 @@
 """The ai-toolkit backend: YAML `model: {offload: bouncing}`. Translates its calls to `carom.stream`, decides nothing.
 
-`options` reads the YAML, `choose_mode` says what its mode comes down to on this device and `trial` finds that out, `shares`
+`options` reads the YAML, `choose_mode` says what its mode comes down to on this device and `device_trial` finds that out, `budget_shares`
 divides one budget among a job's models, `loading` keeps whole models on the host while they load, `attachment` is one model under
-Carom, `job` all of one process, `words` what the job's log says, `seams` where ai-toolkit is joined, and `folder` the extension folder that `carom
+Carom, `job` all of one process, `log_messages` what the job's log says, `toolkit_patches` where ai-toolkit is joined, and `folder` the extension folder that `carom
 install-ai-toolkit` puts in place.
 """
 
@@ -14,6 +14,6 @@ def install() -> None:
 
     Raises UnsupportedError, before anything is changed, when this ai-toolkit lacks a seam.
     """
-    from .seams import install as join
+    from .toolkit_patches import install as join
 
     join()

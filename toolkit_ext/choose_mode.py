@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.common.errors import CaromError
-from . import trial
+from . import device_trial
 from .options import Policy
 
 PACKED = "codec: lossless unpacks into torch's memory"
@@ -35,17 +35,20 @@ def choose(policy: Policy, device: torch.device) -> Choice:
     def step(reason: str, instead: str) -> None:
         down.append(f"offload: {policy.mode}: {reason}; {instead}")
 
-    reason = PACKED if policy.codec == "lossless" else _why_not(lambda: trial.works_in_pool(device))
+    reason = PACKED if policy.codec == "lossless" else _why_not(lambda: device_trial.works_in_pool(device))
     if reason is None:
         return Choice("aimdo")
     step(f"no aimdo pool here ({reason})", "bouncing with torch's allocator takes its place")
     if policy.mode == "aimdo":
         return Choice("torch", lines=tuple(down))
-    reason = _why_not(lambda: trial.works(device))
+    reason = _why_not(lambda: device_trial.works(device))
     if reason is None:
         return Choice("torch", lines=tuple(down))
     why = f"bouncing does not work here ({reason})"
-    if policy.codec != "lossless" and _why_not(lambda: trial.works_in_pool(device, streaming=False)) is None:
+    if (
+        policy.codec != "lossless"
+        and _why_not(lambda: device_trial.works_in_pool(device, streaming=False)) is None
+    ):
         step(why, ALONE)
         return Choice("aimdo", alone=True, lines=tuple(down))
     step(why, STOCK)

@@ -21,12 +21,12 @@ from ..core.metrics.report import Report
 from ..core.model.quantized import FlattenedWeights
 from ..core.session.session import Session
 from ..core.session.settings import vram_budget, within_dedicated
-from . import words
+from . import log_messages
 from .attachment import Attachment, tensors, weight_bytes
+from .budget_shares import require
 from .choose_mode import choose
 from .loading import building_on_the_host, models_stay_on_the_host
 from .options import Policy
-from .shares import require
 
 logger = logging.getLogger("carom")
 
@@ -184,7 +184,7 @@ class JobOffload:
         session = self._stream(attachment, self._share(attachment, opening=True))
         if attachment.trains:
             self._rank(session)
-        self.say(words.start(attachment.name, session.report()))
+        self.say(log_messages.start(attachment.name, session.report()))
         return session
 
     def _stream(
@@ -286,7 +286,7 @@ class JobOffload:
             session = attachment.session
             if session is not None:
                 report = self._reports[attachment.name]
-                lines.append(words.progress(attachment.name, report, parked=session.parked))
+                lines.append(log_messages.progress(attachment.name, report, parked=session.parked))
         if lines:
             self.told = True
             self.say(f"step {step}: " + "; ".join(lines))

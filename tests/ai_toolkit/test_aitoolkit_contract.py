@@ -70,16 +70,16 @@ def same(tmp_path, model_class=standin.Attaching, config=None, vram=BOTH, **trai
 @pytest.fixture
 def job():
     """An attached transformer, as a model class leaves it; `attach` for more."""
-    from carom.toolkit_ext import seams
+    from carom.toolkit_ext import toolkit_patches
     from carom.toolkit_ext.job import JobOffload
     from carom.toolkit_ext.options import Policy
 
-    seams._current = JobOffload(Policy("bouncing", VRAM), "cpu", standin.SAID.append)
+    toolkit_patches._current = JobOffload(Policy("bouncing", VRAM), "cpu", standin.SAID.append)
     torch.manual_seed(1)
     model = standin.Transformer().requires_grad_(False)
-    yield seams._current, model
-    seams._current.close()
-    seams._current = None
+    yield toolkit_patches._current, model
+    toolkit_patches._current.close()
+    toolkit_patches._current = None
 
 
 def inputs():

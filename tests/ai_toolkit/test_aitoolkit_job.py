@@ -56,9 +56,9 @@ def test_absent_or_off_is_ai_toolkit_as_it_is(tmp_path, model):
     made = run(tmp_path, model)
     joined = list(standin.STOCK)
     undone, config = made.result, vars(made.model_config)
-    from carom.toolkit_ext import seams
+    from carom.toolkit_ext import toolkit_patches
 
-    seams.uninstall()
+    toolkit_patches.uninstall()
     standin.STOCK.clear()
     without = run(tmp_path, stock)
     assert_same(without.result, undone)
@@ -85,9 +85,9 @@ def test_a_bad_value_stops_the_job_before_anything_loads(tmp_path, model):
 
 
 def test_a_missing_seam_is_noticed_before_anything_is_changed(monkeypatch):
-    from carom.toolkit_ext import install, seams
+    from carom.toolkit_ext import install, toolkit_patches
 
-    seams.uninstall()
+    toolkit_patches.uninstall()
     before = {name: vars(standin.BaseSDTrainProcess)[name] for name in ("run", "hook_before_train_loop")}
     monkeypatch.delattr(standin.BaseSDTrainProcess, "sample")
     with pytest.raises(carom.UnsupportedError, match=r"BaseSDTrainProcess\.sample"):

@@ -10,8 +10,8 @@ import carom
 import pytest
 from carom.core.common.sizes import GIB
 from carom.core.metrics.report import Report
-from carom.toolkit_ext import options, words
-from carom.toolkit_ext.shares import require
+from carom.toolkit_ext import log_messages, options
+from carom.toolkit_ext.budget_shares import require
 from carom.tools import ai_toolkit_folder as folder
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,9 +149,9 @@ def test_the_start_line_tells_what_stays_and_what_streams():
         vram_budget_bytes=3 * GIB,
         device="cuda:0",
     )
-    line = words.start("transformer", report)
+    line = log_messages.start("transformer", report)
     assert "2.00 GiB stay on cuda:0" in line and "6.00 GiB stream through 1.00 GiB of slots" in line
-    assert "all 2.00 GiB stay" in words.start("vae", Report(resident_bytes=2 * GIB))
+    assert "all 2.00 GiB stay" in log_messages.start("vae", Report(resident_bytes=2 * GIB))
 
 
 def test_advice_is_the_bytes_whose_transfers_take_as_long_as_the_stall():
@@ -162,10 +162,10 @@ def test_advice_is_the_bytes_whose_transfers_take_as_long_as_the_stall():
         link_bytes_per_second=16 * GIB,
         streamed_bytes=6 * GIB,
     )
-    assert words.advice(stalled) == "about 2.00 GiB more vram would hide it"
-    assert "250 ms of 1 s per step" in words.progress("unet", stalled)
-    assert words.advice(Report(step_seconds=1.0, stall_seconds=0.01)) == "nothing to gain"
-    assert "no step measured yet" in words.progress("unet", Report())
+    assert log_messages.advice(stalled) == "about 2.00 GiB more vram would hide it"
+    assert "250 ms of 1 s per step" in log_messages.progress("unet", stalled)
+    assert log_messages.advice(Report(step_seconds=1.0, stall_seconds=0.01)) == "nothing to gain"
+    assert "no step measured yet" in log_messages.progress("unet", Report())
 
 
 # -- the command

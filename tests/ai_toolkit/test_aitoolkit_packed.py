@@ -10,7 +10,7 @@ import pytest
 import tests_aitoolkit_stand_in as standin
 import torch
 from carom.core.placement.packed_home import PackedHome
-from carom.toolkit_ext import seams
+from carom.toolkit_ext import toolkit_patches
 from carom.toolkit_ext.job import JobOffload
 from carom.toolkit_ext.options import Policy
 from tests_harness import DEVICES, assert_same
@@ -43,11 +43,13 @@ def run(folder, codec, model_class=standin.Attaching, config=None, **train):
 @pytest.fixture
 def job():
     """A transformer under a job whose weights wait packed."""
-    seams._current = JobOffload(Policy("bouncing", 200_000, codec="lossless"), "cpu", standin.SAID.append)
+    toolkit_patches._current = JobOffload(
+        Policy("bouncing", 200_000, codec="lossless"), "cpu", standin.SAID.append
+    )
     torch.manual_seed(1)
-    yield seams._current, standin.Transformer().requires_grad_(False)
-    seams._current.close()
-    seams._current = None
+    yield toolkit_patches._current, standin.Transformer().requires_grad_(False)
+    toolkit_patches._current.close()
+    toolkit_patches._current = None
 
 
 def packed(module):

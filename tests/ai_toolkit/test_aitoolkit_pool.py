@@ -10,7 +10,7 @@ import pytest
 import tests_aimdo_stand_in as aimdo
 import tests_aitoolkit_stand_in as standin
 import torch
-from carom.toolkit_ext import choose_mode, trial
+from carom.toolkit_ext import choose_mode, device_trial
 from carom.toolkit_ext.options import Policy
 from tests_harness import assert_same
 from tests_pairwise import each
@@ -140,13 +140,13 @@ def test_without_streams_auto_keeps_the_weights_in_the_pool_alone(card, tmp_path
     def no_streams(device, **_):
         raise RuntimeError("no streams here")
 
-    in_pool = trial.works_in_pool
+    in_pool = device_trial.works_in_pool
 
     def resident_only(device, *, streaming=True):
         return no_streams(device) if streaming else in_pool(device, streaming=False)
 
-    monkeypatch.setattr(trial, "works", no_streams)
-    monkeypatch.setattr(trial, "works_in_pool", resident_only)
+    monkeypatch.setattr(device_trial, "works", no_streams)
+    monkeypatch.setattr(device_trial, "works_in_pool", resident_only)
     plain = job(tmp_path, {})
     made = job(tmp_path, {"offload": "auto"})
     assert_same(plain.result, made.result)
@@ -161,7 +161,7 @@ def test_where_nothing_works_auto_is_the_stock_manager_with_what_its_switch_does
     def broken(device, **_):
         raise RuntimeError("no streams here")
 
-    monkeypatch.setattr(trial, "works", broken)
+    monkeypatch.setattr(device_trial, "works", broken)
     made = job(tmp_path, {"offload": "auto"})
     assert sum(STOCK in line for line in standin.SAID) == 1 and len(said()) == 2
     assert made.model_config.layer_offloading and made.model_config.qtype == "float8"
@@ -172,8 +172,8 @@ def test_bouncing_tries_nothing_out(monkeypatch):
     def never(device, **_):
         raise AssertionError
 
-    monkeypatch.setattr(trial, "works", never)
-    monkeypatch.setattr(trial, "works_in_pool", never)
+    monkeypatch.setattr(device_trial, "works", never)
+    monkeypatch.setattr(device_trial, "works_in_pool", never)
     assert choose_mode.choose(Policy("bouncing"), CPU) == choose_mode.Choice("torch")
 
 
@@ -182,10 +182,10 @@ def test_the_trials_stream_and_train_for_real_and_draw_no_random_number(card, po
     driver = card()
     state = torch.get_rng_state()
     if pool:
-        trial.works_in_pool(CPU)
+        device_trial.works_in_pool(CPU)
         assert driver.calls.count("fault") > 2 * 3 * 8, "units at home are faulted in at every use"
-        trial.works_in_pool(CPU, streaming=False)
+        device_trial.works_in_pool(CPU, streaming=False)
     else:
-        trial.works(CPU)
+        device_trial.works(CPU)
         assert not driver.calls
     assert torch.equal(torch.get_rng_state(), state)

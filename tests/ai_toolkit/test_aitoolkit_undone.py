@@ -26,14 +26,14 @@ def toolkit():
 
 @pytest.fixture
 def offload():
-    from carom.toolkit_ext import seams
+    from carom.toolkit_ext import toolkit_patches
     from carom.toolkit_ext.job import JobOffload
     from carom.toolkit_ext.options import Policy
 
-    seams._current = JobOffload(Policy("bouncing", VRAM), "cpu", standin.SAID.append)
-    yield seams._current
-    seams._current.close()
-    seams._current = None
+    toolkit_patches._current = JobOffload(Policy("bouncing", VRAM), "cpu", standin.SAID.append)
+    yield toolkit_patches._current
+    toolkit_patches._current.close()
+    toolkit_patches._current = None
 
 
 def attached(quantised: bool = False):

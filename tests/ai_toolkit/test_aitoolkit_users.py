@@ -10,7 +10,7 @@ import carom
 import pytest
 import tests_aitoolkit_stand_in as standin
 import torch
-from carom.toolkit_ext import loading, seams
+from carom.toolkit_ext import loading, toolkit_patches
 from carom.toolkit_ext.job import JobOffload
 from carom.toolkit_ext.options import Policy, read
 from torch import nn
@@ -217,10 +217,10 @@ def test_without_samples_what_would_help_is_said_at_the_end(tmp_path):
 
 def test_what_carom_refuses_is_one_line_and_other_errors_are_as_before(capsys):
     before = []
-    seams.uninstall()
+    toolkit_patches.uninstall()
     own, sys.excepthook = sys.excepthook, lambda *error: before.append(error[0])
     try:
-        seams.install()
+        toolkit_patches.install()
         try:
             read({"offload": "bouncing", "offload_kwargs": {"vram": 12}})
         except carom.UnsupportedError as error:
@@ -230,7 +230,7 @@ def test_what_carom_refuses_is_one_line_and_other_errors_are_as_before(capsys):
         )
         sys.excepthook(ValueError, ValueError("of others"), None)
         assert before == [ValueError]
-        seams.uninstall()
+        toolkit_patches.uninstall()
         sys.excepthook(ValueError, ValueError("of others"), None)
         assert before == [ValueError] * 2
     finally:

@@ -451,7 +451,7 @@ class Handle:
 
 
 def test_a_copy_of_a_loaded_controlnet_shares_its_weights_and_owns_nothing_of_comfyuis(comfy):
-    from carom.nodes.tensors import structure_of
+    from carom.nodes.inference_tensors import structure_of
 
     model = layers()
     handles = {"cuda": Handle()}, Handle()

@@ -331,7 +331,7 @@ def test_models_loaded_in_inference_mode_stream(comfy):
 
 
 def test_wrapping_inference_tensors_copies_nothing_and_keeps_ties():
-    from carom.nodes.tensors import own_tensors
+    from carom.nodes.inference_tensors import own_tensors
 
     with torch.inference_mode():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.float8_e5m2)
@@ -839,7 +839,7 @@ def test_compiled_models_keep_comfyuis_own_forwards(comfy):
 
 
 def test_weights_get_the_dtype_that_comfyui_means_them_to_have():
-    from carom.nodes.tensors import settle_dtypes
+    from carom.nodes.inference_tensors import settle_dtypes
 
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(4, 4), nn.Linear(128, 128)).requires_grad_(False)
     for part in model:
@@ -853,7 +853,7 @@ def test_weights_get_the_dtype_that_comfyui_means_them_to_have():
 
 
 def test_weights_of_a_mapped_file_get_memory_of_their_own_once():
-    from carom.nodes.tensors import MAPPED, own_memory
+    from carom.nodes.inference_tensors import MAPPED, own_memory
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
     model[1].weight = model[0].weight

@@ -240,12 +240,12 @@ class Metadata:
 def load(arch: str, cls: Any, offload: bool, changes: dict[str, Any]) -> dict[str, Any]:
     """Load it, as a job does. Returns, beside bytes: ``moved``, models that were on the device whole while it loaded;
     ``whole``, those that were so then or when the job said `.to(device)` afterwards. A VAE is none of them."""
-    from carom.toolkit_ext import seams
+    from carom.toolkit_ext import toolkit_patches
     from carom.toolkit_ext.loading import has_stack
     from toolkit.config_modules import ModelConfig
 
     if offload:
-        seams.install()
+        toolkit_patches.install()
         changes = {**changes, "offload": "bouncing"}
     config = ModelConfig(
         **{"name_or_path": "somebody/model", "arch": arch, "dtype": "bf16", **MODEL.get(arch, {}), **changes}
@@ -263,10 +263,10 @@ def load(arch: str, cls: Any, offload: bool, changes: dict[str, Any]) -> dict[st
         for patch in Hub(arch, sd, Path(tempfile.mkdtemp())).patches():
             stack.enter_context(patch)
         counted = stack.enter_context(counting(moves))
-        seams._before_load(lambda self: None, process)
+        toolkit_patches._before_load(lambda self: None, process)
         sd.load_model()
         told["after"] = counted.bytes
-        job = getattr(process, seams.JOB, None)
+        job = getattr(process, toolkit_patches.JOB, None)
         streams = {} if job is None else {a.name: a.module for a in job.attachments}
         for module in streams.values():
             module.to(DEVICE)

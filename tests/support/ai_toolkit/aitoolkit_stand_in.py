@@ -1,4 +1,4 @@
-"""A stand-in for ai-toolkit: the same seams, the same order of calls, none of its code.
+"""A stand-in for ai-toolkit: the same toolkit_patches, the same order of calls, none of its code.
 
 `installed()` puts its modules into `sys.modules`, as the real ones are when an extension is imported: `MemoryManager`
 is already bound by name in the modules that use it. A job is a `TrainProcess` with a model class that attaches by
@@ -437,7 +437,7 @@ def _tokens(index: int) -> torch.Tensor:
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """The stand-in as the `toolkit` and `jobs` packages, joined by Carom's extension."""
-    from carom.toolkit_ext import install, seams
+    from carom.toolkit_ext import install, toolkit_patches
 
     tree: dict[str, dict[str, Any]] = {
         "toolkit": {}, "toolkit.config_modules": {"ModelConfig": ModelConfig}, "toolkit.print": {"print_acc": SAID.append},
@@ -458,7 +458,7 @@ def installed() -> Iterator[None]:
         install()
         yield
     finally:
-        seams.uninstall()
+        toolkit_patches.uninstall()
         for name, module in before.items():
             if module is None:
                 sys.modules.pop(name, None)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..core.model.elsewhere_tensor import AwayParameter, AwayTensor
-from .tensors import is_plain, ordinary
+from .inference_tensors import is_plain, ordinary
 
 _TABLE = "_carom_wrapped"
 _classes: dict[tuple[type, tuple[str, ...]], type] = {}

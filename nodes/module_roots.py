@@ -10,9 +10,9 @@ from torch import nn
 
 from ..core.common.errors import BudgetError, CaromError, UnsupportedError
 from ..core.session.session import stream
+from .inference_tensors import own_tensors, wrapped_kind
 from .node_settings import Settings
-from .tensors import own_tensors, wrapped_kind
-from .wrapped import dresses, put_together, take_apart
+from .quantized_weights import dresses, put_together, take_apart
 
 # What ComfyUI calls on models whose own forward it does not call: text encoders, then VAEs.
 ENTRANCES = ("encode_token_weights", "generate", "encode", "decode")
