@@ -1,1 +1,1 @@
-"""ComfyUI nodes: they translate between ComfyUI's patchers and a Carom session, and decide nothing themselves."""
+"""ComfyUI nodes. The nodes translate between ComfyUI's model patchers and Carom sessions."""

@@ -1,4 +1,7 @@
-"""All that Carom asks of a running ComfyUI beside its patchers. Nothing is imported before it is asked for."""
+"""Functions that call ComfyUI: device choice, memory figures, pinned-memory accounting and progress display.
+
+Modules of ComfyUI are imported inside the functions, so that this file can be imported without ComfyUI.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,28 @@ logger = logging.getLogger("carom")
 
 
 def management() -> Any:
-    """``comfy.model_management``."""
+    """Return the module ``comfy.model_management``."""
     import comfy.model_management  # type: ignore[import-not-found]
 
     return comfy.model_management
 
 
 def compute_device() -> torch.device:
-    """Where ComfyUI computes."""
+    """Return the device on which ComfyUI computes."""
     return management().get_torch_device()
 
 
 def device_options() -> list[str]:
-    """Devices that a loader's widget offers: ComfyUI's own list ("default", "cpu", "gpu:0" where there are several)."""
+    """Return the options of a loader's device widget: ComfyUI's own list.
+
+    The list is "default", "cpu" and, on a machine with several GPUs, "gpu:0" and so on.
+    """
     listed = getattr(management(), "get_gpu_device_options", None)
     return ["default", "cpu"] if listed is None else list(listed())
 
 
 def chosen_device(option: str | None) -> tuple[torch.device, dict[str, Any]]:
-    """Where a loader's model computes, and ComfyUI's model options that say so.
+    """Return the device for a loader's model and the ComfyUI model options that select this device.
 
     Raises ValueError for a device that this machine does not have.
     """
@@ -52,22 +58,22 @@ def chosen_device(option: str | None) -> tuple[torch.device, dict[str, Any]]:
 
 
 def device_bytes(device: torch.device) -> int:
-    """All memory of ``device``, which percentages are of."""
+    """Return the total memory of ``device`` in bytes. Percentages in widgets refer to this value."""
     return int(management().get_total_memory(device))
 
 
 def module_bytes(module: torch.nn.Module) -> int:
-    """The true size of a model's weights."""
+    """Return the size of a module's weights in bytes, as ComfyUI counts it."""
     return int(management().module_size(module))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of ``device`` that ComfyUI counts as free, what torch's allocator keeps unused among them."""
+    """Return the bytes of ``device`` that ComfyUI counts as free, unused memory of torch's allocator included."""
     return int(management().get_free_memory(device))
 
 
 def unload(patcher: Any) -> None:
-    """Have ComfyUI take a model and its clones off the device; whoever needs it next loads it again."""
+    """Have ComfyUI unload a model and its clones from the device. ComfyUI loads the model again for its next use."""
     unload_model = getattr(management(), "unload_model_and_clones", None)
     if unload_model is None:
         patcher.detach()
@@ -76,15 +82,18 @@ def unload(patcher: Any) -> None:
 
 
 def kept_free() -> int:
-    """Bytes of the device to be left to others: what the user reserved, and on Windows, where more than the card has
-    spills into host memory, what ComfyUI reserves itself."""
+    """Return the bytes of device memory to leave to other programs; 0 unless a reserve applies.
+
+    ComfyUI's reserve applies where the user set one (``--reserve-vram``). It applies on Windows in any case, because
+    allocations beyond the card's memory spill into host memory there.
+    """
     found = management()
     reserved = getattr(getattr(found, "args", None), "reserve_vram", None) is not None
     return int(found.extra_reserved_memory()) if reserved or on_windows() else 0
 
 
 def pin_room() -> int:
-    """Bytes that ComfyUI lets be pinned now; 0 where pinning is off."""
+    """Return the bytes of host memory that ComfyUI's limit still allows to pin; 0 where pinning is off."""
     found = management()
     most = getattr(found, "MAX_PINNED_MEMORY", None)
     if most is None:
@@ -93,14 +102,17 @@ def pin_room() -> int:
 
 
 def count_pinned(change: int) -> None:
-    """Add ``change`` bytes to what ComfyUI counts as pinned, so that its own limit holds for both of us."""
+    """Add ``change`` bytes to ComfyUI's count of pinned bytes, so that its limit covers ComfyUI and Carom together."""
     found = management()
     if change and hasattr(found, "TOTAL_PINNED_MEMORY"):
         found.TOTAL_PINNED_MEMORY = max(0, found.TOTAL_PINNED_MEMORY + change)
 
 
 def lasting_allocations() -> AbstractContextManager:
-    """Held while device memory is allocated that outlives a block: newer versions record what blocks allocate."""
+    """Return a context manager for allocations of device memory that outlive a block of the model.
+
+    Newer ComfyUI versions record the allocations of a block. The context manager pauses this recording.
+    """
     try:
         from comfy import model_prefetch  # type: ignore[import-not-found]
 
@@ -110,10 +122,10 @@ def lasting_allocations() -> AbstractContextManager:
 
 
 class LoadingBar:
-    """The bar on the node that runs, while weights are laid out; a listener for `progress_listener`.
+    """The progress bar on the running node while weights are laid out; a listener for `progress_listener`.
 
-    ComfyUI's bar raises when the user cancels. Half a model laid out is of no use to anybody, so that is kept for
-    `finish`, which the caller calls when the model stands.
+    ComfyUI's bar raises an exception when the user cancels. A partly laid out model is unusable, so the listener stores
+    this exception. The caller calls `finish` after the layout is complete.
     """
 
     def __init__(self) -> None:
@@ -132,29 +144,29 @@ class LoadingBar:
         except Exception as error:
             if type(error).__name__ == "InterruptProcessingException":
                 self._interrupt = error
-            else:  # a page that went away is no reason to fail a prompt
+            else:  # a prompt does not fail because the browser page was closed
                 logger.debug("progress was not shown: %s", error)
 
     def finish(self) -> None:
-        """Raises what a cancel raised meanwhile."""
+        """Raise the stored exception if the user cancelled during the layout."""
         error, self._interrupt = self._interrupt, None
         if error is not None:
             raise error
 
 
 def say(text: str, node: str) -> None:
-    """Show ``text`` on a node of the page, and log it; silently nothing where no page listens."""
+    """Log ``text`` and show it on the node with the id ``node``, if a browser page is connected."""
     logger.info("%s", text)
     show(text, node)
 
 
 def show(text: str, node: str) -> None:
-    """Show ``text`` on a node of the page."""
+    """Show ``text`` on the node with the id ``node``, if a browser page is connected. Does nothing for an empty id."""
     if not node:
         return
     try:
         from server import PromptServer  # type: ignore[import-not-found]
 
         PromptServer.instance.send_progress_text(text, node)
-    except Exception as error:  # a page that went away is no reason to fail a prompt
+    except Exception as error:  # a prompt does not fail because the browser page was closed
         logger.debug("progress text was not sent: %s", error)

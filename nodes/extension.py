@@ -1,4 +1,4 @@
-"""The list of nodes, as ComfyUI asks for it."""
+"""The ComfyUI extension object: `CaromExtension`, which returns the list of Carom's nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""ComfyUI runs prompts in inference mode, so models loaded there hold inference tensors; sessions need ordinary ones."""
+"""Replacement of the inference tensors in ComfyUI's models by ordinary tensors.
+
+ComfyUI loads models in inference mode, so their weights are inference tensors. A session needs ordinary tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ from torch import nn
 from ..core.model.elsewhere_tensor import AwayParameter, AwayTensor
 from ..core.model.managed_tensor import HostParameter, HostTensor
 
-MAPPED = "_carom_mapped"  # of a model: its weights lie in a mapped file, which nobody may write to
-# How attributes begin in which ComfyUI keeps what is loaded, on a dynamic patcher's model and on its modules.
+MAPPED = "_carom_mapped"  # attribute of a model whose weights lie in a memory-mapped file: they must not be written
+# Prefixes of the attributes in which ComfyUI keeps load state, on a dynamic patcher's model and on its modules.
 LOADED = ("dynamic_", "current_weight_patches_uuid", "_v", "_pin", "_prefetch", "_comfy_graph")
-SMALL = 16 << 10  # bytes of a module; from there on ComfyUI's dynamic patcher converts weights as a whole
+SMALL = 16 << 10  # bytes; ComfyUI's dynamic patcher converts the weights of larger modules as a whole
 
 
 def own_tensors(module: nn.Module) -> int:
-    """Put ordinary tensors over the same memory in the place of inference tensors; returns how many.
+    """Replace the inference tensors of ``module`` by ordinary tensors over the same memory; return their number.
 
-    Nothing is copied, shared tensors stay shared, and parameters take no gradients (ComfyUI never asks for any, but
-    leaves ``requires_grad`` on).
+    No values are copied, and shared tensors stay shared. ``requires_grad`` is set to False: ComfyUI leaves the flag on
+    but never uses gradients. Meta tensors of modules that ComfyUI casts become zeros (see `_zeros`).
     """
     made: dict[int, Any] = {}
     for part in module.modules():
@@ -29,7 +32,7 @@ def own_tensors(module: nn.Module) -> int:
         for table in tables:
             for name, tensor in table.items():
                 if tensor is None or not is_plain(tensor) or isinstance(tensor, (AwayParameter, AwayTensor)):
-                    continue  # those are the session's: packed, without memory of their own
+                    continue  # tensors of a session: their values wait packed, without memory of their own
                 if tensor.is_meta and hasattr(part, "comfy_cast_weights"):
                     table[name] = _zeros(tensor)
                     continue
@@ -45,10 +48,10 @@ def own_tensors(module: nn.Module) -> int:
 @torch.inference_mode(False)
 @torch.no_grad()
 def settle_dtypes(module: nn.Module) -> None:
-    """Weights in the dtype that ComfyUI means them to have on the device, where that is not the file's.
+    """Convert weights to the dtype that ComfyUI intends for the device, where the file's dtype differs.
 
-    Its dynamic patcher converts on the way to the device, and its static one expects that loading has converted.
-    What is small stays as it is: ComfyUI casts that in every use.
+    ComfyUI's dynamic patcher converts weights on the way to the device. Its static patcher expects weights that were
+    converted during loading. Modules of at most `SMALL` bytes are skipped: ComfyUI casts their weights at every use.
     """
     for part in module.modules():
         small = hasattr(part, "comfy_cast_weights") and _bytes(part) <= SMALL
@@ -67,7 +70,7 @@ def settle_dtypes(module: nn.Module) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def own_memory(module: nn.Module) -> None:
-    """Weights out of a mapped file, if they are still there: ComfyUI's static patchers write to weights in place."""
+    """Copy weights that still lie in a memory-mapped file: ComfyUI's static patchers write to weights in place."""
     if not module.__dict__.pop(MAPPED, False):
         return
     made: dict[int, Any] = {}
@@ -90,10 +93,10 @@ def own_memory(module: nn.Module) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def structure_of(model: nn.Module) -> nn.Module:
-    """A copy of a dynamic patcher's model with parameters of its own over the same memory, as if it were never loaded.
+    """Return a copy of a dynamic patcher's model, with new parameters over the same memory and without load state.
 
-    What ComfyUI keeps on the modules of a loaded model owns device memory and pinned memory through pointers, which two
-    copies would free twice.
+    The load state that ComfyUI keeps on the modules owns device memory and pinned memory through pointers. Two copies
+    of the state would free that memory twice.
     """
     tensors = [*model.parameters(), *model.buffers()]
     alias: dict[int, Any] = {id(tensor): ordinary(tensor) for tensor in tensors if is_plain(tensor)}
@@ -116,7 +119,7 @@ def _bytes(module: nn.Module) -> int:
 @torch.inference_mode(False)
 @torch.no_grad()
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """An ordinary tensor over the memory of an inference tensor, of the same kind and with the same attributes."""
+    """Return an ordinary tensor (or parameter) over the memory of ``tensor``, with the same attributes."""
     new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     new.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
     result = nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
@@ -126,13 +129,16 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode(False)
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """What ComfyUI's full load puts where a checkpoint lacks a weight."""
+    """Return zeros in host memory with the shape of ``tensor``.
+
+    ComfyUI's full load puts zeros in the place of a weight that the checkpoint lacks.
+    """
     new = torch.zeros(tensor.shape, dtype=tensor.dtype)
     return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
 
 
 def wrapped_kind(module: nn.Module) -> str:
-    """The class of the first weight that is no plain tensor, "" where there is none."""
+    """Return the class name of the first weight that is not a plain tensor (see `is_plain`), "" if all are plain."""
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for tensor in table.values():
@@ -142,5 +148,5 @@ def wrapped_kind(module: nn.Module) -> str:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a session can stream it: no subclass but those that streamed tensors wear."""
+    """Return whether a session can stream ``tensor``: an ordinary tensor or parameter, or one of Carom's subclasses."""
     return type(tensor) in (torch.Tensor, nn.Parameter, HostParameter, HostTensor, AwayParameter, AwayTensor)

@@ -1,9 +1,11 @@
-"""Room: what a model's passes leave of the memory that ComfyUI kept for them. A mixin of `Streaming`.
+"""`TakesRoom`, a mixin of `Streaming`: adds the memory that a model's passes leave free to ComfyUI's budget offer.
 
-ComfyUI offers a budget for weights before it has seen a pass: it estimates what passes need, and adds reserves. Once passes
-have run, what they left free is known (`core/session/policies/leftover.py` sees it). It is remembered by how much ComfyUI kept, which
-grows with the passes' size, and goes to the next layout of this model, also after others had the device meanwhile. Where
-room is asked back, or turns out not to be there, ComfyUI's own budget holds again. The rules are in `policy.py`.
+ComfyUI offers a budget for weights before a pass has run: it estimates the memory that passes need and adds reserves.
+After passes have run, the memory that they left free is known (`core/session/policies/leftover.py` measures it). This
+class remembers that memory as additional bytes, together with the bytes that ComfyUI kept for the passes. The kept
+bytes grow with the passes' size. The next layout of this model gets the additional bytes, also after other models used
+the device. Where ComfyUI asks for that memory, or the memory turns out to be missing, ComfyUI's own budget applies
+again. The rules are in `node_settings.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from .node_settings import Beyond, beyond_now, remember, rounded, worth
 
 
 class TakesRoom:
-    """The budget of a `Streaming` (which see for the other fields)."""
+    """The part of a `Streaming` that computes its budget. `Streaming` describes the other attributes.
+
+    ``offer``: bytes that ComfyUI last offered for weights; ``kept``: bytes that ComfyUI kept then for everything else;
+    ``beyond``: the remembered additional bytes, one entry for each amount that ComfyUI kept, the smallest amount first.
+    """
 
     session: Session | None
     suspended: bool
@@ -28,8 +34,8 @@ class TakesRoom:
     streamed: int
     expected: tuple
     _model: weakref.ref[nn.Module]
-    offer = kept = 0  # bytes that ComfyUI last offered, and kept for all else
-    beyond: tuple[Beyond, ...] = ()  # by what ComfyUI kept
+    offer = kept = 0
+    beyond: tuple[Beyond, ...] = ()
 
     @property
     def streams(self) -> bool:
@@ -39,7 +45,10 @@ class TakesRoom:
         raise NotImplementedError
 
     def bound(self, offer: int, device: torch.device, limit: float) -> int:
-        """The budget for an ``offer`` of ComfyUI: with what earlier passes of this size left free, within ``limit``."""
+        """Return the budget in bytes for an ``offer`` of ComfyUI, at most ``limit``.
+
+        The budget includes the memory that earlier passes of this size left free.
+        """
         self.follow()
         self.offer, self.kept = offer, comfyui_api.free_bytes(device) + self.held - offer
         more = beyond_now(self.beyond, self.kept)
@@ -48,12 +57,18 @@ class TakesRoom:
         return int(min(rounded(offer + int(more)), limit))
 
     def follow_room(self, limit: float) -> None:
-        """After every change of the budget: let the session see what passes leave."""
+        """Let the session raise its budget up to ``limit`` by memory that passes leave free.
+
+        Called after every change of the budget.
+        """
         assert self.session is not None
         self.session.follow_room(rounded(self.offer), comfyui_api.kept_free(), limit, inputs)
 
     def follow(self) -> None:
-        """Between passes: the session may have taken room that they left, or given it up."""
+        """Record a budget that the session changed itself since the last call.
+
+        The session raises its budget by memory that passes left free, and lowers it again. Called between passes.
+        """
         session, model = self.session, self._model()
         if model is None or session is None or self.budget is None:
             return
@@ -65,7 +80,7 @@ class TakesRoom:
             self.expected = (*self.expected[:1], self.held)
 
     def remember_room(self) -> None:
-        """After a run: what its passes left free is there for the next layout of this model."""
+        """Remember the memory that the passes of a run left free, for the next layout of this model."""
         self.follow()
         session = self.session
         if session is not None and self.budget is not None and session.spare:
@@ -76,26 +91,32 @@ class TakesRoom:
 
     @property
     def taken(self) -> int:
-        """Bytes held beyond ComfyUI's offer, to be given back where a pass needs them."""
+        """Bytes held beyond ComfyUI's offer. A pass that needs them gets them back."""
         return max(0, self.held - self.offer) if self.streams else 0
 
     def asked_back(self, nbytes: int) -> None:
-        """ComfyUI wants ``nbytes`` of the device. If without what was taken beyond its offer it would not have, or so
-        little that the budget would not rise again, that costs a layout each way every time: no more of it."""
+        """Stop exceeding ComfyUI's offer if ComfyUI requests ``nbytes`` of the device because of the additional bytes.
+
+        This is the case where ComfyUI would not have made the request without the additional bytes, or would have
+        requested so little that the budget would not rise again. Otherwise each such request would cost two layouts.
+        """
         taken = 0 if self.budget is None else self.budget - self.offer
         if taken > 0 and 0 < nbytes < taken + worth(self.streamed + taken):
             self.forget_room()
 
     def forget_room(self) -> None:
-        """There is none, whatever passes seemed to leave."""
+        """Forget all additional bytes, here and in the session, so that ComfyUI's own offer applies."""
         self.beyond = ()
         if self.session is not None:
             self.session.forget_room()
 
 
 def inputs(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """What the forward of a diffusion model reads of its arguments: callbacks, and wrappers around calls of others, run
-    outside of it; what others put into ``transformer_options`` beside those may have a state of its own."""
+    """Return the arguments of a diffusion model's forward without the entries that the forward does not read.
+
+    Callbacks, ids and wrappers of other calls in ``transformer_options`` act outside the forward. All other entries
+    stay, because other node packs may keep state in them.
+    """
     options = kwargs.get("transformer_options")
     if not isinstance(options, dict):
         return args, kwargs

@@ -1,4 +1,4 @@
-"""Loaders that take the place of ComfyUI's own: same files, same options, weights that stream from the start."""
+"""Loader nodes that replace ComfyUI's own: same files and options, but the weights stream from the start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODEL, CLIP, VAE = "The model, for a sampler.", "The text encoder, for prompts."
 
 
 def ahead(path: str, settings: Settings, device: torch.device) -> None:
-    """Have the file read while the model is built, where its weights are going to stream."""
+    """Start reading the file at ``path`` in the background while the model is built, if its weights will stream."""
     if choose_way(settings.mode, device.type).streams:
         read_ahead(path)
 

@@ -1,4 +1,4 @@
-"""Model files and options as ComfyUI's own loader nodes offer them."""
+"""Access to the model files and the options that ComfyUI's own loader nodes offer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..core.common.errors import CaromError, WeightsError
 
 
 def stock_node(name: str) -> Any:
-    """One of ComfyUI's own node classes."""
+    """Return ComfyUI's own node class ``name``."""
     return importlib.import_module("nodes").NODE_CLASS_MAPPINGS[name]  # ComfyUI's module, not this package
 
 
 def stock_options(node: str, widget: str) -> list[str]:
-    """What ComfyUI's own loader ``node`` offers for ``widget``, so that nothing it loads is missing here."""
+    """Return the options that ComfyUI's own loader ``node`` offers for ``widget``. Carom's nodes offer the same."""
     inputs = stock_node(node).INPUT_TYPES()
     for group in ("required", "optional"):
         if widget in inputs.get(group, {}):
@@ -28,14 +28,14 @@ def stock_options(node: str, widget: str) -> list[str]:
 
 
 def file_names(folder: str) -> list[str]:
-    """Files in ComfyUI's folders of the kind ``folder`` ("checkpoints")."""
+    """Return the names of the files in ComfyUI's folders of the kind ``folder`` (such as "checkpoints")."""
     import folder_paths  # type: ignore[import-not-found]
 
     return list(folder_paths.get_filename_list(folder))
 
 
 def path_of(folder: str, name: str) -> str:
-    """The path of a file that `file_names` lists. Raises WeightsError where it is gone."""
+    """Return the path of a file that `file_names` lists. Raises WeightsError if the file no longer exists."""
     import folder_paths
 
     found = folder_paths.get_full_path(folder, name)
@@ -47,14 +47,18 @@ def path_of(folder: str, name: str) -> str:
 
 
 def embedding_folders() -> Any:
-    """ComfyUI's folders of textual inversion embeddings."""
+    """Return ComfyUI's folders of textual inversion embeddings."""
     import folder_paths
 
     return folder_paths.get_folder_paths("embeddings")
 
 
 def loaded(name: str, load: Callable[[], Any]) -> Any:
-    """What ``load`` returns. Whatever a bad file makes it raise becomes a WeightsError that names the file."""
+    """Call ``load`` and return its result.
+
+    Raises WeightsError that names the file ``name`` if ``load`` fails or returns None. CaromError, MemoryError and
+    ComfyUI's interrupt pass through unchanged.
+    """
     try:
         result = load()
     except (CaromError, MemoryError):
@@ -72,7 +76,7 @@ def loaded(name: str, load: Callable[[], Any]) -> Any:
 
 
 def dtype_options(weight_dtype: str) -> dict[str, Any]:
-    """ComfyUI's model options for its ``weight_dtype`` names ("fp8_e4m3fn_fast" and the like).
+    """Return ComfyUI's model options for ``weight_dtype``, one of ComfyUI's names such as "fp8_e4m3fn_fast".
 
     Raises ValueError for a name that stands for no dtype.
     """

@@ -1,4 +1,4 @@
-"""Which module of a model a session streams, what is asked of its weights first, and the least budget for it."""
+"""The choice of the module that a session streams, the preparation of its weights, and its least budget."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from .inference_tensors import own_tensors, wrapped_kind
 from .node_settings import Settings
 from .quantized_weights import dresses, put_together, take_apart
 
-# What ComfyUI calls on models whose own forward it does not call: text encoders, then VAEs.
+# The methods that ComfyUI calls on models whose forward it does not call: text encoders, then VAEs.
 ENTRANCES = ("encode_token_weights", "generate", "encode", "decode")
 
 
 class Scope(nn.Module):
-    """The root of a session on a model that is entered by other methods than ``forward``."""
+    """The root module of a session for a ``model`` that ComfyUI enters by other methods than ``forward``.
+
+    ``forward(function, *args, **kwargs)`` calls ``function``, which is such a method of the model. So each call of the
+    method is a step of the session.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -30,7 +34,10 @@ class Scope(nn.Module):
 
 
 def root_of(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """The module whose forward is a step, and the methods of ``model`` that are steps where ComfyUI calls those instead."""
+    """Return the module whose forward is a step of the session, and names of methods of ``model`` to route through it.
+
+    The names are empty where ComfyUI calls the module's forward itself.
+    """
     inner = getattr(model, "diffusion_model", None)
     if isinstance(inner, nn.Module):
         return inner, ()
@@ -39,7 +46,10 @@ def root_of(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 
 
 def prepare(root: nn.Module) -> None:
-    """Ordinary tensors in ``root``. Raises UnsupportedError for weights that are none and cannot be taken apart."""
+    """Replace the inference tensors in ``root`` by ordinary tensors.
+
+    Raises UnsupportedError for weights of another tensor class that could not be taken apart.
+    """
     kind = wrapped_kind(root)
     if kind:
         raise UnsupportedError(
@@ -49,15 +59,15 @@ def prepare(root: nn.Module) -> None:
 
 
 def least_bytes(root: nn.Module, device: torch.device, settings: Settings) -> int:
-    """Bytes of the least budget that works for ``root``, which no session streams; 0 where that cannot be said.
+    """Return the least budget in bytes that works for ``root``; 0 if the least budget cannot be determined.
 
-    Raises UnsupportedError where the weights cannot be streamed and ``settings`` demand it.
+    No session may stream ``root``. Raises UnsupportedError if the weights cannot be streamed and mode is "stream".
     """
     opened = take_apart(root)
     try:
         prepare(root)
         codec = "raw" if dresses(opened) else settings.codec
-        # A budget that nothing fits into is refused before anything is moved. (A model without weights fits.)
+        # A budget of 1 byte is refused before any weight is moved. (A model without weights fits.)
         stream(root, device=device, vram=1, granularity=settings.granularity, codec=codec).close()
         return 0
     except BudgetError as error:

@@ -1,4 +1,4 @@
-"""PURE. What the user asked for on a node, and what follows from it: which way a model runs, with how much VRAM."""
+"""PURE. The settings of a node, and the rules for whether a model streams and for its VRAM budget."""
 
 from __future__ import annotations
 
@@ -13,22 +13,28 @@ MODES = ("auto", "stream", "native")
 GRANULARITIES = ("auto", "block", "phase", "layer")
 CODECS = ("auto", "raw", "lossless")
 PRIORITIES = ("normal", "high", "low")
-# Accelerators whose copies run beside their computing; on others a streamed weight is always waited for.
+# Accelerators that copy while they compute. On other devices each streamed weight would delay the computation.
 STREAMING_DEVICES = ("cuda", "xpu", "npu", "mlu")
-GROW_SHARE = (
-    8  # a budget grows when an eighth of what streams would become resident: laying out anew costs a second
-)
+# A budget grows if at least 1/8 of the streamed bytes, and at least 256 MiB, would become resident: a new layout costs
+# about a second.
+GROW_SHARE = 8
 GROW_LEAST = 256 * MIB
-KEPT_ALIKE = 1.05  # what ComfyUI keeps for passes of one size differs by less
-SIZES_SEEN = 8  # of passes, whose room is remembered
-STREAMED_SHARE = 8  # mode "stream": at least an eighth of the weights streams
-SHRINK_SHARE, SHRINK_MOST = 8, 384 * MIB  # of what is held: offers that are less by no more are not followed
+KEPT_ALIKE = 1.05  # the bytes that ComfyUI keeps for passes of one size differ by a smaller factor
+SIZES_SEEN = 8  # sizes of passes for which additional bytes are remembered
+STREAMED_SHARE = 8  # mode "stream": at least 1/8 of the weights streams
+# An offer that is smaller than the held bytes by at most 1/8 of them and at most 384 MiB does not change the budget.
+SHRINK_SHARE, SHRINK_MOST = 8, 384 * MIB
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A node's widgets. ``vram`` and ``ram``: "auto", bytes, "8GiB", "50%"; ``priority``: who gives way to whom; ``node``: the id
-    progress text goes to; ``reason``: why ComfyUI keeps the weights, once that is decided."""
+    """The values of a node's widgets.
+
+    ``vram``, ``ram``: "auto", a number of bytes, or a size such as "8GiB" or "50%"; ``priority``: the rank of the model
+    among models that share memory; ``node``: the id of the node that shows progress text; ``reason``: why ComfyUI keeps
+    the weights, "" where Carom streams them. `MODES`, `GRANULARITIES`, `CODECS` and `PRIORITIES` list the values of the
+    other attributes.
+    """
 
     mode: str = "auto"
     vram: str = "auto"
@@ -40,7 +46,7 @@ class Settings:
     reason: str = ""
 
     def checked(self) -> Settings:
-        """Itself. Raises ValueError that names the widget for a value that cannot be meant."""
+        """Return this object. Raises ValueError that names the widget for a value that is invalid or implausible."""
         for name, value, allowed in (
             ("mode", self.mode, MODES),
             ("granularity", self.granularity, GRANULARITIES),
@@ -58,7 +64,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Way:
-    """``streams``: Carom takes the model; else ComfyUI keeps it. ``reason``: why, in words."""
+    """The decision about a model. ``streams``: True if Carom streams its weights, False if ComfyUI keeps them;
+    ``reason``: the reason for the decision, as text for the user.
+    """
 
     streams: bool
     reason: str
@@ -66,36 +74,47 @@ class Way:
 
 @dataclass(frozen=True)
 class Beyond:
-    """Budget beyond what ComfyUI offered: ``nbytes`` that passes left free while it ``kept`` so many bytes for them."""
+    """An addition to ComfyUI's offer, as earlier passes taught it.
+
+    ``nbytes``: bytes that the passes left free beyond ComfyUI's offer; ``kept``: bytes that ComfyUI kept for the
+    passes.
+    """
 
     nbytes: int
     kept: int
 
     def covers(self, kept: int) -> bool:
-        """Whether passes for which ComfyUI keeps ``kept`` need no more, as far as it knows."""
+        """Return whether passes for which ComfyUI keeps ``kept`` bytes need no more memory by ComfyUI's estimate."""
         return kept <= KEPT_ALIKE * self.kept
 
 
 def beyond_now(seen: Sequence[Beyond], kept: int) -> int:
-    """Bytes beyond the offer now that ComfyUI keeps ``kept``: as after the least of the passes ``seen`` that it expects to
-    need as much, none where there were none."""
+    """Return the bytes to add to ComfyUI's offer while ComfyUI keeps ``kept`` bytes for passes.
+
+    The first entry of ``seen`` (smallest ``kept`` first) that covers ``kept`` decides. Without such an entry the result
+    is 0.
+    """
     found = next((one for one in seen if one.covers(kept)), None)
-    # What is kept less of is offered more of: that much of it is in the offer already.
+    # If ComfyUI keeps fewer bytes than then, its offer is larger by the difference, which is subtracted here.
     return 0 if found is None else max(0, found.nbytes - max(0, found.kept - kept))
 
 
 def remember(seen: Sequence[Beyond], new: Beyond) -> tuple[Beyond, ...]:
-    """``seen`` and ``new``, which stands for passes of its size; the least first. (Passes of two sizes take turns where an
-    image is made twice, larger: with only the last one known, each turn would cost a layout.)"""
+    """Return ``seen`` with ``new`` in the place of entries for passes of the same size, sorted by ``kept``.
+
+    At most `SIZES_SEEN` entries stay. Several sizes are remembered because passes of two sizes alternate in a workflow
+    that makes an image and then a larger one. With a single remembered size, each change of size would cost a new
+    layout.
+    """
     others = [one for one in seen if not (one.covers(new.kept) and new.covers(one.kept))]
     return tuple(sorted([*others, new], key=lambda one: one.kept)[-SIZES_SEEN:])
 
 
 def choose_way(mode: str, device: str, leaves: str | None = None) -> Way:
-    """Who runs a model of a node in ``mode`` on a ``device`` of that type.
+    """Decide whether Carom streams a model, for a node in ``mode`` and a ``device`` type such as "cuda".
 
-    ``leaves``: None, or why the model cannot leave ComfyUI's dynamic VRAM. Raises UnsupportedError where
-    ``mode`` "stream" cannot be had.
+    ``leaves``: None, or the reason why the model cannot leave ComfyUI's dynamic VRAM. Raises UnsupportedError if there
+    is such a reason and ``mode`` is "stream".
     """
     if mode == "native":
         return Way(False, "asked for: ComfyUI keeps the weights, Carom plans and reports")
@@ -115,12 +134,15 @@ def choose_way(mode: str, device: str, leaves: str | None = None) -> Way:
 
 
 def is_auto(value: int | str) -> bool:
-    """Whether a widget leaves a size to Carom."""
+    """Return whether a size widget is "auto" or empty."""
     return isinstance(value, str) and value.strip().lower() in ("auto", "")
 
 
 def parse_limit(value: int | str, whole: int, setting: str = "vram") -> float:
-    """Bytes that ``value`` allows, infinity for "auto"; percentages are of ``whole``. Raises ValueError."""
+    """Return the bytes that ``value`` allows, infinity for "auto". Percentages refer to ``whole`` bytes.
+
+    Raises ValueError that names ``setting`` if ``value`` is no size or is 0.
+    """
     if is_auto(value):
         return math.inf
     size = parse_size(value, whole=whole, setting=setting)
@@ -130,21 +152,21 @@ def parse_limit(value: int | str, whole: int, setting: str = "vram") -> float:
 
 
 def most_held(mode: str, limit: float, total: int) -> float:
-    """Bytes that a model of ``total`` bytes may hold on the device under the user's ``limit``.
+    """Return the bytes that a model of ``total`` bytes may hold on the device under the user's ``limit``.
 
-    In mode "stream" a part of the weights always streams, so a model that would fit whole may not hold all of them.
+    In mode "stream" at least 1/8 of the weights streams, also for a model that would fit whole.
     """
     return min(limit, total - total // STREAMED_SHARE) if mode == "stream" else limit
 
 
 def next_budget(now: int | None, held: int, streamed: int, bound: int, limit: float = math.inf) -> int | None:
-    """The budget to change to, None to leave things as they are.
+    """Return the new budget in bytes, None to keep the present one.
 
     ``now``: the present budget (None: no session); ``held``: bytes on the device under it; ``streamed``: bytes that
-    are not resident; ``bound``: what ComfyUI offers from now on; ``limit``: the user's own. Shrinks below ``limit``
-    at once, and for an offer that is much smaller; grows for a gain worth laying the weights out anew. What ComfyUI
-    offers changes a little from prompt to prompt (kernels that were loaded, memory that is cached), within what it
-    keeps in reserve, and following it would lay out the whole model each time.
+    are not resident; ``bound``: the bytes that ComfyUI offers from now on; ``limit``: the user's own limit. The budget
+    shrinks at once if ``held`` exceeds ``limit``, and for an offer that is much smaller than ``held``. It grows if the
+    gain is worth a new layout. ComfyUI's offer changes a little from prompt to prompt (loaded kernels, cached memory),
+    within ComfyUI's reserve. Following each such change would lay out the whole model each time.
     """
     if now is None:
         return bound
@@ -158,12 +180,15 @@ def next_budget(now: int | None, held: int, streamed: int, bound: int, limit: fl
 
 
 def worth(streamed: int) -> int:
-    """Bytes by which a budget grows at least, ``streamed`` not being resident."""
+    """Return the least growth of a budget in bytes that is worth a new layout, where ``streamed`` bytes stream."""
     return max(GROW_LEAST, streamed // GROW_SHARE)
 
 
 def rounded(offer: int) -> int:
-    """``offer`` less at most a 256th: it differs by some bytes from prompt to prompt, and the same budget has the same plan."""
+    """Return ``offer`` rounded down by at most 1/256.
+
+    Offers differ by some bytes from prompt to prompt. Equal budgets lead to equal plans.
+    """
     step = 1 << max(0, (offer >> 8).bit_length() - 1)
     return offer // step * step
 
@@ -176,10 +201,12 @@ def describe(
     stall: float | None = None,
     size: int | None = None,
 ) -> str:
-    """One line for the node: the policy, the residency and, once measured, the stall.
+    """Return a line of text for the node: how the model runs, its residency and, if measured, its stall.
 
-    ``held``: bytes on the device, slots included; ``streamed``: bytes of weights that wait on the host; ``size``: of
-    all weights, each counted once (default: the sum of both, which is right where there are no slots).
+    ``way``: "stream", "whole", or a text of its own; ``held``: bytes on the device, slots included; ``streamed``: bytes
+    of weights that wait on the host; ``budget``: the budget in bytes; ``stall``: the share of the time that passes
+    waited for weights; ``size``: bytes of all weights, each counted once (default: ``held`` + ``streamed``, which is
+    right where there are no slots).
     """
     if way == "stream":
         total = held + streamed if size is None else size

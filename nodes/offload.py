@@ -1,4 +1,4 @@
-"""From a patcher that ComfyUI made to one whose weights Carom streams; the same for what holds a patcher."""
+"""Conversion of ComfyUI's patchers, CLIPs, VAEs and ControlNets to ones whose weights Carom streams."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _STATIC = "_carom_static"
 def offload(
     patcher: Any, settings: Settings, fresh: bool = False, again: Callable[[Any], Any] | None = None
 ) -> tuple[Any, Way]:
-    """A clone of ``patcher`` that streams, or one that is ComfyUI's own with the reason why.
+    """Return a clone of ``patcher`` whose weights stream, or a clone whose weights ComfyUI keeps, and the decision.
 
-    ``fresh``: it was loaded a moment ago and nobody else has it, so its weights may be taken as they are. ``again``: makes
-    a dynamic patcher over weights of its own out of ``patcher``, whose loader cannot be run again.
-    Raises UnsupportedError where streaming was asked for by name and cannot be had, BudgetError where ``settings`` allow
-    less than the least budget that works.
+    ``fresh``: ``patcher`` was just loaded and has no other user, so the clone may take over its weights. ``again``:
+    makes a dynamic patcher over copied weights from ``patcher``, for a patcher whose loader cannot be run again.
+    Raises UnsupportedError if mode is "stream" and the model cannot be streamed, BudgetError if ``settings`` allow less
+    than the least budget that works.
     """
     leaves = None
     if patcher.is_dynamic() and patcher.cached_patcher_init is None and not fresh and again is None:
@@ -45,10 +45,10 @@ def offload(
 
 
 def static_clone(patcher: Any, settings: Settings, again: Callable[[Any], Any] | None = None) -> Any:
-    """A clone outside dynamic VRAM, over the same weights where that is possible.
+    """Return a clone of ``patcher`` outside ComfyUI's dynamic VRAM, over the same weights where that is possible.
 
-    Leaving dynamic VRAM runs the loader again, so what it gave is kept with the dynamic model: another LoRA or
-    another prompt never reads the file again.
+    Leaving dynamic VRAM runs the loader again. The loaded static patcher is stored on the dynamic model, so that
+    another LoRA or another prompt does not read the file again.
     """
     if not patcher.is_dynamic():
         return patcher.clone()
@@ -57,15 +57,15 @@ def static_clone(patcher: Any, settings: Settings, again: Callable[[Any], Any] |
         known = patcher.model.__dict__[_STATIC] = wear(
             _loaded_again(patcher) if again is None else _static(again(patcher)), settings
         )
-        known.parent = None  # it lives in the parent's model: no circle
+        known.parent = None  # the parent's model holds `known`: a reference back would be a cycle
     made = patcher.clone(disable_dynamic=True, model_override=known.get_clone_model_override())
-    # When it goes, ComfyUI looks to its parent for the model that is still loaded: that is the static one's.
+    # When the clone is deleted, ComfyUI looks up the loaded model at the clone's parent: the static patcher has it.
     made.parent = known
     return made
 
 
 def _loaded_again(patcher: Any) -> Any:
-    """A static patcher over weights of its own, from the file that ``patcher``'s are from."""
+    """Return a static patcher over newly loaded weights, by a second run of the loader of ``patcher``."""
     load, arguments, *which = patcher.cached_patcher_init
     again = load(*arguments)
     if which:
@@ -76,10 +76,11 @@ def _loaded_again(patcher: Any) -> Any:
 
 
 def _static(patcher: Any) -> Any:
-    """A static patcher over the model of a dynamic one that nobody else has.
+    """Return a static patcher over the model of the dynamic ``patcher``, which must have no other user.
 
-    ComfyUI's dynamic loaders leave the weights in the mapped file, where ours reads them with every core; its static
-    ones copy them first, on one (6.6 s for 9.4 GiB on an H200's host, and host memory for as much).
+    ComfyUI's dynamic loaders leave the weights in the memory-mapped file, and Carom reads them with all CPU cores.
+    ComfyUI's static loaders copy the weights first, on one core (6.6 s for 9.4 GiB on the host of an H200), which needs
+    host memory of the same size.
     """
     static = patcher.clone(disable_dynamic=True, model_override=patcher.get_clone_model_override())
     static.parent = None
@@ -89,12 +90,12 @@ def _static(patcher: Any) -> Any:
 
 
 def _in_use(patcher: Any) -> bool:
-    """Whether ComfyUI has begun to load it."""
+    """Return whether ComfyUI has begun to load the model of ``patcher`` to a device."""
     return getattr(patcher.model, "current_weight_patches_uuid", None) is not None
 
 
 def offload_clip(clip: Any, settings: Settings, fresh: bool = False) -> tuple[Any, Way]:
-    """The same for a CLIP: a clone of it whose patcher streams."""
+    """Return a clone of ``clip`` with the patcher that `offload` makes, and the decision. Raises as `offload` does."""
     patcher, way = offload(clip.patcher, settings, fresh)
     made = clip.clone()
     made.patcher = patcher
@@ -104,7 +105,7 @@ def offload_clip(clip: Any, settings: Settings, fresh: bool = False) -> tuple[An
 
 
 def offload_vae(vae: Any, settings: Settings, fresh: bool = False) -> tuple[Any, Way]:
-    """The same for a VAE: a copy of it whose patcher streams."""
+    """Return a copy of ``vae`` with the patcher that `offload` makes, and the decision. Raises as `offload` does."""
     patcher, way = offload(vae.patcher, settings, fresh)
     made = copy.copy(vae)
     made.patcher, made.first_stage_model = patcher, patcher.model
@@ -112,10 +113,11 @@ def offload_vae(vae: Any, settings: Settings, fresh: bool = False) -> tuple[Any,
 
 
 def offload_control(control: Any, settings: Settings) -> tuple[Any, Way]:
-    """The same for a ControlNet: a copy of it whose patcher streams.
+    """Return a copy of the ControlNet ``control`` with the patcher that `offload` makes, and the decision.
 
-    What has no patcher (T2I adapters, Control-LoRA, which is made anew in each run) is returned as it is with the reason;
-    raises UnsupportedError there where streaming was asked for by name.
+    A control model without a patcher is returned unchanged, with the reason. T2I adapters have no patcher, nor has
+    Control-LoRA, whose model is made anew in each run. Raises as `offload` does, and UnsupportedError for a control
+    model without a patcher if mode is "stream".
     """
     patcher = getattr(control, "control_model_wrapped", None)
     if patcher is None:
@@ -132,15 +134,18 @@ def offload_control(control: Any, settings: Settings) -> tuple[Any, Way]:
 
 
 def _copied(patcher: Any) -> Any:
-    """A patcher over a copy of a ControlNet: ComfyUI's loaders of those leave no way to load the file again."""
+    """Return a patcher over a copy of a ControlNet's model.
+
+    ComfyUI's ControlNet loaders do not record how to load the file again.
+    """
     if _in_use(patcher):
-        comfyui_api.unload(patcher)  # small weights are on the device, theirs are in its backup
+        comfyui_api.unload(patcher)  # small weights are on the device, and their originals in a backup
     made = structure_of(patcher.model)
     return type(patcher)(made, load_device=patcher.load_device, offload_device=patcher.offload_device)
 
 
 def told(result: tuple[Any, Way], settings: Settings) -> Any:
-    """What was made. Where it does not stream, the node says why."""
+    """Return the object in ``result``. If its weights do not stream, show the reason on the node."""
     made, way = result
     if not way.streams:
         comfyui_api.say(f"Carom: {way.reason}", settings.node)

@@ -1,4 +1,4 @@
-"""Nodes that go behind any loader: the same model, text encoder, VAE or ControlNet, with weights that stream."""
+"""Nodes for use behind any loader: each returns its model, text encoder, VAE or ControlNet with weights that stream."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""A thin mixin over a patcher's own class: ComfyUI goes on deciding when and how much, Carom carries the weights.
+"""`CaromPatcher`, a mixin over a patcher's own class, with which a Carom session moves the model's weights.
 
-ComfyUI keeps applying LoRA, dtype casts and quantised kernels: its own low-VRAM load is run with room for nothing,
-so it moves no weight and attaches every patch as a function; the session then puts each weight on the device before
-its module runs. Works over any static patcher class, other packs' included, because nothing of it is replaced.
+ComfyUI decides when a model is loaded and how much memory its weights may take.
+ComfyUI still applies LoRA, dtype casts and quantised kernels. Its low-VRAM load runs with a budget of 1 byte, so that
+the load moves no weight and attaches each patch as a function. The session then puts each weight on the device before
+its module runs. The mixin works over any static patcher class, those of other node packs included, because its methods
+call the methods of that class.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from .inference_tensors import own_memory, own_tensors
 from .node_settings import Settings, most_held, next_budget, parse_limit, rounded
 from .streaming import Streaming, streaming_of
 
-KEY = "carom"  # of our attachment, which clones of a patcher carry on
-NOTHING = 1  # bytes: what ComfyUI's own load may put on the device; 0 would mean "everything"
+KEY = "carom"  # key of Carom's entry in a patcher's attachments, which clones inherit
+NOTHING = 1  # bytes that ComfyUI's own load may put on the device; 0 would mean "everything"
 _classes: dict[type, type] = {}
 
 
 class CaromPatcher:
-    """Mixed in before a patcher class by `wear`. Overrides take any arguments, as releases add some."""
+    """A mixin that `wear` puts before a patcher's class. Overrides accept any arguments, because releases add some."""
 
     model: Any
     load_device: torch.device
@@ -51,7 +53,7 @@ class CaromPatcher:
         return most_held(self._settings.mode, given, self._carom.total)
 
     def model_size(self, *args: Any, **kwargs: Any) -> int:
-        """What the model wants on the device: its true size, or the user's limit if that is less."""
+        """Return the bytes that the model wants on the device: its size, or the user's limit if that is less."""
         return int(min(self._carom.total, self._limit()))
 
     def loaded_size(self, *args: Any, **kwargs: Any) -> int:
@@ -59,8 +61,10 @@ class CaromPatcher:
         return super().loaded_size(*args, **kwargs)  # type: ignore[misc]
 
     def get_free_memory(self, device: Any, *args: Any, **kwargs: Any) -> Any:
-        """By this ComfyUI decides whether prompts run as one batch, which matters more than weights that stay: as
-        before room was taken."""
+        """Return the free bytes of ``device``, plus the bytes that the session holds beyond ComfyUI's offer.
+
+        ComfyUI decides by this figure whether prompts run as one batch. A batch matters more than resident weights.
+        """
         self._carom.follow()
         taken = self._carom.taken if device == self.load_device else 0
         return super().get_free_memory(device, *args, **kwargs) + taken  # type: ignore[misc]
@@ -94,13 +98,13 @@ class CaromPatcher:
         )  # fmt: skip
 
     def _stream(self, device_to: Any, bound: int, force_patch_weights: bool) -> None:
-        """ComfyUI attaches its patches, then the session takes the weights (or changes its budget)."""
+        """Let ComfyUI attach its patches, then let the session take the weights or change its budget."""
         carom, model = self._carom, self.model
         if not carom.active and model.current_weight_patches_uuid is not None:
-            self._unload()  # ComfyUI had loaded it itself
+            self._unload()  # ComfyUI had loaded the model itself
         carom.active = True
         try:
-            # By name, as ComfyUI itself calls it: other packs' overrides rely on that (GGUF).
+            # Keyword arguments, as in ComfyUI's own call: overrides of other node packs rely on them (GGUF).
             super().load(  # type: ignore[misc]
                 device_to,
                 lowvram_model_memory=NOTHING,
@@ -115,7 +119,7 @@ class CaromPatcher:
         comfyui_api.say(carom.line(carom.held), self._settings.node)
 
     def _patch_rest(self, device_to: Any) -> None:
-        """Patches of weights that ComfyUI cannot cast on the fly are merged, as its full load would."""
+        """Merge the patches of weights that ComfyUI cannot cast on the fly, as ComfyUI's full load does."""
         for key in list(self.patches):
             if not isinstance(key, str) or key in self.backup:
                 continue
@@ -141,9 +145,12 @@ class CaromPatcher:
         carom.expected = (self.model.current_weight_patches_uuid, carom.held)
 
     def _settle(self, bound: int) -> None:
-        """Have a session with a budget of ``bound`` bytes, or the one there is where that is near enough."""
+        """Open, resume or resize the session for a budget of ``bound`` bytes.
+
+        A running session keeps its budget where `next_budget` finds no reason for a new layout.
+        """
         carom = self._carom
-        carom.succeed()  # while ComfyUI loaded, a patcher of ours may have let go of the model
+        carom.succeed()  # while ComfyUI loaded, another patcher of Carom may have released the model
         carom.active = True
         if carom.suspended and carom.packs and self._compiled():
             carom.close()
@@ -153,7 +160,7 @@ class CaromPatcher:
         elif carom.session is None:
             settings = self._settings
             if self._compiled():
-                # Compiled code looks at parameters between runs, when packed ones have no memory.
+                # Compiled code reads parameters between runs, when packed parameters have no memory.
                 settings = replace(settings, codec="raw")
             carom.open(self.load_device, bound, settings)
         else:
@@ -167,22 +174,25 @@ class CaromPatcher:
         carom.rank(self._settings.priority)
 
     def _compiled(self) -> bool:
-        """Whether a compile node wrapped the model: as a whole, or block by block (ComfyUI's helper, or object patches)."""
+        """Return whether a compile node wrapped the model, as a whole or block by block.
+
+        Blocks are wrapped by ComfyUI's helper or by object patches.
+        """
         wrapped = any("torch.compile" in keys for keys in getattr(self, "wrappers", {}).values())
         patches = getattr(self, "object_patches", {}).values()
         return wrapped or any(type(patch).__name__ == "OptimizedModule" for patch in patches)
 
     def _leave(self) -> None:
-        """The weights become ComfyUI's again, none of them loaded."""
+        """Close the session, so that ComfyUI manages the weights again. No weight is on the device afterwards."""
         if self._carom.active:
             self._carom.close()
             self._unload()
-        self._carom.close()  # suspended
+        self._carom.close()  # a suspended session
 
     def _unload(self) -> None:
-        """No weight on the device, no patch in a weight; object patches stay."""
+        """Take weights off the device and patches out of the weights. Object patches stay."""
         super().unpatch_model(self.offload_device, unpatch_weights=True)  # type: ignore[misc]
-        before, self.skip_injection = self.skip_injection, True  # who called for a load injects after it
+        before, self.skip_injection = self.skip_injection, True  # the caller of the load injects afterwards
         try:
             super().patch_model(load_weights=False)  # type: ignore[misc]
         finally:
@@ -209,8 +219,8 @@ class CaromPatcher:
             changed = known is not None and (known != self.patches_uuid or force)  # type: ignore[attr-defined]
             ours = carom.streams
             if ours and changed and (self.backup or carom.dressed):
-                carom.close()  # patches are taken out of weights, which must be ComfyUI's own for that
-            # None: the functions go, the weights stay where the session has them.
+                carom.close()  # ComfyUI can take patches only out of its own weights
+            # Device None removes the patch functions and leaves the weights where the session put them.
             super().unpatch_model(None, unpatch_weights=changed and ours)  # type: ignore[misc]
             self.patch_model(load_weights=False)  # type: ignore[attr-defined]
             try:
@@ -254,14 +264,20 @@ class CaromPatcher:
         return result
 
     def detach(self, *args: Any, **kwargs: Any) -> Any:
-        """A clone takes over: one of ours takes the session too, ComfyUI's own must find the weights its own."""
+        """Release the model to a clone.
+
+        A clone of Carom's class takes over the session. For any other clone the session ends first.
+        """
         self._carom.succeed()
         result = super().detach(*args, **kwargs)  # type: ignore[misc]
         self._carom.expect_successor()
         return result
 
     def pin_weight_to_device(self, *args: Any, **kwargs: Any) -> Any:
-        """The session pins what it streams; pinning the same weights twice would take the room of others."""
+        """Do nothing while Carom has the weights.
+
+        The session pins the streamed weights. Pinning them a second time would take pinned memory from other models.
+        """
         if not self._carom.active:
             return super().pin_weight_to_device(*args, **kwargs)  # type: ignore[misc]
         return None
@@ -287,12 +303,15 @@ class CaromPatcher:
 
 
 def settings_of(patcher: Any) -> Settings | None:
-    """The settings a Carom node gave this patcher or the one it is a clone of."""
+    """Return the settings that a Carom node gave ``patcher`` or the patcher it was cloned from, None without any."""
     return getattr(patcher, "attachments", {}).get(KEY)
 
 
 def wear(patcher: Any, settings: Settings) -> Any:
-    """``patcher`` itself, of its own class with `CaromPatcher` before it. Raises UnsupportedError for dynamic ones."""
+    """Return ``patcher`` itself after its class was changed to a subclass of `CaromPatcher` and its own class.
+
+    Raises UnsupportedError for a dynamic patcher.
+    """
     if patcher.is_dynamic():
         raise UnsupportedError(
             "a dynamic patcher keeps its weights; clone it with disable_dynamic=True first"
@@ -307,8 +326,8 @@ def wear(patcher: Any, settings: Settings) -> Any:
 
 
 def strip(patcher: Any) -> Any:
-    """``patcher`` itself, of the class it had before `wear`."""
+    """Return ``patcher`` itself after its class was changed back to the class before `wear`."""
     if isinstance(patcher, CaromPatcher):
         patcher.__class__ = type(patcher).__mro__[2]
-        patcher.size = 0  # clones carry what `model_size` said; let it be counted again
+        patcher.size = 0  # clones inherit the result of `model_size`; 0 makes ComfyUI count again
     return patcher

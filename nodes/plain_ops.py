@@ -1,9 +1,10 @@
-"""ComfyUI's casting forwards, without the casting where there is nothing to cast.
+"""`shorten`: replaces ComfyUI's casting forwards by plain forwards for weights that need no cast.
 
-A low-VRAM load sends every operator through ComfyUI's ``cast_bias_weight``, which asks some twenty questions of a weight
-that is where the operator wants it, as the operator wants it: with hundreds of operators a pass, more host time than the
-pass has to give. So while a session streams, modules get a shortcut that computes what ComfyUI's own forward for loaded
-modules computes; with a patch, another dtype or another kind of weight the casting forward runs as before.
+A low-VRAM load sends every operator through ComfyUI's ``cast_bias_weight``. This function makes some twenty checks,
+even for a weight that is on the right device in the right dtype. With hundreds of operators a pass, the checks take
+more host time than the pass leaves. So while a session streams, modules get a shortcut that computes the same result as
+ComfyUI's own forward for loaded modules. For a weight with a patch, another dtype or another device the casting forward
+still runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ KINDS: tuple[type[nn.Module], ...] = (nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.
 
 
 def shorten(root: nn.Module) -> Callable[[], None]:
-    """Give the modules below ``root`` their shortcut, where they cast as ComfyUI's own; returns what takes it away."""
+    """Give modules below ``root`` with ComfyUI's own casting forward their shortcut; return an undo function."""
     try:
         from comfy.ops import disable_weight_init as own  # type: ignore[import-not-found]
     except ImportError:
@@ -32,7 +33,7 @@ def shorten(root: nn.Module) -> Callable[[], None]:
             continue
         casting: Any = getattr(type(module), NAME, None)
         if not callable(casting) or casting is not getattr(getattr(own, kind.__name__, None), NAME, None):
-            continue  # quantised, another pack's: they know what they do
+            continue  # quantised modules, and those of other node packs, keep their own forwards
         module.__dict__[NAME] = types.MethodType(_shortcut(kind, casting), module)  # type: ignore[arg-type]
         taken.append(module)
 
@@ -54,7 +55,7 @@ _made: dict[tuple[type, Callable], Callable] = {}
 
 
 def _linear(casting: Callable) -> Callable:
-    """Of most operators: their own forward, without asking the module for its weights once more."""
+    """Return the shortcut of linear modules, the most frequent kind: it reads each weight from the module once."""
     linear = nn.functional.linear
 
     def forward(module: Any, input: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The node that plans a model file for a card before anything is loaded: `carom plan` in the node's own words."""
+"""The node `CaromPlan`: plans a model file for a card without loading the model, as the command `carom plan` does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .widgets import CATEGORY
 
 THIS_MACHINE, AS_STORED = "this machine", "as stored"
 CARDS = {card.title: name for name, card in presets.CARDS.items()}
-_WORDS = {"gpu": "card"}  # command-line options whose widget has another name
+_WORDS = {"gpu": "card"}  # the widgets of command-line options with another name
 
 
 class CaromPlan(io.ComfyNode):
@@ -99,7 +99,7 @@ class CaromPlan(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> float:
-        return time.monotonic()  # ComfyUI shows no text of a node that it does not run: it always runs
+        return time.monotonic()  # never the same: ComfyUI shows the text only of a node that it runs
 
     @classmethod
     def execute(cls, model_name: str, **options: Any) -> Any:
@@ -119,12 +119,15 @@ def plan_text(
     codec: str = "auto",
     link: str = "auto",
 ) -> str:
-    """What `carom plan` says of a file, as paragraphs and lists. Raises CaromError or ValueError with a remedy."""
+    """Return the text of `carom plan` for the file at ``path``, as paragraphs and lists.
+
+    Raises CaromError or ValueError. The message names a remedy.
+    """
     arguments = argparse.Namespace(
         model=str(Path(path)),
         gpu=None if card == THIS_MACHINE else CARDS.get(card, card),
         ram=None if is_auto(ram) else ram,
-        nvme="",  # ComfyUI's models wait in RAM: no drive is measured, and none is planned with
+        nvme="",  # ComfyUI's models wait in RAM, so the plan measures and uses no drive
         gds=False,
         link=None if is_auto(link) else link,
     )
@@ -142,7 +145,7 @@ def plan_text(
 
 
 def in_widgets(text: str) -> str:
-    """``text`` with widgets of the node where it names options of the command line ("--gpu rtx4090")."""
+    """Return ``text`` with the command-line options in it ("--gpu rtx4090") replaced by the node's widgets."""
     text = re.sub(r",? or name\s+a drive to stream from \(--nvme \w+\)", "", text)
     text = text.replace("--codec lossless", "codec: auto")
     text = re.sub(r"--gpu (\w+)", lambda found: f"card: {_title(found[1])}", text)

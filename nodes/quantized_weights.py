@@ -1,8 +1,10 @@
-"""Weights that wrap several tensors (quantised ones) or dress one (GGUF's), taken apart so that a session can stream them.
+"""Functions that take weights of tensor subclasses apart, so that a session can stream their inner tensors.
 
-While open, a module holds the inner tensors as parameters of their own, which stream like any, and its ``weight`` is a
-property that puts the wrapper together from wherever they are at that moment. Wrappers are asked for their parts by
-torch's own protocol (``__tensor_flatten__``), so nothing here knows a format.
+Two kinds of subclasses exist: quantised weights wrap several tensors, and GGUF's weights dress one tensor (they add
+attributes to it). While a weight is taken apart ("open"), its module holds the inner tensors as separate parameters,
+which stream like any other. The module's ``weight`` is then a property, which builds the weight from the inner tensors
+wherever they are at that moment. The inner tensors come from torch's own protocol (``__tensor_flatten__``), so this
+file depends on no quantisation format.
 """
 
 from __future__ import annotations
@@ -22,20 +24,29 @@ _classes: dict[tuple[type, tuple[str, ...]], type] = {}
 
 @dataclass(frozen=True)
 class Wrapping:
-    """How one weight is put together: ``names`` of the module's parameters that hold its parts."""
+    """The description from which an open weight is built again.
+
+    ``kind``: the tensor subclass; ``names``: the module's parameters that hold the inner tensors; ``parts``: the names
+    of the inner tensors in the wrapper, empty for a subclass that dresses one tensor; ``context``: the context of
+    ``__tensor_flatten__``; ``shape``, ``stride``: of the weight; ``attributes``: the attributes of a dressed tensor;
+    ``place``: the weight's position among the module's parameters.
+    """
 
     kind: type
     names: tuple[str, ...]
-    parts: tuple[str, ...]  # by the wrapper's own names; none for a subclass that dresses one tensor
+    parts: tuple[str, ...]
     context: Any
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     attributes: dict[str, Any]
-    place: int  # among the module's parameters
+    place: int
 
     @torch.inference_mode()
     def together(self, module: nn.Module) -> torch.Tensor:
-        """The wrapper over the parts as they are now. Never kept: a slot that is referred to cannot be used again."""
+        """Return the weight, built from the inner tensors as they are now.
+
+        The result is never stored: a slot with a reference to its memory cannot be used again.
+        """
         found = [module._parameters[name] for name in self.names]
         if self.parts:
             inner = dict(zip(self.parts, found, strict=True))
@@ -46,7 +57,7 @@ class Wrapping:
 
 
 def take_apart(root: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Open every wrapped parameter below ``root``; returns which, for `put_together`. What has no parts is left alone."""
+    """Open every parameter below ``root`` that can be taken apart; return (module, name) pairs for `put_together`."""
     opened = []
     for module in list(root.modules()):
         for name, tensor in list(module._parameters.items()):
@@ -57,19 +68,25 @@ def take_apart(root: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def dresses(opened: list[tuple[nn.Module, str]]) -> bool:
-    """Whether any of them dresses a tensor of its own: what its owner writes on it (patches) is not seen while open."""
+    """Return whether any of the ``opened`` weights dresses one tensor.
+
+    Attributes that ComfyUI writes to such a weight (patches) have no effect while the weight is open.
+    """
     return any(not module.__dict__[_TABLE][name].parts for module, name in opened)
 
 
 def put_together(opened: list[tuple[nn.Module, str]]) -> None:
-    """Every weight a parameter again, over the same memory."""
+    """Make every weight of ``opened`` a parameter again, over the same memory."""
     for module, name in opened:
         if name in module.__dict__.get(_TABLE, {}):
             _close(module, name)
 
 
 def _parts(tensor: Any) -> tuple[tuple[str, ...], Any] | None:
-    """(names of inner tensors, context); no names for a subclass with memory of its own; None where neither holds."""
+    """Return (names of the inner tensors, context), with no names for a subclass that has memory of its own.
+
+    Return None for a tensor that cannot be taken apart.
+    """
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
         return tuple(names), context
@@ -80,7 +97,7 @@ def _parts(tensor: Any) -> tuple[tuple[str, ...], Any] | None:
 
 def _undressed(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, (AwayParameter, AwayTensor)):
-        return tensor._carom.read()  # its own memory is no value: that waits packed
+        return tensor._carom.read()  # the tensor's own memory holds no value: the value waits packed
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach().as_subclass(torch.Tensor)
 
@@ -119,7 +136,7 @@ def _close(module: nn.Module, name: str) -> None:
 
 
 def _dress(module: nn.Module) -> None:
-    """The class that fits what is open: the module's own, with a property a weight."""
+    """Set the module's class: a subclass of its own class with one property for each open weight, or its own class."""
     own = type(module)
     own = getattr(own, "_carom_own", own)
     names = tuple(module.__dict__[_TABLE])
@@ -141,7 +158,10 @@ def _property(name: str) -> property:
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:
-    """ComfyUI put another weight there (it merges patches so): that one stands, whole."""
+    """Set an attribute. Close an open weight of that name first, so that the new weight replaces the whole weight.
+
+    ComfyUI replaces weights in this way when it merges patches.
+    """
     if name in module.__dict__.get(_TABLE, {}):
         _close(module, name)
         setattr(module, name, value)

@@ -1,7 +1,7 @@
-"""A file read into the system's cache in the background, so that whoever maps it finds its bytes in memory.
+"""`read_ahead`: reads a file into the system's page cache in the background, so that a memory map of it is in memory.
 
-ComfyUI maps checkpoints; pages of a map come in by ones and twos, at a fraction of the drive's rate. A few threads that
-read large pieces, from the front, bring them at the whole of it. Nothing is kept here.
+ComfyUI memory-maps checkpoints. The pages of a map are loaded one or two at a time, at a fraction of the drive's rate.
+A few threads that read large pieces from the front reach the drive's full rate. The bytes that they read are discarded.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import threading
 logger = logging.getLogger("carom")
 THREADS = 4
 PIECE = 16 << 20
-SHARE = 2  # files of more than this part of the memory that is available would drive themselves out again
+SHARE = 2  # files larger than 1/2 of the available memory are not read: their pages would evict each other
 
 
 def read_ahead(path: str) -> list[threading.Thread]:
-    """Begin, and return the threads; none where the file is too large for memory or cannot be read."""
+    """Start the reading threads and return them; an empty list if the file is too large for memory or unreadable."""
     import psutil
 
     try:
         size = os.path.getsize(path)
         if size > psutil.virtual_memory().available // SHARE:
             return []
-    except OSError:  # whoever loads it says what is wrong
+    except OSError:  # the loader of the file reports the error
         return []
     pieces = iter(range(0, size, PIECE))
     lock = threading.Lock()

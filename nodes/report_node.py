@@ -1,4 +1,4 @@
-"""The node that says what the last run of a model did, in words and as a picture."""
+"""The node `CaromReport`: reports the last run of a model, as text and as a picture."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CaromReport(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> float:
-        return time.monotonic()  # the same inputs, another run: other figures
+        return time.monotonic()  # never the same: figures differ between runs with the same inputs
 
     @classmethod
     def execute(
@@ -79,7 +79,7 @@ class CaromReport(io.ComfyNode):
 
 
 def figures(patcher: Any) -> tuple[str, Report]:
-    """What is known of a patcher: one line, and a report (of sizes alone where ComfyUI keeps the weights)."""
+    """Return a line of text about a patcher, and a report, which has only sizes where ComfyUI keeps the weights."""
     streaming = known_streaming(patcher.model)
     report = streaming.report() if streaming is not None else None
     loaded, size = patcher.loaded_size(), comfyui_api.module_bytes(patcher.model)
@@ -108,7 +108,10 @@ def figures(patcher: Any) -> tuple[str, Report]:
 
 
 def image_of(report: Report) -> torch.Tensor:
-    """The timeline above the table of figures, as ComfyUI's IMAGE: float32 (1, height, width, 3) in [0, 1]."""
+    """Return a picture of the timeline above the table of figures.
+
+    The picture is an IMAGE of ComfyUI: float32, shape (1, height, width, 3), values in [0, 1].
+    """
     from PIL import Image
 
     with tempfile.TemporaryDirectory(prefix="carom-") as folder:
@@ -121,7 +124,7 @@ def image_of(report: Report) -> torch.Tensor:
 
 
 def _draw_table(report: Report, path: str) -> None:
-    from matplotlib.figure import Figure  # the object alone: pyplot would touch global state
+    from matplotlib.figure import Figure  # without pyplot, which would change global state
 
     table = report.table()
     height = LINE_INCHES * (table.count("\n") + 3)

@@ -1,4 +1,4 @@
-"""What Carom keeps for one model that ComfyUI loaded: its session, shared by all patchers of that model."""
+"""`Streaming`: the session of one model that ComfyUI loaded, shared by all patchers of the model."""
 
 from __future__ import annotations
 
@@ -30,45 +30,52 @@ from .quantized_weights import dresses, put_together, take_apart
 logger = logging.getLogger("carom")
 _ATTRIBUTE = "_carom_streaming"
 TELL_EVERY_S = 2.0
-# Models that ComfyUI unloaded and whose weights wait on, the longest unused first.
+# Models that ComfyUI unloaded and whose sessions are suspended, the longest unused first.
 _suspended: weakref.WeakKeyDictionary[Streaming, None] = weakref.WeakKeyDictionary()
 
 
 class Streaming(TakesRoom):
-    """At most one session, opened, resized and closed as ComfyUI loads, squeezes and unloads the model."""
+    """Holds at most one session for a model, and opens, resizes and closes it as ComfyUI loads and unloads the model.
+
+    ``session``: the session, None before `open` and after `close`; ``packs``: whether weights may wait packed;
+    ``active``: whether Carom has the weights, or is about to take them; ``suspended``: whether ComfyUI unloaded the
+    model while the session keeps the weights on the host; ``budget``: the session's budget in bytes; ``held``: bytes on
+    the device (resident, adapters, slots, staging); ``weights``: bytes of all weights, each counted once; ``streamed``:
+    bytes of streamed weights; ``note``: why the model does not stream, "" if it may; ``expected``: ComfyUI's id of the
+    model's patches and its count of loaded bytes, as last seen; ``dressed``: whether weights are single tensors with
+    added attributes (GGUF), on which ComfyUI writes patches only while they are whole.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)  # the model holds us
+        self._model = weakref.ref(model)  # weak, because the model holds this object
         self.session: Session | None = None
-        self.packs = False  # weights may wait packed
-        self.active = False  # weights are Carom's, or about to be
-        self.suspended = False  # ComfyUI unloaded the model; the session waits on the host
+        self.packs = False
+        self.active = False
+        self.suspended = False
         self.budget: int | None = None
-        self.held = 0  # bytes on the device: resident, slots, staging
-        self.weights = 0  # bytes of them, each counted once
+        self.held = 0
+        self.weights = 0
         self.streamed = 0
-        self.note = ""  # why the model does not stream, when it does not
+        self.note = ""
         self.expected: tuple = ()
-        self.dressed = (
-            False  # weights are dressed tensors: patches are written on them, and only while they are whole
-        )
+        self.dressed = False
         self._total = 0
-        self._least: dict[Settings, int] = {}  # by what it depends on: bytes of the least budget that works
-        self._pins = [0]  # bytes that ComfyUI counts as pinned for us
+        self._least: dict[Settings, int] = {}  # the least budget that works, in bytes, by settings
+        self._pins = [0]  # bytes that ComfyUI counts as pinned for this model
         self._ends: weakref.finalize | None = None
         self._last: Report | None = None
         self._undo = contextlib.ExitStack()
         self._lengthen: Callable[[], None] = _nothing
-        self._node = ""  # of the page, which running is told to
+        self._node = ""  # id of the node that shows progress text
         self._told = 0.0
 
     # -- life
 
     def check(self, device: torch.device, settings: Settings) -> None:
-        """Raise BudgetError where the user's own limit is less than the least budget that works on ``device``.
+        """Raise BudgetError if the user's own limit is less than the least budget that works on ``device``.
 
-        Nodes ask this while they run, so that the error is shown on the node that has the widget. Raises UnsupportedError
-        where the weights cannot be streamed and ``settings`` demand it.
+        Nodes call this while they run, so that ComfyUI shows the error on the node that has the widget. Raises
+        UnsupportedError if the weights cannot be streamed and mode is "stream".
         """
         limit = parse_limit(settings.vram, comfyui_api.device_bytes(device))
         if limit >= self.total:
@@ -98,18 +105,18 @@ class Streaming(TakesRoom):
         return 0
 
     def open(self, device: torch.device, bound: int, settings: Settings) -> None:
-        """Stream within ``bound`` bytes of ``device``; where ComfyUI offers less than what works, within that.
+        """Open a session with a budget of ``bound`` bytes of ``device``, or the least that works if that is more.
 
-        Raises BudgetError (the user's own limit is too small) or another CaromError; nothing is attached then.
+        Raises BudgetError if the user's own limit is less than that budget, or another CaromError. The model is
+        unchanged then.
         """
         model, began = self._model(), time.monotonic()
         assert model is not None and self.session is None
         root, entrances = root_of(model)
         self._take_apart(root)
         bar = comfyui_api.LoadingBar()
-        if (
-            self.dressed
-        ):  # what GGUF weights are made of packs no further, and they are read past their parameters
+        # The bytes of GGUF weights cannot be packed further, and GGUF weights are not read through their parameters.
+        if self.dressed:
             settings = replace(settings, codec="raw")
         try:
             session, bound = self._attach(root, device, bound, settings, bar)
@@ -119,7 +126,7 @@ class Streaming(TakesRoom):
         self.session, self.budget, self.packs = session, bound, settings.codec != "raw"
         self._ends = weakref.finalize(model, _dropped, weakref.ref(self), self._pins)
         self._ends.atexit = False
-        model.__dict__.pop(MAPPED, None)  # every weight has moved
+        model.__dict__.pop(MAPPED, None)  # no weight is in the mapped file any more
         for name in entrances:
             self._enter_by(model, root, name)
         handle = root.register_forward_pre_hook(_quiet(functools.partial(_guard, weakref.ref(self))))
@@ -129,7 +136,7 @@ class Streaming(TakesRoom):
         self._lengthen = shorten(root)
         self._measure()
         self._node, self._told = settings.node, time.monotonic()
-        bar.finish()  # cancelled meanwhile: whoever loads closes us again
+        bar.finish()  # raises if the user cancelled; the caller then closes the session
 
     @staticmethod
     def _attach(
@@ -143,11 +150,11 @@ class Streaming(TakesRoom):
             except BudgetError as error:
                 if error.least_bytes is None or error.least_bytes > limit:
                     raise
-                # Less than this cannot run at all; ComfyUI's own estimate has reserves to give.
+                # The model cannot run with less. ComfyUI's estimate has reserves that cover the difference.
                 return _stream(root, device, error.least_bytes, settings), error.least_bytes
 
     def lengthen(self) -> None:
-        """ComfyUI's own forwards again: compiled code is to see what it always sees."""
+        """Restore ComfyUI's own forwards. Compiled code must see the same forwards as without Carom."""
         self._lengthen()
         self._lengthen = _nothing
 
@@ -162,7 +169,10 @@ class Streaming(TakesRoom):
         self._undo.callback(model.__dict__.pop, name, None)
 
     def resize(self, budget: int) -> int:
-        """Change the budget, to the least that works where ``budget`` is smaller; returns bytes given back."""
+        """Change the budget to ``budget`` bytes, or the least that works if that is more; return the bytes given back.
+
+        Keep the budget and return 0 if the least budget that works is not less than the bytes held.
+        """
         assert self.session is not None
         before, began = self.held, time.monotonic()
         with _laying_out():
@@ -180,12 +190,14 @@ class Streaming(TakesRoom):
 
     @property
     def streams(self) -> bool:
-        """Whether a session has the weights, and not suspended."""
+        """Whether a session has the weights and is not suspended."""
         return self.session is not None and not self.suspended
 
     def suspend(self) -> None:
-        """ComfyUI unloads the model: the device is released. What waits on the host stays as it waits, pinned or packed,
-        so that coming back costs what has to cross to the device."""
+        """Release the device, because ComfyUI unloads the model.
+
+        Weights on the host stay pinned or packed as they are, so that `resume` only copies bytes to the device.
+        """
         assert self.session is not None
         began = time.monotonic()
         with _laying_out():
@@ -197,7 +209,7 @@ class Streaming(TakesRoom):
         logger.info("Carom: the device was released in %.2f s", time.monotonic() - began)
 
     def resume(self, bound: int, settings: Settings) -> None:
-        """Stream again, within ``bound`` bytes or the least that works. Raises as `open` does."""
+        """Stream again after `suspend`, with ``bound`` bytes or the least budget that works. Raises as `open` does."""
         assert self.session is not None
         began = time.monotonic()
         limit = parse_limit(settings.vram, comfyui_api.device_bytes(self.session.device))
@@ -218,7 +230,7 @@ class Streaming(TakesRoom):
         bar.finish()
 
     def rank(self, priority: str) -> None:
-        """Rank the session among others that share memory with it; "normal" leaves a rank that it was given before."""
+        """Rank the session among others that share memory with it. "normal" leaves an earlier rank unchanged."""
         assert self.session is not None
         if priority == "high":
             self.session.prioritize()
@@ -226,28 +238,31 @@ class Streaming(TakesRoom):
             self.session.deprioritize()
 
     def give_up_pins(self) -> None:
-        """Others need the pinned memory more: a suspended model's bytes wait in ordinary memory."""
+        """Move a suspended model's bytes from pinned to ordinary host memory, so that other models can pin theirs."""
         if self.session is not None and self.suspended:
             self.session.unpin()
             self._count_pinned()
 
     def expect_successor(self) -> None:
-        """Our patcher let go of the model. Whoever looks through its modules next, without `succeed`, is to load it
-        himself: then the session ends first."""
+        """Close the session at the next call of the model's ``named_modules``, unless `succeed` is called before.
+
+        Called after a patcher of Carom released the model. A call of ``named_modules`` without `succeed` means that a
+        patcher of ComfyUI's own is about to load the model.
+        """
         model = self._model()
         if self.session is not None and model is not None:
             model.__dict__["named_modules"] = functools.partial(_taken_over, weakref.ref(self))
 
     def succeed(self) -> bool:
-        """It is one of ours again who loads the model; returns whether somebody was expected."""
+        """Undo `expect_successor`, because a patcher of Carom loads the model; return whether it was in effect."""
         model = self._model()
         return model is not None and model.__dict__.pop("named_modules", None) is not None
 
     def close(self) -> None:
-        """Give the model back as it was before, on the host. Idempotent."""
+        """Close the session and restore the model as it was before, on the host. Idempotent."""
         self.succeed()
         if self.suspended and self.packs and self.session is not None and self.session.device.type != "cpu":
-            with contextlib.suppress(Exception), _laying_out():  # unpacked on the host where it cannot be
+            with contextlib.suppress(Exception), _laying_out():  # else weights are unpacked on the host
                 self.session.unpark()
         self.active = self.suspended = False
         _suspended.pop(self, None)
@@ -271,7 +286,7 @@ class Streaming(TakesRoom):
 
     @property
     def total(self) -> int:
-        """The model's true size in bytes."""
+        """The size of the model in bytes."""
         if not self._total:
             model = self._model()
             assert model is not None
@@ -294,24 +309,27 @@ class Streaming(TakesRoom):
         self._pins[0] = report.pinned_bytes
 
     def report(self) -> Report | None:
-        """The session's figures, or those of the last one; None where nothing was ever streamed."""
+        """Return the report of the session, or of the last session; None if there was no session."""
         return self._last if self.session is None else self.session.report()
 
     def line(self, loaded: int, stall: float | None = None) -> str:
-        """One line for the node."""
+        """Return a line of text for the node. ``loaded``: bytes that ComfyUI loaded; ``stall``: as in `describe`."""
         if self.streams:
             return describe("stream", self.held, self.streamed, self.budget, stall, self.weights)
         return describe(self.note or "whole", loaded, 0, None)
 
     def tell(self) -> None:
-        """While it runs: residency and stall on the node, every few seconds."""
+        """Show residency and stall on the node, at most every `TELL_EVERY_S` seconds. Called before each pass."""
         now = time.monotonic()
         if self.session is not None and self.streams and now - self._told >= TELL_EVERY_S:
             self._told = now
             comfyui_api.show(self.line(self.held, self.session.stall_share()), self._node)
 
     def stall_share(self) -> float | None:
-        """Of the last steps' time, the part spent waiting for weights (waits for the device)."""
+        """Return the share of the last steps' time that was spent waiting for weights, None before any measurement.
+
+        The call waits for the device.
+        """
         report = self.report()
         if report is None or not report.step_seconds or report.stall_seconds is None:
             return None
@@ -319,7 +337,7 @@ class Streaming(TakesRoom):
 
 
 def streaming_of(model: nn.Module) -> Streaming:
-    """The model's `Streaming`, made when first asked for; it dies with the model."""
+    """Return the model's `Streaming`, made at the first call. The model owns it."""
     found = model.__dict__.get(_ATTRIBUTE)
     if found is None:
         found = model.__dict__[_ATTRIBUTE] = Streaming(model)
@@ -327,7 +345,7 @@ def streaming_of(model: nn.Module) -> Streaming:
 
 
 def known_streaming(model: Any) -> Streaming | None:
-    """The model's `Streaming` if it has one."""
+    """Return the model's `Streaming`, None if the model has none."""
     return getattr(model, "__dict__", {}).get(_ATTRIBUTE)
 
 
@@ -344,7 +362,7 @@ def _stream(root: nn.Module, device: torch.device, budget: int, settings: Settin
 
 
 def _make_pin_room(nbytes: int) -> None:
-    """Within what ComfyUI lets be pinned, the model that is about to run comes before those that wait."""
+    """Unpin suspended models until ComfyUI's limit allows to pin ``nbytes`` for the model that is about to run."""
     for streaming in list(_suspended):
         if comfyui_api.pin_room() >= nbytes:
             return
@@ -353,14 +371,17 @@ def _make_pin_room(nbytes: int) -> None:
 
 @contextlib.contextmanager
 def _laying_out() -> Iterator[None]:
-    """Weights are moved about: outside inference mode, and outside what ComfyUI records of a block's allocations."""
+    """Context for moving weights: disable inference mode and ComfyUI's recording of a block's allocations."""
     with torch.inference_mode(False), torch.no_grad(), comfyui_api.lasting_allocations():
         yield
 
 
 def _dropped(reference: weakref.ref[Streaming], pins: list[int]) -> None:
-    """ComfyUI let go of a model. What its session holds of the device is free now, not when cycles are collected: the
-    model that is loaded next is offered what is free."""
+    """Close the session of a model that ComfyUI deleted.
+
+    The session's device memory is released at once, not at the next collection of reference cycles, because ComfyUI
+    offers the free memory to the model that it loads next.
+    """
     streaming = reference()
     session = None if streaming is None else streaming.session
     try:
@@ -371,20 +392,24 @@ def _dropped(reference: weakref.ref[Streaming], pins: list[int]) -> None:
             _suspended.pop(streaming, None)
             with _laying_out():
                 session.close(discard=True)
-    except Exception as error:  # nobody is there to hear of it
+    except Exception as error:  # a finalizer has no caller to raise to
         logger.warning("Carom: a model that was dropped could not give its memory back: %s", str(error))
 
 
 def _taken_over(reference: weakref.ref[Streaming], *args: Any, **kwargs: Any) -> Any:
     streaming = reference()
     model = None if streaming is None else streaming._model()
-    assert streaming is not None and model is not None  # the model's own attribute: both live
+    assert streaming is not None and model is not None  # called as the model's attribute, so both exist
     streaming.close()
     return model.named_modules(*args, **kwargs)
 
 
 def _guard(reference: weakref.ref[Streaming], root: nn.Module, args: Any) -> None:
-    """Before each pass: weights that ComfyUI replaced meanwhile (merged LoRA) are inference tensors again."""
+    """Prepare for a pass: replace weights that ComfyUI exchanged since the last pass (merged LoRA) by ordinary tensors.
+
+    The weights that ComfyUI put there are inference tensors. The call also records a changed budget and updates the
+    node.
+    """
     streaming = reference()
     model = None if streaming is None else streaming._model()
     if streaming is None or model is None:
@@ -406,7 +431,7 @@ def _nothing() -> None:
 
 
 def _quiet(function: Callable) -> Callable:
-    """Tells torch.compile to leave the function alone, without importing the compiler."""
+    """Return a wrapper of ``function`` that torch.compile does not trace, without importing the compiler."""
 
     def call(*args: Any) -> None:
         function(*args)

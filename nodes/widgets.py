@@ -1,4 +1,4 @@
-"""The widgets that Carom's nodes share, and what they are called in ComfyUI's menu."""
+"""The widgets that Carom's nodes share, and the nodes' category in ComfyUI's menu."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ CATEGORY = "Carom"
 def widgets(*more: Any) -> list[Any]:
     """Return the inputs that Carom's nodes share, all of them optional.
 
-    ``more``: a node's own inputs. They come before ``priority``, which is newer: workflows keep values by position.
+    ``more``: further inputs of a node. They come before the newer ``priority``, because workflows store values by
+    position.
     """
     return [
         io.Combo.Input(
@@ -75,7 +76,7 @@ def widgets(*more: Any) -> list[Any]:
 
 
 def device_widget() -> Any:
-    """Where a loader's model computes, as ComfyUI's own loaders ask it."""
+    """Return the device input of a loader node, the same as in ComfyUI's own loaders."""
     return io.Combo.Input(
         "device",
         options=comfyui_api.device_options(),
@@ -87,7 +88,7 @@ def device_widget() -> Any:
 
 
 def settings_from(node: Any, options: dict[str, Any]) -> Settings:
-    """Checked settings of a node's widgets. Raises ValueError that names the widget."""
+    """Return the checked settings of a node's widgets. Raises ValueError that names an invalid widget."""
     names = ("mode", "vram", "ram", "granularity", "codec", "priority")
     given = {name: str(options[name]) for name in names if options.get(name) is not None}
     hidden = getattr(node, "hidden", None)

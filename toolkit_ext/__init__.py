@@ -1,18 +1,21 @@
-"""The ai-toolkit backend: YAML `model: {offload: bouncing}`. Translates its calls to `carom.stream`, decides nothing.
+"""The ai-toolkit backend, for a YAML with `model: {offload: bouncing}`. Maps ai-toolkit's calls to Carom sessions.
 
-`options` reads the YAML, `choose_mode` says what its mode comes down to on this device and `device_trial` finds that out, `budget_shares`
-divides one budget among a job's models, `loading` keeps whole models on the host while they load, `attachment` is one model under
-Carom, `job` all of one process, `log_messages` what the job's log says, `toolkit_patches` where ai-toolkit is joined, and `folder` the extension folder that `carom
-install-ai-toolkit` puts in place.
+- `options` reads the YAML.
+- `choose_mode` decides how the requested mode runs on the job's device, and `device_trial` tries the device out.
+- `budget_shares` checks that a job's models fit one budget.
+- `loading` keeps whole models on the host while they load.
+- `attachment` manages one model, and `job` all models of one process of a job.
+- `log_messages` writes the lines for the job's log.
+- `toolkit_patches` patches ai-toolkit's classes.
 """
 
 from __future__ import annotations
 
 
 def install() -> None:
-    """Join the running ai-toolkit; called by the extension folder. Idempotent.
+    """Patch the running ai-toolkit. Idempotent. The extension folder of `carom install-ai-toolkit` calls this function.
 
-    Raises UnsupportedError, before anything is changed, when this ai-toolkit lacks a seam.
+    Raises UnsupportedError, before any change, if this ai-toolkit lacks a class or method that is patched.
     """
     from .toolkit_patches import install as join
 

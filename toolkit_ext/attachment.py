@@ -1,7 +1,8 @@
-"""One model under Carom, as ai-toolkit sees it: the marks of its memory manager, a cheap `.to`, streamed from its first forward on.
+"""`Attachment`: one model that Carom manages in place of ai-toolkit's memory manager.
 
-Nothing is streamed before the first forward: until then ai-toolkit quantises, converts and wraps the modules
-as it likes, and the weights wait on the CPU untouched. What is streamed then is the final model, pinned once.
+The model carries the attributes that ai-toolkit's memory manager sets. Its `.to` moves no weights, and its weights
+stream from the first forward on. Before the first forward, ai-toolkit may quantise, convert and wrap the modules, and
+the weights wait on the CPU. So the session gets the final model and pins its weights once.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ LEAF_MARKS = ("_layer_memory_manager", "_memory_management_device")
 
 
 class Attachment:
-    """``module`` on ``device``; ``open`` makes its session, once, at the first forward.
+    """A model that Carom manages, stored as ``module._memory_manager``, with the attributes of the stock manager.
 
-    It stands at ``module._memory_manager`` and has the stock manager's attributes.
-    ``percent``: the share of the weights to stream that the YAML asked for, None where it did not.
+    ``module``: the model; ``process_device``: the device that computes; ``name``: the model's name in the job's log;
+    ``percent``: the share (0 to 1) of the weights to stream that the YAML requests, None without a request;
+    ``unmanaged_modules``: the modules that ai-toolkit asked to ignore; ``session``: the session, None before the first
+    forward and while paused; ``least``: the least budget that works, in bytes, for each granularity; ``given``: the
+    budget of the session, or its future budget; ``trains``: whether backward passes go through the model; ``gone``:
+    whether `detach` was called. The argument ``open`` makes the session, at the first forward.
     """
 
     def __init__(
@@ -39,9 +44,9 @@ class Attachment:
         self.name, self.percent = name or type(module).__name__, percent
         self.unmanaged_modules = list(ignored)
         self.session: Session | None = None
-        self.least: dict[str | None, int] = {}  # granularity -> the least budget that works, in bytes
-        self.given: int | str | SharedBudget | None = None  # the budget it has or will have
-        self.trains = False  # whether backwards are to go through it
+        self.least: dict[str | None, int] = {}
+        self.given: int | str | SharedBudget | None = None
+        self.trains = False
         self._laid_open: FlattenedWeights | None = None
         self.gone = False
         self._open = open
@@ -63,7 +68,7 @@ class Attachment:
 
     @property
     def streams_what_trains(self) -> bool:
-        """Whether weights that train, in less than float32, stream: an optimizer steps them on the host."""
+        """Whether trainable weights of a dtype other than float32 stream. The optimizer steps these on the host."""
         return self.session is not None and any(
             p.requires_grad and p.dtype != torch.float32 and getattr(p, "_carom", None) is not None
             for p in self.module.parameters()
@@ -72,7 +77,10 @@ class Attachment:
     # -- life
 
     def activate(self) -> Session:
-        """Stream from here on. What fails leaves the model waiting as before, so that a later forward may try again."""
+        """Open the session if there is none, and return it.
+
+        After an exception the model still waits on the CPU, so that a later forward can try again.
+        """
         with self._lock:
             if self.session is None:
                 self._mark()
@@ -87,16 +95,16 @@ class Attachment:
             return self.session
 
     def pause(self) -> None:
-        """Back to waiting on the CPU: something is about to happen that a streamed model does not allow."""
+        """Close the session before a change that a streamed model does not allow. The model then waits on the CPU."""
         with self._lock:
             if self.session is not None:
                 self._close()
                 self._listen()
 
     def detach(self, *, discard: bool = False) -> None:
-        """The module as it was before: its own `.to` and forward, no marks, weights on the CPU. Idempotent.
+        """Restore the module as it was before: its own `.to` and forward, no marks, weights on the CPU. Idempotent.
 
-        ``discard``: the weights are about to be dropped, so those on the device stay there.
+        ``discard``: the weights will be deleted, so those on the device stay there.
         """
         with self._lock:
             if self.gone:
@@ -113,7 +121,7 @@ class Attachment:
                 self.module.__dict__.pop(mark, None)
 
     def differs_from(self, dtype: torch.dtype) -> bool:
-        """Whether a `.to(dtype)` would convert anything; what wrapped weights hold inside is their own business."""
+        """Return whether `.to(dtype)` would convert any weight. Inner tensors of quantised weights do not count."""
         laid_open = self._laid_open
         inner = set() if laid_open is None else laid_open.inner
         wrappers = [] if laid_open is None else laid_open.wrappers
@@ -121,7 +129,10 @@ class Attachment:
         return any(t.is_floating_point() and t.dtype != dtype for t in weights)
 
     def refresh(self) -> None:
-        """The weights were changed unseen: no copy is trusted, and weights that were replaced are taken up anew."""
+        """Discard copies of weights, because weights were changed without the session's knowledge.
+
+        If quantised weights were replaced, close the session; the next forward opens another one.
+        """
         with self._lock:
             if self._laid_open is not None and self._laid_open.replaced:
                 self.pause()
@@ -136,13 +147,16 @@ class Attachment:
         if laid_open is not None:
             laid_open.close()
 
-    # -- what stands in the module
+    # -- attributes of the module
 
     def _put(self, key: str, value: Any) -> None:
         self.module.__dict__[key] = value
 
     def _take_away(self, key: str) -> None:
-        """Ours goes; what others put over it since stays, and passes through to it."""
+        """Restore the module's attribute ``key`` from before, if the present value is Carom's.
+
+        A wrapper that other code put over Carom's value stays, and calls through to that value.
+        """
         if getattr(self.module.__dict__.get(key), "carom", None) is not self:
             return
         if self._before[key] is None:
@@ -151,7 +165,7 @@ class Attachment:
             self.module.__dict__[key] = self._before[key]
 
     def _mark(self) -> None:
-        """The stock marks of layers; modules that came since the last time (quantised ones) get them too."""
+        """Set the stock manager's marks on layers without marks, also on (quantised) layers that replaced others."""
         for child in self.module.modules():
             if next(child.children(), None) is None and "_layer_memory_manager" not in child.__dict__:
                 if not (child._parameters or child._buffers):
@@ -160,7 +174,10 @@ class Attachment:
                 child._memory_management_device = self.process_device  # type: ignore[assignment]
 
     def _listen(self) -> None:
-        """Parts may be called past the root (a text encoder's inner model): that is a first forward too."""
+        """Register pre-hooks on all submodules: a call of a submodule alone is a first forward too.
+
+        An example is the inner model of a text encoder.
+        """
         for child in self.module.modules():
             if child is not self.module:
                 self._hooks.append(child.register_forward_pre_hook(_Touched(self)))
@@ -171,7 +188,11 @@ class Attachment:
 
 
 class LayerMark:
-    """Stands where the stock per-layer manager stands; the layer's forward is left alone."""
+    """The object in the place of the stock per-layer manager. It does not change the layer's forward.
+
+    ``module``: the layer; ``manager``: the `Attachment` of its model. ``_original_forward``: the layer's forward
+    without an adapter, as the stock per-layer manager stores it.
+    """
 
     def __init__(self, module: nn.Module, manager: Attachment) -> None:
         self.module, self.manager = module, manager
@@ -184,7 +205,11 @@ class LayerMark:
 
 
 class _Standin:
-    """A callable in a module's dict; a deep copy of the module gets its class's own method instead."""
+    """Base of callables that replace methods in a module's ``__dict__``.
+
+    ``method``: the name of the replaced method; ``carom``: the `Attachment`. A deep copy of the module gets the method
+    of its own class instead of the callable.
+    """
 
     method = ""
 
@@ -197,7 +222,7 @@ class _Standin:
 
 
 class _First(_Standin):
-    """The root's forward until it streams; a pass-through from then on."""
+    """The root's forward. The first call opens the session; later calls pass through to the original forward."""
 
     method = "forward"
 
@@ -211,13 +236,13 @@ class _First(_Standin):
         if attachment.session is not None or attachment.gone:
             return self._inner(*args, **kwargs)
         attachment.activate()
-        # Inputs were placed by where the weights waited; this once they follow them.
+        # ai-toolkit put the inputs on the CPU, where the weights waited. The first call moves them to the device.
         args, kwargs = _moved((args, kwargs), attachment.process_device)
         return attachment.module.forward(*args, **kwargs)
 
 
 class _Touched:
-    """Forward pre-hook of the parts while the model waits."""
+    """Forward pre-hook of the submodules while the model waits. It opens the session and moves the inputs."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.carom = attachment
@@ -237,7 +262,7 @@ def _nothing(module: nn.Module, args: Any) -> None:
 
 
 class _To(_Standin):
-    """`.to`: moving is Carom's business, a change of dtype is done as without it."""
+    """The root's `.to`. The session handles moves to a device; a change of dtype closes the session and converts."""
 
     method = "to"
 
@@ -250,7 +275,7 @@ class _To(_Standin):
             module._mm_to(*args, **kwargs)  # type: ignore[operator]
             return module
         if dtype is None and not session.parked and device == attachment.process_device:
-            return module  # said before every forward, of a model that is there
+            return module  # ai-toolkit calls this before every forward; the model is already on the device
         if dtype is not None and attachment.differs_from(dtype):
             attachment.pause()
             module._mm_to(dtype=dtype)  # type: ignore[operator]
@@ -261,7 +286,10 @@ class _To(_Standin):
 
 
 class _Waiting(_Standin):
-    """`_apply` of a waiting model, through which all moving and converting goes, a parent's too: it stays on the CPU."""
+    """The root's `_apply` while the model waits: converts dtypes, but keeps the weights on the CPU.
+
+    All moves and conversions go through `_apply`, those of a parent module included.
+    """
 
     method = "_apply"
 
@@ -275,14 +303,17 @@ class _Waiting(_Standin):
 
 
 def tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Every parameter and buffer in the tables of the tree, none of them computed by a property."""
+    """Yield every parameter and buffer in the tables of the module tree, without evaluating properties."""
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             yield from (t for t in table.values() if t is not None)
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of all parameters and buffers, each once; of wrapped quantised tensors what they hold inside."""
+    """Return the bytes of all parameters and buffers, each counted once.
+
+    A quantised weight counts as the sum of its inner tensors.
+    """
     return sum(_nbytes(t) for t in {id(t): t for t in tensors(module)}.values())
 
 

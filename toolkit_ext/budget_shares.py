@@ -1,4 +1,4 @@
-"""PURE. One budget for several models of a job: whether each of them can run within it."""
+"""PURE. `require`: checks that the models of a job can run within one budget."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ..core.common.sizes import format_size
 
 
 def require(total: int, leasts: Mapping[str, int]) -> None:
-    """``total`` bytes must hold what each model, by its name, takes to run at all.
+    """Raise BudgetError, with the least total that works, if ``total`` bytes are less than the sum of ``leasts``.
 
-    Raises BudgetError with the least total that works.
+    ``leasts``: the least budget that works for each model in bytes, by the model's name.
     """
     least = sum(leasts.values())
     if least > total:

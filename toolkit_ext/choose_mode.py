@@ -1,4 +1,4 @@
-"""What a job's `offload` mode comes down to on its device, step by step, each step down with its reason."""
+"""`choose`: decides how a job's `offload` mode runs on its device. Each fallback is recorded with its reason."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ STOCK = "ai-toolkit's own layer offloading does it"
 
 @dataclass(frozen=True)
 class Choice:
-    """``pool``: "torch", "aimdo", or "" where Carom does not work here; ``alone``: weights are to stay whole in the
-    pool; ``lines``: each step down, for the job's log."""
+    """The decision for a job.
+
+    ``pool``: "torch", "aimdo", or "" if Carom does not work on the device; ``alone``: whether all weights go to
+    comfy-aimdo's pool whole, and only the pool evicts them; ``lines``: one line for the job's log for each fallback.
+    """
 
     pool: str = "torch"
     alone: bool = False
@@ -27,7 +30,10 @@ class Choice:
 
 
 def choose(policy: Policy, device: torch.device) -> Choice:
-    """What to do for ``policy`` on ``device``; what it asks of comfy-aimdo or not at all is tried out."""
+    """Return the choice for ``policy`` on ``device``.
+
+    Mode "bouncing" needs no trial. For the modes "aimdo" and "auto", trials on the device show what works.
+    """
     if policy.mode == "bouncing":
         return Choice()
     down: list[str] = []
@@ -56,7 +62,7 @@ def choose(policy: Policy, device: torch.device) -> Choice:
 
 
 def _why_not(attempt: Callable[[], None]) -> str | None:
-    """The reason, None where it works."""
+    """Call ``attempt`` and return the reason of its failure, None if it succeeds."""
     try:
         attempt()
     except (CaromError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Small models streamed and trained on the device a job will use: what of Carom works there at all."""
+"""Trials that stream a small model forward and backward on a job's device, to find out whether Carom works there."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from ..core.device import vbar
 from ..core.device.make_engine import make_engine
 from ..core.session.session import stream
 
-WIDTH = 1024  # 4 MiB a layer in float32: more than allocators' grain, so that something really streams
-_A_PAGE = 8  # layers in a page of the native pool
+# A float32 layer has 4 MiB. This is more than the granularity of allocators, so that a layer has to stream.
+WIDTH = 1024
+_A_PAGE = 8  # layers in a page of comfy-aimdo's pool
 
 
 def works(device: torch.device) -> None:
-    """Return when three layers stream through two slots and give the exact gradient; no random number is drawn.
+    """Stream three layers through two slots and check for the exact gradient. No random number is drawn.
 
-    Raises CaromError, or what torch raises where streams, events or pinned memory are unusable.
+    Raises CaromError if the trial fails, or torch's exception if streams, events or pinned memory are unusable.
     """
     _try(device, 3, WIDTH, 2 * WIDTH * WIDTH * 4 + (2 << 20), "torch")
 
 
 def works_in_pool(device: torch.device, *, streaming: bool = True) -> None:
-    """The same in comfy-aimdo's pool: three pages of layers, of which two stay, or all where nothing is to stream.
+    """Stream three pages of layers in comfy-aimdo's pool and check for the exact gradient.
 
-    Raises CaromError with the reason, or what torch raises.
+    The budget holds two of the pages, or all three if ``streaming`` is False. Raises CaromError with the reason if the
+    trial fails, or torch's exception.
     """
     from .job import engine_device
 

@@ -1,4 +1,4 @@
-"""All of one process's models under Carom: who attaches, who gets which share, what the log and the output folder get."""
+"""`JobOffload`: manages all models of one process of an ai-toolkit job, their budgets, and the job's reports."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ from .options import Policy
 logger = logging.getLogger("carom")
 
 DEVICES = ("device_torch", "te_device_torch", "quantize_device")
-ROOM = 32 << 20  # bytes; beyond a model's own that it is given where all of it is to stay
-SLOTS = 3  # of the largest block: what a percentage leaves for the part that streams
+ROOM = 32 << 20  # additional bytes in the budget of a model that stays on the device as a whole
+SLOTS = 3  # slots of the least budget's size that a model with a percentage gets for its streamed part
 
 
 class JobOffload:
-    """Carom in one process of a job. ``say`` prints a line into the job's log.
+    """The models of one process of a job that Carom manages. The argument ``say`` prints a line into the job's log.
 
-    Where ``choice.pool`` is "", Carom does not work here: the caller leaves the job to ai-toolkit.
+    ``policy``: the settings from the YAML; ``device``: the device that computes; ``attachments``: one for each managed
+    model; ``told``: whether the job's log has a line of progress; ``choice``: how the policy's mode runs on the device.
+    If ``choice.pool`` is "", Carom does not work on the device, and the caller leaves the job to ai-toolkit.
     """
 
     def __init__(self, policy: Policy, device: torch.device | str, say: Callable[[str], None]) -> None:
@@ -46,15 +48,15 @@ class JobOffload:
         self.attachments: list[Attachment] = []
         self._say = say
         self._shared: SharedBudget | None = None
-        self._bytes: int | None = None  # the job's budget
+        self._bytes: int | None = None  # the budget of the job's models together
         self._reports: dict[str, Report] = {}
-        self.told = False  # whether the job's log has a line of progress
+        self.told = False
         self.choice = choose(policy, self.device)
         for line in (*policy.remarks, *self.choice.lines):
             self.say(line)
 
     def say(self, line: str) -> None:
-        """One line into the job's log."""
+        """Print ``line`` into the job's log."""
         self._say(f"carom: {line}")
 
     # -- attaching
@@ -62,7 +64,7 @@ class JobOffload:
     def attach(
         self, module: nn.Module, *, percent: float | None = None, ignored: tuple[Any, ...] = ()
     ) -> None:
-        """Put ``module`` under Carom; nothing where it, or a part of it, is already."""
+        """Let Carom manage ``module``. Does nothing if the module or a submodule is already managed."""
         if any("_memory_manager" in part.__dict__ for part in module.modules()):
             return
         name, count = type(module).__name__, 2
@@ -72,12 +74,15 @@ class JobOffload:
         self.attachments.append(attachment)
 
     def load(self, sd: Any, original: Callable[[], Any]) -> Any:
-        """Run a model's own loader, with whole models kept on the host, so that nothing fills the device first."""
+        """Run the loader ``original`` of the model ``sd`` with whole models kept on the host; attach the models.
+
+        Without this, the loader would fill the device before the models stream. Returns the loader's result.
+        """
         kept: list[Any] = []
         if attaches_itself(sd):
             with building_on_the_host(sd), models_stay_on_the_host(self.device) as kept:
                 result = original()
-        else:  # these use the devices for loading alone
+        else:  # such classes use these device attributes only for loading
             before = {name: getattr(sd, name) for name in DEVICES if hasattr(sd, name)}
             for name in before:
                 setattr(sd, name, torch.device("cpu"))
@@ -91,11 +96,11 @@ class JobOffload:
         roots = [(getattr(sd, "unet", None), self.policy.transformer_percent)]
         roots += [(encoder, self.policy.text_encoder_percent) for encoder in encoders]
         roots += [(getattr(sd, "refiner_unet", None), self.policy.transformer_percent)]
-        alone = [getattr(sd, "vae", None)]  # what goes where its loader put it
+        alone = [getattr(sd, "vae", None)]  # models that go to the device to which their loader moved them
         for module, percent in roots:
             if percent == 0:
                 alone.append(module)
-            # A `.to` of the host's own says that the weights may not be moved at all (bitsandbytes).
+            # A `.to` in the module's own attributes means that the weights must not be moved (bitsandbytes).
             if (
                 isinstance(module, nn.Module)
                 and percent != 0
@@ -107,16 +112,17 @@ class JobOffload:
         for role in ("unet", "refiner_unet"):
             root = getattr(sd, role, None)
             parts = {id(part) for part in root.modules()} if isinstance(root, nn.Module) else set()
-            for (
-                attachment
-            ) in self.attachments:  # of Wan 2.2's root two parts are attached, one for each noise
+            for attachment in self.attachments:  # two parts of Wan 2.2's root, one for each noise range
                 if id(attachment.module) in parts:
-                    attachment.trains = True  # its adapters are the network's, which it knows nothing of
+                    attachment.trains = True  # set here because the adapters belong to the network
         return result
 
     def _place_the_rest(self, kept: list[Any], alone: list[Any]) -> None:
-        """Models that the loader moved, and that have no role above: those of ``alone`` go where it said, others (an image
-        encoder) stream."""
+        """Place the models in ``kept``, which the loader tried to move to the device and which are not attached yet.
+
+        Models in ``alone``, and parts of them, go to the device. Others, such as an image encoder, are attached. If the
+        text encoder's percentage is 0, all of them go to the device.
+        """
         apart = {id(part) for module in alone if isinstance(module, nn.Module) for part in module.modules()}
         percent = self.policy.text_encoder_percent
         for module in filter(None, (reference() for reference in kept)):
@@ -128,39 +134,49 @@ class JobOffload:
                 self.attach(module, percent=percent)
 
     def of(self, module: nn.Module | None) -> Attachment | None:
-        """The attachment whose root is ``module``."""
+        """Return the attachment whose root is ``module``, None if there is none."""
         return next((a for a in self.attachments if a.module is module), None)
 
     def release(self, module: nn.Module, *, discard: bool = False) -> None:
-        """Give up ``module``; what it held goes to the models that stay. ``discard``: its weights are to be dropped."""
+        """Detach ``module``. Its part of the budget goes to the models that stay.
+
+        ``discard``: the module's weights will be deleted.
+        """
         attachment = self.of(module)
         if attachment is None:
             return
         self._keep_report(attachment)
         attachment.detach(discard=discard)
         self.attachments.remove(attachment)
-        with contextlib.suppress(
-            UnsupportedError
-        ):  # in the middle of a step: with the next model that comes or goes
+        # In the middle of a step budgets cannot change. They change with the next model that comes or goes.
+        with contextlib.suppress(UnsupportedError):
             self._rebalance()
 
     def ready(self, *, trainable_only: bool = False) -> None:
-        """Stream now what would else begin at its first forward (optimizers and compilers must see where weights live)."""
+        """Open the sessions that would otherwise open at the first forward.
+
+        Optimizers and compilers must see the final location of the weights. ``trainable_only``: open only the sessions
+        of models with trainable weights.
+        """
         for attachment in self.attachments:
             trains = any(t.requires_grad for t in tensors(attachment.module))
             if attachment.session is None and (trains or not trainable_only):
                 attachment.activate()
 
     def refresh(self) -> None:
-        """Weights were changed behind autograd's back (a merge): no copy of them is trusted."""
+        """Discard all copies of weights, because weights were changed without the sessions' knowledge (a merge)."""
         for attachment in self.attachments:
             attachment.refresh()
 
     # -- before the first step
 
     def check(self, optimizer: Any, averages: bool) -> None:
-        """Raises BudgetError where a model does not fit its budget, UnsupportedError where ``optimizer``, or its average of the
-        weights (``averages``), cannot step weights that wait on the host."""
+        """Raise an exception if the job cannot train with these settings; called before the first step.
+
+        Raises BudgetError if a model does not fit its budget. Raises UnsupportedError if trainable weights stream and
+        ``optimizer`` cannot step weights on the host, or if they stream and ``averages`` is True: ai-toolkit's average
+        of the weights (EMA) cannot be computed on the host either.
+        """
         sharing = self._sharing()
         if not self.choice.alone and any(a.session is None for a in sharing):
             total = self._total() if self._bytes is None else self._bytes
@@ -176,10 +192,10 @@ class JobOffload:
     # -- budgets
 
     def open(self, attachment: Attachment) -> Session:
-        """The session of ``attachment``, under its part of the job's budgets; said in one line."""
+        """Return a new session for ``attachment`` with its part of the job's budget; print a line into the log."""
         self._least(attachment)
         if self._bytes is None and attachment.percent is None and not self.choice.alone:
-            self._bytes = self._total()  # of what is free before the first one is there
+            self._bytes = self._total()  # from the memory that is free before the first session
         self._rebalance()
         session = self._stream(attachment, self._share(attachment, opening=True))
         if attachment.trains:
@@ -198,7 +214,7 @@ class JobOffload:
         )  # fmt: skip
 
     def _rank(self, session: Session) -> None:
-        """Rank the session of a model that trains among those of the job's other models, as the policy says."""
+        """Rank the session of a model that trains among the job's sessions, by the policy's ``priority``."""
         if self.policy.priority == "high":
             session.prioritize()
         elif self.policy.priority == "low":
@@ -208,7 +224,11 @@ class JobOffload:
         return [a for a in self.attachments if a.percent is None]
 
     def _share(self, attachment: Attachment, opening: bool = False) -> int | str | SharedBudget:
-        """Bytes; the YAML's own word where nobody shares it; or what several models hold together."""
+        """Return the budget of ``attachment``: bytes, the YAML's ``vram`` for a single model, or a shared budget.
+
+        ``opening``: whether the session of ``attachment`` is about to open. Raises BudgetError if the models cannot
+        share the job's budget.
+        """
         if self.choice.alone:
             return 2 * weight_bytes(attachment.module) + ROOM
         if attachment.percent is not None:
@@ -220,15 +240,18 @@ class JobOffload:
         if self._shared is None:
             total = self._total() if self._bytes is None else self._bytes
             self._shared = SharedBudget(total, by_size=True, grows=self.policy.vram == "auto")
-        # One that fell is as at first for a model that comes.
+        # A shared budget that shrank counts with its first size for a new model.
         require(max(self._shared.first, self._shared.nbytes), {a.name: self._least(a) for a in sharing})
-        # Others may have what a model that never ran does not hold, but for its least.
+        # Models without a session leave their parts to the others, except for their least budgets.
         waiting = [a for a in sharing if a.session is None and not (opening and a is attachment)]
         self._shared.later = sum(self._least(a) for a in waiting)
         return self._shared
 
     def _least(self, attachment: Attachment, granularity: str | None = None) -> int:
-        """The least budget in bytes that works for a model, as the engine says it; asked before the model streams."""
+        """Return the least budget in bytes that works for a model. Must first be called before the model streams.
+
+        The figure comes from the BudgetError of a session with a budget of 0, and is remembered.
+        """
         if granularity not in attachment.least:
             least = 0
             with contextlib.closing(FlattenedWeights(attachment.module)):
@@ -240,7 +263,10 @@ class JobOffload:
         return attachment.least[granularity]
 
     def _total(self) -> int:
-        """The job's budget in bytes; what "auto" and percentages mean is the engine's word, before anything is placed."""
+        """Return the job's budget in bytes. "auto" and percentages are resolved as in a session of the engine.
+
+        Called before any weight is on the device.
+        """
         engine = make_engine(engine_device(self.device))
         return within_dedicated(vram_budget(self.policy.vram, engine), engine)[0]
 
@@ -256,30 +282,28 @@ class JobOffload:
         return total * weight_bytes(attachment.module) // everything
 
     def _rebalance(self) -> None:
-        """Models that stream already are told whether others share the budget now, or nobody does any more."""
+        """Set the budgets of open sessions anew, because models began or ceased to share the job's budget."""
         for attachment in self._sharing():
             share = self._share(attachment)
             if attachment.session is not None and share != attachment.given:
                 attachment.session.set_budget(vram=share)
             attachment.given = share
 
-    # -- what is told
+    # -- reports
 
     def _keep_report(self, attachment: Attachment) -> None:
         if attachment.session is None:
             return
         now, before = attachment.session.report(), self._reports.get(attachment.name)
         if before is not None and before.kind == "train" and now.kind != "train":
-            # A job ends with samples; what it is asked about is its training steps.
+            # A job ends with samples, but its report is about training steps. The peaks are those of all sessions.
             peaks = ("vram_peak_bytes", "pinned_peak_bytes", "ram_peak_bytes")
-            peak = {
-                name: max(getattr(before, name), getattr(now, name)) for name in peaks
-            }  # of all its sessions
+            peak = {name: max(getattr(before, name), getattr(now, name)) for name in peaks}
             now = dataclasses.replace(before, **peak)
         self._reports[attachment.name] = now
 
     def progress(self, step: int | None) -> None:
-        """The line at a sample."""
+        """Print the line about ``step`` into the job's log, with each model's residency and stall."""
         lines = []
         for attachment in self.attachments:
             self._keep_report(attachment)
@@ -292,9 +316,10 @@ class JobOffload:
             self.say(f"step {step}: " + "; ".join(lines))
 
     def write(self, folder: str | os.PathLike[str], job: str, *, pictures: bool) -> Path | None:
-        """Report (and with ``pictures`` timelines and traces) to the job's output; a full disk stops no job.
+        """Write the report, and with ``pictures`` timelines and traces, to the job's output ``folder``.
 
-        Returns the folder they are in, None where nothing was written.
+        Returns the folder of the written files, None if nothing was written. A failure, such as a full disk, is printed
+        into the job's log and raises nothing.
         """
         for attachment in self.attachments:
             self._keep_report(attachment)
@@ -321,7 +346,7 @@ class JobOffload:
         return target
 
     def close(self) -> None:
-        """Give every model up: the process has ended, and nobody uses them again."""
+        """Detach every model after the process ended. The weights are not used again."""
         for attachment in self.attachments:
             with contextlib.suppress(CaromError):
                 attachment.detach(discard=True)
@@ -329,27 +354,30 @@ class JobOffload:
 
 
 def engine_device(device: torch.device) -> Any:
-    """What the engine gets for ai-toolkit's ``device``; the tests put a simulated one here."""
+    """Return the device for the engine, given ai-toolkit's ``device``. Tests replace this function."""
     return device
 
 
 def attaches_itself(sd: Any) -> bool:
-    """Whether a model class asks the memory manager itself; the others never heard of it."""
+    """Return whether the class of the model ``sd``, or a base class, calls ai-toolkit's memory manager itself."""
     import sys
 
     return any(hasattr(sys.modules.get(cls.__module__), "MemoryManager") for cls in type(sd).__mro__)
 
 
 def rounds_at_random(optimizer: Any) -> bool:
-    """Whether ``optimizer`` is one of ai-toolkit's that round stochastically: those refuse weights on the CPU."""
+    """Return whether ``optimizer`` is one of ai-toolkit's with stochastic rounding, which refuse weights on the CPU."""
     import sys
 
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
     return hasattr(sys.modules.get(type(optimizer).__module__), "copy_stochastic")
 
 
 def output_name(job: str) -> str:
-    """Folder of the reports: ai-toolkit takes whatever starts with the job's name for a checkpoint."""
+    """Return the name of the folder for the reports, which must not start with the job's name.
+
+    ai-toolkit treats every name that starts with the job's name as a checkpoint.
+    """
     return "carom" if not "carom".startswith(job) else f"offload of {job}"
 
 

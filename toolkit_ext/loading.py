@@ -1,7 +1,8 @@
-"""While a model class of ai-toolkit loads: whole models stay on the host, whatever the loader moves to the device.
+"""Context managers that keep whole models on the host while a model class of ai-toolkit loads.
 
-Loaders move a model to the device before they ask for offloading, or whether they do or not. On the cards that offloading is
-for, that alone runs out of memory. Blocks may pass: ai-toolkit quantises one block at a time on the device and moves it back.
+Loaders move a model to the device before they request offloading, or without such a request. On the cards that need
+offloading, this move runs out of memory. Single blocks may still move: ai-toolkit quantises one block at a time on the
+device and moves it back.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-# Classes that make a checkpoint's values on the device, all of them before the model is there, unless `low_vram` is set.
+# Classes that put all values of a checkpoint on the device before they build the model, unless `low_vram` is set.
 _BUILDS_ON_DEVICE = {"Ideogram4Model"}
 
 
 @contextlib.contextmanager
 def models_stay_on_the_host(device: torch.device) -> Iterator[list[weakref.ref[nn.Module]]]:
-    """Inside, moving a module that holds a stack of blocks to ``device`` converts its dtype and moves nothing.
+    """Keep modules that hold a stack of blocks on the host when they are moved to ``device`` inside this context.
 
-    Yields a list, to which each module that was kept back is added.
+    Such a move still converts dtypes.
+    Yields a list of weak references to the modules that were kept on the host. The list grows during the context.
     """
     kept: list[weakref.ref[nn.Module]] = []
     plain = nn.Module._apply
@@ -42,7 +44,7 @@ def models_stay_on_the_host(device: torch.device) -> Iterator[list[weakref.ref[n
 
 
 def has_stack(module: nn.Module) -> bool:
-    """Whether ``module`` holds blocks one after another: a list of modules of one class that have parts themselves."""
+    """Return whether ``module`` holds a stack of blocks: a list with several modules of one class with children."""
     for part in module.modules():
         if isinstance(part, (nn.ModuleList, nn.Sequential)) and part is not module:
             kinds = [type(child) for child in part if next(child.children(), None) is not None]
@@ -52,7 +54,10 @@ def has_stack(module: nn.Module) -> bool:
 
 
 def without_moving(module: nn.Module, function: Callable, apply: Callable, recurse: bool = True) -> nn.Module:
-    """``function``, as `nn.Module._apply` (``apply``) takes it, in ``module``: what converts is done, what moves is not."""
+    """Apply ``function`` to the tensors of ``module`` as ``apply`` (`nn.Module._apply`) does, but keep their devices.
+
+    If ``function`` changes no dtype, nothing is applied. Returns ``module``.
+    """
     dtypes = {tensor.dtype for tensor in (*module.parameters(), *module.buffers())} or {torch.float32}
     if any(function(torch.empty(0, dtype=dtype)).dtype != dtype for dtype in dtypes):
         return apply(module, lambda tensor: function(tensor).to(tensor.device), recurse)
@@ -62,13 +67,13 @@ def without_moving(module: nn.Module, function: Callable, apply: Callable, recur
 def _moves_to(function: Callable, device: torch.device) -> bool:
     try:
         return function(torch.empty(0)).device.type == device.type
-    except Exception:  # a function of somebody's own, for tensors of another kind: no move
+    except Exception:  # a function of other code that needs other tensors: not a move
         return False
 
 
 @contextlib.contextmanager
 def building_on_the_host(sd: Any) -> Iterator[None]:
-    """Inside, a class that would make a model's values on the device keeps them on the host."""
+    """Set ``low_vram`` inside this context for classes that would otherwise put a model's values on the device."""
     config, before = sd.model_config, getattr(sd.model_config, "low_vram", None)
     if any(cls.__name__ in _BUILDS_ON_DEVICE for cls in type(sd).__mro__):
         config.low_vram = True

@@ -1,15 +1,15 @@
-"""PURE. What a job's log says of Carom: one line at the start of a model's streaming, one at each sample."""
+"""PURE. The lines for a job's log: one at the start of a model's streaming, and one at each sample."""
 
 from __future__ import annotations
 
 from ..core.common.sizes import format_size
 from ..core.metrics.report import Report, format_seconds
 
-NOTICEABLE = 0.02  # of a step: stalls below it are not worth a word of advice
+NOTICEABLE = 0.02  # share of a step: for shorter stalls the log gives no advice
 
 
 def start(name: str, report: Report) -> str:
-    """What stays and what streams, for the line when ``name`` begins."""
+    """Return the line for the start of the model ``name``: the bytes that stay, the bytes that stream, the budget."""
     need = (
         f" ({format_size(sum(p.nbytes for p in report.resident_by_need))} of it by need)"
         if report.resident_by_need
@@ -28,7 +28,10 @@ def start(name: str, report: Report) -> str:
 
 
 def _places(report: Report) -> tuple[int, int]:
-    """Bytes that stay, bytes that stream. In a pool all wait on the host too, and what has a home comes when it is used."""
+    """Return (bytes that stay, bytes that stream).
+
+    In comfy-aimdo's pool all weights have host copies, so the streamed bytes alone do not give the division.
+    """
     if report.pool != "aimdo":
         return report.weight_bytes - report.streamed_bytes, report.streamed_bytes
     stay = sum(place.nbytes for place in (*report.resident_by_need, *report.resident_by_choice))
@@ -36,7 +39,7 @@ def _places(report: Report) -> tuple[int, int]:
 
 
 def progress(name: str, report: Report, parked: bool = False) -> str:
-    """Residency, stall per step and what would help, for the line at a sample."""
+    """Return the line for a sample: the model's residency, its stall per step, and advice."""
     if parked:
         return f"{name}: parked, all of it waits on the host"
     stay, stream = _places(report)
@@ -48,7 +51,10 @@ def progress(name: str, report: Report, parked: bool = False) -> str:
 
 
 def advice(report: Report) -> str:
-    """What would take the stalls away: bytes that no longer stream take their share of the link's time with them."""
+    """Return advice on the additional VRAM that would remove the stalls.
+
+    The estimate: each byte that no longer streams saves its time on the link.
+    """
     step, stall = report.step_seconds or 0.0, report.stall_seconds or 0.0
     if stall <= NOTICEABLE * step:
         return "nothing to gain"

@@ -1,4 +1,4 @@
-"""PURE. What the YAML's model section asks of Carom: `offload`, `offload_kwargs` and the stock keys beside them."""
+"""PURE. Reading of the YAML's model section: `offload`, `offload_kwargs` and ai-toolkit's own offloading keys."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ PERCENTS = ("layer_offloading_transformer_percent", "layer_offloading_text_encod
 
 @dataclass(frozen=True)
 class Policy:
-    """One process's wishes. ``vram``, ``ram``: as `carom.stream` takes them; for all models of the process together.
-    ``priority``: of the transformer that trains, among the models that share the budget.
+    """The offload settings of one process of a job.
 
-    ``transformer_percent``, ``text_encoder_percent``: the stock share (0 to 1) to stream, None where the YAML
-    names none, ``layer_offloading`` is not true, or ``vram`` overrules it. ``remarks``: one line for each key that has no say.
+    ``mode``: one of `MODES` except "off"; ``vram``, ``ram``: as in `carom.stream`, for all models of the process
+    together; ``codec``, ``granularity``: as in `carom.stream`; ``priority``: the rank of the transformer that trains
+    among the models that share the budget.
+    ``transformer_percent``, ``text_encoder_percent``: ai-toolkit's share (0 to 1) of the weights to stream. They are
+    None if the YAML gives no share, if ``layer_offloading`` is not true, or if ``vram`` overrules the share.
+    ``remarks``: one line for each key in the YAML or the environment that has no effect.
     """
 
     mode: str
@@ -39,10 +42,10 @@ class Policy:
 
 
 def read(model: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Policy | None:
-    """The policy of a YAML ``model`` section; None where ai-toolkit is to run as it is.
+    """Return the policy of a YAML ``model`` section, None if ai-toolkit runs without Carom.
 
-    Raises UnsupportedError, naming the allowed values, for an unknown `offload`, an unknown option, a bad value, or
-    settings under which nothing would be offloaded.
+    Raises UnsupportedError, which names the allowed values, for an unknown `offload`, an unknown option, a bad value,
+    or settings under which no weight would be offloaded.
     """
     mode = model.get("offload")
     if mode is None and model.get("offload_kwargs"):
@@ -74,7 +77,7 @@ def read(model: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> 
     priority = _choice("priority", values.get("priority", "normal"), PRIORITIES)
     if mode == "off":
         return None
-    # ai-toolkit's UI writes `layer_offloading: false` with both percents into every job: they count where it is true.
+    # ai-toolkit's UI writes both percents into every job, so they count only if `layer_offloading` is true.
     counts = model.get("layer_offloading") is True
     percents = [_percent(name, model.get(name)) if counts else None for name in PERCENTS]
     if all(percent == 0 for percent in percents):
@@ -114,7 +117,10 @@ def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def _size(name: str, value: Any, least: int) -> int | str:
-    """``value`` where it is "auto" or a size of at least ``least`` bytes. A bare number of a few bytes is no size anybody means."""
+    """Return ``value`` if it is "auto" or a size of at least ``least`` bytes; raise UnsupportedError otherwise.
+
+    A bare number of a few bytes is also refused, because its unit is probably missing.
+    """
     if value == "auto":
         return "auto"
     setting = f"model.offload_kwargs.{name}"

@@ -1,8 +1,8 @@
-"""Where ai-toolkit is joined: attributes of four of its classes, each calling the original wherever Carom has no say.
+"""Patches of four ai-toolkit classes. Each patched method calls the original unless Carom manages the model.
 
-Nothing is replaced but these attributes, because everything else is bound by name before an extension is
-imported. One process of a job runs at a time; `_current` is its `JobOffload` from before its model loads until
-it has ended.
+Only methods of classes are patched, because ai-toolkit imports everything else by name before it imports an extension.
+One process of a job runs at a time. `_current` is the `JobOffload` of that process, from before its model loads until
+the process has ended.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ _undo: list[Callable[[], None]] = []
 
 
 def install() -> None:
-    """Join ai-toolkit; a second call does nothing. Raises UnsupportedError when a seam is missing, changing nothing."""
+    """Patch ai-toolkit's classes. A second call does nothing.
+
+    Raises UnsupportedError, before any change, if this ai-toolkit lacks a class or method in `SEAMS`.
+    """
     if _undo:
         return
     found: dict[str, Any] = {}
@@ -80,7 +83,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Leave: every attribute as it was. For tests."""
+    """Restore every patched attribute. For tests."""
     while _undo:
         _undo.pop()()
 
@@ -110,7 +113,8 @@ def _wrap(owner: type, name: str, wrapper: Callable) -> None:
 def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     policy = read(kwargs, os.environ)
     if policy is not None:
-        # The stock switch would also change the quantised types and forbid merging; loaders get it set later.
+        # ai-toolkit's `layer_offloading` would also change the quantised types and forbid merging. It is set later,
+        # only in the configuration that loaders read.
         _refuse_other_processes()
         percents = policy.transformer_percent, policy.text_encoder_percent
         kwargs = {**kwargs, "layer_offloading": False, "auto_memory": False}
@@ -121,7 +125,7 @@ def _read_config(original: Callable, self: Any, *args: Any, **kwargs: Any) -> No
 
 
 def _refuse_other_processes() -> None:
-    """Raises UnsupportedError where the process whose configuration is being read does not train."""
+    """Raise UnsupportedError if the process whose configuration is being read does not train."""
     frame: FrameType | None = sys._getframe(1)
     base = getattr(importlib.import_module(PROCESS[0]), PROCESS[1])
     while frame is not None:
@@ -136,7 +140,10 @@ def _refuse_other_processes() -> None:
 
 
 def _one_line(before: Callable, kind: type, error: BaseException, trace: Any) -> None:
-    """``sys.excepthook``: what Carom refuses is said in one line. run.py has told the job and the UI by then."""
+    """Print a CaromError in one line, and pass others to ``before``. Replaces ``sys.excepthook``.
+
+    ai-toolkit's run.py has reported the error to the job and the UI before.
+    """
     if isinstance(error, CaromError):
         print(f"carom: {' '.join(str(error).split())}", file=sys.stderr)
     else:
@@ -155,7 +162,7 @@ def _run(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         if job is not None:
             _current = None
             try:
-                if not job.told:  # no sampling: what would help is said at the end
+                if not job.told:  # a job without samples gets its line of progress and advice at the end
                     job.progress(getattr(self, "step_num", None))
                 folder = job.write(self.save_root, self.job.name, pictures=True)
                 if folder is not None:
@@ -175,7 +182,8 @@ def _before_load(original: Callable, self: Any, *args: Any, **kwargs: Any) -> An
             _stock(self.model_config, sd.model_config)
         else:
             self.__dict__[JOB] = _current = job
-            # The loaders' copy: classes that can then call attach. Some of the others refuse it.
+            # This copy of the configuration is for loaders. Only classes that call `attach` themselves get the switch,
+            # because some of the others refuse to load with it.
             sd.model_config.layer_offloading = attaches_itself(sd)
             load = sd.load_model
 
@@ -188,7 +196,7 @@ def _before_load(original: Callable, self: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _stock(*configs: Any) -> None:
-    """The stock switch, with what it does to the quantised types."""
+    """Turn ai-toolkit's own layer offloading on, including its change of the quantised types."""
     for config in configs:
         config.layer_offloading = True
         for name in ("qtype", "qtype_te"):
@@ -232,7 +240,7 @@ def _attach(
     ignore_modules: Any = (),
 ) -> None:  # fmt: skip
     job = _current
-    # Adapters (network.layer_offloading) wait on the CPU the stock way; their model streams all the same.
+    # ai-toolkit's own manager offloads adapters (network.layer_offloading), also if Carom streams their model.
     if job is None or hasattr(module, "get_all_modules"):
         original(module, device, offload_percent, list(ignore_modules))
         return
@@ -264,7 +272,7 @@ def _release(original: Callable) -> None:
 
 def _merge(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
-        with warnings.catch_warnings():  # of torch, which takes packed weights for weights without a value
+        with warnings.catch_warnings():  # torch treats packed weights as weights without a value, and warns
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter.*")
             return original(self, *args, **kwargs)
     finally:
