@@ -1,8 +1,8 @@
-"""Optimizers that step each parameter as soon as its gradient is there, and free the gradient.
+"""An optimizer wrapper that updates each parameter during the backward pass, as soon as its gradient is complete.
 
-Between backward and step a plain loop holds the gradients of all adapters; here one at a time exists. The method is
-that of PyTorch's tutorial "How to save memory by fusing the optimizer step into the backward pass" (2023) and of LEMA's
-layer-wise training: when the last gradient has come, every parameter is stepped already.
+Each gradient is freed after its update, so the gradients of all adapters never exist at the same time, as in an
+ordinary loop. The method is that of PyTorch's tutorial "How to save memory by fusing the optimizer step into the
+backward pass" (2023) and of LEMA's layer-wise training.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ from .core.common.errors import UnsupportedError
 
 
 class OptimizerInBackward(torch.optim.Optimizer):
-    """``factory(params)`` made to step in the backward pass; used in loops, schedulers and trainers as any optimizer.
+    """An optimizer that updates the parameters of ``factory(params)`` in the backward pass; loops, schedulers and
+    trainers use this object as any optimizer.
 
-    ``params``: parameters or parameter groups, as optimizers take them. ``factory``: an optimizer's class, or a partial of
-    it (``functools.partial(torch.optim.AdamW, lr=1e-4)``), whose update of a parameter depends on that parameter's
-    gradient and state alone, as SGD's, Adam's, Adafactor's and Lion's do; the same values come out as of
-    ``factory(params)`` then.
+    ``params``: parameters or parameter groups, as for any optimizer. ``factory``: an optimizer class, or a partial of
+    a class (``functools.partial(torch.optim.AdamW, lr=1e-4)``). Its update of a parameter must depend only on the
+    gradient and the state of that parameter, as in SGD, Adam, Adafactor and Lion. The results then equal those of
+    ``factory(params)``.
 
-    `step` does no stepping: it says that a step is over, and has to be called once a backward, as ever. A gradient
-    that comes a second time before it (gradients that accumulate over several backwards, an adapter used in several
-    segments of reentrant checkpointing) raises UnsupportedError in that backward. What needs all gradients at once finds
-    none: clipping by their norm must be off (``max_grad_norm=0`` in `transformers.Trainer`), and gradient scalers refuse.
-    Learning rates are those of the backward's beginning, as a scheduler that steps after `step` leaves them.
+    `step` updates no parameter. It marks the end of a step, and must be called once for each backward. If a parameter
+    gets a second gradient before `step` (gradient accumulation over several backwards, or an adapter used in several
+    segments of reentrant checkpointing), that backward raises UnsupportedError. Code that needs all gradients at once
+    finds none: clipping by norm must be off (``max_grad_norm=0`` in `transformers.Trainer`), and gradient scalers
+    raise an error. The learning rates are those at the beginning of the backward, as set by a scheduler that steps
+    after `step`.
 
-    `state_dict` is that of ``factory(params)``: either loads the other's. `remove` takes the hooks off again.
+    `state_dict` has the format of ``factory(params)``, and each can load the state of the other. `remove` removes the
+    hooks.
     """
 
     def __init__(self, params: Iterable[Any], factory: Callable[..., torch.optim.Optimizer]) -> None:
@@ -44,10 +47,10 @@ class OptimizerInBackward(torch.optim.Optimizer):
                 f"{len(found)} given do: pass those with requires_grad"
             )
         super().__init__(self._inner.param_groups, self._inner.defaults)
-        self._hold = threading.Lock()  # backward passes step on autograd's threads
+        self._hold = threading.Lock()  # updates run on autograd's threads
         self._stepped: set[int] = set()
         self._group_of = {id(p): n for n, group in enumerate(self.param_groups) for p in group["params"]}
-        optimizer_reserve.make_room(self._inner, coming=True)  # within a backward it would be too late
+        optimizer_reserve.make_room(self._inner, coming=True)  # a backward pass would be too late for this
         self._removers = [p.register_post_accumulate_grad_hook(self._arrived) for p in found]
 
     def _arrived(self, parameter: torch.Tensor) -> None:
@@ -60,7 +63,7 @@ class OptimizerInBackward(torch.optim.Optimizer):
                     "cannot accumulate with an optimizer in backward; step after each backward (gradient accumulation "
                     "of 1), use non-reentrant checkpointing, or step a plain optimizer"
                 )
-            group = self.param_groups[self._group_of[id(parameter)]]  # loading a state makes new ones
+            group = self.param_groups[self._group_of[id(parameter)]]  # load_state_dict creates new groups
             inner = self._inner
             inner.param_groups, inner.state = [{**group, "params": [parameter]}], self.state
             try:
@@ -72,7 +75,9 @@ class OptimizerInBackward(torch.optim.Optimizer):
             parameter.grad = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """End the step: the parameters were stepped as their gradients came. ``closure`` (forward and backward) runs first."""
+        """End the step; the backward has updated the parameters already. ``closure`` (forward and backward) is called
+        first.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -81,18 +86,21 @@ class OptimizerInBackward(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any optimizer; after a backward that failed half way (what came before is stepped), the next may begin."""
+        """Clear the gradients, as in any optimizer.
+
+        After a backward that failed half way, this allows the next backward; updates made before the failure remain.
+        """
         self._stepped.clear()
         super().zero_grad(set_to_none)
 
     def remove(self) -> None:
-        """Take the hooks off: gradients stay from here on, and nothing steps. Idempotent."""
+        """Remove the hooks: gradients are kept from here on, and no parameter is updated. Idempotent."""
         for remover in self._removers:
             remover.remove()
         self._removers = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups given at the start only: UnsupportedError afterwards."""
+        """Add a parameter group during construction. Raises UnsupportedError afterwards."""
         if hasattr(self, "_stepped"):
             raise UnsupportedError("name all parameters when the optimizer in backward is made")
         super().add_param_group(param_group)

@@ -1,1 +1,5 @@
-"""Measurements of Carom: of engines beside each other, in the real hosts, and of the tiers weights cross. Runs are kept in `records/`."""
+"""Benchmarks of Carom: against other offloaders (engines), in ComfyUI and ai-toolkit (hosts), and of codecs and disk
+reads (tiers).
+
+The folder `records/` keeps the results of runs.
+"""

@@ -36,7 +36,7 @@ class RunResults:
 
     @property
     def median_step_seconds(self) -> float:
-        """The median seconds of a training step."""
+        """The median duration of a training step, in seconds."""
         return statistics.median(self.step_seconds)
 
 

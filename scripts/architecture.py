@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- drawn by scripts/architecture.py -->", "<!-- end of the drawing -->"
-# From the top: an import may only point down (the contract in pyproject.toml, checked by lint-imports).
+# The packages from top to bottom. An import may only point down (contract in pyproject.toml, lint-imports checks it).
 LAYERS = (
     "session", "budget", "streaming", "placement", "metrics", "model", "device", "host", "checkpoint", "codec", "plan",
     "common",
@@ -41,7 +41,9 @@ def imports_of(package: str) -> set[str]:
 
 
 def reach(graph: dict[str, set[str]], start: str, without: str) -> set[str]:
-    """Return the packages that ``start`` reaches in ``graph`` by two or more arrows, the first not to ``without``."""
+    """Return the packages that ``start`` reaches in ``graph`` by two or more arrows, the first of which does not lead
+    to ``without``.
+    """
     seen: set[str] = set()
     waiting = [package for package in graph[start] if package != without]
     while waiting:
@@ -86,14 +88,16 @@ def drawing() -> str:
 
 
 def page(text: str) -> str:
-    """Return ``text``, the page, with the present drawing."""
+    """Return the page ``text`` with its drawing replaced by the present one."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{drawing()}\n{END}{after}"
 
 
 def main(argv: list[str]) -> int:
-    """Write the drawing, or (``--check``) say whether the committed one is the present one."""
+    """Write the drawing, or with ``--check`` report whether the committed drawing is up to date; return the exit
+    code.
+    """
     text = PAGE.read_text(encoding="utf-8")
     new = page(text)
     if "--check" in argv:

@@ -1,4 +1,6 @@
-"""The extension folder that joins Carom to an ai-toolkit checkout: put in place, and taken away. No torch."""
+"""Installation and removal of the extension folder that loads Carom in an ai-toolkit checkout. Nothing here imports
+torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from ..core.common.errors import UnsupportedError
 
 NAME = "carom_offload"
 MARK = "# Put here by `carom install-ai-toolkit`; `carom install-ai-toolkit DIR --uninstall` takes it away."
-# Whatever is wrong with Carom, a job must run as without it: hence the guard around everything.
+# The code catches every exception, because a job must run as without Carom whatever error Carom raises.
 TEXT = f"""{MARK}
 try:
     from {__package__.rpartition(".")[0]}.toolkit_ext import install
@@ -21,7 +23,10 @@ except Exception as error:
 
 
 def check(folder: Path) -> Path:
-    """The extension's place in the ai-toolkit checkout ``folder``. Raises ValueError when it is none."""
+    """Return the path of Carom's extension in the ai-toolkit checkout ``folder``.
+
+    Raises ValueError if ``folder`` is not an ai-toolkit checkout.
+    """
     missing = [name for name in ("run.py", "toolkit", "extensions") if not (folder / name).exists()]
     if missing:
         raise ValueError(
@@ -31,9 +36,10 @@ def check(folder: Path) -> Path:
 
 
 def install(folder: Path) -> Path:
-    """Write the extension into the checkout ``folder``; returns the extension's folder. Idempotent.
+    """Write the extension to the checkout ``folder`` and return the extension's folder. Idempotent.
 
-    Raises ValueError when ``folder`` is no ai-toolkit, UnsupportedError when the place is taken by something else.
+    Raises ValueError if ``folder`` is not an ai-toolkit checkout, and UnsupportedError if other files are at the
+    extension's path.
     """
     place = check(folder)
     _ours(place)
@@ -50,9 +56,10 @@ def install(folder: Path) -> Path:
 
 
 def uninstall(folder: Path) -> bool:
-    """Take the extension out of the checkout ``folder``; False when it was not there.
+    """Remove the extension from the checkout ``folder``; return False if the extension was not installed.
 
-    Raises ValueError when ``folder`` is no ai-toolkit, UnsupportedError when the place holds something else.
+    Raises ValueError if ``folder`` is not an ai-toolkit checkout, and UnsupportedError if other files are at the
+    extension's path.
     """
     place = check(folder)
     if not place.exists():
@@ -69,7 +76,7 @@ def uninstall(folder: Path) -> bool:
 
 
 def _ours(place: Path) -> None:
-    """Raises UnsupportedError unless everything at ``place`` was put there by us."""
+    """Raise UnsupportedError unless `install` created everything at ``place``."""
     if not place.exists() and not place.is_symlink():
         return
     strange = None

@@ -1,1 +1,3 @@
-"""The bench: Carom beside no offloading, the roofline and installed peers, each case in a fresh process."""
+"""The comparison of Carom with no offloading, with the roofline and with installed peers; each case runs in a new
+process.
+"""

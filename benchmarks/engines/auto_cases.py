@@ -1,6 +1,7 @@
-"""The experiments of `auto_gpu.py`: vram="auto" beside hand-set budgets on small cards, and two models under one budget.
+"""The experiments of `auto_gpu.py`: vram="auto" against hand-set budgets on small cards, and two models in one
+budget.
 
-Without a GPU the simulated device stands in, its memory scaled with the blocks.
+Without a GPU they run on the simulated device, whose memory is scaled with the size of the blocks.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ from .dit import make_inputs
 from .mapped_model import Pages, make_model
 
 GB = 1e9
-FULL_BLOCK = Case(d=3072).block_bytes  # of the model that the cards are meant for
-QUIET_STEPS, QUIET_SECONDS = 12, 1.0  # without a new layout: a session has settled
+FULL_BLOCK = Case(d=3072).block_bytes  # bytes of a block of the model for which the cards are chosen
+QUIET_STEPS, QUIET_SECONDS = 12, 1.0  # a session has settled after this long without a new layout
 MEASURED = 6
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What is run: ``over``: the model's size by the card's; ``codec`` as in `stream`."""
+    """The settings of the experiments.
+
+    ``case``: the model and its sizes; ``over``: the model's bytes divided by the card's bytes; ``codec``: as in
+    `stream`; ``cuda``: whether a GPU is used instead of the simulated device.
+    """
 
     case: Case
     over: float = 1.4
@@ -46,15 +51,18 @@ class Bench:
     cuda: bool = True
 
     def depth(self, card: float) -> int:
-        """Blocks of a model ``over`` times as large as the card."""
+        """Return the number of blocks of a model that is ``over`` times as large as a card of ``card`` GB."""
         return math.ceil(self.over * self.memory(card) / self.case.block_bytes)
 
     def memory(self, card: float) -> int:
-        """Bytes of a card sold as ``card`` GB; on the simulated device scaled as its blocks are."""
+        """Return the bytes of a card sold as ``card`` GB; on the simulated device, scaled by the size of its blocks."""
         return int(card * GB * (1 if self.cuda else self.case.block_bytes / FULL_BLOCK))
 
     def device(self, memory: int) -> Any:
-        """As ``device=`` for a session that has ``memory`` bytes, which on CUDA the card's holder sees to."""
+        """Return the argument ``device=`` for a session on a device with ``memory`` bytes.
+
+        On CUDA `SmallCard` limits the memory instead.
+        """
         if self.cuda:
             return "cuda"
         return SimulatedDevice(
@@ -68,7 +76,7 @@ class Bench:
 
 
 class Run:
-    """A model under one session, step by step."""
+    """A model streamed by one session, run step by step."""
 
     def __init__(self, bench: Bench, case: Case, pages: Pages, **options: Any) -> None:
         self.mode = case.mode
@@ -85,7 +93,7 @@ class Run:
 
     @property
     def ooms(self) -> int:
-        """Allocations that failed, also those that were answered."""
+        """The number of failed allocations, including failed allocations that were handled."""
         return self._ooms() - self.ooms_before
 
     def step(self) -> torch.Tensor:
@@ -99,7 +107,9 @@ class Run:
         return found.detach()
 
     def settle(self, seconds: float, least: int = QUIET_STEPS) -> dict[str, Any]:
-        """Steps until the layout has been the same for a while."""
+        """Run steps until the layout has not changed for QUIET_SECONDS and ``least`` steps, or for about ``seconds``;
+        return counts.
+        """
         began, quiet_since, quiet = time.monotonic(), time.monotonic(), 0
         layouts = steps = failed = 0
         placement = parts(self.session).manager.layout.placement
@@ -129,7 +139,7 @@ class Run:
                 "seconds": time.monotonic() - began}  # fmt: skip
 
     def measure(self, count: int = MEASURED) -> dict[str, Any]:
-        """Medians over steps; ``host_s``: what the host spends in a step's calls."""
+        """Return medians over ``count`` steps; ``host_s``: seconds that the host spends in the calls of a step."""
         marks, hosts = [], []
         self.engine.synchronize()
         for _ in range(count):
@@ -157,14 +167,14 @@ class Run:
         }
 
     def close(self) -> None:
-        """The model goes with the session, which knows it: what was resident is still on the device."""
+        """Close the session and drop the model, whose resident weights are still on the device."""
         self.session.close(discard=True)
         self.model, self.session, self.inputs = None, None, ()  # type: ignore[assignment]
         give_back()
 
 
 def give_back() -> None:
-    """What was dropped is free again."""
+    """Free the memory of deleted objects: collect garbage and empty the device's cache."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -172,7 +182,9 @@ def give_back() -> None:
 
 
 class SmallCard:
-    """The card, made small by another process that holds the rest. A context manager; does nothing without a GPU."""
+    """A context manager that makes the card small by a second process that holds the rest; does nothing without a
+    GPU.
+    """
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
@@ -186,18 +198,22 @@ class SmallCard:
             self._holder.__exit__(*exception)
 
     def become(self, card: float) -> None:
-        """Have ``card`` GB. This process's context is there already, and is part of what the small card would have to hold."""
+        """Reduce the card to ``card`` GB.
+
+        This process's CUDA context exists already and counts as part of the small card's memory, so CONTEXT_BYTES is
+        subtracted.
+        """
         if self._holder is not None:
             give_back()
             self._holder.leave(self._bench.memory(card) - CONTEXT_BYTES)
 
     def figures(self) -> dict[str, int]:
-        """As `Card.figures`; {} without a GPU."""
+        """Return `Card.figures`; {} without a GPU."""
         return {} if self._holder is None else self._holder.figures()
 
 
 def warm_up(bench: Bench, pages: Pages) -> None:
-    """Load the kernels: where they lie is the context's share of the card."""
+    """Load the kernels, whose memory belongs to the context's share of the card."""
     for mode in ("infer", "train"):
         run = Run(bench, bench.case.but(mode=mode, depth=2), pages, device=bench.device(bench.memory(8)), vram=bench.case.block_bytes * 2)  # fmt: skip
         run.step()
@@ -205,7 +221,11 @@ def warm_up(bench: Bench, pages: Pages) -> None:
 
 
 def on_card(bench: Bench, card: float, mode: str, tokens: int, pages: Pages, until: float) -> dict[str, Any]:
-    """vram="auto" until it has settled, then hand-set budgets around what it found, until the clock says ``until``."""
+    """Run vram="auto" until the layout settles, then hand-set budgets near the resulting budget until time ``until``;
+    return figures.
+
+    ``until``: a time of `time.monotonic`.
+    """
     memory, began = bench.memory(card), time.monotonic()
     case = bench.case.but(mode=mode, tokens=tokens, depth=bench.depth(card))
     found: dict[str, Any] = {"card_gb": card, "mode": mode, "tokens": tokens, "blocks": case.depth,
@@ -241,7 +261,7 @@ def _hand_set(bench: Bench, case: Case, memory: int, budget: int, pages: Pages) 
     try:
         run = Run(bench, case, pages, device=bench.device(memory), vram=budget)
     except (BudgetError, torch.OutOfMemoryError) as error:
-        failed = f"{type(error).__name__} at attach"  # its frames go with it, and what they hold
+        failed = f"{type(error).__name__} at attach"  # text only: error's frames hold tensors
     if run is None:
         give_back()
         return asked | {"failed": failed}
@@ -258,7 +278,9 @@ def _hand_set(bench: Bench, case: Case, memory: int, budget: int, pages: Pages) 
 
 
 class Wire:
-    """All bytes that cross to the device while it is open: slots filled, and residents loaded by every layout."""
+    """A context manager that counts all bytes copied to the device: for slots, and for residents loaded by each
+    layout.
+    """
 
     def __init__(self) -> None:
         self.slots = self.loads = 0
@@ -298,11 +320,15 @@ class Wire:
 
 
 def alternating(bench: Bench, depth: int, tokens: int, rounds: int, pages: Pages) -> dict[str, Any]:
-    """Two models that take turns under one budget that holds one and a half, beside fixed splits of it; all bytes count."""
+    """Run two models in turn under one budget that holds 1.5 models, and under fixed splits of that budget; return
+    figures.
+
+    The copies of all steps count, including those of the layout changes.
+    """
     case = bench.case.but(mode="infer", tokens=tokens, depth=depth)
     budget = int(1.5 * case.weight_bytes)
     device = bench.device(4 * budget)
-    most = case.weight_bytes + case.weight_bytes // 16  # to hold one whole
+    most = case.weight_bytes + case.weight_bytes // 16  # enough to hold one model completely
     splits = []
     for share in (0.5, 0.6, 0.7):
         vrams = [min(most, int(part * budget)) for part in (share, 1 - share)]
@@ -342,6 +368,8 @@ def _take_turns(
 
 
 def sliced(until: float, shares: list[float]) -> float:
-    """When the first of what is left has to end, for each to get time by its share."""
+    """Return the time by which the first remaining part must end, if the time until ``until`` is split in proportion
+    to ``shares``.
+    """
     now = time.monotonic()
     return now + max(0.0, until - now) * shares[0] / sum(shares)

@@ -1,17 +1,19 @@
 """vram="auto" on emulated small cards, two models under one budget, doctor and plan: one GPU, in four minutes.
 
-Run by path from anywhere, nothing needs to be installed but torch and what Carom itself needs:
+Run by path from any folder. Only torch and Carom's own dependencies must be installed:
 
     python benchmarks/engines/auto_gpu.py [--json FILE] [--seconds 235] [--cards 8,12,16,24] [--parts doctor,alternate,aimdo,cards]
 
-A second process holds the rest of the card, so that it has 8, 12, 16 or 24 GB. A model of 1.4 times that runs with vram="auto"
-until its layout has settled, then a few hand-set budgets around what it found (each with the layout its own session advises);
-``ratio`` is auto's step by the best of these, ``ooms`` are allocations that failed on the way, answered ones too. `alternate`: two
-models take turns under one SharedBudget that holds one and a half; ``ratio`` is all bytes copied by those of the best fixed
-split. `aimdo`: pool="aimdo" while torch takes memory, where comfy-aimdo can be imported. Each part gets the time that is
-left by its share; inference comes before training, and what there was no time for is named.
+Part `cards`: a second process holds memory so that 8, 12, 16 or 24 GB of the card remain. A model 1.4 times as large
+runs with vram="auto" until its layout has settled, and then with a few hand-set budgets near the budget found (each
+with the layout that its own session advises). ``ratio`` is auto's step time divided by the best of the hand-set step
+times. ``ooms`` counts failed allocations, including handled ones. Part `alternate`: two models take turns under one
+SharedBudget that holds 1.5 models. ``ratio`` is the bytes copied, divided by the bytes copied with the best fixed
+split. Part `aimdo`: pool="aimdo" while torch takes memory, where comfy-aimdo can be imported. Each part gets a share
+of the remaining time. Inference runs before training, and the output names the runs for which no time was left.
 
-Without a GPU the same runs in miniature on the simulated device: --d 32 --cards 1.5 --tokens 8 --train-tokens 8 --rounds 6.
+Without a GPU the same runs work in miniature on the simulated device: --d 32 --cards 1.5 --tokens 8 --train-tokens 8
+--rounds 6.
 """
 
 from __future__ import annotations
@@ -39,14 +41,16 @@ CHILD_SECONDS = 60.0
 
 @contextlib.contextmanager
 def importable() -> Iterator[dict[str, str]]:
-    """The environment of a child process for which this checkout is the package carom."""
+    """Provide an environment in which a child process imports this checkout as the package carom."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "carom").symlink_to(ROOT, target_is_directory=True)
         yield {**os.environ, "PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])}
 
 
 def child(arguments: list[str], seconds: float = CHILD_SECONDS) -> dict[str, Any]:
-    """The JSON that a command printed last, and how long it took; why not, where it did not."""
+    """Run a command and return the JSON that the command printed last, with its duration, or the reason for a
+    failure.
+    """
     began = time.monotonic()
     with importable() as environment:
         try:
@@ -65,7 +69,7 @@ def child(arguments: list[str], seconds: float = CHILD_SECONDS) -> dict[str, Any
 
 
 def doctor() -> dict[str, Any]:
-    """`carom doctor` and a plan from a probe, each as a user's command."""
+    """Run `carom doctor` and `carom plan` on the probed card, as a user would; return their results."""
     return {
         "doctor": child(["-m", "carom", "doctor", "--json"]),
         "plan": child(["-m", "carom", "plan", "flux2-dev", "--gpu", "probe", "--json"]),
@@ -73,7 +77,7 @@ def doctor() -> dict[str, Any]:
 
 
 def aimdo(gpu: bool) -> dict[str, Any]:
-    """The native pool under the allocator's own pressure."""
+    """Run the test of pool="aimdo" while torch's allocator takes memory; return its result."""
     if importlib.util.find_spec("comfy_aimdo") is None:
         return {"skipped": "comfy-aimdo is not installed"}
     if not gpu:
@@ -82,7 +86,7 @@ def aimdo(gpu: bool) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record for people."""
+    """Return the record as text for people."""
     lines = [
         "card   mode   tokens  model GB  auto ms  host ms  held GiB  best ms  at GiB  ratio  ooms  layouts  exact"
     ]
@@ -120,7 +124,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def cards(args: argparse.Namespace, cases: Any, bench: Any, until: float) -> list[dict[str, Any]]:
-    """Every card in every mode, inference first, each in its share of the time."""
+    """Run every card in every mode, inference first, each with a share of the time; return the results."""
     pages = cases.Pages(bench.case)
     cases.warm_up(bench, pages)
     with cases.SmallCard(bench) as small:
@@ -143,7 +147,7 @@ def _each(
         try:
             small.become(card)
             rows.append(cases.on_card(bench, card, mode, tokens, pages, end) | {"card": small.figures()})
-        except Exception as error:  # one card's failure is a finding, and the others are still wanted
+        except Exception as error:  # a failure on one card is recorded, and the others still run
             cases.give_back()
             rows.append(row | {"failed": f"{type(error).__name__}: {str(error)[:500]}"})
         print(f"{card:g} GB {mode}: done", flush=True)
@@ -184,7 +188,7 @@ def main() -> int:
     until = time.monotonic() + args.seconds
     began = time.monotonic()
     found: dict[str, Any] = {"cards": []}
-    if "doctor" in args.parts:  # before this process has a context of its own
+    if "doctor" in args.parts:  # before this process creates a CUDA context
         found["doctor"] = doctor()
         print("doctor and plan: done", flush=True)
     spec = importlib.util.spec_from_file_location(
@@ -202,7 +206,7 @@ def main() -> int:
 
     cuda = torch.cuda.is_available()
     if not cuda:
-        torch.set_num_threads(1)  # tensors of a few kB: threads would only wait for each other
+        torch.set_num_threads(1)  # with tensors of a few kB, threads would mostly wait for each other
     record = recording.new_record("carom auto", sys.argv[1:]) | found
     if "aimdo" in args.parts:
         record["aimdo"] = aimdo(cuda)

@@ -1,4 +1,8 @@
-"""PURE: one case of the bench, its sizes in bytes, and the budget Carom is given for it."""
+"""The description of one benchmark case: its settings, its sizes in bytes, and the budget that Carom gets for the
+case.
+
+The module is pure: it touches no device.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Case:
-    """What one worker process runs. Sizes: `d` features, `tokens` a sample, `resident` blocks kept on the device.
+    """The settings of one worker process.
 
-    `kind`: "step" times the model, "link" the pinned copy of one block, "touch" only grows the machine's memory,
-    "host" takes turns with no offloading where the host binds.
-    `repeat`: how often each block is called in a row. `vram` overrides the budget that `resident` and `slots` imply (bytes). `limit_s` is the process's time limit.
+    `d`: number of features; `tokens`: tokens of a sample; `resident`: number of blocks kept on the device; `slots`:
+    number of slots in the region; `vram`: budget in bytes, instead of the budget that `resident` and `slots` imply;
+    `repeat`: how often each block is called in a row; `limit_s`: time limit of the process in seconds.
+
+    `kind`: "step" times the model, "link" times the pinned copy of one block, "touch" only makes the virtual
+    machine's memory grow, "host" alternates with no offloading where the host limits the speed.
     """
 
     engine: str = "none"
@@ -77,34 +84,34 @@ class Case:
 
     @property
     def head_count(self) -> int:
-        """Attention heads; 128 features a head (64 for narrow models) unless `heads` says otherwise."""
+        """The number of attention heads: 128 features a head (64 for narrow models) unless `heads` is given."""
         if self.heads:
             return self.heads
         return next((self.d // width for width in (128, 64, 16) if self.d % width == 0), 1)
 
     @property
     def block_bytes(self) -> int:
-        """Frozen weights of one block, in bytes."""
+        """The bytes of one block's frozen weights."""
         return BLOCK_SQUARES * self.d * self.d * WEIGHT_BYTES
 
     @property
     def outside_bytes(self) -> int:
-        """Frozen weights outside the blocks (input and output projection), in bytes."""
+        """The bytes of frozen weights outside the blocks (input and output projection)."""
         return 2 * CHANNELS * self.d * WEIGHT_BYTES
 
     @property
     def weight_bytes(self) -> int:
-        """All frozen weights, in bytes."""
+        """The bytes of all frozen weights."""
         return self.depth * self.block_bytes + self.outside_bytes
 
     @property
     def streamed(self) -> int:
-        """Blocks that wait on the host."""
+        """The number of blocks that are streamed."""
         return self.depth - self.resident
 
     @property
     def budget_bytes(self) -> int:
-        """VRAM for `resident` blocks, `slots` slots in one region, and what lies outside the blocks.
+        """The VRAM in bytes for `resident` blocks, `slots` slots in one region, and the weights outside the blocks.
 
         Each resident block, the region and the rest are rounded up to the page of the device's allocator: 2 MiB on
         CUDA and ROCm, 64 KiB (more than any alignment) on the host.
@@ -119,16 +126,16 @@ class Case:
 
     @property
     def by_bytes(self) -> bool:
-        """Whether the budget is bytes alone, and not so many blocks and slots."""
+        """Whether the budget is given in bytes, and not as numbers of blocks and slots."""
         return self.vram is not None and not self.resident
 
     @property
     def place(self) -> str:
-        """What stays, in short: blocks of all, or the budget that decides it."""
+        """A short text: the resident blocks of all blocks, or the budget that decides which blocks stay."""
         return f"in {(self.vram or 0) / 1e9:.3g} GB" if self.by_bytes else f"{self.resident}/{self.depth}"
 
     def label(self) -> str:
-        """The case in a few words, for progress lines."""
+        """Return a short description of the case, for progress lines."""
         if self.kind == "host":
             return f"host time, {self.mode}, {self.resident}/{self.depth} resident, each block {self.repeat} times"
         if self.kind != "step":
@@ -145,16 +152,16 @@ class Case:
         return f"{self.engine} {self.mode} d={self.d} {self.tokens} tokens, {where}"
 
     def to_json(self) -> str:
-        """One line of JSON that `from_json` reads back."""
+        """Return one line of JSON that `from_json` can read."""
         return json.dumps(asdict(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """All options as plain data."""
+        """Return all settings as plain data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, text: str) -> Case:
-        """The case in `text`; ValueError names what is wrong with it."""
+        """Return the case that ``text`` describes. Raises ValueError, which names the error, for an invalid text."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
@@ -167,7 +174,7 @@ class Case:
         return cls(**data)
 
     def but(self, **changes: Any) -> Case:
-        """A copy with `changes`."""
+        """Return a copy with ``changes``."""
         return replace(self, **changes)
 
 

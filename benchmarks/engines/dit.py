@@ -1,6 +1,8 @@
-"""The synthetic diffusion transformer of the bench: 18 d^2 bfloat16 weights a block, LoRA on four linears.
+"""The synthetic diffusion transformer (DiT) of the benchmark: 18 d^2 bfloat16 weights a block, with LoRA on four
+linears.
 
-d=3072 and 20 blocks are 6.8 GB. Weights are seeded, random, the same for every engine, and made at memory speed.
+With d=3072 and 20 blocks the weights take 6.8 GB. Weights are random, seeded, equal for every engine, and written at
+the speed of memory.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from torch.utils.checkpoint import checkpoint
 from .case import CHANNELS, Case
 
 DTYPE = torch.bfloat16
-POOL = 16_777_213  # normals drawn once; a prime, so that no row length divides the repeat
+POOL = 16_777_213  # count of normals, drawn once; a prime, so that no row length divides the period
 
 
 class LoraAdapter(nn.Module):
-    """y = base(x) + up(down(x)): a hand-made wrapper, as trainers have them. The base is frozen."""
+    """A linear layer with a low-rank adapter, y = base(x) + up(down(x)), written by hand as in trainers. The base is
+    frozen.
+    """
 
     def __init__(self, base: nn.Linear, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -59,7 +63,9 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each modulated by the conditioning (adaLN-Zero of DiT, arXiv 2212.09748)."""
+    """A transformer block: attention and feed-forward, each modulated by the conditioning (adaLN-Zero of DiT, arXiv
+    2212.09748).
+    """
 
     def __init__(self, d: int, heads: int) -> None:
         super().__init__()
@@ -81,9 +87,10 @@ class Block(nn.Module):
 
 
 class Dit(nn.Module):
-    """x (batch, tokens, 64), c (batch, d), both bfloat16 -> (batch, tokens, 64).
+    """The model: x (batch, tokens, 64) and c (batch, d), both bfloat16, to an output (batch, tokens, 64).
 
-    `checkpointing`: "outside" wraps the call of each block, "inside" the body of it (hooks then fire once).
+    `repeat`: how often each block is called in a row. With checkpointing "outside" the call of each block is
+    checkpointed, with "inside" the body of each block is (module hooks then run once).
     """
 
     def __init__(self, d: int, depth: int, heads: int) -> None:
@@ -95,13 +102,13 @@ class Dit(nn.Module):
         self.head = nn.Linear(d, CHANNELS, bias=False, dtype=DTYPE)
 
     def set_checkpointing(self, where: str) -> None:
-        """Where non-reentrant checkpointing sits: "outside", "inside" or "off"."""
+        """Set where non-reentrant checkpointing is applied: "outside" or "inside" each block, or "off"."""
         self.outer_checkpoint = where == "outside"
         for block in self.blocks:
             block.inner_checkpoint = where == "inside"  # type: ignore[assignment]
 
     def adapters(self) -> list[tuple[str, nn.Parameter]]:
-        """Trainable parameters by name, in the model's order."""
+        """Return the trainable parameters with their names, in the model's order."""
         return [(name, p) for name, p in self.named_parameters() if p.requires_grad]
 
     def run_block(self, block: nn.Module, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -121,7 +128,10 @@ class Dit(nn.Module):
 
 
 def build(case: Case) -> Dit:
-    """The model of `case` on the host, frozen, with adapters when training. In inference they count as merged."""
+    """Return the model of `case` on the host: frozen, with trainable adapters when training.
+
+    In inference the adapters are taken as merged into the weights.
+    """
     with torch.device("meta"):
         model = Dit(case.d, case.depth, case.head_count)
         model.requires_grad_(False)
@@ -135,7 +145,7 @@ def build(case: Case) -> Dit:
 
 
 def make_inputs(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, c and the training target, seeded, on `device`."""
+    """Return x, c and the training target, seeded, on `device`."""
     generator = torch.Generator().manual_seed(case.seed + 1)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -166,7 +176,7 @@ def _fill(model: nn.Module, seed: int) -> None:
     offset = 0
     for module, name, meta in _owners(model):
         value = host_empty(meta.shape, meta.dtype)
-        # A small `up` keeps the adapters from dominating; a zero one would leave `down` without gradient.
+        # With a small `up`, adapters do not dominate the output. With a zero `up`, `down` would get no gradient.
         scale = (0.02 if name == "up" else 1.0) / math.sqrt(meta.shape[-1])
         flat, position = value.view(-1), 0
         while position < flat.numel():
@@ -179,6 +189,9 @@ def _fill(model: nn.Module, seed: int) -> None:
 
 
 def host_empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised host tensor from NumPy's allocator, which asks for huge pages: first touch is far faster."""
+    """Return an uninitialised host tensor from NumPy's allocator.
+
+    NumPy asks for huge pages, which makes the first access much faster.
+    """
     count = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.empty(max(count, 1), dtype=np.uint8))[:count].view(dtype).view(shape)

@@ -1,6 +1,6 @@
-"""PURE: the figures to reach, each computed from named results of one run and held against its target.
+"""The benchmark's figures: each is computed from named results of one run and compared with its target.
 
-Cases are looked up by the keys that `suite.py` gives them. GB are 10^9 bytes, GiB 2^30.
+Cases have the keys that `suite.py` gives them. GB are 10^9 bytes, GiB 2^30. The module is pure: it touches no device.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ GIB = 1 << 30
 
 
 class Missing(Exception):
-    """A result that a figure needs is not there; the message says which and why."""
+    """Raised if a result that a figure needs does not exist; the message names the result and the reason."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """`measure` gives the value; it is reached when `value <= target` (or >= where `at_least`)."""
+    """A figure with a target, reached if `value <= target` (or `>=` if ``at_least``).
+
+    ``measure``: returns the value from the results; ``unit``: text after the value.
+    """
 
     name: str
     target: float
@@ -31,7 +34,10 @@ class Figure:
     unit: str = ""
 
     def judge(self, results: Results) -> dict[str, Any]:
-        """name, target, measured value, and reached (None where it could not be measured, with the reason)."""
+        """Return the name, the target, the measured value and whether the target is reached.
+
+        The last two are None if the figure cannot be measured; the entry then has the reason.
+        """
         words = f"{'>=' if self.at_least else '<='} {self.target:g}{self.unit}"
         try:
             value = self.measure(results)
@@ -61,7 +67,7 @@ class Results:
         self.results = results
 
     def get(self, key: str) -> dict[str, Any]:
-        """The result of `key`; Missing unless it is ok."""
+        """Return the result of `key`. Raises Missing unless its status is ok."""
         result = self.results.get(key)
         if result is None:
             raise Missing(f"{key}: not run")
@@ -82,24 +88,24 @@ class Results:
         return self.get("link")["link_bytes_per_second"]
 
     def roofline(self, key: str, base: str) -> Roofline:
-        """The bound on case `key`, from the resident run `base` and the link."""
+        """Return the least possible time of case `key`, from the resident run `base` and the measured link."""
         return roofline(
             self.cases[key], self.get(base)["phases_ms"], self.link(), self.get(key).get("report")
         )
 
 
 def ratio(results: Results, key: str, to: str) -> float:
-    """Time of case `key` over that of case `to`."""
+    """Return the step time of case `key` divided by the step time of case `to`."""
     return results.ms(key) / results.ms(to)
 
 
 def reserved_gb(results: Results, key: str) -> float:
-    """Peak reserved device memory of the steps, in GB."""
+    """Return the peak device memory reserved during the steps, in GB."""
     return results.reserved(key) / 1e9
 
 
 def link_share(results: Results, key: str) -> float:
-    """Bytes that crossed in a step over what the link could carry in that time."""
+    """Return the bytes copied in a step, divided by the bytes that the link can carry in the step's time."""
     result = results.get(key)
     crossed = (result.get("report") or {}).get("wire_bytes_per_step")
     if crossed is None:
@@ -109,19 +115,19 @@ def link_share(results: Results, key: str) -> float:
 
 
 def wire_share(results: Results, key: str) -> float:
-    """Bytes that crossed over the bytes of the weights they were."""
+    """Return the wire bytes of a step divided by the raw bytes of the same weights."""
     report = results.get(key)["report"]
     return report["wire_bytes_per_step"] / report["raw_bytes_per_step"]
 
 
 def effective_share(results: Results, key: str) -> float:
-    """Raw bytes that a step brought a second, over the link's rate."""
+    """Return the raw bytes of weights brought per second, divided by the link's rate."""
     result = results.get(key)
     return result["report"]["raw_bytes_per_step"] / (1e-3 * result["ms_per_step"]) / results.link()
 
 
 def stayed_packed(results: Results, key: str) -> float:
-    """Units that stay on the device packed in the layout of the last steps."""
+    """Return the number of units that stay packed on the device, in the layout of the last steps."""
     report = results.get(key).get("report") or {}
     if report.get("resident_packed_units") is None:
         raise Missing(f"{key}: the report has no resident_packed_units")
@@ -129,7 +135,7 @@ def stayed_packed(results: Results, key: str) -> float:
 
 
 def of_best(results: Results, key: str, others: list[str]) -> float:
-    """Time of ``key`` over the fastest of ``others`` that ran."""
+    """Return the step time of ``key`` divided by the shortest step time among the ``others`` that ran."""
     times = []
     for other in others:
         try:
@@ -142,12 +148,14 @@ def of_best(results: Results, key: str, others: list[str]) -> float:
 
 
 def of_roofline(results: Results, key: str, base: str) -> float:
-    """Time of case `key` over its bound."""
+    """Return the step time of case `key` divided by its roofline time."""
     return results.ms(key) / results.roofline(key, base).ms
 
 
 def transfers_over_ideal(results: Results, key: str) -> float:
-    """The report's transfers per weight less the ideal: two a step, less what the slots hold at both turns."""
+    """Return the report's transfers per weight minus the ideal: two a step, minus the weights that the slots hold at
+    both turns.
+    """
     report = results.get(key).get("report") or {}
     case = results.cases[key]
     if report.get("transfers_per_weight") is None:
@@ -157,7 +165,10 @@ def transfers_over_ideal(results: Results, key: str) -> float:
 
 
 def reserved_over_promise(results: Results, pairs: dict[str, str]) -> float:
-    """The worst, over `pairs` (case: resident run), of reserved / (budget + the resident run's own activations)."""
+    """Return the largest ratio of reserved bytes to promised bytes over `pairs` (case: resident run).
+
+    The promise is the budget plus the activations of the resident run.
+    """
     worst = []
     for key, base in pairs.items():
         try:
@@ -171,7 +182,7 @@ def reserved_over_promise(results: Results, pairs: dict[str, str]) -> float:
 
 
 def growth(results: Results, key: str) -> float:
-    """MB of reserved memory gained from step 50 to the last."""
+    """Return the growth of reserved memory from step 50 to the last step, in MB."""
     result = results.get(key)
     if result.get("held_at_step_50_bytes") is None:
         raise Missing(f"{key}: fewer than 50 steps")
@@ -179,10 +190,10 @@ def growth(results: Results, key: str) -> float:
 
 
 def host_share(results: Results, key: str) -> float:
-    """Host memory that building and attaching took, over the weights.
+    """Return the host memory that building and attaching took, divided by the bytes of the weights.
 
-    Resident memory of the process; where pinned memory is not charged to it, the fall of the machine's available
-    memory instead, which is coarser.
+    The host memory is the resident memory of the process. If pinned memory is not counted in that, the decrease of
+    the machine's available memory is used instead, which is coarser.
     """
     result = results.get(key)
     charged = result["host_attached_rss_bytes"] - result["host_base_rss_bytes"]
@@ -192,18 +203,20 @@ def host_share(results: Results, key: str) -> float:
 
 
 def attach_rate(results: Results, key: str) -> float:
-    """GiB of weights placed a second."""
+    """Return the rate at which weights were placed, in GiB/s."""
     result = results.get(key)
     return result["weight_bytes"] / result["attach_seconds"] / GIB
 
 
 def host_added(results: Results, key: str) -> float:
-    """Microseconds of wall time that Carom adds to a call of a block where the host binds."""
+    """Return the microseconds of wall time that Carom adds to a call of a block if the host limits the speed."""
     return results.get(key)["added_us"]
 
 
 def within_memory(results: Results, keys: list[str], base: str, limit_bytes: float) -> float:
-    """Time over the resident `base` of the best of `keys` that reserves no more than `limit_bytes`."""
+    """Return the shortest step time of the `keys` that reserve at most `limit_bytes`, divided by that of the resident
+    run `base`.
+    """
     fitting = []
     for key in keys:
         try:
@@ -217,12 +230,14 @@ def within_memory(results: Results, keys: list[str], base: str, limit_bytes: flo
 
 
 def within_memory_of(results: Results, keys: list[str], base: str, other: str) -> float:
-    """The same with what case `other` reserved in this run as the limit."""
+    """Return `within_memory` with the bytes that case `other` reserved in this run as the limit."""
     return within_memory(results, keys, base, results.reserved(other))
 
 
 def differing(results: Results, pairs: dict[str, str]) -> float:
-    """How many cases of Carom differ in any bit from their resident runs."""
+    """Return the number of Carom's cases that differ in any bit from their resident runs; ``pairs``: case -> resident
+    run.
+    """
     verdicts = []
     for key, base in pairs.items():
         try:
@@ -236,7 +251,7 @@ def differing(results: Results, pairs: dict[str, str]) -> float:
 
 
 def render(judged: list[dict[str, Any]]) -> str:
-    """A short table of target against measured."""
+    """Return a short table of targets and measured values."""
     lines = [("figure", "target", "measured", "")]
     for row in judged:
         if row["measured"] is None:

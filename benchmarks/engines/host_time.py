@@ -1,8 +1,8 @@
-"""Host time that Carom adds to a call of a block, where the host binds: measured in pairs, in one process.
+"""Measurement of the host time that Carom adds to a call of a block if the host limits the speed.
 
-The difference is tens of microseconds beside a plain call of hundreds, less than what two processes (or two
-minutes) of one machine differ by. So one process takes turns: plain, streamed, plain, streamed; each pair
-gives one difference, and the median is the figure.
+The difference is tens of microseconds in a call of hundreds. Two processes, or the same process two minutes later,
+differ by more than that. Therefore one process alternates between plain and streamed runs. Each pair gives one
+difference, and the median over the pairs is the figure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ ROUNDS = 7
 
 
 def host_time(case: Case, device: torch.device) -> dict[str, Any]:
-    """Microseconds of wall time a call of a block: plain, with Carom, and what Carom adds (median over pairs)."""
+    """Return the microseconds of wall time of a call of a block: plain, with Carom, and added by Carom (median over
+    pairs).
+    """
     from .dit import build, make_inputs
     from .peers import get_engine
 
@@ -56,7 +58,7 @@ def _step(attached: Any, case: Case, inputs: tuple[torch.Tensor, ...]) -> Callab
 
 
 def _per_step(step: Callable[[], Any], case: Case, device: torch.device) -> float:
-    """Seconds of wall time a step, host and device both idle before and after."""
+    """Return the seconds of wall time of a step; host and device are idle before and after the timed steps."""
     for _ in range(case.warmup):
         step()
     synchronize(device)

@@ -2,8 +2,9 @@
 
     python -m carom.benchmarks.engines.host_time_compare BEFORE AFTER [--rounds 9] [--json record.json]
 
-BEFORE and AFTER are folders of checkouts. Each round starts one process a checkout, in alternating order. A process streams a model
-of small blocks, whose kernels take little, and gives the median over its steps. The figure is the median over rounds, with quartiles.
+BEFORE and AFTER are folders of checkouts. Each round starts one process for each checkout, in alternating order. A
+process streams a model of small blocks, whose kernels take little time, and returns the median over its steps. The
+result is the median over the rounds, with quartiles.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .record import new_record, write_record
 DEPTH, WIDTH, STEPS, WARMUP = 24, 64, 60, 10
 CASES = {"inference": ("raw", False), "LoRA": ("raw", True)}
 
-# Uses public names only, so that any checkout can be measured.
+# This program uses public names only, so that any checkout can be measured.
 _CHILD = """
 import importlib.util, json, statistics, sys, time
 import torch
@@ -70,7 +71,9 @@ print(json.dumps({
 
 
 def measure(checkout: Path, case: str) -> dict[str, Any]:
-    """Return what one process measures: microseconds a block, and what crossed."""
+    """Return the measurement of one process: microseconds a block, and copied bytes. Raises SystemExit if the process
+    fails.
+    """
     codec, trains = CASES[case]
     command = [
         sys.executable,
@@ -95,7 +98,7 @@ def measure(checkout: Path, case: str) -> dict[str, Any]:
 
 
 def commit(checkout: Path) -> str:
-    """Return the commit that ``checkout`` is at."""
+    """Return the short hash of the commit of ``checkout``, or "unknown"."""
     done = subprocess.run(
         ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"],
         capture_output=True,

@@ -1,8 +1,8 @@
-"""Runs a benchmark module of this checkout, whatever its folder is called and whether or not it is installed.
+"""A script that runs a benchmark module of this checkout, for any folder name, installed or not.
 
     python3 benchmarks/engines/launch.py suite --out DIR
 
-Standard library only until the module itself is imported. The runner starts its workers through it too.
+Only the standard library is used until the module is imported. The runner starts its workers with this script too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_checkout() -> None:
-    """Make the package name `carom` mean this checkout, ahead of any installed one."""
+    """Import this checkout as the package `carom`, in preference to an installed package."""
     spec = importlib.util.spec_from_file_location(
         "carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
     )
@@ -28,11 +28,11 @@ def load_checkout() -> None:
 
 
 def main(argv: list[str]) -> int:
-    """`argv`: the module of the package (worker or suite), then its own arguments."""
+    """Run the module ``argv[0]`` ("worker" or "suite") with the remaining arguments; return its exit code."""
     if not argv or argv[0] not in ("worker", "suite"):
         print("usage: launch.py {worker,suite} ...", file=sys.stderr)
         return 2
-    # The script's own folder must not shadow anything: it is no package folder.
+    # Remove the script's folder from sys.path, because its modules could shadow others.
     sys.path[:] = [
         entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "benchmarks" / "engines"
     ]

@@ -1,7 +1,8 @@
-"""Models of the bench at no cost: every block maps the same pages of one file, privately.
+"""Benchmark models that take almost no memory or time to build: every block maps the same pages of one file
+privately.
 
-A model of 30 GB takes the host's memory of one block until somebody writes to it or copies it, and no time to fill. All
-blocks hold the same values; for what timing and budgets ask, that is as good.
+A model of 30 GB takes the host memory of one block until its weights are written to or copied, and no time to fill.
+All blocks hold the same values, which makes no difference to timings and budgets.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ ALIGN = 64  # bytes between tensors of a block
 
 
 class Pages:
-    """The weights of one block in a file, for as many blocks as are wanted."""
+    """A temporary file with the weights of one block, which any number of blocks can map."""
 
     def __init__(self, case: Case) -> None:
         block = build(case.but(mode="infer", depth=1, resident=0)).blocks[0]
         self._weights = [p.detach() for p in block.parameters()]
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the models over it
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as models map the file
         for weight in self._weights:
             self._file.write(weight.contiguous().view(torch.uint8).numpy().tobytes())
             self._file.write(bytes(-self._file.tell() % ALIGN))
@@ -35,7 +36,7 @@ class Pages:
         self._nbytes = self._file.tell()
 
     def weights(self) -> Iterator[torch.Tensor]:
-        """The block's tensors over pages of its own as far as anybody can tell."""
+        """Yield the tensors of a block over a new private mapping of the file."""
         options = (
             {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {"access": mmap.ACCESS_COPY}
         )
@@ -49,7 +50,7 @@ class Pages:
 
 
 def make_model(case: Case, pages: Pages) -> Dit:
-    """As `dit.build`, at no cost: all blocks hold the same values."""
+    """Return the model of `dit.build` with mapped weights; all blocks hold the same values."""
     with torch.device("meta"):
         model = Dit(case.d, case.depth, case.head_count)
         model.requires_grad_(False)
@@ -66,7 +67,7 @@ def make_model(case: Case, pages: Pages) -> Dit:
 
 
 def _own_or_next(mapped: Iterator[torch.Tensor], meta: torch.Tensor) -> torch.Tensor:
-    """Adapters have values of their own."""
+    """Return separate values for an adapter, else the next mapped tensor."""
     return _small(meta) if meta.requires_grad else next(mapped)
 
 
@@ -77,7 +78,7 @@ def _replace(tree: nn.Module, value: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _small(meta: torch.Tensor) -> torch.Tensor:
-    """Some fixed values of both signs, the same every time."""
+    """Return a tensor with fixed small values of both signs, the same at every call."""
     values = torch.arange(meta.numel(), dtype=torch.int32).remainder_(251).sub_(125).float()
     return host_empty(meta.shape, meta.dtype).copy_(
         values.div_(125 * math.sqrt(meta.shape[-1])).view(meta.shape)

@@ -1,4 +1,4 @@
-"""Timing, memory and fingerprints, the same for every engine and for CUDA, ROCm and CPU."""
+"""Measurement of times, memory and fingerprints, the same for every engine, on CUDA, ROCm and CPU."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import psutil
 import torch
 import torch.nn.attention
 
-SAMPLE = 256  # values kept of a tensor, so that two processes can say how far apart they are
-FLAT_FROM = 50  # memory is settled by this step
+SAMPLE = 256  # number of values kept of a tensor, so that results of two processes can be compared
+FLAT_FROM = 50  # number of the step at which memory use has settled
 
 
 class HostEvent:
-    """Stands in for a device event where the device is the host."""
+    """A replacement for a device event if the device is the host."""
 
     def __init__(self) -> None:
         self.at = 0.0
@@ -28,14 +28,14 @@ class HostEvent:
         self.at = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Nothing is ever pending on the host."""
+        """Do nothing, because the host has no pending work."""
 
     def elapsed_time(self, end: HostEvent) -> float:
         return 1e3 * (end.at - self.at)
 
 
 def make_event(device: torch.device) -> Any:
-    """A timing event of `device`."""
+    """Return a new timing event of `device`."""
     return torch.cuda.Event(enable_timing=True) if device.type == "cuda" else HostEvent()
 
 
@@ -45,7 +45,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class Marks:
-    """Events that split one step into named phases; each name marks its phase's end."""
+    """The events that split one step into named phases; each event marks the end of the phase with its name."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -60,17 +60,17 @@ class Marks:
 def time_steps(
     step: Callable[[Marks], None], steps: int, warmup: int, device: torch.device
 ) -> dict[str, Any]:
-    """Run `step` back to back; medians and minima in ms over the last `steps` runs.
+    """Run `step` repeatedly without pause; return medians and minima in ms over the last `steps` runs.
 
-    A step's device time runs from the end of the one before to its own end, so that nothing between steps is
-    lost. The host stays at most one step ahead, as in a trainer that logs its last loss: the wall time of a
-    step is the gap between two completions. `host_ms` is what the host spends inside the call itself.
+    The device time of a step lasts from the end of the previous step to the end of this step, so that work between
+    steps is included. The host is at most one step ahead, as in a trainer that logs its last loss. The wall time of a
+    step is the time between two completions. `host_ms` is the time that the host spends in the call.
     """
     reserved_early: int | None = None
     previous_end = make_event(device)
     previous_end.record()
     records: list[tuple[Any, list[tuple[str, Any]], float]] = []
-    # When step i - 1 was seen complete; a host device completes step i itself before it returns.
+    # `walls` has the times at which step i - 1 was complete. On the host, step i is complete when its call returns.
     behind = device.type == "cuda"
     walls: list[float] = [] if behind else [time.perf_counter()]
     for index in range(warmup + steps):
@@ -111,12 +111,14 @@ def time_steps(
 
 
 def memory_held(device: torch.device) -> int:
-    """Bytes the process holds now: reserved by the device's allocator, or resident where the device is the host."""
+    """Return the bytes that the process holds now: reserved by the device's allocator, or resident memory if the
+    device is the host.
+    """
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else host_rss()
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Give unused blocks back and start the peaks anew."""
+    """Free the allocator's unused blocks and reset the peaks."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -125,7 +127,9 @@ def reset_peaks(device: torch.device) -> None:
 
 
 def device_memory(device: torch.device) -> dict[str, int | None]:
-    """Peaks since `reset_peaks`, and what the whole card has in use, in bytes; None where there is no such device."""
+    """Return the peaks since `reset_peaks`, and the bytes in use on the whole card; all None if the device is not
+    CUDA.
+    """
     if device.type != "cuda":
         return {"peak_allocated_bytes": None, "peak_reserved_bytes": None, "card_used_bytes": None}
     free, total = torch.cuda.mem_get_info(device)
@@ -137,17 +141,17 @@ def device_memory(device: torch.device) -> dict[str, int | None]:
 
 
 def host_rss() -> int:
-    """Resident host bytes of this process."""
+    """Return the resident host memory of this process in bytes."""
     return psutil.Process().memory_info().rss
 
 
 def host_available() -> int:
-    """Host bytes the system could still give; falls when memory is pinned, whoever accounts it."""
+    """Return the bytes of available host memory, which fall when any process pins memory."""
     return psutil.virtual_memory().available
 
 
 def measure_link(nbytes: int, device: torch.device, repeats: int = 12) -> float:
-    """Host-to-device bytes per second of one pinned buffer of `nbytes`, median over `repeats`."""
+    """Return the rate of copies of `nbytes` pinned bytes from host to device in bytes/s, the median over `repeats`."""
     source = torch.zeros(nbytes, dtype=torch.uint8)
     source.random_(0, 255) if nbytes < 1 << 24 else source.fill_(7)
     if device.type == "cuda":
@@ -165,7 +169,7 @@ def measure_link(nbytes: int, device: torch.device, repeats: int = 12) -> float:
 
 
 def fingerprint(tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """SHA-256 over the bytes of `tensors` in order, and an even sample of their values (float32)."""
+    """Return the SHA-256 over the bytes of `tensors` in order, and an even sample of their values (float32)."""
     digest = hashlib.sha256()
     values = []
     share = max(1, SAMPLE // max(1, len(tensors)))
@@ -179,10 +183,10 @@ def fingerprint(tensors: list[torch.Tensor]) -> dict[str, Any]:
 
 @contextmanager
 def deterministic():
-    """Deterministic kernels inside; the setting is as it was after.
+    """Make torch use deterministic kernels inside the ``with`` block, and restore the setting afterwards.
 
-    Attention runs on the math backend: the fused backward kernels add up in no fixed order, so that not even
-    two passes of the resident run agree (seen on an H200 at 1024 tokens).
+    Attention runs on the math backend, because the fused backward kernels add in varying order, so that not even two
+    passes of the resident run agree (seen on an H200 at 1024 tokens).
     """
     before = torch.are_deterministic_algorithms_enabled()
     warn_before = torch.is_deterministic_algorithms_warn_only_enabled()

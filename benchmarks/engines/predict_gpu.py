@@ -1,17 +1,20 @@
 """Predicted against measured steps on one GPU: tokens x resident share x inference and training, in under six minutes.
 
-Run by path from anywhere, nothing needs to be installed but torch and numpy:
+Run by path from any folder. Only torch and numpy must be installed:
 
     python benchmarks/engines/predict_gpu.py [--json FILE] [--seconds 330] [--d 3072] [--depth 20] [--tokens 256,1024,4096,16384]
 
-First the probe, under ten seconds beside building it: for each number of tokens a model of three of the blocks streams a
-few steps, which tells the link and each unit's seconds of computing; the device is kept busy before each, so that the host is
-ahead and these are the kernels' own. Apart from that, on an idle device, it times Python: what a block's calls take where it streams and
-where it stays. From these alone each step of the whole model is predicted (`predict`), before it runs under the layout that its session chose; `learnt` is what the session itself
-predicts from its own first steps. The errors are predicted / measured - 1, where measured is the median of
-device times from a step's begin to its end. `advice`: what another layout is predicted to save of the step.
+A probe runs first and takes under ten seconds, apart from building its model. For each number of tokens, a model of
+three blocks streams a few steps. These give the link's rate and each unit's seconds of computing. The device is kept
+busy before each step, so that the host is ahead and the times are those of the kernels alone. A second probe on an
+idle device times Python: the seconds of a block's calls if the block streams, and if the block is resident.
 
-Without a GPU: `--device simulated --d 64 --depth 6 --tokens 16,64` runs it in miniature on the simulated device's clock.
+From these figures alone, `predict` predicts each step of the whole model. The step then runs under the layout that
+its session chose. `learnt` is the prediction of the session from its own first steps. The errors are predicted /
+measured - 1, where measured is the median of the device time of a step. `advice` is the predicted saving of another
+layout, as a share of the step.
+
+Without a GPU, `--device simulated --d 64 --depth 6 --tokens 16,64` runs in miniature on the simulated device's clock.
 """
 
 # mypy: ignore-errors
@@ -34,14 +37,14 @@ ROOT = Path(__file__).resolve().parents[2]
 MODES = ("infer", "train")
 SHARES = (0.0, 0.25, 0.5, 0.75)
 PROBE_BLOCKS = 3
-WARMUP, STEPS = 4, 6  # the first two learn the order; the next are marked
-BUSY_CYCLES = 80_000_000  # some 45 ms at 1.8 GHz: longer than the host takes for a step of the probe
+WARMUP, STEPS = 4, 6  # the first two steps learn the order; the later ones are timed
+BUSY_CYCLES = 80_000_000  # about 45 ms at 1.8 GHz, longer than the host takes for a step of the probe
 HOST_STEPS = 5
-INNER = 1  # the probe's block that stands for all: neither first nor last
+INNER = 1  # number of the probe's block whose times are used for all: neither the first nor the last
 
 
 def load_checkout() -> dict:
-    """The checkout's modules, imported as the package carom whatever its folder is called."""
+    """Return the checkout's modules by name, imported as the package carom for any folder name."""
     if "carom" not in sys.modules:
         spec = importlib.util.spec_from_file_location(
             "carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
@@ -62,7 +65,7 @@ def load_checkout() -> dict:
 
 
 def run_steps(session, model, inputs, mode: str, count: int, busy: bool = False) -> None:
-    """Steps as the bench does them, without an optimizer; ``busy``: the device has something to do before each."""
+    """Run steps as in the benchmark, without an optimizer; ``busy``: give the device other work before each step."""
     x, c, target = inputs
     for _ in range(count):
         if busy:
@@ -84,7 +87,7 @@ def layout_of(session):
 
 
 def learn_from(session, lib):
-    """What the session's marked steps tell."""
+    """Return the profile learnt from the session's marked steps."""
     layout = layout_of(session)
     return lib["profile"].learn(
         lib["measured_planner"].pieces(layout.carving), layout.streamed_indices(), layout.streamer.order.expected(),
@@ -96,13 +99,13 @@ def stream(model, case, device, resident: int, slots: int, depth: int):
     budget = case.but(resident=resident, depth=depth, slots=slots).budget_bytes
     session = sys.modules["carom"].stream(model, device=device, vram=budget)
     made = sys.modules["carom.core.session.assembly"].parts(session)
-    # The layout that is predicted is the one that is measured.
+    # Turn off changes of the layout, so that the measured layout is the predicted one.
     made.replan.at = made.policies.at = float("inf")
     return session
 
 
 def probe(model, case, device, lib):
-    """Seconds by tensor of a block in the middle, and the link; from a model of a few blocks."""
+    """Return the profile of a model of a few blocks: seconds by tensor of the middle block, and the link's rate."""
     inputs = lib["dit"].make_inputs(case, _place(device))
     with stream(model, case, device, 0, 2, PROBE_BLOCKS) as session:
         run_steps(session, model, inputs, case.mode, 2 + WARMUP, busy=device == "cuda")
@@ -110,7 +113,7 @@ def probe(model, case, device, lib):
 
 
 class BlockCalls:
-    """Seconds that Python spends in each forward of a block, as hooks see them."""
+    """The seconds that Python spends in each forward of a block, measured by hooks."""
 
     def __init__(self, block) -> None:
         self.seconds, self._began = [], 0.0
@@ -123,16 +126,17 @@ class BlockCalls:
         self.seconds.append(time.perf_counter() - self._began)
 
     def remove(self) -> None:
-        """No longer look on."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
 
 def host_of(model, case, device, resident: int) -> tuple[float, float]:
-    """Seconds of Python for one use of a unit in the forward and in the backward, each step on an idle device.
+    """Return the seconds of Python for one use of a unit in the forward and in the backward, each step on an idle
+    device.
 
-    The forward is the middle block's. Of a backward the whole is timed, and a block has its share of it; with checkpointing each
-    unit is used twice in it: recomputed, and for its gradients.
+    The forward is that of the middle block. The backward is timed as a whole and divided by the number of blocks.
+    With checkpointing the backward uses each unit twice: for the recomputation and for the gradients.
     """
     x, c, target = sys.modules["carom.benchmarks.engines.dit"].make_inputs(case, _place(device))
     forward, backward = [], []
@@ -160,8 +164,10 @@ def host_of(model, case, device, resident: int) -> tuple[float, float]:
 
 
 def probe_host(model, case, device, lib):
-    """What Python takes to issue a unit's kernels where it streams, and where it stays; None on the simulated device,
-    whose clock knows nothing of the host."""
+    """Return the seconds in which Python issues a unit's kernels, if the unit streams and if it is resident.
+
+    Return None on the simulated device, whose clock does not include the host.
+    """
     if not isinstance(device, str):
         return None
     return lib["predict"].LaunchSeconds(
@@ -170,7 +176,9 @@ def probe_host(model, case, device, lib):
 
 
 def whole(learnt, session, lib):
-    """The workload of the session's units, each as the probe's middle block has it."""
+    """Return the profile and the workload of all units of the session, with the times of the probe's middle block for
+    every block.
+    """
 
     def middle(name: str) -> str:
         return re.sub(r"blocks\.\d+\.", f"blocks.{INNER}.", name)
@@ -194,7 +202,7 @@ def _place(device) -> torch.device:
 
 
 def point(model, case, device, share: float, learnt, host, lib) -> dict:
-    """One predicted and measured step."""
+    """Return the record of one predicted and measured step."""
     inputs = lib["dit"].make_inputs(case, _place(device))
     resident = round(share * case.depth)
     with stream(model, case, device, resident, 3, case.depth) as session:
@@ -233,7 +241,7 @@ def point(model, case, device, share: float, learnt, host, lib) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """The points for people."""
+    """Return the measured points as text for people."""
     lines = [
         "mode   tokens  share  measured ms  predicted   error  learnt error  could save  host ms  bound by"
     ]

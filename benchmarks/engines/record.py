@@ -1,4 +1,4 @@
-"""The kept record of a run: what was asked, where, with which versions, and every case's result unedited."""
+"""The record of a benchmark run: the arguments, the machine, versions, and the unedited result of every case."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PACKAGES = (
 
 
 def new_record(tool: str, argv: list[str]) -> dict[str, Any]:
-    """A record without results."""
+    """Return a record without results."""
     return {
         "schema": SCHEMA,
         "tool": tool,
@@ -47,7 +47,7 @@ def new_record(tool: str, argv: list[str]) -> dict[str, Any]:
 
 
 def add_result(record: dict[str, Any], key: str, case: Case, result: dict[str, Any]) -> None:
-    """Append one case and its result as it came."""
+    """Append a case and its unedited result to ``record``."""
     record["cases"].append({"key": key, "case": case.to_dict(), "result": result})
 
 
@@ -60,7 +60,7 @@ def write_record(record: dict[str, Any], path: Path) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record at `path`; ValueError where it is none that this version reads."""
+    """Return the record at `path`. Raises ValueError if the file is not a record that this version can read."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -79,7 +79,10 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checkout's commit ("+changes" where files differ from it), CAROM_COMMIT where there is no git, or None."""
+    """Return the checkout's commit, with "+changes" if files differ from it.
+
+    Without git, return the environment variable CAROM_COMMIT, or None.
+    """
     given = os.environ.get("CAROM_COMMIT")
     if given:
         return given
@@ -96,7 +99,7 @@ def commit() -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, memory and accelerator, without names or addresses of the host."""
+    """Return the processor, memory and accelerator of this machine, without names or addresses of the host."""
     import torch
 
     found: dict[str, Any] = {
@@ -107,7 +110,7 @@ def machine() -> dict[str, Any]:
         "accelerator": None,
     }
     if torch.cuda.is_available():
-        # Asked of a child: the parent must not hold a context on the device that is being measured.
+        # A child process reads the properties, because this process must not hold a context on the measured device.
         code = (
             "import json, torch; p = torch.cuda.get_device_properties(0);"
             "print(json.dumps({'name': p.name, 'memory_bytes': p.total_memory}))"
@@ -122,7 +125,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that matter, where installed."""
+    """Return the versions of Python and of the relevant installed packages."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

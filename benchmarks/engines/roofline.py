@@ -1,7 +1,9 @@
-"""PURE: what no raw-bytes engine can beat, phase by phase, from compute and link measured in the same run.
+"""The roofline: the least step time of any engine that copies raw bytes, from compute and link measured in the same
+run.
 
-Slack in the forward cannot pay for the backward beyond what the slots hold, so a training step is bounded by
-max(compute, wire) of its forward plus max(compute, wire) of its backward.
+A step is bounded phase by phase. Time left over in the forward cannot be used for the backward, except for the
+weights that the slots hold. A training step is therefore bounded by max(compute, wire) of its forward plus
+max(compute, wire) of its backward. The module is pure: it touches no device.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from .case import Case
 
 @dataclass(frozen=True)
 class Roofline:
-    """Times in ms, bytes that cross the link in each phase. The optimizer counts into the backward's compute."""
+    """The computing times (ms), bytes copied in each phase, and the link's rate (bytes/s).
+
+    The time of the optimizer is included in the computing time of the backward.
+    """
 
     compute_forward_ms: float
     compute_backward_ms: float
@@ -32,7 +37,7 @@ class Roofline:
 
     @property
     def ms(self) -> float:
-        """The bound on a step."""
+        """The least time of a step, in ms."""
         return max(self.compute_forward_ms, self.wire_forward_ms) + max(
             self.compute_backward_ms, self.wire_backward_ms
         )
@@ -47,11 +52,12 @@ class Roofline:
 
 
 def crossing_bytes(case: Case, report: dict[str, Any] | None = None) -> tuple[int, int]:
-    """Bytes that must cross in the forward and in the backward of one step.
+    """Return the bytes that must be copied in the forward and in the backward of one step.
 
-    Inference: every streamed block once a pass. Training: what the slots hold at each of the two turns is not
-    fetched again, so `slots` blocks fewer in either phase. With the engine's `report`, what it really made of its
-    budget (large blocks stay and stream in parts), and how many bytes are left where they cross packed.
+    In inference every streamed block is copied once a pass. In training the weights that the slots hold at each of
+    the two turns are not copied again, so each phase copies `slots` blocks fewer. The engine's `report`, if given,
+    supplies the actual residents and slots (large blocks can stay and stream in parts), and the ratio of packed to
+    raw bytes.
     """
     streamed, held = case.streamed * case.block_bytes, case.slots * case.block_bytes
     share = 1.0
@@ -73,7 +79,7 @@ def roofline(
     link_bytes_per_second: float,
     report: dict[str, Any] | None = None,
 ) -> Roofline:
-    """The bound for `case`; `phases_ms` are the resident run's forward, backward and optimizer times."""
+    """Return the roofline of `case`; `phases_ms`: times of the resident run's forward, backward and optimizer in ms."""
     if not link_bytes_per_second > 0:
         raise ValueError(f"link_bytes_per_second={link_bytes_per_second!r} must be above 0")
     forward_bytes, backward_bytes = crossing_bytes(case, report)

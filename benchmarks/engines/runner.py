@@ -1,4 +1,4 @@
-"""Runs cases one after the other, each in a fresh process; no child outlives this process, however it ends."""
+"""The runner of cases: one after the other, each in a new process. No child process outlives this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STDERR_KEPT = 4000  # characters of a failed worker's stderr that go into the re
 
 
 class Lines(Protocol):
-    """Where progress is told: a text stream, or what stands for one. Each write is one line, whole."""
+    """A text stream, or a similar object, to which progress is written. Each write is one whole line."""
 
     def write(self, line: str, /) -> object: ...
 
@@ -30,21 +30,23 @@ class Lines(Protocol):
 
 
 def run_case(case: Case, limit_s: float | None = None) -> dict[str, Any]:
-    """The worker's result for `case`: `status` is ok, skipped, failed or timeout; `seconds` is the process's life.
+    """Run `case` in a worker process and return its result.
 
-    On KeyboardInterrupt (or any exception here) the child and its children are killed first.
+    `status`: "ok", "skipped", "failed" or "timeout"; `seconds`: duration of the process. On KeyboardInterrupt, or any
+    other exception here, the child and its children are killed first.
     """
     limit = case.limit_s if limit_s is None else min(case.limit_s, limit_s)
     command = [sys.executable, str(LAUNCH), "worker", "--watch-stdin", case.to_json()]
     started = time.perf_counter()
-    # A file, not a pipe: a full pipe would stop the worker, and the tail is all that is wanted.
+    # stderr goes to a file, because a full pipe would block the worker, and only the end of the text is needed.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         child = subprocess.Popen(
             command,
-            stdin=subprocess.PIPE,  # never written: its end tells the worker that we are gone
+            stdin=subprocess.PIPE,  # never written to; its end of file tells the worker that this process ended
             stdout=subprocess.PIPE,
             stderr=errors,
-            start_new_session=os.name == "posix",  # Ctrl-C reaches us alone; we end the group
+            start_new_session=os.name
+            == "posix",  # Ctrl-C then reaches this process only, which ends the group
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
         try:
@@ -64,8 +66,8 @@ def run_case(case: Case, limit_s: float | None = None) -> dict[str, Any]:
 
 
 def _read_output(child: subprocess.Popen, limit: float) -> bytes | None:
-    """All of the child's stdout, or None when `limit` seconds have passed."""
-    # `communicate` would close stdin at once, which means "die" to the worker; a thread reads instead.
+    """Return all of the child's stdout, or None after `limit` seconds."""
+    # A thread reads the output, because `communicate` would close stdin at once, and the worker would then exit.
     chunks: list[bytes] = []
     assert child.stdout is not None
     stdout = child.stdout
@@ -91,7 +93,7 @@ def _parse(out: bytes, code: int) -> dict[str, Any]:
 
 
 def kill_group(child: subprocess.Popen) -> None:
-    """End the child and what it started, and wait for it."""
+    """Kill the child and the processes that it started, and wait for the child."""
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.name == "posix":
@@ -107,7 +109,7 @@ def kill_group(child: subprocess.Popen) -> None:
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt inside, so that a stop from outside cleans up like Ctrl-C."""
+    """Convert SIGTERM to KeyboardInterrupt inside the ``with`` block, so that a termination cleans up like Ctrl-C."""
 
     def stop(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -131,9 +133,10 @@ def run_cases(
     on_start: Callable[[str, Case], None] | None = None,
     on_result: Callable[[str, dict[str, Any]], None] | None = None,
 ) -> tuple[dict[str, dict[str, Any]], bool]:
-    """Results by key, in order, and whether it was interrupted. ``on_start`` is called before a case that does run.
+    """Run the cases in order; return their results by key, and whether the run was interrupted.
 
-    With a time limit, cases that would start with less than `least_s` seconds left are skipped with that reason.
+    ``on_start`` is called before each case that runs. With a time limit, a case that would start with less than
+    `least_s` seconds left is skipped, and its result says so.
     """
 
     def say(line: str) -> None:
@@ -167,7 +170,9 @@ def run_cases(
 
 
 def unavailable(case: Case) -> str | None:
-    """Why the case cannot run here, as far as that is known without starting it."""
+    """Return why the case cannot run here, as far as that is known without starting the case; None if no reason is
+    known.
+    """
     if case.kind != "step":
         return None
     from .peers import get_engine
@@ -176,7 +181,7 @@ def unavailable(case: Case) -> str | None:
 
 
 def outcome(result: dict[str, Any]) -> str:
-    """A result in a few words."""
+    """Return a short description of a result."""
     if result["status"] != "ok":
         return f"{result['status']}: {result.get('reason', '')}"
     took = f" ({result['seconds']:.0f} s)"

@@ -3,8 +3,9 @@
     python -m carom.benchmarks.engines.suite --out DIR --limit-s 570
     python3 benchmarks/engines/launch.py suite --out DIR        # the same where carom is not installed
 
-Cases run in the order of their importance; what no longer fits into the limit is skipped and says so. `--tiny`
-runs the whole list in miniature, on any machine, to see that the harness works; its figures mean nothing.
+Cases run in the order of their importance. A case that does not fit in the limit is skipped, and its result says so.
+`--tiny` runs the whole list in miniature on any machine, to check the harness; the figures of such a run mean
+nothing.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from .runner import run_cases
 from .tables import chart, table
 
 INSTEAD = " (in its place where musubi cannot run)"
-BUDGETS = {"quarter": 4, "half": 2}  # of the weights' bytes
-RELAID = (
-    160  # steps within which a session lays its weights out by what they taught, where that pays for itself
-)
-MUSUBI_HALF = 5.3e9  # bytes musubi's ring reserves with half the blocks resident, as the issue states it
+BUDGETS = {"quarter": 4, "half": 2}  # the weights' bytes are divided by this
+RELAID = 160  # steps within which a session changes its layout by measured times, if that is worthwhile
+MUSUBI_HALF = 5.3e9  # bytes that musubi's ring reserves with half of the blocks resident, from the issue
 
 
 def suite_cases(device: str, tiny: bool = False) -> dict[str, Case]:
-    """All cases by key, most important first. Keys: engine-mode-tokens, then what is special about the case."""
+    """Return all cases by key, the most important first.
+
+    A key consists of engine, mode and tokens, followed by a word for the special property of the case.
+    """
     big = Case(device=device, d=3072, depth=20, steps=8, warmup=3, limit_s=120.0)
     if tiny:
         big = big.but(d=256, depth=4, steps=2, warmup=1)
@@ -42,7 +44,7 @@ def suite_cases(device: str, tiny: bool = False) -> dict[str, Case]:
     host = Case(kind="host", device=device, d=256, depth=20, tokens=16, steps=25, warmup=12, slots=4)
     again = host.but(
         depth=4, slots=2, repeat=25, steps=6, warmup=4
-    )  # 96 of 100 calls find their block fetched
+    )  # 96 of 100 calls find their block on the device
     flat = Case(
         device=device, engine="carom", mode="train", d=1536, depth=12, tokens=512, steps=500, verify=False
     )
@@ -57,7 +59,9 @@ def suite_cases(device: str, tiny: bool = False) -> dict[str, Case]:
         return case.but(engine="carom", tokens=tokens, **changes)
 
     def within(share: int, codec: str) -> Case:
-        """A part of the weights' bytes as the budget; steps enough that the layout is what they teach."""
+        """Return a case whose budget is a ``share``-th of the weights' bytes, with enough steps for a measured
+        layout.
+        """
         return carom(infer, middle, vram=big.weight_bytes // share, codec=codec, warmup=1 if tiny else RELAID)
 
     def hosts(mode: str) -> dict[str, Case]:
@@ -74,7 +78,7 @@ def suite_cases(device: str, tiny: bool = False) -> dict[str, Case]:
         "none-train-4096": none(train, middle),
         "carom-train-4096": carom(train, middle),
         "musubi-train-4096": train.but(engine="musubi", tokens=middle),
-        # As much as torch reserves for musubi's ring with half the blocks, its 3 slots and what it casts.
+        # As many bytes as torch reserves for musubi's ring: half of the blocks, its 3 slots and its casts.
         "carom-train-4096-half": carom(train, middle, resident=half, slots=2, vram=int(11.9 * big.block_bytes)),
         "musubi-train-4096-half": train.but(engine="musubi", tokens=middle, resident=half),
         "carom-train-4096-half-low": carom(train, middle, resident=half, slots=2, vram=int(11.5 * big.block_bytes)),
@@ -88,7 +92,7 @@ def suite_cases(device: str, tiny: bool = False) -> dict[str, Case]:
             train, middle, resident=half, slots=2, vram=int(11.3 * big.block_bytes), codec="lossless",
             warmup=1 if tiny else RELAID // 2,
         ),
-        # With more room than slots, units stay on the device packed, once the first steps have shown that it pays.
+        # If the budget exceeds the slots, units stay on the device packed, once the first steps have shown a gain.
         **{
             f"carom-infer-4096-vram-{words}{ending}": within(share, codec)
             for words, share in BUDGETS.items()
@@ -149,7 +153,7 @@ PEERS = ("musubi", "ai-toolkit", "ramtorch", "diffusers", "accelerate")
 
 
 def suite_figures() -> list[Figure]:
-    """The figures to reach on one H200, in the order in which the project states them."""
+    """Return the figures to reach on one H200, in the order in which the project states them."""
     found = [
         Figure("exact: cases that differ from no offloading", 0, partial(f.differing, pairs=PAIRS)),
         Figure("infer 4096, all streamed: share of the link", 0.98,
@@ -233,7 +237,9 @@ def suite_figures() -> list[Figure]:
 
 
 def chosen(cases: dict[str, Case], words: list[str]) -> dict[str, Case]:
-    """The link and the cases whose key holds one of ``words``, or is one that begins with "="; all where there are none."""
+    """Return the link and the cases whose key contains one of ``words``, or equals a word after "="; without words,
+    all.
+    """
 
     def wanted(key: str) -> bool:
         return any(word[1:] == key if word.startswith("=") else word in key for word in words)
@@ -242,7 +248,7 @@ def chosen(cases: dict[str, Case], words: list[str]) -> dict[str, Case]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the suite; 0 when every figure that could be measured is reached, 1 otherwise."""
+    """Run the suite; return 0 if every measured figure reaches its target, else 1."""
     parser = argparse.ArgumentParser(prog="suite", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="where suite.json and suite.png go"
@@ -286,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     write_record(record, path)
     if any("ms_per_step" in result for result in results.values()):
         chart([e for e in record["cases"] if e["case"]["d"] == 3072 or args.tiny], args.out / "suite.png")
-    # The small shapes serve two figures below and would only crowd the table.
+    # The small shapes are needed for two figures only, so the table omits them.
     print(table([e for e in record["cases"] if e["case"]["kind"] != "host" and e["key"] != "carom-flat"]))
     print()
     print(render(judged))

@@ -1,4 +1,4 @@
-"""The rows, tables and chart of a record's cases: plain data in, text or picture out. GB are 10^9 bytes."""
+"""The rows, tables and chart of a record's cases, computed from plain data. GB are 10^9 bytes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .case import Case
 from .roofline import Roofline, roofline
 
 HEADERS = ("mode", "tokens", "resident", "engine", "ms/step", "x roofline", "device GB", "host GB", "exact")
-REASON = 70  # characters of a reason that a table shows; the record has all of it
+REASON = 70  # characters of a reason that a table shows; the record has the whole text
 
 
 def compare_fingerprints(mine: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """Are two fingerprints the same bit for bit, and how far apart are their samples at most?"""
+    """Return whether two fingerprints are equal bit for bit, and the largest difference between their samples."""
     pairs = list(zip(mine["sample"], reference["sample"], strict=False))
     return {
         "bit_exact": mine["sha256"] == reference["sha256"],
@@ -22,10 +22,10 @@ def compare_fingerprints(mine: dict[str, Any], reference: dict[str, Any]) -> dic
 
 
 def rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a timed case, with the roofline and the exactness that the same run allows.
+    """Return one row for each timed case, with its roofline and exactness as far as the same run allows.
 
-    `entries` are a record's cases. The roofline needs the link and the resident run of the same shape; where they
-    are missing its fields are None.
+    `entries`: the cases of a record. The roofline needs the link and the resident run of the same shape; without
+    these its fields are None.
     """
     link = next((e["result"]["link_bytes_per_second"] for e in entries if _ok(e, "link")), None)
     resident = {_shape(e["case"]): e["result"] for e in entries if _ok(e) and e["case"]["engine"] == "none"}
@@ -61,14 +61,16 @@ def rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def device_bytes(result: dict[str, Any]) -> int | None:
-    """Peak device bytes: the allocator's, or by Carom's own account where the device is the host."""
+    """Return the peak device bytes: from the allocator, or from Carom's own count if the device is the host."""
     if result.get("peak_reserved_bytes") is not None:
         return result["peak_reserved_bytes"]
     return (result.get("report") or {}).get("vram_peak_bytes")
 
 
 def exactness(result: dict[str, Any], base: dict[str, Any] | None) -> bool | None:
-    """Does every fingerprint of `result` equal the resident run's? None where there is nothing to compare."""
+    """Return whether every fingerprint of `result` equals the resident run's; None if there is no fingerprint to
+    compare.
+    """
     mine = result.get("fingerprint")
     reference = (base or {}).get("fingerprint")
     if not mine or not reference or result is base:
@@ -78,7 +80,7 @@ def exactness(result: dict[str, Any], base: dict[str, Any] | None) -> bool | Non
 
 
 def table(entries: list[dict[str, Any]], markdown: bool = False) -> str:
-    """The rows as text columns, or as a Markdown table; Carom's roofline stands below each group of its shape."""
+    """Return the rows as text columns or as a Markdown table; Carom's roofline is below each group of its shape."""
     lines: list[tuple[str, ...]] = []
     bounds: dict[tuple[str, ...], Roofline] = {}
     for row in rows(entries):
@@ -110,7 +112,7 @@ def table(entries: list[dict[str, Any]], markdown: bool = False) -> str:
 
 
 def _columns(headers: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
-    # A reason is a sentence: it may run over the columns to its right, so it sets no width.
+    # A reason may extend over the columns to its right, so it does not determine the width.
     short = [line for line in lines if line[4] not in ("ok", "skipped", "failed", "timeout")]
     widths = [max(len(line[i]) for line in (headers, *short)) for i in range(len(headers))]
     widths[3] = max(len(line[3]) for line in (headers, *lines))
@@ -140,7 +142,10 @@ def _shape(case: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def chart(entries: list[dict[str, Any]], path: Path) -> None:
-    """Bars of ms a step by engine, one panel a shape, the roofline as a line; temporary name first, then renamed."""
+    """Draw bars of ms a step by engine to ``path``, with a panel for each shape and the roofline as a line.
+
+    The file gets a temporary name first and is then renamed.
+    """
     from matplotlib.figure import Figure
 
     panels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
@@ -149,7 +154,7 @@ def chart(entries: list[dict[str, Any]], path: Path) -> None:
         case = row["case"]
         if case.engine != "none":
             panels.setdefault((*_of(case), case.place), []).append(row)
-    for key, members in panels.items():  # the resident run belongs to every panel of its shape
+    for key, members in panels.items():  # every panel shows the resident run of its shape
         members[:0] = [r for r in all_rows if r["case"].engine == "none" and _of(r["case"]) == key[:4]]
     if not panels:
         panels = {(*_of(row["case"]), row["case"].place): [row] for row in all_rows}

@@ -1,9 +1,9 @@
-"""Runs one case in this process and prints its result as one JSON line on stdout.
+"""A program that runs one case in this process and prints its result as one line of JSON on stdout.
 
     python -m carom.benchmarks.engines.worker '{"engine": "none", "mode": "train", "d": 256}'
 
-Exit code 0 whenever the line was printed: `status` in it says ok, skipped or failed. Everything that libraries
-print goes to stderr.
+The exit code is 0 if the line was printed; its `status` is "ok", "skipped" or "failed". Output of libraries goes to
+stderr.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .case import Case
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the case in `argv[0]`; with `--watch-stdin` the process ends when its parent's pipe closes."""
+    """Run the case in `argv[0]`. With `--watch-stdin` the process ends when its parent's pipe closes."""
     argv = sys.argv[1:] if argv is None else argv
     if "--watch-stdin" in argv:
         argv = [a for a in argv if a != "--watch-stdin"]
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         print("usage: worker [--watch-stdin] CASE_JSON", file=sys.stderr)
         return 2
     real_stdout = os.dup(1)
-    os.dup2(2, 1)  # what libraries print must not mix with the result
+    os.dup2(2, 1)  # output of libraries must not mix with the result
     try:
         result = run(Case.from_json(argv[0]))
     except ValueError as error:
@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(case: Case) -> dict[str, Any]:
-    """The result of `case`: `status` and, when ok, its figures; never raises for what an engine does."""
-    # Before torch touches cuBLAS: the same workspaces, chosen deterministically, for every engine.
+    """Return the result of `case`: `status` and, if "ok", its figures. Never raises for an engine's error."""
+    # Set before torch uses cuBLAS, so that every engine has the same deterministic workspaces.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
@@ -53,7 +53,9 @@ def run(case: Case) -> dict[str, Any]:
     if device.type == "cuda" and not torch.cuda.is_available():
         return {"status": "skipped", "reason": "no CUDA or ROCm device here"}
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())  # several calls below want the number
+        device = torch.device(
+            "cuda", torch.cuda.current_device()
+        )  # several calls below need the device number
     try:
         if case.kind == "touch":
             return {"status": "ok", **_touch(case.touch_bytes)}
@@ -85,7 +87,7 @@ def _run_step_case(case: Case, device: Any) -> dict[str, Any]:
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.zeros(1, device=device)  # the context exists before anything is measured
+        torch.zeros(1, device=device)  # create the context before any measurement
     engine = get_engine(case.engine)
     base_rss, base_available = measure.host_rss(), measure.host_available()
     base_memory = measure.device_memory(device)
@@ -136,7 +138,7 @@ def _run_step_case(case: Case, device: Any) -> dict[str, Any]:
         result["host_peak_rss_bytes"] = _peak_rss()
         result["report"] = attached.report()
         if case.verify and case.steps and case.mode == "infer":
-            # Once more, on the layout that the steps have led to: what stays packed came after the first passes.
+            # Verify again with the final layout, because units stay packed only after the first passes.
             result["fingerprint"]["settled"] = measure.fingerprint([attached.infer(*inputs[:2])])
     finally:
         attached.close()
@@ -147,15 +149,16 @@ def _run_step_case(case: Case, device: Any) -> dict[str, Any]:
 
 
 def _verify(attached: Any, case: Case, inputs: tuple[Any, ...], device: Any) -> dict[str, Any]:
-    """Fingerprints of the output, or of loss and adapter gradients with deterministic kernels, before any timing.
+    """Return fingerprints, computed before any timing: of the output, or of the loss and the adapters' gradients.
 
-    Every engine starts from the same weights, so these equal the resident run's where nothing was lost.
+    Gradients are computed with deterministic kernels. Every engine starts from the same weights, so the fingerprints
+    equal those of the resident run if no bits were lost.
     """
     from . import measure
 
     if case.mode == "infer":
-        # Twice: the first pass learns the order, the second one runs on what was learnt. No kernel of this forward
-        # has a choice, so nothing need be made deterministic (which would import the compiler: seconds).
+        # Two passes: the first learns the order, and the second uses that order. Every kernel of this forward is
+        # deterministic by default. Changing the setting would import the compiler, which takes seconds.
         first = measure.fingerprint([attached.infer(*inputs[:2])])
         second = measure.fingerprint([attached.infer(*inputs[:2])])
         return {"output": second, "passes_agree": first["sha256"] == second["sha256"]}
@@ -177,7 +180,9 @@ def _verify(attached: Any, case: Case, inputs: tuple[Any, ...], device: Any) -> 
 
 
 def _touch(nbytes: int) -> dict[str, Any]:
-    """Touch `nbytes` once with all cores and leave: a guest whose memory grows on demand has grown after it."""
+    """Write to `nbytes` of memory once with all cores, then free them, so that a virtual machine's memory has grown
+    beforehand.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     import numpy as np
@@ -191,7 +196,7 @@ def _touch(nbytes: int) -> dict[str, Any]:
 
 
 def _peak_rss() -> int | None:
-    """The most host bytes this process ever held, where the system tells."""
+    """Return the peak resident memory of this process in bytes, or None if the system does not report it."""
     try:
         import resource
     except ImportError:  # Windows
@@ -203,7 +208,7 @@ def _peak_rss() -> int | None:
 
 
 def _die_with_parent() -> None:
-    """The parent holds the other end of stdin; end of file means that it is gone, however it went."""
+    """End this process at the end of file on stdin, whose other end the parent holds."""
     try:
         while sys.stdin.buffer.read(1):
             pass

@@ -1,1 +1,1 @@
-"""Stock beside Carom in the real ComfyUI and the real ai-toolkit, each an unmodified process of its own."""
+"""Benchmarks of stock offloading against Carom in the real ComfyUI and ai-toolkit, each an unmodified process."""

@@ -1,6 +1,9 @@
-"""PURE. What the ai-toolkit benchmark runs and what it makes of it: words for cases, job files, figures, the table."""
+"""The cases of the ai-toolkit benchmark: their words on the command line, job files, figures and the table.
 
-# Loaded by its path, beside aitoolkit_gpu.py: nothing of Carom is imported here.
+The module is pure: it touches no device.
+"""
+
+# aitoolkit_gpu.py loads this file by its path, so nothing of Carom is imported here.
 from __future__ import annotations
 
 import math
@@ -11,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SHORT = 24  # steps; beside the whole of a long run, what a short one can be compared over
-WARM = 5  # the probe's steps before the figures begin
+SHORT = 24  # steps over which long runs are compared with short runs, in addition to all of their steps
+WARM = 5  # number of steps before the probe's figures begin
 FLOAT8 = "float8-"
-CONTEXT = 1 << 30  # bytes; what a CUDA context and its kernels take of a card
+CONTEXT = 1 << 30  # bytes that a CUDA context and its kernels take of a card
 WORD = re.compile(
     r"(?P<float8>float8-)?(?P<body>plain|stock|[^/@#]+/[^/@#]+)(?:@(?P<rank>\d+))?(?:#(?P<steps>\d+))?"
 )
@@ -22,7 +25,10 @@ WORD = re.compile(
 
 @dataclass(frozen=True)
 class Config:
-    """One word of --configs: [float8-](plain | stock | BUDGET/CODEC)[@RANK][#STEPS]. Raises ValueError for another."""
+    """A configuration, parsed from a word of --configs: [float8-](plain | stock | BUDGET/CODEC)[@RANK][#STEPS].
+
+    Raises ValueError for any other word.
+    """
 
     word: str
 
@@ -59,29 +65,32 @@ class Config:
 
     @property
     def rank(self) -> int | None:
-        """Where it is not the run's."""
+        """The LoRA rank of this configuration, or None for the run's."""
         return int(self._part("rank")) if self._part("rank") else None
 
     @property
     def steps(self) -> int | None:
-        """Where it is not the run's."""
+        """The number of steps of this configuration, or None for the run's."""
         return int(self._part("steps")) if self._part("steps") else None
 
     @property
     def plain(self) -> str:
-        """The word of the run that this one's losses and times are compared with."""
+        """The word of the plain run with which this configuration's losses and times are compared."""
         rank = f"@{self.rank}" if self.rank else ""
         steps = f"#{self.steps}" if self.steps else ""
         return f"{self._part('float8')}plain{rank}{steps}"
 
     def is_plain_of(self, other: Config) -> bool:
-        """Whether this is a plain run of the job of ``other``, however many steps either takes."""
+        """Return whether this configuration is a plain run of the job of ``other``, with any number of steps."""
         mine, its = self.word.partition("#")[0], other.plain.partition("#")[0]
         return mine == its
 
 
 def needed(configs: Sequence[Config], stock_known: bool) -> str:
-    """What a budget is derived from and does not run before it; "" where nothing lacks. ``stock_known``: stock's peak is."""
+    """Return an error text if a budget depends on a run that does not come before it in ``configs``, else "".
+
+    ``stock_known``: whether the peak of the stock run is given.
+    """
     for index, config in enumerate(configs):
         before = configs[:index]
         wanted = {"half": ["plain", config.plain], "all": ["plain"] + ["stock"] * (not stock_known)}
@@ -93,8 +102,12 @@ def needed(configs: Sequence[Config], stock_known: bool) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of every job: ``pixels`` a side, LoRA ``rank``, whether blocks are checkpointed, its ``device``; ``mode`` and
-    ``granularity``: of `offload`; ``cached_text``: captions are encoded once, before the first step."""
+    """The settings shared by all jobs.
+
+    ``pixels``: side of the pictures; ``rank``: LoRA rank; ``checkpointing``: whether blocks are checkpointed;
+    ``mode`` and ``granularity``: settings of `offload`; ``cached_text``: whether captions are encoded once, before
+    the first step.
+    """
 
     pixels: int
     rank: int
@@ -114,7 +127,7 @@ def job(
     steps: int,
     model: str = "zimage",
 ) -> dict[str, Any]:
-    """The job file of one configuration; models, pictures and outputs lie below ``folder``."""
+    """Return the job file of one configuration; models, pictures and outputs are in folders below ``folder``."""
     cpu, rank = shape.device == "cpu", config.rank or shape.rank
     section: dict[str, Any] = {"name_or_path": str(folder / "models" / model), "arch": "zimage"}
     if config.float8:
@@ -152,14 +165,18 @@ def job(
 
 
 def fits(shapes: Mapping[str, tuple[int, ...]], weights: int, rank: int) -> int:
-    """Bytes of a card that holds the weights, rank-``rank`` adapters of every matrix in ``shapes`` (float32) with their
-    gradients and AdamW's two moments, and a context: activations then take their room from weights that stream."""
+    """Return the bytes of a card that holds the weights, the adapters with their gradients and AdamW's two moments,
+    and a context.
+
+    The adapters have rank ``rank`` in float32, one for every matrix in ``shapes``. No bytes are counted for
+    activations, so some weights must be streamed to make room for them.
+    """
     adapters = 4 * rank * sum(sum(shape) for shape in shapes.values() if len(shape) == 2)
     return weights + 4 * adapters + CONTEXT
 
 
 def figures(told: dict[str, Any]) -> dict[str, Any]:
-    """Medians and peaks of what the probe noted."""
+    """Return the medians and peaks of the data that the probe recorded."""
     ends = [end for _, end, _ in told["steps"]]
     gaps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
     warm = gaps[WARM:] or gaps
@@ -182,7 +199,9 @@ def figures(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def against(losses: list[float], plain: list[float]) -> dict[str, Any]:
-    """How far a loss curve is from the plain run's: steps that are equal, the largest and the mean relative difference."""
+    """Compare a loss curve with that of the plain run: the number of equal steps, the largest and the mean relative
+    difference.
+    """
     pairs = [(a, b) for a, b in zip(losses, plain, strict=False) if a is not None and b is not None]
     off = [abs(a - b) / max(abs(b), 1e-12) for a, b in pairs]
     return {
@@ -194,7 +213,9 @@ def against(losses: list[float], plain: list[float]) -> dict[str, Any]:
 
 
 def phases(told: dict[str, Any], start: float, ended: float) -> dict[str, float]:
-    """Where a job's seconds went: until its process had imported, until its first step, its steps, and what came after."""
+    """Return the seconds of each part of a job: until its process had imported, until its first step, its steps, and
+    the rest.
+    """
     marks = [
         start,
         told["asked"],
@@ -207,8 +228,11 @@ def phases(told: dict[str, Any], start: float, ended: float) -> dict[str, float]
 
 
 def losses(record: dict[str, Any]) -> str:
-    """Of every run how far its losses are from each plain run of the same job, over as many steps as both have; how far
-    plain is from itself is the measure for the others."""
+    """Return the text that compares each run's losses with each plain run of the same job, over the steps that both
+    have.
+
+    The difference between two plain runs is the reference for the other differences.
+    """
     lines = ["losses: relative differences step by step, largest and mean; and of the means of the last half"]
     done = [(index, run) for index, run in enumerate(record["runs"]) if run["status"] == "ok"]
     for index, run in done:
@@ -216,7 +240,7 @@ def losses(record: dict[str, Any]) -> str:
             if before == index or not Config(plain["config"]).is_plain_of(Config(run["config"])):
                 continue
             if Config(run["config"]).is_plain_of(Config(run["config"])) and before > index:
-                continue  # a pair of plain runs once
+                continue  # compare each pair of plain runs only once
             count = min(len(run["losses"]), len(plain["losses"]))
             for window in sorted({count, min(count, SHORT)}):
                 a, b = run["losses"][:window], plain["losses"][:window]
@@ -230,13 +254,15 @@ def losses(record: dict[str, Any]) -> str:
 
 
 def carom_pinned(run: dict[str, Any]) -> int:
-    """Bytes that Carom pinned, of all models in its report."""
+    """Return the bytes that Carom pinned, summed over all models in its report."""
     models = ((run.get("report") or {}).get("models") or {}).values()
     return sum(model.get("pinned_peak_bytes") or 0 for model in models)
 
 
 def grown(run: dict[str, Any]) -> str:
-    """From step 50 to the last noted one of a long job: what the allocator reserves and the process has, "" of a short one."""
+    """Return text on the growth of reserved and resident memory from step 50 to the last recorded step; "" for a
+    short job.
+    """
     noted = sorted((int(key), value) for key, value in run.get("memory", {}).items() if key.isdigit())
     if len(noted) < 2:
         return ""
@@ -257,7 +283,7 @@ def line(run: dict[str, Any]) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The comparison, a line a run; GB are 10^9 bytes."""
+    """Return the comparison with a line for each run. GB are 10^9 bytes."""
     lines = [
         f"{'config':<24}{'s/step':>8}{'of plain':>9}{'VRAM GB':>8}{'RSS GB':>8}{'anon GB':>8}{'pinned GB':>10}{'waited':>8}"
         "  losses equal, largest and mean difference"

@@ -2,16 +2,26 @@
 
     AI_TOOLKIT_PATH=/path/to/ai-toolkit python3 benchmarks/hosts/aitoolkit_gpu.py [--configs plain,stock,all/raw,...] [--json FILE]
 
-Run by path from anywhere; AI_TOOLKIT_PYTHON names the Python that runs ai-toolkit (default: this one; docs/ai-toolkit.md
-says what it needs). The job trains a LoRA on a Z-Image-shaped random model (--layers 12: 2.9 B parameters), 512 px, batch 1,
-bf16, checkpointing on, latents and captions cached by a first job of a small model. A configuration is `plain`, `stock`
-(layer_offloading) or BUDGET/CODEC for bouncing, where BUDGET is a size, `auto`, `all` (everything streams: what stock's peak
-leaves beside the activations; `--stock-peak` where stock does not run) or `half` (of plain's peak, activations included); "float8-" before it quantises the model,
-"@RANK" and "#STEPS" after it are of this one job; `--text-layers` gives the jobs a second model at work in every step.
-A configuration named twice runs twice: the second `plain` tells how far a job is from itself. `--limit` leaves so much of
-the card to configurations whose BUDGET is `auto`, the rest is held by another process; `fit` is what weights, adapters, gradients and optimizer take together.
-Seconds per step: from the end of a step to the end of the next, median of the warm ones; peaks: of torch's allocator
-over the same steps. Without a GPU: `--tiny --cpu`, which proves the path and measures nothing.
+Run by path from any folder. AI_TOOLKIT_PYTHON names the Python that runs ai-toolkit (default: this one;
+docs/ai-toolkit.md lists the packages that it needs). The job trains a LoRA on a Z-Image-shaped random model (--layers
+12: 2.9 B parameters) with 512 px, batch 1, bf16 and checkpointing. Latents and captions are cached by a first job
+with a small model.
+
+A configuration is `plain`, `stock` (layer_offloading) or BUDGET/CODEC for bouncing. BUDGET is one of:
+
+- a size, or `auto`;
+- `all`: everything streams; the budget is the peak of the stock run minus activations and other memory
+  (`--stock-peak` gives that peak if stock does not run);
+- `half`: the budget leads to half of the peak of the plain run, activations included.
+
+The prefix "float8-" quantises the model, and the suffixes "@RANK" and "#STEPS" apply to one job. `--text-layers`
+gives the jobs a second model that works in every step. A configuration that is named twice runs twice: the second
+`plain` shows how much two runs of the same job differ. `--limit` leaves so many bytes of the card to configurations
+whose BUDGET is `auto`, and another process holds the rest. `--limit fit` leaves the bytes of weights, adapters,
+gradients and optimizer together.
+
+Seconds per step are the median of the time from the end of a step to the end of the next, over warm steps. Peaks are
+those of torch's allocator over the same steps. Without a GPU, `--tiny --cpu` tests the path and measures nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +49,10 @@ from aitoolkit_cases import Config, Shape, against, figures, fits, job, line, lo
 from aitoolkit_ready import Ready, copied, processes  # noqa: E402
 
 CONFIGS = "plain,plain,stock,all/raw,all/lossless,half/raw,half/auto,float8-plain,float8-half/auto"
-LEAST = re.compile(r"least budget that works is (\d+) bytes")  # of a BudgetError in a job's log
-TINY_BUDGET = "34MiB"  # no device's peaks to derive one from
+LEAST = re.compile(
+    r"least budget that works is (\d+) bytes"
+)  # matches the text of a BudgetError in a job's log
+TINY_BUDGET = "34MiB"  # used on the CPU, where no device peak is known
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -117,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def load_checkout() -> dict[str, Any]:
-    """The checkout's modules, imported as the package carom whatever its folder is called."""
+    """Return the checkout's modules by name, imported as the package carom for any folder name."""
     if "carom" not in sys.modules:
         _load("carom", ROOT / "__init__.py", [str(ROOT)])
     names = (
@@ -139,9 +151,11 @@ def _load(name: str, path: Path, folders: list[str] | None = None) -> Any:
 
 
 class Bench:
-    """The checkout behind links, the model and the jobs, all below ``folder``; ``lib`` is `load_checkout`'s.
+    """The copy of the ai-toolkit checkout, the model and the jobs, all below ``folder``; ``lib``: result of
+    `load_checkout`.
 
-    What takes long begins here, all at once: processes for ``jobs`` jobs import, the models are written, memory is touched.
+    The constructor starts slow work in parallel: ``jobs`` processes import, the models are written, and memory is
+    touched.
     """
 
     lib: dict[str, Any]
@@ -160,7 +174,7 @@ class Bench:
         }  # fmt: skip
         if arguments.cpu:
             self.env |= {"OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"}
-        self.done: dict[str, dict[str, Any]] = {}  # the first run of each
+        self.done: dict[str, dict[str, Any]] = {}  # the first result of each configuration
         self.shape = Shape(
             64 if arguments.tiny else arguments.pixels, arguments.rank, not arguments.no_checkpointing,
             "cpu" if arguments.cpu else arguments.device,
@@ -178,7 +192,7 @@ class Bench:
         ]
 
     def _write(self, part: str) -> subprocess.Popen:
-        """Part of what is trained, on its way to the disk."""
+        """Start a process that writes one part of the model."""
         layers = 0 if self.arguments.tiny else self.arguments.layers
         target = [str(TESTS), str(self.folder / "models"), str(layers), str(self.shape.pixels)]
         target.append(str(self.arguments.text_layers))
@@ -188,9 +202,10 @@ class Bench:
         )  # fmt: skip
 
     def prepare(self) -> dict[str, float]:
-        """What is under way comes to its end, and a small model's job fills the caches of latents and captions.
+        """Wait until the background work is done, and fill the caches of latents and captions with a job of a small
+        model.
 
-        Returns when which part was done, in seconds from the beginning.
+        Return the seconds from the start to the end of each part of the work.
         """
         took: dict[str, float] = {}
 
@@ -226,7 +241,7 @@ class Bench:
             raise RuntimeError(f"the model's {part} could not be written:\n{errors}")
 
     def run(self, config: Config) -> dict[str, Any]:
-        """Figures of one configuration; a failure is a result too."""
+        """Return the figures of one configuration; a failure is also returned as a result."""
         budget: int | str | None = None
         if config.bounces:
             try:
@@ -251,11 +266,15 @@ class Bench:
         return result
 
     def _longer_or_shorter(self, config: Config) -> dict[str, Any] | None:
-        """A plain run of the same job with other steps: its first losses and its peaks are as good."""
+        """Return a plain run of the same job with another number of steps; its first losses and its peaks are as
+        good. None if none ran.
+        """
         return next((run for word, run in self.done.items() if Config(word).is_plain_of(config)), None)
 
     def _budget(self, config: Config) -> int | str:
-        """Bytes for "all" and "half", from the peaks of the runs before; other words as they are."""
+        """Return the bytes for the budgets "all" and "half", from the peaks of earlier runs; return other budgets
+        unchanged.
+        """
         if config.budget not in ("all", "half"):
             return config.budget
         if self.arguments.cpu:
@@ -277,7 +296,7 @@ class Bench:
         return found["peak_reserved_bytes"]
 
     def _card(self, config: Config) -> Any:
-        """The card that a configuration has: None for all of it, or what `--limit` leaves."""
+        """Return the `Card` that limits the memory to `--limit` for a configuration, or None for the whole card."""
         limit = self.arguments.limit
         if not limit or config.budget != "auto":
             return None
@@ -294,7 +313,7 @@ class Bench:
         return sorted((self.folder / "models" / "zimage" / "transformer").glob("*.safetensors"))
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the weights that get an adapter: ai-toolkit gives a Z-Image's layers one each, its refiners none."""
+        """Return the shapes of the weights that get an adapter: those of Z-Image's layers, but not of its refiners."""
         found = {}
         for file in self._files():
             with file.open("rb") as read:
@@ -343,7 +362,7 @@ class Bench:
         return {**result, "status": "ok", "log": text[-4000:]}
 
     def close(self) -> None:
-        """End what is still under way."""
+        """End the processes that are still running."""
         self._ready.close()
         for process in (*self._touching, *self._writing.values()):
             if process.poll() is None:

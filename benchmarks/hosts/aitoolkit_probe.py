@@ -1,7 +1,9 @@
-"""Put into the ``extensions`` folder of the benchmark's copy of ai-toolkit: notes each step's time, loss and memory.
+"""An extension for the benchmark's copy of ai-toolkit (folder ``extensions``) that records each step's time, loss and
+memory.
 
-Writes JSON to the file that CAROM_BENCH_OUT names when the process of the job ends, however it ends. Between steps it
-reads a clock and, rarely, counters; it changes nothing and waits for nothing that the trainer does not wait for.
+When the process of the job ends, in any way, the records are written as JSON to the file that CAROM_BENCH_OUT names.
+Between steps the probe reads a clock and, rarely, counters. It changes nothing, and waits only where the trainer
+waits.
 """
 
 # mypy: ignore-errors
@@ -15,12 +17,14 @@ import traceback
 
 import torch
 
-WARM = 5  # steps before the figures of steps begin
-LAST = 14  # frames kept of a step that failed
+WARM = 5  # number of steps before the figures begin
+LAST = 14  # number of stack frames kept of a failed step
 
 
 def memory() -> dict:
-    """Bytes: the device's allocator, pinned host memory of torch's own, and the process as the system sees it."""
+    """Return bytes: of the device's allocator, of host memory that torch pinned, and of the process as the system
+    counts them.
+    """
     found = {}
     if torch.cuda.is_available():
         found["reserved_bytes"] = torch.cuda.memory_reserved()
@@ -50,14 +54,17 @@ def memory() -> dict:
 
 
 def failure(index: int, error: Exception) -> dict:
-    """Of a step that failed (ai-toolkit skips those that run out of memory): after how many that went well, and where."""
+    """Return the record of a failed step: the number of successful steps before it, and the place of the error.
+
+    ai-toolkit skips steps that run out of memory.
+    """
     frames = traceback.extract_tb(error.__traceback__)[-LAST:]
     where = [f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in frames]
     return {"after": index, "error": str(error)[:1000], "where": where, "memory": memory()}
 
 
 def watch(process) -> dict:
-    # Of the clock that all processes share: when the job was asked for, its process run, its first step begun.
+    # Times of the clock that all processes share: the job was requested, and its process began.
     told = {
         "steps": [], "failed_steps": [], "memory": {}, "asked": float(os.environ["CAROM_BENCH_ASKED"]),
         "began": time.time(),

@@ -1,10 +1,10 @@
-"""Processes that have imported what ai-toolkit is made of, waiting for their job; and a checkout of its own for them.
+"""Processes that have imported ai-toolkit's packages and wait for a job, and a copy of the checkout for them.
 
-All of a benchmark's processes import at the same time, before anything is measured: one after another they took 10 to
-20 s each on the machines used, and beside a job that is measured they took its processor and its memory's rate.
+All processes of a benchmark import at the same time, before any measurement. Imports one after another took 10 to 20
+s each on the machines used. Imports during a measured job took its processor time and memory bandwidth.
 """
 
-# Loaded by its path, beside aitoolkit_gpu.py: nothing of Carom is imported here.
+# aitoolkit_gpu.py loads this file by its path, so nothing of Carom is imported here.
 from __future__ import annotations
 
 import json
@@ -16,18 +16,20 @@ from collections import deque
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-READY = "carom: imported"  # what aitoolkit_warm.py says when it is
+READY = "carom: imported"  # aitoolkit_warm.py prints this after its imports
 CODE = (
     "extensions_built_in",
     "jobs",
     "toolkit",
-)  # what is imported: copied, so that bytecode can lie beside it
+)  # the imported folders, which are copied so that bytecode can be written in them
 
 
 def copied(checkout: Path, place: Path) -> None:
-    """A checkout in ``place``: its code copied, the rest links, an ``extensions`` folder of its own.
+    """Make a copy of the checkout in ``place``: its code is copied, other items are links, and ``extensions`` is a
+    new folder.
 
-    Bytecode in a folder elsewhere (PYTHONPYCACHEPREFIX) would do without copies, but then no package's own is used.
+    With bytecode in another folder (PYTHONPYCACHEPREFIX) no copies would be needed, but then Python would not use the
+    bytecode of installed packages.
     """
     place.mkdir()
     for item in checkout.iterdir():
@@ -39,8 +41,10 @@ def copied(checkout: Path, place: Path) -> None:
 
 
 class Ready:
-    """``count`` processes of ``python`` in ``place`` that import now; one more whenever none is left. Errors of imports go
-    to ``errors``."""
+    """A pool of ``count`` processes of ``python`` in folder ``place`` that import in advance.
+
+    If no process is left for a job, another is started. Errors of imports are written to the file ``errors``.
+    """
 
     def __init__(self, python: str, place: Path, env: dict[str, str], errors: Path, count: int) -> None:
         self._command = [python, str(HERE / "aitoolkit_warm.py")]
@@ -56,12 +60,12 @@ class Ready:
             )  # fmt: skip
 
     def imported(self) -> None:
-        """Return when all of them have."""
+        """Wait until all processes have imported."""
         for process in self._waiting:
             _until_ready(process)
 
     def run(self, job: Path, log: Path, env: dict[str, str], timeout_s: float = 600) -> int:
-        """run.py for one job; returns its exit code, -1 where it took too long."""
+        """Run run.py for one job; return its exit code, or -1 after ``timeout_s`` seconds."""
         log.write_text("", "utf-8")
         process = self._waiting.popleft() if self._waiting else self._begin()
         _until_ready(process)
@@ -76,7 +80,7 @@ class Ready:
         return process.returncode
 
     def close(self) -> None:
-        """End the processes that no job came for."""
+        """Kill the processes that got no job."""
         for process in self._waiting:
             process.kill()
             process.communicate()
@@ -94,5 +98,5 @@ def _until_ready(process: subprocess.Popen) -> None:
 
 
 def processes(jobs: int) -> int:
-    """How many to have import at once for so many jobs."""
+    """Return the number of processes that import at once for ``jobs`` jobs."""
     return max(1, min(jobs, os.cpu_count() or 1, 12))

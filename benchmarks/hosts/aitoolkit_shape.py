@@ -1,12 +1,14 @@
-"""Writes what the benchmark trains: ``python aitoolkit_shape.py PART TESTS_FOLDER TARGET LAYERS PIXELS TEXT_LAYERS``, by
-ai-toolkit's Python.
+"""A program that writes the model and pictures of the benchmark, run with ai-toolkit's Python: ``python
+aitoolkit_shape.py PART TESTS_FOLDER TARGET LAYERS PIXELS TEXT_LAYERS``.
 
-A Z-Image in diffusers' format with random bf16 weights and the real model's widths (3840; 2 + 2 refiners; captions of
-2560), LAYERS deep (12: 2.9 B parameters), beside a tiny text encoder and VAE, and four PIXELS-sized pictures with captions.
-LAYERS 0: the tests' tiny one. TEXT_LAYERS: layers of the encoder in the real one's widths (Qwen3-4B's: 2560, 9728; it has
-36), 0 for the tiny one. PART "transformer" is TARGET/zimage/transformer, PART "encoder" TARGET/zimage/text_encoder where it
-is not tiny, PART "rest" everything else, and TARGET/small: the same model with a transformer of one thin layer and the tiny
-encoder, for the job that only fills caches.
+The model is a Z-Image in diffusers' format with random bf16 weights and the real widths (3840; 2 + 2 refiners;
+captions of 2560). LAYERS is its depth (12: 2.9 B parameters; 0: the tiny model of the tests). The model has a tiny
+VAE and a text encoder with TEXT_LAYERS layers in the widths of Qwen3-4B (2560, 9728; the real one has 36), or a tiny
+one for 0. Four PIXELS-sized pictures with captions are written too.
+
+PART "transformer" writes TARGET/zimage/transformer. PART "encoder" writes TARGET/zimage/text_encoder if that is not
+tiny. PART "rest" writes everything else, and TARGET/small: the same model with a transformer of one thin layer and
+the tiny encoder, for the job that only fills caches.
 """
 
 # mypy: ignore-errors
@@ -53,7 +55,7 @@ def main(part: str, tests: str, target: str, layers: int, pixels: int, text_laye
 
 
 def write(folder: Path, *, n_heads: int, **shape: int) -> None:
-    """A transformer with random weights."""
+    """Write a transformer with random weights."""
     import torch
     from diffusers import ZImageTransformer2DModel
 
@@ -67,7 +69,7 @@ def write(folder: Path, *, n_heads: int, **shape: int) -> None:
 
 
 def write_encoder(folder: Path, layers: int) -> None:
-    """A Qwen3 of the real encoder's widths with random weights; the tests' words are all that it knows."""
+    """Write a Qwen3 with the widths of the real encoder and random weights, and with the vocabulary of the tests."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -83,7 +85,7 @@ def write_encoder(folder: Path, layers: int) -> None:
 
 
 def fill(model, file: Path) -> None:
-    """Save ``model`` with random bf16 weights, made on the GPU where there is one: on the host they would take minutes."""
+    """Save ``model`` with random bf16 weights, drawn on a GPU if present, because the host would take minutes."""
     import torch
     from safetensors.torch import save_file
 

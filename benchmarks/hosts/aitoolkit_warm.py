@@ -1,10 +1,11 @@
-"""Imports what ai-toolkit is made of, then is `run.py` for the one job named on standard input.
+"""A program that imports ai-toolkit's packages and then runs `run.py` for one job that it reads from standard input.
 
-Run in the checkout. Standard input: a line of JSON, {"config", "log", "env"}; none: there is no job. So that a benchmark's
-processes import before anything is measured (aitoolkit_ready.py); nothing here touches a device.
+Run in the checkout. Standard input is a line of JSON, {"config", "log", "env"}; without a line there is no job. The
+processes of a benchmark thus import before any measurement (aitoolkit_ready.py). Nothing here touches a device.
 
-What was imported is put beyond the garbage collector: ai-toolkit calls it some twenty times around a job (not in its
-steps), and each time it looked through all modules' objects, most of the time that a short job took.
+The imported objects are frozen in the garbage collector. ai-toolkit collects garbage about twenty times around a job
+(not in its steps), and each collection would search the objects of all modules, which took most of the time of a
+short job.
 """
 
 # mypy: ignore-errors

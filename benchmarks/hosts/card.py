@@ -1,8 +1,8 @@
-"""A card with less memory than it has: a second process holds the rest, and watches how little was ever free.
+"""A card with limited free memory: a second process holds the rest, and records the least free memory.
 
-`set_per_process_memory_fraction` bounds one allocator; ComfyUI, VBARs and "auto" ask the card itself. Run as
-``python card.py FREE_BYTES`` (0: hold nothing); a line on stdin asks for the figures since the last one, as JSON, and a number in
-it first changes what is left.
+`set_per_process_memory_fraction` limits one allocator only, while ComfyUI, VBARs and vram="auto" read the free memory
+of the card. The second process runs ``python card.py FREE_BYTES`` (0: hold nothing). A line on its stdin requests the
+figures since the previous line, as JSON. A number in that line first changes the free bytes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 GRAIN = 2 << 20
-POLL_S = 0.01  # more often would take turns with the driver from what is measured
+POLL_S = 0.01  # seconds; more frequent calls of the driver would disturb the measured program
 
 
 class Card:
-    """The one GPU, with ``free_bytes`` left of it (None: all). A context manager; figures in bytes of the whole card."""
+    """A context manager that leaves ``free_bytes`` of the GPU's memory free (None: all); figures are bytes of the
+    whole card.
+    """
 
     def __init__(self, free_bytes: int | None, python: str = sys.executable) -> None:
         command = [python, str(Path(__file__).resolve()), str(free_bytes or 0)]
@@ -28,11 +30,11 @@ class Card:
         self.start = self._answer()
 
     def figures(self) -> dict[str, int]:
-        """``free``: now; ``least_free``: the least since the last call."""
+        """Return ``free``, the free bytes now, and ``least_free``, the least since the last call."""
         return self._ask("")
 
     def leave(self, free_bytes: int) -> dict[str, int]:
-        """Hold so much that ``free_bytes`` are left from now on (0: nothing is held)."""
+        """Hold so much memory that ``free_bytes`` are free from now on (0: hold nothing); return the figures."""
         return self._ask(str(free_bytes))
 
     def _ask(self, words: str) -> dict[str, int]:
@@ -58,7 +60,7 @@ class Card:
 
 
 def hold(free_bytes: int) -> list[Any]:
-    """Device memory so that about ``free_bytes`` are left on the card; what is returned must be kept."""
+    """Allocate device memory until about ``free_bytes`` are free; return the tensors, which the caller must keep."""
     import torch
 
     held = [torch.zeros(1, device="cuda")]
@@ -67,14 +69,16 @@ def hold(free_bytes: int) -> list[Any]:
         over = (torch.cuda.mem_get_info()[0] - free_bytes) // GRAIN * GRAIN
         if over < 4 * GRAIN:
             break
-        # Short of it at first, then in halves: what the allocator and the driver take on top must not go under the limit.
+        # Allocate somewhat less at first, then halves, because the allocator and the driver take additional memory.
         size = over - (256 << 20) if over > (1 << 30) else max(GRAIN, over // 2)
         held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
     return held
 
 
 def touch(count: int) -> None:
-    """Use ``count`` bytes of host memory once, in a process of its own: a guest whose memory grows on demand has grown then."""
+    """Write to ``count`` bytes of host memory once in other processes, so that a virtual machine's memory has grown
+    beforehand.
+    """
     code = "import numpy, sys; numpy.empty(int(sys.argv[1]), numpy.uint8).fill(1)"
     pieces = max(1, min(16, count >> 30))
     running = [subprocess.Popen([sys.executable, "-c", code, str(count // pieces)]) for _ in range(pieces)]

@@ -1,7 +1,9 @@
-"""Two models taking turns in one ComfyUI server, a text encoder between them: what each turn costs once both were loaded.
+"""The measurement of two models that take turns in one ComfyUI server, with a text encoder between the turns.
 
-A part of `comfy_gpu`. A static split gives each model half of the weights' memory for good and streams the rest of it in
-every step; its wire bytes are counted from the run's own figures, and ours with what is brought anew for a turn.
+A part of `comfy_gpu`. The figures are the costs of each turn after both models were loaded once. They are compared
+with a static split, which gives each model half of the memory for weights permanently and streams the rest in every
+step. The wire bytes of the split are computed from the run's own figures. Carom's wire bytes include the weights
+loaded anew for a turn.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ GIB = 1 << 30
 
 
 def second_name(file: Path) -> Path:
-    """The other model: another name for the same file, which is another model for ComfyUI."""
+    """Create a second name for the model's file and return it; ComfyUI takes a second name for a second model."""
     other = file.with_name("bench2" + file.suffix)
     if not other.exists():
         os.link(file, other)
@@ -27,7 +29,10 @@ def second_name(file: Path) -> Path:
 def run(
     server: Any, bench: Any, config: Any, turns: int, steps: int, evict: Callable[[Path], None]
 ) -> dict[str, Any]:
-    """``turns`` of each model after a first one; the files are thrown out of the page cache before the last."""
+    """Run a first turn and then ``turns`` of each model; return the figures.
+
+    The files are removed from the page cache before the last turn.
+    """
     node = bench.lib["comfy_host"].node
     names = (bench.file.name, second_name(bench.file).name)
     found: dict[str, Any] = {"turns": []}
@@ -56,13 +61,13 @@ def run(
 
 
 def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the turns after the first, and the wire bytes beside those of the best static split."""
+    """Return medians over the turns after the first, and the wire bytes compared with the best static split's."""
     later = [turn for turn in turns if turn["turn"] > 0]
     result: dict[str, Any] = {
         "turn_s": statistics.median(turn["wall_s"] for turn in later),
         "text_s": statistics.median(turn["text_s"] for turn in later),
         "storage_bytes": sum(turn["read_bytes"].get("storage", 0) for turn in later),
-        # A text encoder has run before all of these: after it ComfyUI computes the same prompt to other bits.
+        # A text encoder ran before each of these turns. After an encoder, ComfyUI computes other bits for a prompt.
         "same_latents": len({turn["hash"] for turn in later}) == 1,
     }
     reports = [turn["report"] for turn in later if turn["report"] and turn["report"]["streamed_bytes"]]
@@ -71,11 +76,11 @@ def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
         for turn, report in zip(later, reports, strict=True):
             ours += turn["steps"] * report["wire_bytes_per_step"] + report["resident_bytes"]
             packed = report["wire_bytes_per_step"] / max(1.0, report["raw_bytes_per_step"])
-            # Half the memory less the same slots and staging: what does not stay there crosses in every step.
+            # Half of the memory minus the same slots and staging. All other weights are copied in every step.
             resident = report["vram_budget_bytes"] / 2 - report["slot_bytes"] - report["staging_bytes"]
             held, raw = report.get("resident_packed_bytes", 0), report.get("resident_packed_raw_bytes", 0)
             whole = report["resident_bytes"] - held + raw + report["streamed_bytes"]
-            if held:  # what stays packed is more
+            if held:  # packed residents hold more weights in the same bytes
                 resident *= raw / held
             static += turn["steps"] * packed * (whole - max(0.0, resident))
         result |= {"wire_bytes": ours, "static_split_wire_bytes": static, "of_static_split": ours / static}
@@ -83,7 +88,7 @@ def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def line(run: dict[str, Any]) -> str:
-    """For the table."""
+    """Return the text of a run for the table."""
     of_split = run.get("of_static_split")
     wire = "" if of_split is None else f", {of_split:.2f} of the best static split's wire bytes"
     return (

@@ -1,6 +1,7 @@
-"""A custom node pack for the benchmark in the real ComfyUI; copied into its custom_nodes, imported nowhere else.
+"""A custom node pack for the benchmark in the real ComfyUI; the benchmark copies this file to custom_nodes.
 
-One node samples as KSampler does, from random conditioning in the place of a text encoder, and tells what it took.
+One node samples like KSampler, with random conditioning instead of a text encoder's, and returns its times and
+memory.
 """
 
 # mypy: ignore-errors
@@ -13,7 +14,10 @@ import torch
 
 
 class Sample:
-    """Euler steps at cfg 1. Between steps an event is recorded on the computing stream; nothing waits before the end."""
+    """A node that runs Euler steps at cfg 1.
+
+    An event is recorded on the computing stream between steps, and nothing waits before the end.
+    """
 
     RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "sample", "carom-bench", True
 
@@ -50,7 +54,7 @@ class Sample:
 
         def mark(*_):
             stepped.append(time.time())
-            if traced is not None and len(stepped) in (steps - 3, steps - 1):  # two iterations
+            if traced is not None and len(stepped) in (steps - 3, steps - 1):  # trace two iterations
                 torch.cuda.synchronize(device)
                 (traced.start if len(stepped) == steps - 3 else traced.stop)()
             if on_gpu:
@@ -92,7 +96,7 @@ class Sample:
 
 
 class Text:
-    """Takes what a text encoder made, so that it is made."""
+    """A node that takes a text encoder's output, so that ComfyUI computes the output."""
 
     RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "take", "carom-bench", True
 

@@ -1,9 +1,9 @@
-"""Writes a Flux-shaped checkpoint of seeded random bf16 weights: ``python comfy_checkpoint.py COMFYUI FILE SHAPE_JSON [CLIP_FILE]``.
+"""A program that writes a Flux-shaped checkpoint of random bf16 weights: ``python comfy_checkpoint.py COMFYUI FILE
+SHAPE_JSON [CLIP_FILE]``.
 
-``CLIP_FILE``: a CLIP-L text encoder beside it (fp16, 246 MB).
-
-A process of its own, because it imports ComfyUI: for the names and shapes of its own model class, on ``meta``. Weights are
-Gaussian of deviation 0.02, so that activations stay finite; what normalises starts at one.
+With ``CLIP_FILE`` it also writes a CLIP-L text encoder (fp16, 246 MB). The program is a separate process, because it
+imports ComfyUI for the names and shapes of the model class, on ``meta``. Weights are seeded and Gaussian with
+deviation 0.02, so that activations stay finite; the scales of norms are around one.
 """
 
 # mypy: ignore-errors

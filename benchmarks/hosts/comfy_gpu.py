@@ -2,14 +2,18 @@
 
     COMFYUI_PATH=/path/to/ComfyUI python3 benchmarks/hosts/comfy_gpu.py [--limits none,6GiB,4GiB] [--json FILE]
 
-Run by path from anywhere; COMFYUI_PYTHON names the Python that runs ComfyUI (default: this one). A Flux-shaped checkpoint
-of random bf16 weights is written first (--double and --single: its depth; 19 and 38 are Flux.1-dev's 22 GiB). For each limit and
-loader a headless server starts as on a user's machine (stock: DynamicVRAM where ComfyUI chooses it) and gets three prompts:
-the first loads the file; the second, of another seed, is the one whose iterations are timed (device events between sampler
-steps, median without the first); before the first and the third, of two steps, the file is thrown out of the page cache, so
-that everybody begins from the disk, and whatever is read again is counted. `--settle` adds prompts of 20 steps until Carom has laid out by what
-they taught, and times one more. `--alternate` adds two models taking turns. Device memory is what the whole card lost; host memory is the server's
-anonymous memory (RssAnon) beyond what it had before the first prompt, sampled. Without a GPU: `--tiny --cpu`, which proves the path and measures nothing.
+Run by path from any folder. COMFYUI_PYTHON names the Python that runs ComfyUI (default: this one). First a
+Flux-shaped checkpoint of random bf16 weights is written (--double and --single: its depth; 19 and 38 are Flux.1-dev's
+22 GiB). For each limit and loader a headless server starts as on a user's machine (stock: DynamicVRAM if ComfyUI
+chooses it) and gets three prompts. The first prompt loads the file. The second, with another seed, is timed by device
+events between sampler steps; the figure is the median without the first iteration. The third has two steps. Before
+the first and the third prompt the file is removed from the page cache, so that every loader reads from the disk and
+repeated reads are counted. `--settle` adds prompts of 20 steps until Carom has a layout by measured times, and times
+one more prompt. `--alternate` adds two models that take turns.
+
+Device memory is the decrease of free memory of the whole card. Host memory is the increase of the server's anonymous
+memory (RssAnon) since before the first prompt, sampled. Without a GPU, `--tiny --cpu` tests the path and measures
+nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Shape:
-    """The model, and what one sampler step computes: ``tokens`` of text, ``side`` of the latent (8 pixels each)."""
+    """The shape of the model, and the size of a sampler step: ``tokens`` of text, ``side`` of the latent (8 pixels
+    each).
+    """
 
     double: int = 8
     single: int = 16
@@ -52,8 +58,11 @@ TINY = Shape(3, 4, 256, 128, 64, 8, 16)
 
 @dataclass(frozen=True)
 class Config:
-    """``loader``: "stock", or a codec of Carom's loader, "@" and its vram widget where that is not auto;
-    ``alternating``: two models take turns."""
+    """A configuration of the benchmark.
+
+    ``limit``: free bytes of the card, None for all; ``loader``: "stock", or a codec of Carom's loader, followed by
+    "@" and the value of its vram widget if that is not auto; ``alternating``: whether two models take turns.
+    """
 
     limit: int | None
     loader: str
@@ -156,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def load_checkout() -> dict[str, Any]:
-    """The checkout's modules, imported as the package carom whatever its folder is called."""
+    """Return the checkout's modules by name, imported as the package carom for any folder name."""
     if "carom" not in sys.modules:
         spec = importlib.util.spec_from_file_location(
             "carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
@@ -190,7 +199,9 @@ class Bench:
         self.python = lib["comfy_host"].PYTHON
 
     def prepare(self) -> None:
-        """Host memory, node packs, an empty page (no frontend package is needed) and the checkpoint."""
+        """Touch host memory, and create the node packs, an empty page (no frontend package is needed) and the
+        checkpoint.
+        """
         if self.arguments.touch_gb:
             self.lib["card"].touch(int(self.arguments.touch_gb * 1e9))
         pack = self.folder / "custom_nodes" / "carom_bench"
@@ -212,7 +223,7 @@ class Bench:
         print(made.stdout.strip().splitlines()[-1], flush=True)
 
     def run(self, config: Config) -> dict[str, Any]:
-        """Figures of one configuration; a failure is a result too."""
+        """Return the figures of one configuration; a failure is also returned as a result."""
         card: Any = contextlib.nullcontext()
         if not self.arguments.cpu:
             card = self.lib["card"].Card(config.limit)
@@ -290,13 +301,15 @@ class Bench:
     def prompt(
         self, config: Config, seed: int, steps: int, name: str = "", trace: str = ""
     ) -> dict[str, Any]:
-        """One image with the model of that file name; ``trace``: where a trace of two of its iterations goes."""
+        """Return the prompt for one image with the model in file ``name``; ``trace``: path for a trace of two
+        iterations.
+        """
         node, name = self.lib["comfy_host"].node, name or self.file.name
         if config.codec == "stock":
             loader = node("UNETLoader", unet_name=name, weight_dtype="default")
         else:
             vram, mode = config.vram, self.arguments.mode
-            if self.arguments.cpu:  # where auto leaves all to ComfyUI
+            if self.arguments.cpu:  # on the CPU, auto leaves all weights to ComfyUI
                 vram, mode = "8MiB" if vram == "auto" else vram, "stream"
             loader = node(
                 "CaromLoadDiffusionModel",

@@ -1,4 +1,4 @@
-"""A real ComfyUI as a headless process, and prompts posted to it as its page does."""
+"""A real ComfyUI as a headless process, and functions that post prompts to it like its page."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PYTHON = os.environ.get("COMFYUI_PYTHON", sys.executable)
 
 
 class PromptFailed(Exception):
-    """The server refused or failed a prompt; the text is what the page would show."""
+    """Raised if the server refuses or fails a prompt; the message is the text that the page would show."""
 
 
 class ComfyServer:
-    """A running ComfyUI over a data folder of its own. ``options`` of `start` go to its main.py as they are."""
+    """A running ComfyUI with its own data folder."""
 
     def __init__(self, comfyui: str, base: Path, log: Path | None = None) -> None:
         self.comfyui, self.base = comfyui, base
@@ -32,7 +32,10 @@ class ComfyServer:
         self._process: subprocess.Popen | None = None
 
     def start(self, *options: str, environment: dict[str, str] | None = None, timeout: float = 180) -> None:
-        """Start it and wait until it answers. Raises RuntimeError with the end of its log."""
+        """Start the server with ``options`` for its main.py and wait until it answers.
+
+        Raises RuntimeError, with the end of the log, if it does not answer within ``timeout`` seconds.
+        """
         command = [
             PYTHON, "main.py", "--port", str(self.port), "--base-directory", str(self.base), "--disable-auto-launch",
             "--disable-metadata", *options,
@@ -54,7 +57,7 @@ class ComfyServer:
         raise RuntimeError(f"the server did not start:\n{self.tail()}")
 
     def stop(self) -> None:
-        """End it. Idempotent."""
+        """Stop the server. Idempotent."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -75,7 +78,7 @@ class ComfyServer:
         return psutil.Process(self.pid).memory_info().rss
 
     def tail(self, characters: int = 4000) -> str:
-        """The end of the log."""
+        """Return the last ``characters`` of the log."""
         return self.log.read_text("utf-8", "replace")[-characters:]
 
     # -- HTTP
@@ -86,7 +89,7 @@ class ComfyServer:
         return json.loads(text) if text.startswith(("[", "{")) else text
 
     def status(self, path: str) -> int:
-        """The HTTP status that the path is answered with."""
+        """Return the HTTP status of the answer for ``path``."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
                 return int(answer.status)
@@ -107,11 +110,13 @@ class ComfyServer:
         return json.loads(text) if text.startswith(("[", "{")) else text
 
     def queue(self, prompt: dict) -> str:
-        """Post a prompt without waiting; returns its id."""
+        """Post a prompt without waiting; return its id."""
         return self.post("/prompt", {"prompt": prompt})["prompt_id"]
 
     def result(self, prompt_id: str, timeout: float = 120) -> dict:
-        """Outputs by node of a queued prompt. Raises PromptFailed with what the page would show."""
+        """Wait for a queued prompt and return its outputs by node. Raises PromptFailed with the text that the page
+        would show.
+        """
         give_up = time.monotonic() + timeout
         while time.monotonic() < give_up:
             found = self.get(f"/history/{prompt_id}").get(prompt_id)
@@ -128,11 +133,11 @@ class ComfyServer:
         return self.result(self.queue(prompt), timeout)
 
     def free(self) -> None:
-        """ "Free model and node cache" of the menu; waits until it is done."""
+        """Request "Free model and node cache", as in the menu, and wait until it is done."""
         self.post("/free", {"unload_models": True, "free_memory": True})
         time.sleep(1.5)
 
 
 def node(kind: str, **inputs: Any) -> dict:
-    """One node of a prompt."""
+    """Return one node of a prompt."""
     return {"class_type": kind, "inputs": inputs}

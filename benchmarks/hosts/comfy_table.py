@@ -1,4 +1,4 @@
-"""What `comfy_gpu` prints of its record."""
+"""The printed table of a `comfy_gpu` record."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ GIB = 1 << 30
 
 
 def same_latents(record: dict[str, Any]) -> bool:
-    """Whether all runs made the same bits, and finite ones."""
+    """Return whether all runs computed the same bits, and finite values."""
     done = [run for run in record["runs"] if run["status"] == "ok"]
     runs = [run for run in done if not run.get("alternating")]
     turns = [run for run in done if run.get("alternating")]
     hashes = {
         tuple(run[name]["hash"] for name in ("first", "second", "third") if name in run) for run in runs
     }
-    # What was settled made the second prompt's image again.
+    # The settled prompt has the seed of the second prompt, so the images must be equal.
     if any(run["settled"]["hash"] != run["second"]["hash"] for run in runs if "settled" in run):
         return False
     hashes_of_turns = {run["turns"][0]["hash"] for run in turns}
@@ -26,11 +26,11 @@ def same_latents(record: dict[str, Any]) -> bool:
 
 
 def verdict(record: dict[str, Any]) -> str:
-    """`same_latents` in words; where nothing ended that could be compared, that."""
+    """Return `same_latents` in words, or a text that says that too few runs ended for a comparison."""
     if not same_latents(record):
         return "DIFFERENT"
     done = [run for run in record["runs"] if run["status"] == "ok"]
-    # Two models taking turns are compared from turn to turn, everything else from run to run.
+    # Two models in turns are compared between turns, all else between runs.
     if len(done) < 2 and not any(run.get("alternating") for run in done):
         return "not compared, which takes two runs that end"
     return "equal, bit for bit"
@@ -49,7 +49,7 @@ def line(run: dict[str, Any]) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The comparison, a line a run."""
+    """Return the comparison with a line for each run."""
     lines = [
         f"{'free':<9}{'loader':<16}{'s/it':>8}{'of stock':>9}{'first s':>8}{'2nd s':>7}{'card GiB':>9}{'host GiB':>9}"
         f"{'x file':>7}{'read 2nd, 3rd MB':>18}{'waited':>8}  latent"

@@ -1,4 +1,6 @@
-"""Another process seen from outside: its memory, sampled while it runs, what it has read, and a page cache without a file."""
+"""Observation of another process: its memory, sampled while it runs, and its reads; and removal of a file from the
+page cache.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from typing import Any
 
 
 class watched:
-    """Samples a process's memory while it is entered; Linux (elsewhere the resident set alone)."""
+    """A context manager that samples a process's memory every ``every_s`` seconds; outside Linux only the resident
+    set.
+    """
 
     def __init__(self, pid: int, every_s: float = 0.05) -> None:
         self.pid, self.every_s = pid, every_s
@@ -39,13 +43,13 @@ class watched:
                 self.peaks[key] = max(self.peaks.get(key, 0), value)
 
     def summary(self) -> dict[str, Any]:
-        """Peaks so far, and what is held now."""
+        """Return the bytes before entering, the peaks so far, and the bytes now."""
         self._sample()
         return {"before": self.before, "peak": dict(self.peaks), "now": dict(memory_of(self.pid))}
 
 
 def memory_of(pid: int) -> Iterator[tuple[str, int]]:
-    """Bytes of the process by kind, as its system counts them."""
+    """Yield (kind, bytes) of the process's memory, as the system counts them."""
     names = {
         "RssAnon": "anonymous_bytes",
         "VmRSS": "resident_bytes",
@@ -72,7 +76,9 @@ def _used() -> int:
 
 
 def io_of(pid: int) -> dict[str, int]:
-    """Bytes the process had fetched from storage, and bytes it asked for by read calls."""
+    """Return the bytes that the process read from storage, and the bytes that it requested by read calls; {} if
+    unknown.
+    """
     try:
         lines = Path(f"/proc/{pid}/io").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -82,7 +88,7 @@ def io_of(pid: int) -> dict[str, int]:
 
 
 def evict(path: Path) -> None:
-    """Throw a file out of the page cache, where the system lets us."""
+    """Remove a file from the page cache, if the system allows that."""
     if hasattr(os, "posix_fadvise"):
         with open(path, "rb") as file:
             os.fsync(file.fileno())

@@ -1,1 +1,1 @@
-"""What weights cross on their way to the device: the codecs' decoders, and files on disk."""
+"""Benchmarks of the codecs' decoders, and of weights that are read from disk."""

@@ -1,14 +1,14 @@
 """Checks and times the device decoders of Carom's codecs on one GPU, in under a minute.
 
-Run by path from anywhere, nothing needs to be installed but torch, triton and numpy:
+Run by path from any folder. Only torch, triton and numpy must be installed:
 
     python benchmarks/tiers/codec_gpu.py [--mib 320] [--seconds 50] [--json FILE]
 
-The checkout is loaded as the package ``carom`` whatever its folder is called (the shim below does what
-tests/conftest.py does). First every kind of tensor is decoded by Triton (several tile sizes) and by plain torch, and compared
-byte for byte; a difference ends the run with exit code 1. Then the timings, in GB/s of decoded output, medians of CUDA
-events; a plain device copy of the same output bytes is the yardstick (it reads and writes 2 bytes a byte, the lossless
-decoder 1.7). With TRITON_INTERPRET=1 and no GPU only the checks run, on a few small tensors.
+The checkout is loaded as the package ``carom`` for any folder name, as in tests/conftest.py. First every kind of
+tensor is decoded by Triton (several tile sizes) and by plain torch, and compared byte for byte. A difference ends the
+run with exit code 1. Then the decoders are timed, in GB/s of decoded output, as medians of CUDA events. The reference
+is a plain device copy of the same output bytes, which reads and writes 2 bytes for each byte of output; the lossless
+decoder reads and writes 1.7. With TRITON_INTERPRET=1 and no GPU only the checks run, on a few small tensors.
 """
 
 # mypy: ignore-errors
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_checkout():
-    """The checkout's codec package, imported as carom.core.codec."""
+    """Return the checkout's codec package, imported as carom.core.codec."""
     if "carom" not in sys.modules:
         spec = importlib.util.spec_from_file_location(
             "carom", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
@@ -45,7 +45,9 @@ def load_checkout():
 
 
 def hard_tensors(small: bool):
-    """(label, tensor) of every dtype with odd sizes, escapes of both widths, NaN, infinities, subnormals, constants."""
+    """Yield (label, tensor) of every dtype with odd sizes, escapes of both widths, NaN, infinities, subnormals and
+    constants.
+    """
     generator = torch.Generator().manual_seed(0)
     count = 2203 if small else 1_000_003
     for dtype in (
@@ -71,7 +73,7 @@ def hard_tensors(small: bool):
 
 
 def real_tensors(file: Path):
-    """(label, tensor) of a safetensors file, as they are and as bfloat16."""
+    """Yield (label, tensor) of the tensors in a safetensors file, unchanged and as bfloat16."""
     for name, tensor in importlib.import_module("safetensors.torch").load_file(file).items():
         tensor = tensor.flatten()
         yield f"{file.name}: {name} {tensor.dtype}", tensor
@@ -80,7 +82,9 @@ def real_tensors(file: Path):
 
 
 def packed_unit(modules, tensors, device, lanes, code=None):
-    """(entries, wire buffer on the device, raw bytes per entry, bytes of the slot) of tensors packed one after another."""
+    """Return (entries, wire buffer on the device, raw bytes per entry, bytes of the slot) of tensors packed one after
+    another.
+    """
     entries, blobs, raws, wire_at, out_at = [], [], [], 0, 0
     for _, tensor in tensors:
         blob = modules["lossless"].encode(tensor, lanes=lanes, code=code)
@@ -96,7 +100,7 @@ def packed_unit(modules, tensors, device, lanes, code=None):
 
 
 def with_plain(modules, entries, wire, raws, size, device):
-    """As `packed_unit` returns, with tensors between that travel as they are: of no bytes, of few, of many, of odd counts."""
+    """Return the result of `packed_unit` with unencoded tensors inserted: empty, small, large, and of odd sizes."""
     raw_entry, align = modules["unit_decoder"].RawEntry, modules["lossless_format"].align
     pieces, at = [wire], wire.numel()
     entries, raws = list(entries), list(raws)
@@ -115,10 +119,10 @@ def decoder(modules, entries, method, tiles=1, warps=None):
 
 
 def differences(modules, device, small, file=None) -> list[str]:
-    """Labels of everything that decodes to other bytes than were packed."""
+    """Return the labels of all tensors that decode to other bytes than were packed."""
     wrong = []
     tensors = list(hard_tensors(small)) + ([] if file is None else list(real_tensors(file)))
-    for lanes, tiles in ((128, 1), (32, 3)):  # the others are compared where they are timed
+    for lanes, tiles in ((128, 1), (32, 3)):  # the other settings are compared when they are timed
         found = packed_unit(modules, tensors, device, lanes)
         entries, wire, raws, size = with_plain(modules, *found, device)
         for method in ("triton", "torch"):
@@ -150,7 +154,7 @@ def differences(modules, device, small, file=None) -> list[str]:
 
 
 def gigabytes_per_second(call, nbytes, repeats=15) -> float:
-    """Median rate of ``call`` on the device."""
+    """Return the median rate of ``call`` on the device in GB/s, for ``nbytes`` bytes a call."""
     for _ in range(3):
         call()
     times = []
@@ -165,7 +169,9 @@ def gigabytes_per_second(call, nbytes, repeats=15) -> float:
 
 
 def timings(modules, mib: int, deadline: float, device: str = "cuda") -> list[dict]:
-    """Rows of {what, lanes, tiles, warps, ratio, gb_per_s}; stops quietly at ``deadline`` (time.monotonic)."""
+    """Return rows of {what, lanes, tiles, warps, ratio, gb_per_s}; stop without error at ``deadline``
+    (time.monotonic).
+    """
     rows: list[dict] = []
 
     def add(what, call, nbytes, **more):
@@ -240,7 +246,9 @@ def timings(modules, mib: int, deadline: float, device: str = "cuda") -> list[di
 
 
 def encoder_rows(modules, mib: int) -> list[dict]:
-    """The CPU encoder's rate in GB/s of raw bf16, by threads, and the CPU decoder's on one: the best of five."""
+    """Return the CPU encoder's rates in GB/s of raw bf16, by threads, and the CPU decoder's on one thread: the best
+    of five.
+    """
     weights = (torch.randn(mib << 19) * 0.02).bfloat16()
     rows: list[dict] = []
 

@@ -1,4 +1,4 @@
-"""nvCOMP's ANS over the weights that `codec_gpu.py` times its own decoder with, where it is installed (`nvidia-nvcomp-cu13`)."""
+"""nvCOMP's ANS on the weights for which `codec_gpu.py` times Carom's decoder, if installed (`nvidia-nvcomp-cu13`)."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-CHUNKS = (1 << 16, 1 << 18)  # bytes that are packed independently; the first is nvCOMP's default
-KINDS = ("<f2", "|u1")  # as 16-bit floats and as bytes; it has no bfloat16
+CHUNKS = (1 << 16, 1 << 18)  # bytes of independently packed chunks; the first is nvCOMP's default
+KINDS = ("<f2", "|u1")  # 16-bit floats and bytes; nvCOMP has no bfloat16
 
 
 def nvcomp_ans(
     weights: torch.Tensor, out: torch.Tensor, rate: Callable[[Callable[[], object], int], float]
 ) -> Iterator[dict]:
-    """Rows of {what, kind, chunk, ratio, gb_per_s of decoded output}; ``weights`` and ``out``: bfloat16, the same size, on the device.
+    """Yield rows of {what, kind, chunk, ratio, gb_per_s of decoded output}.
 
-    Ends the run with SystemExit where what is decoded is not what was packed.
+    ``weights`` and ``out``: bfloat16 tensors of the same size on the device. Raises SystemExit if the decoded bytes
+    differ from the packed ones.
     """
     try:
         nvcomp = importlib.import_module("nvidia.nvcomp")
@@ -37,7 +38,7 @@ def nvcomp_ans(
             try:
                 decode = lambda c=codec, p=packed, o=place: c.decode(p, out=o)  # noqa: E731
                 decode()
-            except TypeError:  # versions before `out`
+            except TypeError:  # older versions have no `out`
                 decode = lambda c=codec, p=packed: c.decode(p)  # noqa: E731
                 target.copy_(torch.from_dlpack(decode()).view(torch.uint8).flatten())
             torch.cuda.synchronize()

@@ -37,13 +37,13 @@ import numpy
 
 HERE = Path(__file__).resolve()
 SWEPT = 3 << 27  # bytes of one measurement of the sweep
-LARGE = 1 << 30  # bytes of memory that a drive's bytes are read into one after the other
+LARGE = 1 << 30  # bytes of the memory that successive blocks are read into
 NAMES = ("first_output", "stream", "packed")  # parts to choose from; `stream` is `lora` and `rate`
 RESERVED = 3.0  # seconds kept for the end of the run
 
 
 def module(name: str):
-    """``carom.name`` of the checkout this script lies in, whatever its folder is called."""
+    """Return the module ``carom.name`` of the checkout that contains this script, for any folder name."""
     if "carom" not in sys.modules:
         root = HERE.parents[2]
         spec = importlib.util.spec_from_file_location(
@@ -56,7 +56,7 @@ def module(name: str):
 
 
 class Run:
-    """The whole: parts one after the other, and the record."""
+    """The whole run: its parts one after the other, and the record."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder = args, folder
@@ -75,7 +75,7 @@ class Run:
             self._write({**self.record, "interrupted": interrupted, "result": self.result}, self.args.record)
 
     def part(self, name: str, until: float) -> None:
-        """Run a part; what it says is in the record at once."""
+        """Run a part in a process; its output is added to the record at once."""
         settings = {
             key: getattr(self.args, key) for key in vars(self.args) if key not in ("record", "part", "folder")
         }
@@ -120,7 +120,9 @@ class Run:
                 print(f"[{time.time() - self.began:5.0f} s] {name}: {json.dumps(found)[:400]}", flush=True)
 
     def grow(self) -> None:
-        """Use once what the parts will hold: a virtual machine gets its memory when it is first used, and slowly."""
+        """Write once to as much memory as the parts will use, because a virtual machine's memory grows slowly at
+        first use.
+        """
         sizes = module("core.common.sizes")
         most = max(
             self.result["make"]["weights_bytes"] // 8,
@@ -131,17 +133,19 @@ class Run:
         self.result["grown"] = {"bytes": 2 * most, "seconds": time.perf_counter() - began}
 
     def raw(self) -> float:
-        """The best way of plain reads over the whole file, with the drive to itself."""
+        """Return the rate in bytes/s of the fastest kind of plain reads over the whole file, with no other use of the
+        drive.
+        """
         assert self.best is not None
         return self.plain.rate(self.best["threads"], self.best["block"], self.result["make"]["weights_bytes"])
 
     def into_large(self) -> float:
-        """The same way into memory that no cache holds."""
+        """Return the rate in bytes/s of the same reads into memory that is larger than any CPU cache."""
         assert self.best is not None
         memory = module("core.common.huge_pages").allocate_pages(
             max(self.best["block"], min(LARGE, 2 * self.args.swept))
         )
-        numpy.frombuffer(memory, numpy.uint8)[:] = 0  # touched before, as the other's
+        numpy.frombuffer(memory, numpy.uint8)[:] = 0  # touch the pages first, as for the other buffers
         return self.plain.rate(self.best["threads"], self.best["block"], 4 * self.args.swept, into=memory)
 
     def go(self) -> None:
@@ -155,7 +159,7 @@ class Run:
                 self.part("packed", self.until)
 
     def large(self, wanted: list[str]) -> None:
-        """What is measured of the large model, beside the drive's own rates."""
+        """Measure the large model, and the drive's plain rates before and after each part."""
         args, result = self.args, self.result
         self.part("make", self.began + 0.6 * args.seconds)
         if "layers" not in result["make"]:
@@ -186,14 +190,16 @@ class Run:
             self.keep()
 
     def judge(self, name: str, raw: float) -> None:
-        """The figures that are wanted, from what was measured; ``raw``: the fastest of the plain reads before and after."""
+        """Compute the figures of part ``name``; ``raw``: the fastest of the plain reads before and after it, in
+        bytes/s.
+        """
         found = self.result.setdefault(name, {})
         found["raw_bytes_per_second"] = raw
         if name == "first_output" and "first_output_seconds" in found:
             found["first_output_of_raw"] = found["first_output_seconds"] * raw / found["weights_bytes"]
             held, before = found["peak_rss_bytes_from_outside"], self.result["process"]["rss_bytes"]
             ram = found["weights_bytes"] // 8
-            # What the process was before it heard of a model is not the disk tier's; nor are pages of libraries' files.
+            # Subtract the memory that the process had before it loaded a model; pages of library files count apart.
             found["rss_over_ram_and_process"] = held["all"] - before["all"] - ram
             if "anon" in held:
                 found["anonymous_over_ram_and_process"] = held["anon"] - before["anon"] - ram

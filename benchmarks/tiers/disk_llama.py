@@ -1,7 +1,8 @@
-"""What `disk_gpu.py` runs: a Llama of transformers, its checkpoint written fast, its adapters, plain direct reads.
+"""The model of `disk_gpu.py`: a Llama of transformers, a fast writer for its checkpoint, adapters, and plain direct
+reads.
 
-The file is a packed one (tools/pack/file_layout.py): in the order of use, every tensor on whole pages, with checksums, so that
-`carom pack FILE --verify` takes it and any safetensors reader opens it.
+The file is a packed file (tools/pack/file_layout.py): in order of use, with every tensor on whole pages, and with
+checksums. `carom pack FILE --verify` accepts it, and any safetensors reader opens it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ RANK = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """Llama's sizes. The defaults are those of Llama 2 7B, but for the number of layers."""
+    """The sizes of a Llama. The defaults are those of Llama 2 7B, except for the number of layers."""
 
     width: int = 4096
     inner: int = 11008
@@ -43,7 +44,9 @@ class Shape:
 
 
 def build(shape: Shape, layers: int, device: str | torch.device) -> nn.Module:
-    """A causal Llama of transformers in bf16; on a real device with random weights, as transformers draws them."""
+    """Return a causal Llama of transformers in bf16; on a real device with random weights, as transformers draws
+    them.
+    """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -54,7 +57,7 @@ def build(shape: Shape, layers: int, device: str | torch.device) -> nn.Module:
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if torch.device(device).type not in ("cpu", "meta"):
-        # A GPU computes rotary frequencies that differ in the last bit from the CPU's, which streaming computes.
+        # A GPU's rotary frequencies differ in the last bit from those of the CPU, which a streamed model uses.
         rotary = model.model.rotary_emb
         for name, buffer in type(rotary)(config=config).named_buffers():
             getattr(rotary, name).copy_(buffer)
@@ -68,13 +71,17 @@ def cut(model: Any, layers: int) -> None:
 
 
 def in_order_of_use(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """What a checkpoint holds, as the forward comes by it."""
+    """Return the (name, tensor) pairs of a checkpoint, in the order in which the forward uses them."""
     last = {"model.norm.weight": 1, "lm_head.weight": 2}
     return sorted(model.state_dict().items(), key=lambda item: last.get(item[0], 0))
 
 
 def add_adapters(model: nn.Module) -> tuple[nn.Module, list[nn.Parameter]]:
-    """PEFT's LoRA on all of a block's linears, the same values for the same shapes; with checkpointing of the blocks."""
+    """Add PEFT's LoRA to all linears of the blocks and enable checkpointing of the blocks; return the model and the
+    adapters.
+
+    Models of the same shapes get the same values.
+    """
     import peft
 
     config = peft.LoraConfig(
@@ -89,13 +96,13 @@ def add_adapters(model: nn.Module) -> tuple[nn.Module, list[nn.Parameter]]:
     with torch.no_grad():
         for (
             parameter
-        ) in trained:  # PEFT begins with half of them zero, which would hide errors of the first step
+        ) in trained:  # PEFT initialises half of them to zero, which would hide errors of the first step
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
     return adapted, trained
 
 
 def grow(nbytes: int) -> None:
-    """Use once what will be held: a virtual machine gets its memory when it is first used, and slowly."""
+    """Write to ``nbytes`` of memory once, because a virtual machine's memory grows slowly at first use."""
     parts = numpy.array_split(numpy.frombuffer(allocate_pages(nbytes), numpy.uint8), 16)
     workers = [threading.Thread(target=part.fill, args=(1,)) for part in parts]
     for worker in workers:
@@ -108,7 +115,9 @@ def grow(nbytes: int) -> None:
 
 
 def open_direct(path: str, flags: int) -> int:
-    """A descriptor past the page cache; where a file system has none of that (tmpfs), a plain one."""
+    """Return a descriptor that bypasses the page cache, or a plain one where the file system does not support that
+    (tmpfs).
+    """
     try:
         return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
     except OSError as error:
@@ -118,7 +127,7 @@ def open_direct(path: str, flags: int) -> int:
 
 
 def write_packed(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Write ``tensors`` (on any device) as one packed file, past the page cache where that goes: its bytes."""
+    """Write ``tensors`` (on any device) as one packed file, bypassing the page cache if possible; return its bytes."""
     with _Out(path) as out:
         written, at = [], 0
         for name, tensor in tensors:
@@ -139,7 +148,7 @@ def write_packed(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
 
 
 class _Out:
-    """Two buffers: one is filled while the other is written by several threads."""
+    """A file written from two buffers: one is filled while several threads write the other."""
 
     def __init__(self, path: str) -> None:
         self._fd = open_direct(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -149,7 +158,9 @@ class _Out:
         self._turn = 0
 
     def put(self, data: torch.Tensor, at: int) -> Future[str]:
-        """Write the bytes of ``data``, and zeros up to the end of their page, at ``at``: their SHA-256."""
+        """Write the bytes of ``data`` at ``at``, with zeros up to the end of the page; return a future of their
+        SHA-256.
+        """
         turn = self._turn = 1 - self._turn
         for future in self._busy[turn]:
             future.result()
@@ -195,11 +206,13 @@ class _Out:
 
 
 class PlainReads:
-    """What fio does: threads that read blocks of a file past the page cache, into memory that was touched before."""
+    """Plain reads as in fio: threads read blocks of a file, bypassing the page cache, into memory that was touched
+    before.
+    """
 
     def __init__(self, path: str, most: int = 16 * CHUNK) -> None:
         self._path, self._size = path, os.stat(path).st_size // ALIGN * ALIGN
-        # The cache's own kind of memory: how the kernel backs it moves a rate by tens of percent.
+        # Memory of the same kind as the RAM cache, because the kind of pages changes a rate by tens of percent.
         block = HostArena(None, None).allocate(most).data
         self._memory = memoryview(block.zero_().numpy())
         self._next = 0
@@ -207,11 +220,12 @@ class PlainReads:
     def rate(
         self, threads: int, block: int, nbytes: int, end: int | None = None, into: memoryview | None = None
     ) -> float:
-        """Bytes per second of reading ``nbytes`` from where the last call ended, round and round the file's first ``end``
-        bytes (default: all).
+        """Return the bytes/s of reading ``nbytes`` from the end of the last call on, in the first ``end`` bytes of
+        the file (default: all).
 
-        Every thread reads into the same block of memory again and again, as fio does, which may stay in a CPU's cache; with
-        ``into``, the blocks go one after the other to that memory, as they must for whoever wants to have them.
+        Reads continue at the start of the file after ``end``. Every thread reads into the same block of memory again,
+        as in fio, and that block may stay in a CPU cache. With ``into``, successive blocks are read to successive
+        places in that memory, as a program that keeps the data must do.
         """
         if not hasattr(os, "preadv"):
             raise SystemExit("this benchmark needs os.preadv (Linux)")
@@ -244,7 +258,9 @@ class PlainReads:
         return sum(read) / seconds
 
     def sweep(self, nbytes: int) -> list[dict[str, Any]]:
-        """The better of two rates of every combination of threads and block sizes, ``nbytes`` each; the fastest first."""
+        """Return the better of two rates for every combination of threads and block sizes, ``nbytes`` each, the
+        fastest first.
+        """
         cases = [(t, b) for b in (1 << 20, 4 << 20, 8 << 20) for t in (2, 4, 8, 16)]
         rates = dict.fromkeys(cases, 0.0)
         for threads, block in (*cases, *reversed(cases)):

@@ -1,7 +1,7 @@
-"""The part `packed` of `disk_gpu.py`: one model's file, raw and packed by `carom pack`, each streamed from the drive.
+"""The part `packed` of `disk_gpu.py`: a model's file, raw and packed by `carom pack`, each streamed from the drive.
 
-The model, the file and the packed file are made here, so this part runs alone as well. Both runs have the same budgets; each
-comes after one plain read of its whole file, since what a host keeps of a virtual drive it keeps for both.
+This part makes the model, the file and the packed file, so it can run alone. Both runs have the same budgets. Each
+comes after one plain read of its whole file, because a host may cache a virtual drive, and then caches both files.
 """
 
 # mypy: ignore-errors
@@ -31,7 +31,7 @@ COMPARED = (
 
 
 def packed(part, say, figures) -> None:
-    """Draw a model, write it, pack it, and stream both files; ``figures``: of a session's report."""
+    """Draw a model, write it, pack it, and stream both files; ``figures``: returns a session's figures."""
     args, folder = part.args, part.folder
     expected, found = _draw(part, folder / RUNS["raw"])
     say("packed", found)
@@ -47,7 +47,7 @@ def packed(part, say, figures) -> None:
         path = folder / file
         plain = disk_llama.PlainReads(str(path)).rate(args.threads, args.block, path.stat().st_size)
         runs[name] = {"file_bytes": path.stat().st_size, "plain_bytes_per_second": plain}
-        # What is left is the other file's as well: it has as many passes.
+        # The remaining time is also needed for the other file, which gets as many passes.
         until = time.time() + part.left() / (2 if name == "raw" else 1)
         runs[name] |= _stream(part, path, expected, vram, ram, until, figures)
         runs[name]["of_plain"] = runs[name]["disk_bytes_per_step"] / runs[name]["pass_seconds"] / plain
@@ -57,7 +57,7 @@ def packed(part, say, figures) -> None:
 
 
 def _draw(part, path) -> tuple[torch.Tensor, dict]:
-    """The output of a model that is all on the device, once it is in a file."""
+    """Write a model to a file and return its output, computed with all weights on the device, and figures."""
     torch.manual_seed(0)
     model = disk_llama.build(part.shape, part.args.packed_layers, part.device).requires_grad_(False).eval()
     part.wait()
@@ -77,7 +77,7 @@ def _draw(part, path) -> tuple[torch.Tensor, dict]:
 
 
 def _pack(folder) -> dict:
-    """Pack the file as `carom pack` does, and return what packing says of itself."""
+    """Pack the file like `carom pack`, and return the figures of its report."""
     began = time.perf_counter()
     source, destination = (str(folder / file) for file in RUNS.values())
     told = pack(source, destination, codec="lossless").to_dict()
@@ -86,7 +86,10 @@ def _pack(folder) -> dict:
 
 
 def _warm(part, path, vram: int, ram: int) -> float:
-    """Seconds of a model of one block: what a process's first session brings with it, and compiles, is not the drive's."""
+    """Stream a model of one block and return the seconds.
+
+    This work (start of libraries, compilation) is done by a process's first session, and is not the drive's.
+    """
     began, model = time.perf_counter(), part.meta(1).eval()
     with carom.stream(model, device=part.device, vram=vram, ram=ram, weights=path):
         part.output(model)
@@ -95,7 +98,7 @@ def _warm(part, path, vram: int, ram: int) -> float:
 
 
 def _stream(part, path, expected, vram: int, ram: int, until: float, figures) -> dict:
-    """First output and passes after it, as many as the time allows, at most three timed ones."""
+    """Measure the first output and at most three timed passes after it, as far as time allows; return the figures."""
     model = part.meta(part.args.packed_layers).eval()
     tokens = part.tokens(0)
     began = time.perf_counter()
@@ -117,13 +120,15 @@ def _stream(part, path, expected, vram: int, ram: int, until: float, figures) ->
             passes.append(time.perf_counter() - began)
             found["bit_exact"] &= torch.equal(logits, expected)
             del logits
-        # Residents still came during the first, and what is read ahead was not steady.
+        # The first pass is not timed: residents were still loading, and read-ahead was not steady.
         found |= {"passes_seconds": passes, "pass_seconds": statistics.median(passes[1:]), **figures(session)}
     return found
 
 
 def decoded(session) -> dict[str, int]:
-    """Bytes of weights that the device unpacks, and those that the host does, of a session that has read nothing yet."""
+    """Return the bytes of weights that the device unpacks and that the host unpacks, for a session that has read
+    nothing yet.
+    """
     manager = sys.modules["carom.core.session.assembly"].parts(session).manager
     tier, index = manager.layout.placement.tier, manager.module.checkpoint.index
     wires = [

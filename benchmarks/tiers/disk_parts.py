@@ -1,4 +1,4 @@
-"""The parts of `disk_gpu.py`, each in a process of its own: what they measure they say at once, a line of JSON each."""
+"""The parts of `disk_gpu.py`, each in its own process. Each measurement is printed at once as a line of JSON."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -22,23 +22,26 @@ carom = sys.modules[__name__.split(".")[0]]
 
 
 class Part:
-    """One process: its settings, and what all parts share."""
+    """The process of one part: its settings, and functions that all parts use."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for deterministic cuBLAS
         self.args = args
         self.shape = disk_llama.Shape(args.width, args.inner, args.heads, args.vocab)
         self.folder, self.device = Path(args.inside), torch.device(args.device)
         self.file = self.folder / "model.safetensors"
         self.kernels = "the default ones"
         torch.use_deterministic_algorithms(True)
-        # What a first forward brings with it (context, libraries, kernels) is the process's, not the session's.
+        # Memory of the first forward (context, libraries, kernels) belongs to the process, not to the session.
         with torch.no_grad():
             disk_llama.build(self.shape, 1, self.device)(input_ids=self.tokens(0))
         self.wait()
 
     def exactly(self) -> None:
-        """Kernels whose gradients are the same each time: tried, and where one has none attention is taken apart."""
+        """Choose kernels whose gradients are the same each time.
+
+        A backward is tried. If a kernel is not deterministic, attention is computed by matrix products instead.
+        """
         model = disk_llama.build(self.shape, 1, self.device).requires_grad_(False)
         tokens = self.tokens(0)
         ahead = torch.zeros(*tokens.shape, self.args.width, dtype=torch.bfloat16, device=self.device)
@@ -62,7 +65,7 @@ class Part:
         return torch.randint(0, self.args.vocab, (1, self.args.tokens), generator=generator).to(self.device)
 
     def output(self, model):
-        """The logits of one pass, on the device: host memory is being measured."""
+        """Return the logits of one pass, on the device, because host memory is being measured."""
         with torch.no_grad():
             return model(input_ids=self.tokens(0)).logits
 
@@ -70,7 +73,9 @@ class Part:
         return disk_llama.build(self.shape, layers, "meta")
 
     def train(self, model, optimizer, steps: int, first: int = 0) -> dict:
-        """Seconds of each step, the losses, and what the system says the process read from drives."""
+        """Return the seconds of each step, the losses, and the bytes that the process read from drives, as the system
+        counts them.
+        """
         seconds, losses, read = [], [], []
         for step in range(first, first + steps):
             tokens = self.tokens(1 + step)
@@ -97,7 +102,7 @@ def say(name: str, found: dict) -> None:
 
 
 def read_bytes() -> int:
-    """What this process has had read from drives, as Linux counts it; 0 elsewhere."""
+    """Return the bytes that this process read from drives, as Linux counts them; 0 elsewhere."""
     try:
         lines = Path("/proc/self/io").read_text("ascii").splitlines()
     except OSError:
@@ -112,7 +117,7 @@ def make(part: Part) -> None:
     model = disk_llama.build(part.shape, args.layers, part.device).requires_grad_(False).eval()
     part.wait()
     drawn = time.perf_counter()
-    # No more than half of the time for the file: a slow drive gets a smaller model, never one smaller than LoRA's.
+    # Write for at most half of the time: a slow drive gets a smaller model, but at least the LoRA part's layers.
     least, ending = args.lora_layers, time.time() + part.left() / 2
     kept = 0
 
@@ -147,7 +152,7 @@ def make(part: Part) -> None:
         made = optimizer(trained)
         found[name] = part.train(model, made, args.steps)
         torch.save([p.detach().cpu() for p in trained], part.folder / f"{name}.pt")
-        if name == "plain":  # its first step also sets libraries up: two more are timed
+        if name == "plain":  # the first step also initialises libraries, so two more are timed
             found["timed"] = part.train(model, made, 2, args.steps)
     say("resident", found)
 
@@ -200,7 +205,7 @@ def figures(session) -> dict:
 
 
 def last_byte(file: Path, layers: int) -> int:
-    """Where the first ``layers`` blocks end in the file."""
+    """Return the offset at which the first ``layers`` blocks end in the file."""
     blocks = {n: e for n, e in open_index(file).entries.items() if n.startswith("model.layers.")}
     return max(e.offset + e.nbytes for n, e in blocks.items() if int(n.split(".")[2]) < layers)
 
@@ -224,7 +229,7 @@ def lora(part: Part) -> None:
         found["adapters"] = len(after)
         say("lora", found)
         for count in range(1, 4):  # as many as the time allows
-            # What comes after it wants some as well.
+            # The later measurements need time too.
             if count > 1 and part.left() < part.args.seconds / 8 + 2 * max(found["compared"]["seconds"]):
                 break
             more = part.train(adapted, optimizer, 1, args.steps + count - 1)
@@ -246,7 +251,9 @@ def rate(part: Part) -> None:
         tokens = part.tokens(0)
 
         def one_pass() -> tuple[float, int, float]:
-            """Seconds, bytes as the system counts them, and the share of the time in which a worker was at a read."""
+            """Return the seconds, the bytes as the system counts them, and the share of the time in which a worker
+            was reading.
+            """
             reader = manager_of(session).layout.placement.tier.reads.cache._reader
             before, busy, began = read_bytes(), reader.stats().busy_seconds, time.perf_counter()
             model(input_ids=tokens)
@@ -255,13 +262,13 @@ def rate(part: Part) -> None:
             busy = (reader.stats().busy_seconds - busy) / seconds / reader.policy.workers
             return seconds, read_bytes() - before, busy
 
-        model(input_ids=tokens)  # brings residents, too
+        model(input_ids=tokens)  # also loads residents
         first, read, _ = one_pass()
         while len(rounds) < 5 and (not rounds or part.left() > 3 * first + 2 * rounds[0]["raw_seconds"]):
             began = time.perf_counter()
             raw = plain.rate(args.threads, args.block, read, end)
             raw_seconds = time.perf_counter() - began
-            one_pass()  # its buffers were full when it began: not timed
+            one_pass()  # not timed, because its buffers were full at the start
             seconds, read, busy = one_pass()
             rounds.append(
                 {"raw_bytes_per_second": raw, "raw_seconds": raw_seconds, "pass_seconds": seconds,
@@ -289,12 +296,12 @@ def run_part(args: argparse.Namespace) -> None:
     for work in PARTS[args.part]:
         try:
             work(part)
-        except Exception:  # noqa: BLE001 - the record says so, and other parts go on
+        except Exception:  # noqa: BLE001 - the record has the error, and other parts continue
             say(f"{work.__name__}_failed", {"traceback": traceback.format_exc()})
 
 
 def memory(pid: int) -> dict[str, int]:
-    """Resident bytes of a process: all of it, and on Linux what is neither a file's nor shared."""
+    """Return the resident bytes of a process: all, and on Linux also those neither of a file nor shared."""
     import psutil
 
     try:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 
 def load_checkout():
-    """The checkout this script lies in, whatever its folder is called."""
+    """Return the checkpoint modules of this script's checkout, imported as the package carom for any folder name."""
     if "carom" not in sys.modules:
         root = Path(__file__).resolve().parents[2]
         spec = importlib.util.spec_from_file_location(
@@ -45,7 +45,7 @@ BLOCK = 64 << 20
 
 
 def plain_loop(path: str, size: int, threads: int, buffers: list[memoryview]) -> float:
-    """Seconds to read ``size`` bytes by bare preadv on an O_DIRECT descriptor."""
+    """Return the seconds to read ``size`` bytes by preadv on an O_DIRECT descriptor."""
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
     turn = iter(range(0, size, CHUNK))
     lock = threading.Lock()
@@ -75,10 +75,10 @@ def plain_loop(path: str, size: int, threads: int, buffers: list[memoryview]) ->
 def carom_reader(
     reader_module, file, size: int, workers: int, slots: list[memoryview], shift: int, tuner=None
 ) -> float:
-    """Seconds for the reader to bring the same bytes, block by block, into rotating slots."""
+    """Return the seconds in which the reader reads the same bytes, block by block, into rotating slots."""
     policy = reader_module.ReaderPolicy(workers=workers, chunk=CHUNK)
     with reader_module.DiskReader(policy, path_tuner=tuner) as reader:
-        reader.submit_range(file, 0, 4096, slots[0]).result()  # threads and descriptors exist
+        reader.submit_range(file, 0, 4096, slots[0]).result()  # create threads and descriptors before timing
         began = time.perf_counter()
         waiting = []
         for number, offset in enumerate(range(0, size, BLOCK)):
@@ -115,7 +115,7 @@ def main() -> None:
             handle, scratch = tempfile.mkstemp(dir=args.folder, prefix="carom-disk-read-")
             with os.fdopen(handle, "wb") as out:
                 for _ in range(args.mib):
-                    out.write(os.urandom(1 << 20))  # a drive may compress what repeats
+                    out.write(os.urandom(1 << 20))  # random, because a drive may compress repeated data
                 out.flush()
                 os.fsync(out.fileno())
         path = os.path.abspath(args.file or scratch)
@@ -123,7 +123,7 @@ def main() -> None:
         size = min(found.st_size, args.mib << 20) // 4096 * 4096
         file = index.SourceFile(path, found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
         slots = [rawio.aligned_buffer(BLOCK + 4096) for _ in range(3)]
-        # The same memory for both: how the kernel backs it moves the rate of either by tens of percent.
+        # Both use the same kind of memory, because the kind of pages changes the rates by tens of percent.
         buffers = [slots[i % 3][i // 3 * CHUNK :][:CHUNK] for i in range(8)]
         cases = {
             f"plain loop, {n} threads": (lambda n=n: plain_loop(path, size, n, buffers)) for n in (1, 2, 4, 8)

@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve()
 
 
 def load_checkout():
-    """The checkout this script lies in, as package carom, whatever its folder is called."""
+    """Return this script's checkout, imported as the package carom for any folder name."""
     if "carom" not in sys.modules:
         root = HERE.parents[2]
         spec = importlib.util.spec_from_file_location(
@@ -37,7 +37,7 @@ def load_checkout():
 
 
 def build(blocks: int, width: int):
-    """``blocks`` feed-forward blocks of 16 * ``width``² bytes each, in bf16."""
+    """Return ``blocks`` feed-forward blocks of 16 * ``width``² bytes each, in bf16."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -65,7 +65,9 @@ def build(blocks: int, width: int):
 
 
 def make(folder: Path, blocks: int, width: int, device: str) -> None:
-    """A shard a block and their index; the output of the loaded blocks on ``device``, block by block, beside them."""
+    """Write one shard for each block and their index, and the output of the loaded blocks, computed block by block on
+    ``device``.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -121,7 +123,7 @@ def run(folder: Path, blocks: int, width: int, vram: str, ram: str, device: str,
 
 
 def raw_rate(path: Path) -> float:
-    """Bytes per second of plain direct reads of the file: the best of 1, 2, 4 and 8 threads, three times each."""
+    """Return the bytes/s of plain direct reads of the file: the best of 1, 2, 4 and 8 threads, three times each."""
     spec = importlib.util.spec_from_file_location("disk_read", HERE.parent / "disk_read.py")
     plain = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plain)
@@ -139,7 +141,7 @@ def part(name: str, args: argparse.Namespace, folder: Path) -> dict:
 
 
 def started(command: list[str], name: str) -> dict:
-    """What a part prints, and the most memory it was seen to hold."""
+    """Run a part as a process; return the result that it prints, and the most memory that it was seen to hold."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=out, stderr=errors)
         peak = watch(process)
@@ -161,12 +163,12 @@ def keep(path: Path, tool: str, result: dict) -> None:
 
 
 def watch(process: subprocess.Popen) -> int:
-    """Wait for the process; the most resident memory (bytes) that looks every 20 ms found."""
+    """Wait for the process and return the most resident bytes found by looks every 20 ms."""
     import psutil
 
     peak = 0
     while True:
-        with contextlib.suppress(psutil.Error):  # it has ended
+        with contextlib.suppress(psutil.Error):  # the process has ended
             peak = max(peak, psutil.Process(process.pid).memory_info().rss)
         try:
             process.wait(0.02)

@@ -1,7 +1,8 @@
-"""Run by test_gpu.py in a process of its own, because comfy-aimdo hooks the allocator of the process that starts it.
+"""A program that runs one session with pool="aimdo" on the real comfy-aimdo library; test_gpu.py starts it.
 
-One session with pool="aimdo" on the real library: exact at rest, while torch takes memory that only evicted weights can
-give, after it was given back, and in training. Prints one JSON object of what was seen.
+A separate process is needed because comfy-aimdo hooks the allocator of its process. Results are compared at rest,
+while torch takes memory that only evicted weights can supply, after that memory was returned, and in training. One
+JSON object is printed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BLOCKS = 24
 
 
 class Net(nn.Module):
-    """24 blocks of 32 MiB in bf16."""
+    """A model with 24 blocks of 32 MiB in bf16."""
 
     def __init__(self) -> None:
         super().__init__()

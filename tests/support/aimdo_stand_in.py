@@ -1,9 +1,11 @@
-"""comfy-aimdo without a GPU: its Python surface over host memory, with the semantics its library is known to have.
+"""A replacement for comfy-aimdo without a GPU: its Python interface over host memory, with the known semantics of the
+library.
 
-What Carom calls of `comfy_aimdo.control` and `comfy_aimdo.model_vbar` 0.6, in its CUDA and its ROCm form: who evicts
-whom is decided by `priority_pools.py` on whole pages (checked there against the known worked cases), one page of slack
-lost, serials as signatures, no view valid past its unpin (freed pages are overwritten). The ledger of a simulated
-device is the card: what sessions allocate there is torch's allocator, whose needs evict pages instead of failing.
+It has the functions of `comfy_aimdo.control` and `comfy_aimdo.model_vbar` 0.6 that Carom calls, in the CUDA and ROCm
+forms. `priority_pools.py` decides on evictions, in whole pages (checked against the known worked cases). One page of
+slack is lost, serials serve as signatures, and no view is valid after its unpin (freed pages are overwritten). The
+ledger of a simulated device represents the card. Sessions' allocations there represent torch's allocator, which
+evicts pages instead of failing.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ GARBAGE = 0xFF
 
 
 class Library:
-    """What is loaded: `control.lib`."""
+    """The loaded library, `control.lib`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -34,7 +36,7 @@ class Library:
 
 
 class Driver:
-    """The card and the library's state. ``broken``: what fails, by name."""
+    """The card and the library's state. ``broken``: the names of functions that fail."""
 
     def __init__(
         self, card: SimulatedDevice | None = None, vendor: str = "cuda", *, broken: str = "", address_space: int = 1 << 40,
@@ -55,7 +57,7 @@ class Driver:
     # -- the card
 
     def fit(self) -> None:
-        """How many pages the card has room for now."""
+        """Return the number of pages for which the card has room now."""
         ledger = self.card.ledger
         elsewhere = ledger.allocated - self.pages.used * PAGE + ledger.others
         self.pages.capacity = max(0, (self.card.memory_bytes - elsewhere) // PAGE)
@@ -64,14 +66,14 @@ class Driver:
         self.card.ledger.allocated += pages * PAGE
 
     def pressure(self, nbytes: int) -> None:
-        """torch's allocator, or another program, needs ``nbytes`` more than are free."""
+        """Simulate that torch's allocator, or another program, needs ``nbytes`` more than are free."""
         self.fit()
         free = self.pages.capacity - self.pages.used
         self.pages.set_headroom(free + -(-nbytes // PAGE))
         self.pages.headroom = 0
 
     def _freed(self, pool: Pool, entry: int) -> None:
-        """A page goes: the library waits for the device, then unmaps."""
+        """Unmap a freed page, after waiting for the device as the library does."""
         self.synchronized += 1
         for engine in self.engines:
             engine.synchronize()
@@ -82,7 +84,7 @@ class Driver:
 
 
 class ModelVBAR:
-    """`comfy_aimdo.model_vbar.ModelVBAR`."""
+    """A replacement for `comfy_aimdo.model_vbar.ModelVBAR`."""
 
     driver: Driver
     control: Any
@@ -185,7 +187,7 @@ class ModelVBAR:
 
 
 def _control(driver: Driver) -> dict[str, Any]:
-    """The names of `comfy_aimdo.control`."""
+    """Return the contents of `comfy_aimdo.control` by name."""
     space: dict[str, Any] = {"lib": None, "devctxs": []}
 
     def module() -> Any:
@@ -229,7 +231,7 @@ def _control(driver: Driver) -> dict[str, Any]:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The package, imported when it is asked for and not before."""
+    """An import finder that creates the package only when it is imported."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -259,7 +261,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install(monkeypatch: Any, driver: Driver, *, supported: bool = True) -> Driver:
-    """Make ``driver`` what `import comfy_aimdo` gives, and the simulated device and the CPU devices it supports."""
+    """Make `import comfy_aimdo` use ``driver`` and return ``driver``.
+
+    ``supported``: whether the simulated device and the CPU devices count as devices that comfy-aimdo supports.
+    """
     for name in [name for name in sys.modules if name.partition(".")[0] == "comfy_aimdo"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [_Finder(driver), *sys.meta_path])

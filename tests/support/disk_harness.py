@@ -1,4 +1,4 @@
-"""What the tests of weights from disk share: checkpoints, modules on meta, budgets, drives with faults."""
+"""Helpers for tests of weights from disk: checkpoints, modules on meta, budgets, and drives with faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def save(model: nn.Module, folder: Path, packed: bool = False) -> Path:
-    """The model's state as a file, tied tensors once."""
+    """Write the model's state to a file, with tied tensors once, and return the path; ``packed``: pack the file."""
     seen: dict[int, str] = {}
     state = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -34,7 +34,9 @@ def on_meta(case: Any, checkpoint: str = "none") -> nn.Module:
 
 
 def some_vram(model: nn.Module, weights: Any, share: float = 0.3, slots: int = 1, **settings: Any) -> int:
-    """Between the least budget that a refused one names, and everything."""
+    """Return a budget in bytes between the least budget, which a BudgetError names, and the bytes of all weights, by
+    ``share``.
+    """
     with pytest.raises(carom.BudgetError) as refused:
         carom.stream(model, device="cpu", vram=0, weights=weights, **settings)
     assert refused.value.least_bytes is not None
@@ -54,7 +56,7 @@ def within_ram(session: Any) -> None:
 
 
 def uniform(tmp_path: Path) -> tuple[nn.Module, nn.Module, Path, int]:
-    """(loaded, on meta, file, bytes): twenty blocks of two equal matrices."""
+    """Return (loaded module, module on meta, file, bytes) of a model with twenty blocks of two equal matrices."""
 
     class Uniform(nn.Module):
         def __init__(self) -> None:
@@ -77,7 +79,9 @@ def uniform(tmp_path: Path) -> tuple[nn.Module, nn.Module, Path, int]:
 
 
 class Faults:
-    """The operating system's reads with a fault in between: ``play(offset)`` gives an OSError, a length, or None."""
+    """A patch of the file reads that injects faults: ``play(offset)`` returns an OSError, a length, or None for no
+    fault.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, play: Any) -> None:
         from carom.core.checkpoint.direct_io import PosixFile

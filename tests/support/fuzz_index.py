@@ -30,7 +30,7 @@ errors = importlib.import_module("carom.core.common.errors")
 
 
 def wrap(text: bytes, data: bytes = b"", length: int | None = None) -> bytes:
-    """A file of header ``text`` and ``data``; ``length`` overrides the true header length."""
+    """Return a file with header ``text`` and ``data``; ``length`` overrides the true header length."""
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
@@ -92,7 +92,7 @@ def mutate(rng: random.Random, pool: list[bytes]) -> bytes:
 
 
 def check(data: bytes, path: str) -> bool:
-    """One input: True if Carom takes it. Raises AssertionError where a promise is broken."""
+    """Return whether Carom accepts one input. Raises AssertionError if a guarantee is violated."""
     with open(path, "wb") as file:
         file.write(data)
     began = time.perf_counter()
@@ -119,7 +119,7 @@ def check(data: bytes, path: str) -> bool:
 
 
 class Coverage:
-    """Pairs of consecutive lines reached in the parser's files."""
+    """The pairs of consecutive lines reached in the parser's files."""
 
     def __init__(self) -> None:
         self.files = {header.__file__, index.__file__, format_errors.__file__}
@@ -143,7 +143,7 @@ class Coverage:
         return line
 
     def run(self, data: bytes, path: str) -> bool:
-        """Check one input; whether it reached something new."""
+        """Check one input and return whether it reached a new pair of lines."""
         self.new = False
         old = sys.gettrace()
         sys.settrace(self._call)
@@ -155,7 +155,10 @@ class Coverage:
 
 
 def fuzz(seconds: float, seed: int, corpus: str | None = None, most: float = float("inf")) -> dict:
-    """Mutate for ``seconds``, or ``most`` times; figures of the run. A failing input is written to the corpus folder (or here)."""
+    """Mutate inputs for ``seconds`` or ``most`` times; return the figures of the run.
+
+    A failing input is written to the corpus folder, or to the current folder.
+    """
     rng, coverage, pool, runs = random.Random(seed), Coverage(), [], 0
     stored = (
         [p.read_bytes() for p in sorted(Path(corpus).iterdir())] if corpus and Path(corpus).is_dir() else []

@@ -1,4 +1,4 @@
-"""What the tests do with a model, resident or streamed, and how they compare the two: bit for bit."""
+"""Helpers that run a model resident and streamed, and compare the results bit for bit."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ on_simulated_devices = pytest.mark.parametrize("device", SIMULATED.values(), ids
 
 
 def place(device: Any) -> torch.device:
-    """Where a session on ``device`` computes."""
+    """Return the torch device on which a session on ``device`` computes."""
     return torch.device("cpu") if isinstance(device, carom.SimulatedDevice) else torch.device(device)
 
 
 def least_vram(model: nn.Module, device: Any, granularity: str = "auto", training: str = "resident") -> int:
-    """The least budget that a refused one names."""
+    """Return the least budget in bytes, which the BudgetError of a too small budget names."""
     with pytest.raises(carom.BudgetError) as refused:
         carom.stream(model, device=device, vram=0, granularity=granularity, training=training)
     assert refused.value.least_bytes is not None
@@ -43,7 +43,10 @@ def least_vram(model: nn.Module, device: Any, granularity: str = "auto", trainin
 
 
 def everything_vram(model: nn.Module, training: str = "resident") -> int:
-    """A budget with room for all weights (but adapters, which lie apart) and for an allocator's rounding."""
+    """Return a budget in bytes for all weights and an allocator's rounding.
+
+    Adapters are not counted, because they are outside the budget, except with training="stream".
+    """
     every = (*model.parameters(), *model.buffers())
     tensors = {id(t): t for t in every if training == "stream" or not t.requires_grad}
     grain = 512
@@ -58,19 +61,21 @@ def some_vram(
     granularity: str = "auto",
     training: str = "resident",
 ) -> int:
-    """Between the least budget (one slot, or ``slots``) and everything, by ``share``."""
+    """Return a budget in bytes between the least budget (for ``slots`` slots) and all weights, by ``share``."""
     least = least_vram(model, device, granularity, training) * slots
     return least + int(max(0, everything_vram(model, training) - least) * share)
 
 
 def heed_interrupts() -> None:
-    """``preexec_fn`` of a child: from a shell's background job it would inherit that Ctrl-C is ignored."""
+    """Reset SIGINT, as ``preexec_fn`` of a child, because a background job of a shell inherits that Ctrl-C is
+    ignored.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def streamed(model: nn.Module, device: Any, vram: int, **settings: Any) -> Iterator[Any]:
-    """A session that must stream something and must close cleanly."""
+    """Provide a session that must stream some weights and must close cleanly."""
     session = carom.stream(model, device=device, vram=vram, **settings)
     try:
         assert inside(session).placement.streamed, "nothing streams: the test would show nothing"
@@ -99,7 +104,9 @@ def train(
     model: nn.Module, case: Any, device: torch.device, *, steps: int = 3, accumulate: int = 1, forwards: int = 1,
     autocast: bool = False, sample: bool = False, optimizer: Callable | None = None, clip: float | None = None,
 ) -> list:  # fmt: skip
-    """Everything observable of a few training steps: outputs, input and parameter gradients, what was trained."""
+    """Run a few training steps and return all observable results: outputs, gradients of inputs and parameters,
+    trained weights.
+    """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
     opt = make([p for _, p in named])
@@ -136,7 +143,7 @@ def buffers_of(model: nn.Module) -> list:
 
 
 def assert_same(expected: list, found: list) -> None:
-    """Bit for bit, and nothing of it NaN."""
+    """Assert that the results are equal bit for bit, and that none is NaN."""
     assert len(expected) == len(found)
     for index, (a, b) in enumerate(zip(expected, found, strict=True)):
         if a is None or b is None:

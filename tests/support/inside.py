@@ -1,4 +1,4 @@
-"""`inside(session)`: the parts of a session that tests look at."""
+"""Access to the parts of a session for tests: `inside(session)`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from carom.core.session.assembly import parts
 
 
 class Inside:
-    """The parts of ``session``, by the names of the objects that own them."""
+    """The parts of ``session``, under the names of the objects that own them."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -116,7 +116,7 @@ class Inside:
         return self.streamer.units if vbar is None else vbar.away
 
     def advice(self) -> Any:
-        """What the planner advises by the steps so far, and the profile behind that in `learnt`."""
+        """Return the planner's advice from the steps so far, or None; store the underlying profile in `learnt`."""
         import math
 
         found = self.replan._advise(self.layout, self.manager.present(), math.inf)
@@ -136,7 +136,7 @@ class Inside:
         return self.layout.trains or self.manager.planner.backward
 
     def choose_codec(self, steps: float = float("inf")) -> bool | None:
-        """Whether the layout changed to plain bytes; None where the choice has to wait."""
+        """Return whether the layout changed to raw bytes, or None if the choice must wait."""
         from carom.core.session.layout import Wanted
 
         chosen = self.replan._codec.choose(self.layout, self.manager.present(), steps)
@@ -146,7 +146,7 @@ class Inside:
         return False if chosen is None else None
 
     def relay(self, **changes: Any) -> Any:
-        """Lay the weights out again, with what ``changes`` of the wanted layout."""
+        """Lay the weights out again, with ``changes`` of the wanted layout."""
         import dataclasses
 
         return self.manager.change(dataclasses.replace(self.manager.present(), **changes))

@@ -34,7 +34,7 @@ class RecordedLock:
         self._lock, self._name = lock, name
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Acquire the lock. An attempt that does not block is no edge: it cannot wait for another thread."""
+        """Acquire the lock. A non-blocking attempt records no edge, because it cannot wait for another thread."""
         stack = _held.__dict__.setdefault("stack", [])
         if blocking and not any(lock is self for lock in stack):
             for at, lock in enumerate(stack):

@@ -1,6 +1,7 @@
-"""The lossless format in plain NumPy, one tile at a time: what the fast encoder and decoders are tested against.
+"""The lossless format in plain NumPy, one tile at a time: the reference for tests of the fast encoder and decoders.
 
-Written from docs/codec.md, not from the fast code, and in element order where that works on words.
+It was written from docs/codec.md and not from the fast code. It works in element order where the fast code works on
+words.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from carom.core.codec.lossless_format import ALIGN, HEADER_BYTES, Header, checks
 
 
 def elements_of_bits(lanes: int) -> np.ndarray:
-    """int64 [lanes, 32]: which element of a tile the bit of each lane's plane word belongs to."""
+    """Return int64 [lanes, 32]: the element of a tile to which the bit of each lane's plane word belongs."""
     lane, bit = np.arange(lanes)[:, None], np.arange(32)[None, :]
     byte, v, u = bit // 8, bit % 8 // 2, bit % 2
     return 8 * (v * lanes + lane) + 4 * u + byte
 
 
 def decode_reference(blob: np.ndarray, header: Header) -> np.ndarray:
-    """The raw bytes (uint8 [raw_nbytes]) that ``blob`` (uint8, of a validated header) stands for."""
+    """Return the raw bytes (uint8 [raw_nbytes]) that ``blob`` (uint8, with a validated header) encodes."""
     kind, coded = header.kind, header.words * 4
     where = elements_of_bits(header.lanes)
     fields = np.zeros((header.planes, header.tiles * header.tile), np.uint32)
@@ -62,7 +63,7 @@ def decode_reference(blob: np.ndarray, header: Header) -> np.ndarray:
 
 
 def encode_reference(raw: np.ndarray, header: Header) -> np.ndarray:
-    """The blob (uint8) of ``raw`` bytes under the choices of ``header`` (kind, k, lanes, base, escape table)."""
+    """Return the blob (uint8) of ``raw`` bytes with the settings of ``header`` (kind, k, lanes, base, escape table)."""
     kind, coded = header.kind, header.words * 4
     values = np.zeros((header.tiles * header.tile, 4), np.uint8)
     values[:coded, : kind.itemsize] = raw[: coded * kind.itemsize].reshape(coded, kind.itemsize)

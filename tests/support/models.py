@@ -1,7 +1,7 @@
-"""Small seeded models for the tests: one of every shape of module tree the engine has to bear.
+"""Small seeded models for the tests: one for every kind of module tree that the engine must support.
 
-Every case gives the same weights and inputs each time it is asked. Blocks of a repeated list run
-through `Net.through`, which checkpoints them as ``model.checkpoint`` says.
+Every case returns the same weights and inputs at each call. Blocks of a repeated list run through `Net.through`,
+which checkpoints them as ``model.checkpoint`` says.
 """
 
 # mypy: disable-error-code="union-attr,arg-type,operator,index"
@@ -20,7 +20,7 @@ D = 16  # width; small, so that the whole suite is
 
 
 class Net(nn.Module):
-    """``checkpoint``: "none", "non-reentrant" or "reentrant"."""
+    """The base class of the models. ``checkpoint``: "none", "non-reentrant" or "reentrant"."""
 
     checkpoint = "none"
 
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    """Equal frozen layers and nothing beside them: its bytes are easy to count."""
+    """Equal frozen layers and nothing else, so that bytes are easy to count."""
 
     def __init__(self, depth: int = 12, width: int = 32, seed: int = 0) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Chain(nn.Module):
 
 
 class Stack(Net):
-    """Linear stem, equal blocks, linear head."""
+    """A linear stem, equal blocks and a linear head."""
 
     def __init__(self, depth: int = 6, d: int = D, dropout: float = 0.0) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Stack(Net):
 
 
 class Steered(Stack):
-    """A stack whose blocks run in the order that ``route`` names: skipped, repeated, reversed."""
+    """A stack whose blocks run in the order that ``route`` lists, which can skip, repeat or reverse blocks."""
 
     def __init__(self, depth: int = 6) -> None:
         super().__init__(depth)
@@ -89,7 +89,7 @@ class Steered(Stack):
 
 
 class Mixed(nn.Module):
-    """Weights of three dtypes and odd sizes in one block."""
+    """A model whose blocks have weights of three dtypes and odd sizes."""
 
     def __init__(self, wide: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Mixed(nn.Module):
 
 
 class Heterogeneous(Net):
-    """Two kinds of blocks in two lists, with sizes and dtypes of their own."""
+    """Two kinds of blocks in two lists, with different sizes and dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Convolutions(Net):
 
 
 class AttentionBlock(nn.Module):
-    """`nn.MultiheadAttention` uses its out_proj's weight without calling out_proj."""
+    """A block with `nn.MultiheadAttention`, which uses the weight of its out_proj without calling out_proj."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Encoder(Net):
 
 
 class Recurrent(Net):
-    """LSTMs keep their weights in a list of their own beside ``_parameters``."""
+    """A model with LSTMs, which keep their weights in a list in addition to ``_parameters``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class Recurrent(Net):
 
 
 class Tied(Net):
-    """An embedding whose weight is the head's."""
+    """A model whose embedding and head share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Tied(Net):
 
 
 class Experts(Net):
-    """The input decides which block runs: every pass has an order of its own."""
+    """A model whose input decides which block runs, so that every pass has a different order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Experts(Net):
 
 
 class Nested(Net):
-    """Lists in dicts in lists, numbered attributes, a Sequential, and a block shared by two places."""
+    """A model with lists in dicts in lists, numbered attributes, a Sequential, and a block that two places share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,9 @@ class Nested(Net):
 
 
 class Remembering(nn.Module):
-    """Writes buffers in its forward: a small count, and a cache too large to be taken for state by size."""
+    """A model that writes buffers in its forward: a small count, and a cache that by its size cannot be taken for
+    state.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +290,9 @@ class Buffers(Net):
 
 
 class Outside(Net):
-    """Weights used without their module's forward, bare parameters, and a checkpoint inside a block's run."""
+    """A model that uses weights without their module's forward, bare parameters, and a checkpoint inside a block's
+    run.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +311,7 @@ class Outside(Net):
 
 
 class Normed(Net):
-    """BatchNorm: its statistics are buffers that the model writes in training mode."""
+    """A model with BatchNorm, whose statistics are buffers that the model writes in training mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +327,7 @@ class Normed(Net):
 
 
 class Odd(Net):
-    """Transposed, complex and shared weights, a parametrised one, and one computed with by two blocks."""
+    """A model with transposed, complex and shared weights, a parametrised weight, and a weight that two blocks use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +347,7 @@ class Odd(Net):
 
 
 class InnerCheckpoint(Net):
-    """Blocks that checkpoint their own middle."""
+    """A model whose blocks checkpoint their own middle part."""
 
     class Part(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -376,7 +380,7 @@ class WideBlock(nn.Module):
 
 
 class WideAdapted(nn.Module):
-    """A linear with a trainable low-rank part."""
+    """A linear layer with a trainable low-rank part."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -389,7 +393,7 @@ class WideAdapted(nn.Module):
 
 
 class WideModel(nn.Module):
-    """Frozen bfloat16 blocks, checkpointed where gradients are; ``adapted``: with trainable low-rank parts."""
+    """Frozen bfloat16 blocks, checkpointed if gradients are enabled; ``adapted``: with trainable low-rank parts."""
 
     def __init__(self, depth: int = 6, adapted: bool = False) -> None:
         super().__init__()
@@ -411,7 +415,9 @@ def wide_inputs(seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A model to build and inputs to give it. ``slots``: the least of the largest unit that its use needs."""
+    """A model to build and its inputs. ``slots``: the least number of slots of the largest unit's size that its use
+    needs.
+    """
 
     name: str
     make: Callable[[], nn.Module]
@@ -421,7 +427,10 @@ class Case:
     smooth: bool = True  # twice differentiable by torch's own kernels
 
     def build(self, checkpoint: str = "none", *, seed: int = 0) -> nn.Module:
-        """The model with the weights of ``seed``, all trainable, in training mode; draws nothing."""
+        """Return the model with the weights of ``seed``, all trainable, in training mode.
+
+        The global random generators are not changed.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.make()
@@ -461,13 +470,13 @@ CASES = {
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, each tensor once."""
+    """Return the bytes of all parameters and buffers, counting each tensor once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """Train vectors (norms, biases) only: they play the adapters, matrices are frozen."""
+    """Freeze matrices and keep vectors (norms, biases) trainable in place of adapters; return the model."""
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.dim() <= 1 and parameter.is_floating_point())
     return model

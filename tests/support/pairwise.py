@@ -1,8 +1,10 @@
-"""Fewer runs than a full cross product: every pair of values of two parameters is in some run.
+"""A selection of test runs smaller than the full cross product: every pair of values of two parameters is in some
+run.
 
-What goes wrong in streaming depends on one setting or on two that meet, hardly ever on three. ``pairwise`` therefore runs a
-test with a small selection of combinations in which each value of each parameter meets each value of each other one;
-``each`` only sees to it that each value is run, where another test has the pairs. The selection is the same every time.
+Errors in streaming depend on one setting or on a combination of two, hardly ever of three. ``pairwise`` therefore
+runs a test with few combinations, in which each value of each parameter occurs with each value of each other
+parameter. ``each`` only ensures that each value is run, for use if another test covers the pairs. The selection is
+the same every time.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ TRIES = 12  # selections drawn, of which the smallest is taken
 def covering(
     sizes: Sequence[int], strength: int, allowed: Callable[[tuple[int, ...]], bool]
 ) -> list[tuple[int, ...]]:
-    """Rows of value numbers, so that every ``strength`` values that an allowed row has together are in a chosen one."""
+    """Return rows of value numbers in which every combination of ``strength`` values occurs that occurs in an allowed
+    row.
+    """
     rows = [row for row in itertools.product(*map(range, sizes)) if allowed(row)]
     # An axis of one value is met by every row: counted, it would draw to rows in which everything else is new as well.
     axes = [axis for axis, size in enumerate(sizes) if size > 1] or list(range(len(sizes)))
@@ -52,8 +56,11 @@ def _greedy(
     sizes: Sequence[int],
     drawn: random.Random | None,
 ) -> list[int]:
-    """Numbers of rows that have all that is ``left``: again and again the one with most that is new, of several the one whose
-    values were used least, or any that is ``drawn``; then the first."""
+    """Return the numbers of rows that together cover all combinations in ``left``.
+
+    Rows are chosen one after another, each with the most combinations not covered yet. Of several such rows, take the
+    row whose values were used least and then the first row, or a random row if ``drawn`` is given.
+    """
     uses, chosen, others = [[0] * size for size in sizes], [], list(range(len(rows)))
     while left:
         if drawn is None:
@@ -76,7 +83,10 @@ def _greedy(
 def pairwise(
     *, strength: int = 2, but: Callable[..., bool] | None = None, **axes: Mapping[str, Any] | Sequence[Any]
 ) -> pytest.MarkDecorator:
-    """`pytest.mark.parametrize` over ``axes`` (lists, or ids with values); ``but``: of the ids, combinations there are not."""
+    """Return `pytest.mark.parametrize` with a selection of combinations of ``axes`` (lists, or ids with values).
+
+    ``but``: returns whether a combination, given by ids, is excluded.
+    """
     named: dict[str, dict[str, Any]] = {
         axis: dict(values) if isinstance(values, Mapping) else {str(value): value for value in values}
         for axis, values in axes.items()
@@ -113,5 +123,5 @@ def pairwise(
 def each(
     *, but: Callable[..., bool] | None = None, **axes: Mapping[str, Any] | Sequence[Any]
 ) -> pytest.MarkDecorator:
-    """As `pairwise`, with each value in some run."""
+    """Return `pairwise` with strength 1: each value is in some run."""
     return pairwise(strength=1, but=but, **axes)

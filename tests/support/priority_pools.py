@@ -1,9 +1,10 @@
-"""A model of comfy-aimdo's pools: pools that share one device by priority: what stays, what gives way, and to whom.
+"""A model of comfy-aimdo's pools: which entries of pools on one device stay resident, and which are evicted for
+others.
 
-The semantics are those of comfy-aimdo's VBARs (known from their behaviour), on entries of any size instead of 32 MiB
-pages: each pool's entries are wanted from the first to the last, so the last go first, down to the pool's
-watermark; pools give way from the lowest priority up. A signature tells whether anything of a range was lost since.
-Offsets and bytes only: the memory belongs to the caller, who is told what to free by ``freed``.
+The semantics are the known behaviour of comfy-aimdo's VBARs, for entries of any size instead of pages of 32 MiB. A
+pool needs its first entries most, so the last entries are evicted first, down to the pool's watermark. Pools of lower
+priority are evicted first. A signature shows whether any entry of a range was evicted since. Only offsets and bytes
+are managed: the memory belongs to the caller, and ``freed`` tells the caller which memory to free.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from carom.core.common.errors import CaromError
 
 @dataclass(eq=False)
 class Pool:
-    """Entries of one owner, first to last. Made by `Device.pool`; counts are of entries, sizes in bytes."""
+    """The entries of one owner, in order of need. `Device.pool` creates it. Counts are numbers of entries, sizes are
+    bytes.
+    """
 
     device: Device
     name: str
@@ -30,11 +33,11 @@ class Pool:
     closed: bool = False
 
     def fault(self, first: int, end: int) -> tuple[int, ...] | None:
-        """Make entries [first, end) resident and pin them: their signature, or None when they have to be streamed.
+        """Make entries [first, end) resident and pin them; return their signature, or None if they must be streamed.
 
-        A range that ends above the watermark is refused. Absent entries are mapped in turn; room is made by pools of
-        lower priority first, then by this pool's own last entries. What a refused range had mapped before stays,
-        unpinned. Raises ValueError for a range outside the pool.
+        A range that ends above the watermark is refused. Absent entries are mapped in turn. Room is made by evicting
+        entries of pools of lower priority first, then the last entries of this pool. Entries that a refused range had
+        mapped stay resident, unpinned. Raises ValueError for a range outside the pool.
         """
         if not 0 <= first < end <= len(self.sizes):
             raise ValueError(
@@ -54,9 +57,9 @@ class Pool:
             return tuple(self.serials[first:end])
 
     def unpin(self, first: int, end: int) -> None:
-        """One for each successful `fault`. An entry above the watermark is freed with its last pin.
+        """Remove one pin, once for each successful `fault`. An entry above the watermark is freed with its last pin.
 
-        Raises CaromError for one too many.
+        Raises CaromError if the entries are not pinned.
         """
         with self.device.lock:
             self._need_open()
@@ -70,7 +73,7 @@ class Pool:
                     self.device._free(self, entry)
 
     def prioritize(self) -> None:
-        """To the top, and all of it is wanted again."""
+        """Give the pool the highest priority, and set its watermark to all entries."""
         with self.device.lock:
             self._need_open()
             self.device.pools.remove(self)
@@ -78,14 +81,14 @@ class Pool:
             self.watermark = len(self.sizes)
 
     def deprioritize(self) -> None:
-        """To the bottom; the watermark stays."""
+        """Give the pool the lowest priority; the watermark is not changed."""
         with self.device.lock:
             self._need_open()
             self.device.pools.remove(self)
             self.device.pools.insert(0, self)
 
     def set_watermark(self, count: int) -> None:
-        """Entries from ``count`` on are not to be resident; those that are pinned go with their last pin."""
+        """Set the watermark: entries from ``count`` on are freed, pinned ones with their last pin."""
         with self.device.lock:
             self._need_open()
             self.watermark = max(0, min(count, len(self.sizes)))
@@ -93,13 +96,13 @@ class Pool:
                 self.device._free(self, entry)
 
     def set_limit(self, count: int) -> None:
-        """Others' needs take no entry below ``count``."""
+        """Set the limit: evictions for other pools take no entry below ``count``."""
         with self.device.lock:
             self._need_open()
             self.limit = max(0, min(count, len(self.sizes)))
 
     def free_memory(self, nbytes: int) -> int:
-        """Give up at least ``nbytes`` bytes of this pool where that can be; returns the bytes that were freed."""
+        """Free at least ``nbytes`` bytes of this pool if possible; return the freed bytes."""
         with self.device.lock:
             self._need_open()
             before = self.device.used
@@ -109,11 +112,11 @@ class Pool:
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes of it that are resident."""
+        """The bytes of resident entries."""
         return sum(size for size, there in zip(self.sizes, self.resident, strict=True) if there)
 
     def close(self) -> None:
-        """Give everything up, pinned or not. Idempotent."""
+        """Free all entries, pinned or not. Idempotent."""
         with self.device.lock:
             if not self.closed:
                 self.closed = True
@@ -128,9 +131,9 @@ class Pool:
 
 
 class Device:
-    """``capacity`` bytes of which ``headroom`` are left free; ``slack``: bytes that are lost to rounding.
+    """A device of ``capacity`` bytes, of which ``headroom`` stay free and ``slack`` are lost to rounding.
 
-    ``freed(pool, entry)`` is called under the lock for each entry that gives way.
+    ``freed(pool, entry)`` is called under the lock for each evicted entry.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class Device:
         self._freed = freed
 
     def pool(self, name: str, sizes: Sequence[int]) -> Pool:
-        """A new pool, above all others."""
+        """Return a new pool with the highest priority."""
         if any(size <= 0 for size in sizes):
             raise ValueError(f"pool {name!r}: entries have at least one byte")
         count = len(sizes)
@@ -162,7 +165,7 @@ class Device:
         return pool
 
     def set_headroom(self, headroom: int) -> None:
-        """Leave ``headroom`` bytes free from now on; what is in the way goes, lowest priority first."""
+        """Leave ``headroom`` bytes free from now on, and evict entries for that, from the lowest priority up."""
         with self.lock:
             self.headroom = max(0, headroom)
             for pool in self.pools:
@@ -173,7 +176,7 @@ class Device:
         return self.used + nbytes + self.headroom + self.slack <= self.capacity
 
     def _map(self, pool: Pool, entry: int) -> bool:
-        """Make ``entry`` resident: False when it had to be given up."""
+        """Make ``entry`` resident; return False if its own pool's watermark fell below the entry."""
 
         def needed() -> int:
             # Room for what comes before it too: else a late entry would take the place of earlier ones.
@@ -195,7 +198,7 @@ class Device:
         return True
 
     def _lower(self, pool: Pool) -> None:
-        """One entry less below the watermark."""
+        """Lower the watermark by one entry and free that entry."""
         pool.watermark -= 1
         self._free(pool, pool.watermark)
 

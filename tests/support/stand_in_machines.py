@@ -1,4 +1,4 @@
-"""Probed machines made up for tests: a good card, good memory, and changes to them."""
+"""Invented probe results for tests: a good card, good memory, and changes of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A net whose blocks compute unequally long, on an imagined device: what a session learns of it, no rule can know."""
+"""A model whose blocks take different times to compute, on a simulated device.
+
+Only a session that measures its steps can find the best residents; no fixed rule can.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def size(net):
 
 
 def device(net, ratio):
-    """Whose link takes 1/ratio of the time that a pass computes (12 kernels of 6 us, 7 a block)."""
+    """Return a simulated device whose link copies the weights in 1/ratio of the time of a pass (42 us a block)."""
     return carom.SimulatedDevice(
         timing="early", link_bytes_per_second=size(net) / (DEPTH * 42e-6) * ratio, copy_latency_seconds=1e-6,
         flops=1e15, kernel_seconds=7e-6,
@@ -64,6 +67,10 @@ def step(net, train):
 
 
 def uneven():
-    """Half of the blocks compute enough to hide their copies: the others should stay, which no rule can know."""
+    """Return (model, device, budget in bytes) with a model of which half of the blocks compute long enough to hide
+    their copies.
+
+    The other blocks should be resident, which no fixed rule can know.
+    """
     net = Net(extra=18)
     return net, device(net, 0.25), int(size(net) * 0.5)

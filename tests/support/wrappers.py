@@ -1,4 +1,4 @@
-"""Quantised weights as libraries make them: tensor subclasses around inner tensors."""
+"""Quantised weights as libraries implement them: tensor subclasses that wrap inner tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Codes(torch.Tensor):
-    """What a library's quantised storage looks like: 8-bit codes and a scale for each row."""
+    """A weight quantised as in libraries: 8-bit codes and a scale for each row."""
 
     @staticmethod
     def __new__(cls, codes, scale):

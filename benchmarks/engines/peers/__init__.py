@@ -1,4 +1,7 @@
-"""One engine a file. Each says whether it can run here, and attaches itself to the model as its own users would."""
+"""The engines of the benchmark, one a file.
+
+Each engine reports whether it can run here, and attaches to the model as its users would attach it.
+"""
 
 from __future__ import annotations
 
@@ -20,5 +23,5 @@ __all__ = ["Attached", "Engine", "Skip", "get_engine"]
 
 
 def get_engine(name: str) -> Engine:
-    """The engine called `name` (one of `case.ENGINES`); importing it needs nothing installed."""
+    """Return the engine called `name` (one of `case.ENGINES`). This needs no installed peer."""
     return importlib.import_module(f".{_MODULES[name]}", __package__).ENGINE

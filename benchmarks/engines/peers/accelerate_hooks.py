@@ -1,4 +1,6 @@
-"""accelerate `cpu_offload`, with its weights pinned beforehand, which it leaves to its users."""
+"""The engine accelerate: `cpu_offload`, with weights pinned beforehand, because accelerate leaves pinning to its
+users.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""ai-toolkit's `MemoryManager` (`layer_offloading: true`), from the checkout AI_TOOLKIT_PATH names.
+"""The engine ai-toolkit: its `MemoryManager` (`layer_offloading: true`), from the checkout that AI_TOOLKIT_PATH
+names.
 
-Only toolkit/memory_management is imported: the package around it pulls in the whole trainer. Its resident share
-is a random choice of linears, seeded here.
+Only toolkit/memory_management is imported, because the package around it imports the whole trainer. The peer chooses
+its resident linears at random; the choice is seeded here.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class AiToolkit(Engine):
             raise Skip(self.unavailable(case) or "")
         manager = load_file("ai_toolkit_memory_management", path, package=True).MemoryManager
         random.seed(case.seed)
-        # As its trainers do: attach the transformer, embeddings and head ignored; then `.to` moves the unmanaged.
+        # As in its trainers: attach the transformer without embeddings and head, then move other weights with `.to`.
         manager.attach(
             model,
             device,

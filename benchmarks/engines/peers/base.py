@@ -1,4 +1,6 @@
-"""What the worker asks of an engine: can it run, attach it, one inference, one training step, detach."""
+"""The interface between the worker and an engine: availability, attaching, one inference, one training step,
+detaching.
+"""
 
 from __future__ import annotations
 
@@ -20,34 +22,34 @@ Mark = Callable[[str], None]
 
 
 class Skip(Exception):
-    """The engine is not installed, or cannot run the case; the message says which."""
+    """Raised if the engine is not installed or cannot run the case; the message says which."""
 
 
 def mse(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss of the bench, in float32."""
+    """Return the loss of the benchmark, computed in float32."""
     return F.mse_loss(out.float(), target.float())
 
 
 class Attached:
-    """A model with an engine on it. Engines that run a plain module need nothing but this."""
+    """A model with an engine attached. Engines that run a plain module need no subclass."""
 
     def __init__(self, model: Dit, case: Case, device: torch.device) -> None:
         self.model = model
         self.case = case
         self.device = device
-        # Taken now: an engine may have replaced parameters while it attached itself.
+        # Collected only now, because an engine may replace parameters when it is attached.
         self.adapters = model.adapters()
         self.optimizer: torch.optim.Optimizer | None = None
         if case.mode == "train":
             self.optimizer = torch.optim.AdamW([p for _, p in self.adapters], lr=1e-4, fused=True)
 
     def infer(self, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        """One forward without gradients."""
+        """Run one forward without gradients and return the output."""
         with torch.no_grad():
             return self.model(x, c)
 
     def gradients(self, x: torch.Tensor, c: torch.Tensor, target: torch.Tensor, mark: Mark) -> torch.Tensor:
-        """Forward and backward; leaves the gradients in the adapters, returns the loss."""
+        """Run forward and backward, leave the gradients in the adapters, and return the loss."""
         loss = mse(self.model(x, c), target)
         mark("forward")
         loss.backward()
@@ -55,7 +57,7 @@ class Attached:
         return loss.detach()
 
     def train(self, x: torch.Tensor, c: torch.Tensor, target: torch.Tensor, mark: Mark) -> torch.Tensor:
-        """One whole training step; returns the loss."""
+        """Run one whole training step and return the loss."""
         assert self.optimizer is not None
         loss = self.gradients(x, c, target, mark)
         self.optimizer.step()
@@ -64,33 +66,36 @@ class Attached:
         return loss
 
     def report(self) -> dict[str, Any] | None:
-        """The engine's own figures, where it keeps any."""
+        """Return the engine's own figures, or None if the engine has none."""
         return None
 
     def close(self) -> None:
-        """Detach and free what can be freed."""
+        """Detach the engine and free its memory as far as possible."""
 
 
 class Engine:
-    """`name` as the command line has it."""
+    """An offloading engine. ``name``: its name on the command line."""
 
     name = ""
 
     def unavailable(self, case: Case) -> str | None:
-        """Why it cannot run `case` here, or None. Imports nothing heavy, so that the parent may ask."""
+        """Return why the engine cannot run `case` here, or None.
+
+        This imports nothing heavy, so that the parent process can call it.
+        """
         return None
 
     def version(self) -> str | None:
-        """The version or commit of the peer, where it says."""
+        """Return the version or commit of the peer, or None if unknown."""
         return None
 
     def attach(self, model: Dit, case: Case, device: torch.device) -> Attached:
-        """Put the engine on `model` (on the host). Raises Skip where it turns out not to be able to."""
+        """Attach the engine to `model`, which is on the host. Raises Skip if the engine cannot run the case."""
         raise NotImplementedError
 
 
 def move_outside_blocks(model: Dit, device: torch.device) -> None:
-    """Move what no block owns, and the adapters, to `device`; Parameter objects stay."""
+    """Move the weights outside the blocks, and the adapters, to `device`; Parameter objects stay the same."""
     model.embed.to(device)
     model.head.to(device)
     for _, parameter in model.adapters():
@@ -98,25 +103,33 @@ def move_outside_blocks(model: Dit, device: torch.device) -> None:
 
 
 def even_blocks(depth: int, count: int) -> list[int]:
-    """`count` of `depth` block numbers, evenly spread."""
+    """Return `count` of `depth` block numbers, evenly spaced."""
     return sorted({(2 * i + 1) * depth // (2 * count) for i in range(count)}) if count else []
 
 
 def find_checkout(variable: str, relative: str) -> Path | None:
-    """The file `relative` of the checkout that environment `variable` names, or None."""
+    """Return the path of the file `relative` in the checkout that environment variable `variable` names; None if
+    missing.
+    """
     root = os.environ.get(variable)
     path = Path(root) / relative if root else None
     return path if path is not None and path.is_file() else None
 
 
 def checkout_commit(variable: str) -> str | None:
-    """The commit of such a checkout, from its COMMIT file where a copy has one."""
+    """Return the commit of the checkout that `variable` names, from the file COMMIT in it; None if there is no such
+    file.
+    """
     path = find_checkout(variable, "COMMIT")
     return path.read_text("utf-8").strip()[:40] if path else None
 
 
 def load_file(name: str, path: Path, package: bool = False) -> ModuleType:
-    """Import one file by its path, without the package around it, whose imports may be heavy."""
+    """Import one file by its path and return the module.
+
+    The package around the file is not imported, because its imports may be heavy. Raises Skip if the file cannot be
+    imported.
+    """
     import sys
 
     spec = importlib.util.spec_from_file_location(
@@ -135,7 +148,9 @@ def load_file(name: str, path: Path, package: bool = False) -> ModuleType:
 
 
 def frozen_to_buffers(module: nn.Module) -> None:
-    """Turn frozen parameters of `module` into buffers: engines that differentiate every parameter leave them be."""
+    """Convert the frozen parameters of `module` to buffers, because some engines compute a gradient for every
+    parameter.
+    """
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if not parameter.requires_grad:

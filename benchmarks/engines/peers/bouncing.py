@@ -1,4 +1,4 @@
-"""Carom itself, through its public API alone."""
+"""The engine Carom, used through its public API only."""
 
 from __future__ import annotations
 

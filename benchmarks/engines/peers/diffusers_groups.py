@@ -1,4 +1,4 @@
-"""diffusers group offloading at block level, with its transfer stream and record_stream, as its guide advises."""
+"""The engine diffusers: group offloading by block, with its transfer stream and record_stream, as its guide advises."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""musubi-tuner's host-to-device ring (`--block_swap_h2d_only`), from the checkout MUSUBI_PATH names.
+"""The engine musubi-tuner: its host-to-device ring (`--block_swap_h2d_only`), from the checkout that MUSUBI_PATH
+names.
 
-Its ring has two buffers, its default. In inference musubi itself still swaps blocks both ways; the ring can run
-forward-only, which is faster, so the ring is what is measured in both modes.
+The ring has two buffers, its default. In inference musubi itself still swaps blocks in both directions. The ring can
+run a forward alone, which is faster, and is therefore measured in both modes.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ RING = 2
 
 
 def _forward(self: Dit, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """The model's loop with the two calls that musubi's models make around every block."""
+    """Run the model's loop with the two calls that musubi's models make before and after each block."""
     x = self.embed(x)
     if self.training:
-        x.requires_grad_(True)  # as its trainers do, for the full backward hook of the first block
+        x.requires_grad_(True)  # as in its trainers, for the full backward hook of the first block
     for index, block in enumerate(self.blocks):
         self.offloader.wait_for_block(index)  # type: ignore[operator, union-attr]
         x = self.run_block(block, x, c)
@@ -55,7 +56,7 @@ class Musubi(Engine):
         utils = load_file("musubi_custom_offloading_utils", path)
         train = case.mode == "train"
         if train:
-            model.set_checkpointing("inside")  # musubi's blocks checkpoint their own body, below the hooks
+            model.set_checkpointing("inside")  # musubi's blocks checkpoint their own body, inside the hooks
         config = utils.BlockSwapConfig(
             device=device, supports_backward=train, use_pinned_memory=True, h2d_only=True, ring_size=RING
         )

@@ -1,7 +1,9 @@
-"""RamTorch 1.11 `OffloadModel`: chunks stream through a window, evenly spaced ones are pinned on the device.
+"""The engine RamTorch 1.11: `OffloadModel` streams chunks through a window, and pins evenly spaced chunks on the
+device.
 
-At its best: one chunk a block; frozen weights as buffers (it differentiates and sends home every parameter of a
-chunk); in training its own non-reentrant checkpointing, which its README measured the faster of its two.
+The settings are its fastest. Each block is a chunk. Frozen weights are buffers, because RamTorch differentiates every
+parameter of a chunk and copies the gradients to the host. Training uses its own non-reentrant checkpointing, which
+its README measured as the faster of its two kinds.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from .base import Attached, Engine, Mark, Skip, frozen_to_buffers, mse
 
 
 class _Chunk(nn.Module):
-    """A block whose conditioning comes from a shared list: nothing but x travels from chunk to chunk."""
+    """A block that reads its conditioning from a shared list, so that only x passes from chunk to chunk."""
 
     def __init__(self, block: nn.Module, shared: list[torch.Tensor]) -> None:
         super().__init__()

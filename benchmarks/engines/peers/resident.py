@@ -1,4 +1,4 @@
-"""No offloading: the whole model on the device. Its time is the roofline's compute."""
+"""The engine without offloading: the whole model is on the device. Its times are the roofline's computing times."""
 
 from __future__ import annotations
 

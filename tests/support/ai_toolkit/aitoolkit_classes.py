@@ -1,7 +1,9 @@
-"""Every model class of a real ai-toolkit loads a model of full size with `offload: bouncing`, on a device that counts.
+"""A program that loads every model class of a real ai-toolkit at full size with `offload: bouncing`, on a device that
+counts.
 
-`python aitoolkit_classes.py [ARCH ...]` in the checkout, by the ai-toolkit's own Python: a line of JSON for each. What the
-hub would give is made up: models of the size that is their class's default, without values; tokenizers are mocks.
+Run `python aitoolkit_classes.py [ARCH ...]` in the checkout with ai-toolkit's own Python; it prints a line of JSON
+for each arch. Objects that the hub would supply are invented: models have the default size of their class and no
+values, and tokenizers are mocks.
 """
 
 from __future__ import annotations
@@ -113,7 +115,7 @@ AUTO = {"lumina2": "Gemma2Model"}
 
 
 def archs() -> dict[str, Any]:
-    """arch -> model class, all that ai-toolkit knows."""
+    """Return arch -> model class for all architectures that ai-toolkit knows."""
     get_model = importlib.import_module("toolkit.util.get_model")
     found = {cls.arch: cls for cls in get_model.get_all_models()}
     return {**dict.fromkeys(LEGACY, get_model.StableDiffusion), **found}
@@ -123,13 +125,13 @@ def archs() -> dict[str, Any]:
 
 
 class Hub:
-    """Stands for everything that loads something from the hub or a file, for one arch."""
+    """A replacement for everything that loads from the hub or from a file, for one arch."""
 
     def __init__(self, arch: str, sd: Any, folder: Path) -> None:
         self.arch, self.sd, self.folder = arch, sd, folder
 
     def model(self, cls: Any, *args: Any, **options: Any) -> nn.Module:
-        """``from_pretrained`` of one model class: the model as its class has it by default."""
+        """Return a model of the class's default size, in place of ``from_pretrained`` of a model class."""
         import transformers
 
         if issubclass(cls, transformers.PreTrainedModel):
@@ -145,7 +147,9 @@ class Hub:
         return self.model(getattr(transformers, AUTO.get(self.arch, "Qwen3VLModel")), **options)
 
     def pipeline(self, cls: Any, path: Any = None, **given: Any) -> Any:
-        """``from_pretrained`` of a pipeline: what its constructor says it is made of."""
+        """Return a pipeline with the parts that its constructor requires, in place of ``from_pretrained`` of a
+        pipeline.
+        """
         parts = {}
         for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
             if name in given:
@@ -155,7 +159,7 @@ class Hub:
         return cls(**parts)
 
     def components(self, pipe: Any, **options: Any) -> None:
-        """``load_components`` of a modular pipeline."""
+        """Add the parts of a modular pipeline, in place of its ``load_components``."""
         loaded = (s for s in pipe._component_specs.values() if s.default_creation_method == "from_pretrained")
         pipe.update_components(**{s.name: self.part(s.type_hint, **options) for s in loaded})
 
@@ -238,8 +242,12 @@ class Metadata:
 
 
 def load(arch: str, cls: Any, offload: bool, changes: dict[str, Any]) -> dict[str, Any]:
-    """Load it, as a job does. Returns, beside bytes: ``moved``, models that were on the device whole while it loaded;
-    ``whole``, those that were so then or when the job said `.to(device)` afterwards. A VAE is none of them."""
+    """Load a model class as a job does; return byte counts and the names of models that were moved to the device
+    whole.
+
+    ``moved``: models that were on the device whole while the class loaded; ``whole``: models that were so then, or
+    when the job called `.to(device)` afterwards. VAEs are not listed.
+    """
     from carom.toolkit_ext import toolkit_patches
     from carom.toolkit_ext.loading import has_stack
     from toolkit.config_modules import ModelConfig
@@ -279,7 +287,9 @@ def load(arch: str, cls: Any, offload: bool, changes: dict[str, Any]) -> dict[st
 
 
 def main() -> None:
-    """``--plain``: without Carom; ``KEY=VALUE``: a key of the model section."""
+    """Load the classes and print their results. ``--plain``: without Carom; ``KEY=VALUE``: a key of the model
+    section.
+    """
     every = archs()
     words = [word for word in sys.argv[1:] if word != "--plain"]
     changes = {

@@ -1,6 +1,6 @@
 """A device on which every byte is counted, for models of full size: "cuda:0" of torch's fake tensors.
 
-Fake tensors have a shape, a dtype and a device, and no values: a model of 50 GB takes no memory, and needs no GPU.
+Fake tensors have a shape, a dtype and a device, but no values. A model of 50 GB takes no memory and needs no GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEVICE = torch.device("cuda:0")
 
 
 class Counted(TorchDispatchMode):
-    """Bytes that are on the device: ``bytes`` now, ``peak`` at most so far."""
+    """A mode that counts the bytes of tensors on the device. ``bytes``: now; ``peak``: the maximum so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +49,11 @@ class Counted(TorchDispatchMode):
 
 
 class Moves:
-    """Modules that were given the device, by `.to` and its like or with a checkpoint: ``whole``, the names of those that hold
-    a stack of blocks and had more than half of their bytes there afterwards."""
+    """A record of modules that were moved to the device, by `.to` and similar calls or with a checkpoint.
+
+    ``whole``: names of the classes that contain a stack of blocks and had more than half of their bytes on the device
+    afterwards.
+    """
 
     def __init__(self, has_stack: Any) -> None:
         self.whole: list[str] = []
@@ -70,7 +73,7 @@ class Moves:
 
 
 def placed(module: nn.Module) -> tuple[int, int]:
-    """Bytes of a module's tensors on the device, and all of them."""
+    """Return the bytes of a module's tensors on the device, and the bytes of all its tensors."""
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}.values()
     sizes = [(t.numel() * t.element_size(), t.device.type == DEVICE.type) for t in tensors]
     return sum(size for size, here in sizes if here), sum(size for size, _ in sizes)
@@ -78,7 +81,10 @@ def placed(module: nn.Module) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def counting(moves: Moves) -> Iterator[Counted]:
-    """Inside, every tensor is a fake one. Checkpoints lack nothing: what a model misses in one is made up."""
+    """Make every new tensor a fake tensor inside the ``with`` block, and provide the counter.
+
+    Tensors of a model that are missing in a checkpoint are invented.
+    """
     load, numbers, apply = nn.Module.load_state_dict, torch.Tensor.numpy, nn.Module._apply
 
     def _apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:

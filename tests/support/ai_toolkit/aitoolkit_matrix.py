@@ -1,9 +1,11 @@
-"""The CPU matrix: real ai-toolkit jobs on tiny random models, plain and with `offload: bouncing`, compared bit for bit.
+"""The CPU matrix: real ai-toolkit jobs on tiny random models, plain and with `offload: bouncing`, compared bit for
+bit.
 
     AI_TOOLKIT_PATH=/path/to/ai-toolkit python tests/support/ai_toolkit/aitoolkit_matrix.py [ROW ...]
 
-prints a line for each row. AI_TOOLKIT_PYTHON names the Python that runs ai-toolkit (default: this one); what it needs
-beyond Carom's own is listed in docs/ai-toolkit.md. The checkout is only read: the jobs run in a folder of links to it.
+prints a line for each row. AI_TOOLKIT_PYTHON names the Python that runs ai-toolkit (default: this one);
+docs/ai-toolkit.md lists the packages that it needs in addition to Carom's. The checkout is only read: the jobs run in
+a folder of links to it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ BUDGET = {"zimage": "34MiB", "sd1": "4MiB", "sdxl": "5MiB", "flux": "8MiB"}
 
 @dataclass(frozen=True)
 class Row:
-    """``both``: changes of the plain job and of the bouncing one; ``bouncing``: further ones of the bouncing one's model."""
+    """A row of the matrix. ``both``: changes of both jobs; ``bouncing``: further changes of the bouncing job's model
+    section.
+    """
 
     name: str
     kind: str = "zimage"
@@ -46,7 +50,7 @@ class Row:
     says: str = ""  # what both logs hold, else the row shows nothing
 
     def model(self) -> dict[str, Any]:
-        """Keys of the bouncing job's model section."""
+        """Return the keys of the bouncing job's model section."""
         budget = self.budget or BUDGET[self.kind]
         return {"offload": "bouncing", "offload_kwargs": {"vram": budget}, **self.bouncing}
 
@@ -139,7 +143,9 @@ ROWS = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """``compared``: files, ``different``: those that differ; ``failed``: why there is nothing to compare."""
+    """The result of a row. ``compared``: number of files; ``different``: files that differ; ``failed``: why no file
+    was compared.
+    """
 
     row: Row
     compared: int = 0
@@ -152,13 +158,13 @@ class Outcome:
         return not self.failed and not self.different and self.compared > 0
 
     def line(self) -> str:
-        """One line for people."""
+        """Return the result as one line of text."""
         verdict = "identical" if self.identical else self.failed or f"DIFFERENT: {', '.join(self.different)}"
         return f"{self.row.name:<26} {verdict} ({self.compared} files)"
 
 
 class Bench:
-    """The checkout behind links, tiny models, and the jobs' folder, all below ``folder``."""
+    """The linked copy of the checkout, tiny models and the jobs' folder, all below ``folder``."""
 
     def __init__(self, checkout: Path, folder: Path, *, extension: bool = True) -> None:
         self.folder, self.place = folder, folder / "ai-toolkit"
@@ -187,9 +193,10 @@ class Bench:
     def run(
         self, jobs: list[tuple[str, dict[str, Any]]], env: dict[str, dict[str, str]] | None = None
     ) -> Iterator[tuple[str, int]]:
-        """Run named job files one after the other; yields each one's exit code when it is done. Logs: ``log(name)``.
+        """Run named job files one after the other; yield each name and exit code when the job is done. Logs are at
+        ``log(name)``.
 
-        ``env``: of some jobs, by name.
+        ``env``: job name -> additional environment variables.
         """
         listed = []
         for name, config in jobs:
@@ -216,7 +223,7 @@ class Bench:
             raise RuntimeError(f"ai-toolkit did not import: {errors.read_text()[-3000:]}")
 
     def _placed(self, text: str, name: str) -> str:
-        """A job file with the path of a database as the UI's, which is made, where it says DATABASE."""
+        """Return the job file's text with DATABASE replaced by the path of a new database like the UI's."""
         if "DATABASE" in text:
             database = self.folder / f"{name}.db"
             with contextlib.closing(sqlite3.connect(database)) as made:
@@ -233,7 +240,9 @@ class Bench:
         return self.folder / side
 
     def job(self, row: Row, side: str, **more: Any) -> dict[str, Any]:
-        """The job of one side ("plain" or "bouncing"). Both have one name, so that files can be compared."""
+        """Return the job of one side ("plain" or "bouncing"). Both sides have the same name, so that files can be
+        compared.
+        """
         changes = {**row.both, **more}
         if side == "bouncing":
             changes["model"] = {**changes.get("model", {}), **row.model()}
@@ -246,7 +255,9 @@ class Bench:
         return config
 
     def outcomes(self, rows: list[Row]) -> Iterator[Outcome]:
-        """Run both sides of ``rows``, after a job of each kind that fills the latent caches; yields as rows end."""
+        """Run both sides of ``rows``, after a job of each kind that fills the latent caches; yield results as rows
+        end.
+        """
         jobs: list[tuple[str, dict[str, Any]]] = []
         for kind in sorted({row.kind for row in rows}):
             # A name of its own each: ai-toolkit would go on from the LoRA that another kind's left under the same one.
@@ -291,7 +302,7 @@ def slug(row: Row) -> str:
 
 
 def mirror(checkout: Path, place: Path) -> None:
-    """A checkout made of links, with an `extensions` folder of its own."""
+    """Create a copy of the checkout from links, with a new `extensions` folder."""
     place.mkdir()
     for item in checkout.iterdir():
         if item.name not in ("extensions", "output", ".git"):
@@ -300,7 +311,9 @@ def mirror(checkout: Path, place: Path) -> None:
 
 
 def compare(plain: Path, other: Path, name: str) -> tuple[int, list[str]]:
-    """(files compared, those that differ) of what two jobs of one name trained and sampled."""
+    """Return (number of files compared, names of those that differ) of the weights and samples of two jobs with the
+    same name.
+    """
     from safetensors.torch import load_file
 
     def found(folder: Path) -> dict[str, Path]:

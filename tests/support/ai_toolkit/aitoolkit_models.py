@@ -1,6 +1,7 @@
-"""Tiny random models in diffusers' folder format, and job files for them: what the tests against a real ai-toolkit train.
+"""Tiny random models in diffusers' folder format, and job files for them, for the tests with a real ai-toolkit.
 
-Run by the ai-toolkit's own Python: `python aitoolkit_models.py FOLDER` writes FOLDER/zimage, FOLDER/sd1 and FOLDER/images.
+`python aitoolkit_models.py FOLDER`, run with ai-toolkit's own Python, writes FOLDER/zimage, FOLDER/sd1 and
+FOLDER/images.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main(folder: Path) -> None:
 def images(
     folder: Path, sizes: tuple[tuple[int, int], ...] = ((64, 64), (64, 64), (96, 64), (64, 64))
 ) -> None:
-    """Noisy pictures with captions; four of two sizes."""
+    """Write noisy pictures with captions; by default four, of two sizes."""
     import numpy as np
     from PIL import Image
 
@@ -70,7 +71,7 @@ def _vae(channels: int) -> Any:
 
 
 def zimage(folder: Path) -> None:
-    """A Z-Image of about 20 M parameters: wide enough that quantised weights are worth streaming."""
+    """Write a Z-Image of about 20 M parameters, wide enough that quantised weights are worth streaming."""
     from diffusers import ZImageTransformer2DModel
 
     transformer = ZImageTransformer2DModel(
@@ -83,7 +84,7 @@ def zimage(folder: Path) -> None:
 
 
 def zimage_rest(folder: Path, width: int) -> None:
-    """What a Z-Image has beside its transformer, tiny: a text encoder whose captions are ``width`` wide, VAE, scheduler."""
+    """Write the tiny other parts of a Z-Image: a text encoder whose captions are ``width`` wide, VAE and scheduler."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -110,7 +111,7 @@ def zimage_rest(folder: Path, width: int) -> None:
 
 
 def sd1(folder: Path) -> None:
-    """A Stable Diffusion 1 of about 3 M parameters."""
+    """Write a Stable Diffusion 1 of about 3 M parameters."""
     from diffusers import UNet2DConditionModel
 
     unet = UNet2DConditionModel(
@@ -131,7 +132,7 @@ def sd1(folder: Path) -> None:
 
 
 def sdxl(folder: Path) -> None:
-    """A Stable Diffusion XL of about 3 M parameters, with its two text encoders."""
+    """Write a Stable Diffusion XL of about 3 M parameters, with its two text encoders."""
     from diffusers import UNet2DConditionModel
 
     unet = UNet2DConditionModel(
@@ -160,7 +161,7 @@ def sdxl(folder: Path) -> None:
 
 
 def flux(folder: Path) -> None:
-    """A Flux.1 of about 5 M parameters, with a CLIP and a T5."""
+    """Write a Flux.1 of about 5 M parameters, with a CLIP and a T5."""
     from diffusers import FluxTransformer2DModel
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
@@ -195,7 +196,7 @@ def flux(folder: Path) -> None:
 
 
 def _clip(folder: Path, number: str, projected: bool = False) -> None:
-    """A tiny CLIP in ``text_encoder`` + number and its tokenizer, which spells."""
+    """Write a tiny CLIP to ``text_encoder`` + number, and its tokenizer, which splits words into letters."""
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
@@ -226,7 +227,7 @@ def _ddim(folder: Path) -> None:
 
 
 def _shake(model: Any) -> None:
-    """No weight stays zero: a zero final layer would hide every difference before it."""
+    """Make all weights nonzero, because a final layer of zeros would hide every earlier difference."""
     import torch
 
     with torch.no_grad():
@@ -236,8 +237,10 @@ def _shake(model: Any) -> None:
 
 
 def job(name: str, kind: str, models: Path, output: Path, **changes: Any) -> dict[str, Any]:
-    """A job that trains a LoRA on ``kind`` ("zimage", "sd1", "sdxl" or "flux") for a few steps; ``changes``: section ->
-    its changed keys."""
+    """Return a job that trains a LoRA on ``kind`` ("zimage", "sd1", "sdxl" or "flux") for a few steps.
+
+    ``changes``: section -> its changed keys.
+    """
     model: dict[str, Any] = {"name_or_path": str(models / kind)}
     if kind != "sd1":
         model["arch"] = kind

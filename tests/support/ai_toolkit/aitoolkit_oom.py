@@ -1,6 +1,8 @@
-"""Put into the ``extensions`` folder of the matrix' copy of ai-toolkit: steps of a job that run out of memory on purpose.
+"""An extension for the matrix's copy of ai-toolkit (folder ``extensions``) that makes steps of a job run out of
+memory.
 
-CAROM_TEST_OOM names them, "1:forward,3:backward": in the middle of the model, on the way there or in its recomputation.
+CAROM_TEST_OOM lists the steps, for example "1:forward,3:backward". The error is raised in the middle of the model, in
+the forward or in its recomputation.
 """
 
 # mypy: ignore-errors
@@ -13,7 +15,7 @@ import torch
 
 
 def fail_in(model: torch.nn.Module, at_call: int) -> None:
-    """The next time but ``at_call`` that a middle block has run, the device has no memory left."""
+    """Raise an out-of-memory error after a middle block has run, once it was called ``at_call`` times before."""
     blocks = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
     block = blocks[len(blocks) // 2]
     calls = [0]

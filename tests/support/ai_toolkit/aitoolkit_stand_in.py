@@ -1,8 +1,8 @@
-"""A stand-in for ai-toolkit: the same toolkit_patches, the same order of calls, none of its code.
+"""A replacement for ai-toolkit with the same toolkit_patches and the same order of calls, and none of its code.
 
-`installed()` puts its modules into `sys.modules`, as the real ones are when an extension is imported: `MemoryManager`
-is already bound by name in the modules that use it. A job is a `TrainProcess` with a model class that attaches by
-itself (`Attaching`) or one that never heard of the memory manager (`Legacy`).
+`installed()` puts its modules into `sys.modules`, as when an extension of the real ai-toolkit is imported: the
+modules that use `MemoryManager` have bound its name already. A job is a `TrainProcess` with a model class that
+attaches the memory manager itself (`Attaching`), or that does not know the memory manager (`Legacy`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Blocks, convolutions of every dimension, a stray parameter and a buffer."""
+    """A model with blocks, convolutions of every dimension, a parameter outside all layers, and a buffer."""
 
     def __init__(self, depth: int = 5) -> None:
         super().__init__()
@@ -88,7 +88,9 @@ class TextEncoder(nn.Module):
 
 
 class Quantised(nn.Linear):
-    """Custom quantised linear: the weight is a property that dequantises, the bytes are buffers, its autograd keeps them."""
+    """A custom quantised linear: the weight is a property that dequantises, the bytes are buffers, and its autograd
+    saves them.
+    """
 
     is_ostris_quantized = True
 
@@ -124,7 +126,7 @@ class _QuantisedLinear(torch.autograd.Function):
 
 
 class Wrapped(torch.Tensor):
-    """A wrapped quantised weight, as torchao's: of the model's dtype outside, float8 inside."""
+    """A wrapped quantised weight as in torchao: it has the model's dtype outside, and float8 inside."""
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, dtype: torch.dtype) -> Any:
@@ -156,14 +158,14 @@ class Wrapped(torch.Tensor):
 
 
 def quantise(module: nn.Module) -> None:
-    """As text encoders are quantised: in place, after they were attached."""
+    """Quantise the linears of ``module`` in place, as text encoders are quantised after they were attached."""
     for part in list(module.modules()):
         if type(part) is nn.Linear:
             Quantised.convert(part)
 
 
 class Lora(nn.Module):
-    """Wraps a layer by taking its forward over, as ai-toolkit's networks do."""
+    """An adapter that replaces the forward of a layer, as ai-toolkit's networks do."""
 
     def __init__(self, layer: nn.Linear, index: int) -> None:
         super().__init__()
@@ -274,7 +276,7 @@ Legacy.__module__ = "standin_legacy"  # where no MemoryManager is bound
 
 
 class Attaching(Legacy):
-    """A model class that asks the memory manager; `attaching` is the module it lives in, where that is bound by name."""
+    """A model class that uses the memory manager; `attaching` is its module, in which that name is bound."""
 
     def load_model(self) -> None:
         config, manager = self.model_config, attaching.MemoryManager  # type: ignore[attr-defined]
@@ -305,7 +307,7 @@ attaching.MemoryManager = MemoryManager  # type: ignore[attr-defined]
 
 
 class BaseSDTrainProcess:
-    """One process of a job: the order of calls of a training step, and of what comes before it."""
+    """A process of a job, with the order of calls before and in a training step."""
 
     model_class: type = Attaching
 
@@ -402,7 +404,7 @@ class BaseSDTrainProcess:
         self.result += [p.detach().clone() for p in self.params] + [average for _, average in shadow]
 
     def one(self, index: int) -> None:
-        """Forward (twice with a preservation loss), then backward."""
+        """Run forward (twice with a preservation loss), then backward."""
         x, text = _noise(index), self.text(index)
         loss = self.sd.predict(x, text).pow(2).mean()
         if self.train.get("preserve"):
@@ -436,7 +438,7 @@ def _tokens(index: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """The stand-in as the `toolkit` and `jobs` packages, joined by Carom's extension."""
+    """Provide the replacement as the `toolkit` and `jobs` packages, with Carom's extension installed."""
     from carom.toolkit_ext import install, toolkit_patches
 
     tree: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 def child(job: dict) -> int:
-    """`run.py CONFIG` with output to the log; returns its exit code."""
+    """Run `run.py CONFIG` with output to the log; return its exit code."""
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)

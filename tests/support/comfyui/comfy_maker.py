@@ -1,6 +1,7 @@
-"""Writes tiny random models that stock ComfyUI detects: ``python comfy_maker.py COMFYUI_PATH MODELS_FOLDER``.
+"""A program that writes tiny random models that stock ComfyUI detects: ``python comfy_maker.py COMFYUI_PATH
+MODELS_FOLDER``.
 
-Runs in a process of its own, because it imports ComfyUI. Shapes are the smallest that are still recognised.
+It is a separate process, because it imports ComfyUI. Shapes are the smallest that ComfyUI still recognises.
 """
 
 from __future__ import annotations
@@ -121,7 +122,9 @@ def clip_l() -> Any:
 
 
 def text_encoders() -> Iterator[tuple[str, dict[str, Any]]]:
-    """By name: T5 of its true size, and kinds that are small in width alone, with a tokenizer where the file holds it."""
+    """Yield (name, weights): T5 of its true size, and encoders with reduced width only, with a tokenizer if the file
+    has one.
+    """
     import torch
     from comfy import ops, text_encoders
     from comfy.text_encoders import llama, t5  # type: ignore[import-not-found]
@@ -138,7 +141,7 @@ def text_encoders() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def pieces() -> bytes:
-    """A sentencepiece model of the letters of a few words."""
+    """Return a sentencepiece model of the letters of a few words."""
     import io
 
     import sentencepiece  # type: ignore[import-not-found]
@@ -152,7 +155,7 @@ def pieces() -> bytes:
 
 
 def vae() -> Any:
-    """Stable Diffusion's, whose encoder has one size in ComfyUI."""
+    """Return Stable Diffusion's VAE, whose encoder has a fixed size in ComfyUI."""
     from comfy.ldm.models.autoencoder import AutoencoderKL  # type: ignore[import-not-found]
 
     sizes = {
@@ -169,7 +172,7 @@ def taesd(channels: int = 4) -> Any:
 
 
 def weights(module: Any, seed: int, dtype: Any = None) -> dict[str, Any]:
-    """Seeded random weights: small, so that activations stay finite; norms around one."""
+    """Return seeded random weights: small, so that activations stay finite, and around one for norms."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -186,7 +189,7 @@ def weights(module: Any, seed: int, dtype: Any = None) -> dict[str, Any]:
 
 
 def quantised(flux_weights: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The blocks' linear weights in every format of quantised checkpoints that this ComfyUI knows, by the format's name."""
+    """Yield (format, weights) with the blocks' linear weights in every quantised format that this ComfyUI knows."""
     import torch
     from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor  # type: ignore[import-not-found]
 
@@ -202,7 +205,9 @@ def quantised(flux_weights: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
 
 
 def gguf(flux_weights: dict[str, Any], path: Path) -> None:
-    """Q8_0 blocks in llama.cpp's format, for packs that load it; nothing where its package is not installed."""
+    """Write Q8_0 blocks in llama.cpp's format for node packs that load it; do nothing if the package gguf is not
+    installed.
+    """
     try:
         import gguf as package  # type: ignore[import-not-found]
     except ImportError:

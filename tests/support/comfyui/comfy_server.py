@@ -1,4 +1,7 @@
-"""The real ComfyUI of the tests: on the CPU (or as COMFYUI_OPTIONS say), with tiny random models. Used where COMFYUI_PATH is set."""
+"""The real ComfyUI of the tests, with tiny random models, used if COMFYUI_PATH is set.
+
+It runs on the CPU, or with the options in COMFYUI_OPTIONS.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,12 @@ REASON = (
 
 
 class Server(ComfyServer):
-    """A running ComfyUI with these nodes and the test pack, over a data folder of its own."""
+    """A running ComfyUI with these nodes and the test pack, and its own data folder."""
 
     def prepare(self) -> None:
-        """Folders, models, and the packs: ours by the documented command, the tests' by copying."""
+        """Create the folders and models, and install the node packs: Carom's by the documented command, the tests' by
+        copying.
+        """
         nodes = self.base / "custom_nodes"
         for folder in (nodes / "carom_test", self.base / "input", self.base / "user"):
             folder.mkdir(parents=True)

@@ -1,7 +1,9 @@
-"""A small stand-in for what Carom's nodes touch of ComfyUI: the patcher interface, ops, loaders and the node API.
+"""A small replacement for the parts of ComfyUI that Carom's nodes use: the patcher interface, ops, loaders and the
+node API.
 
-Written from how ComfyUI behaves (0.16 to 0.33), so that the adapter can be tested where there is none. The tests of
-test_comfy_patcher.py run against the real patcher too, where COMFYUI_PATH is set: that keeps this one honest.
+It is written from the behaviour of ComfyUI 0.16 to 0.33, so that the adapter can be tested without ComfyUI. The tests
+of test_comfy_patcher.py also run against the real patcher if COMFYUI_PATH is set, which shows whether this one is
+right.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class CastOp:
 
 
 class Linear(nn.Linear, CastOp):
-    """A linear layer that casts its weight and applies functions to it where it is told to."""
+    """A linear layer that casts its weight and applies functions to it if so configured."""
 
     def reset_parameters(self) -> None:
         return None
@@ -98,7 +100,7 @@ class Ejector:
 
 
 class ModelPatcher:
-    """The static patcher: weights are moved when loaded, or cast by their modules where there is no room."""
+    """The static patcher: weights are moved at loading, or cast by their modules if memory is short."""
 
     def __init__(
         self,
@@ -370,7 +372,7 @@ class ModelPatcher:
 
 
 class ModelPatcherDynamic(ModelPatcher):
-    """The patcher of dynamic VRAM, as far as leaving it goes."""
+    """The patcher of dynamic VRAM, with only the functions that are needed to replace it."""
 
     def is_dynamic(self) -> bool:
         return True
@@ -454,7 +456,7 @@ class PreviewImage:
 
 
 class PromptServer:
-    """Keeps what nodes were told to show."""
+    """A server that records the messages sent to the page."""
 
     instance: Any = None
 
@@ -469,7 +471,7 @@ CLIPType = enum.Enum("CLIPType", "STABLE_DIFFUSION FLUX WAN")
 
 
 class Clip:
-    """A text encoder as its nodes see it."""
+    """A text encoder with the interface that nodes use."""
 
     def __init__(self, patcher: Any) -> None:
         self.patcher, self.cond_stage_model = patcher, patcher.model
@@ -479,7 +481,7 @@ class Clip:
 
 
 class Control:
-    """A ControlNet as its nodes see it."""
+    """A ControlNet with the interface that nodes use."""
 
     def __init__(self, patcher: Any) -> None:
         self.control_model_wrapped, self.control_model = patcher, patcher.model
@@ -490,10 +492,12 @@ class Control:
 
 @contextlib.contextmanager
 def installed(models: Path) -> Iterator[types.SimpleNamespace]:
-    """The stand-in's modules are importable, over a folder of model files; what was there before comes back.
+    """Make the replacement's modules importable, with the model files in folder ``models``; restore the previous
+    modules afterwards.
 
-    Yields: ``loads`` (paths that a loader read), ``make`` (path -> module, to be set), ``dynamic`` (whether loaders give
-    dynamic patchers), ``device`` (where ComfyUI says it computes), ``server``, ``management``.
+    Yields an object with ``loads`` (paths that a loader read), ``make`` (path -> module, set by the test),
+    ``dynamic`` (whether loaders return dynamic patchers), ``device`` (the device that ComfyUI reports), ``server``
+    and ``management``.
     """
     state = types.SimpleNamespace(loads=[], make=None, dynamic=False, device=CPU)
 

@@ -1,4 +1,4 @@
-"""A custom node pack for the tests of the real server; copied into its custom_nodes, never imported by pytest."""
+"""A custom node pack for tests of the real server. It is copied to custom_nodes; pytest never imports it."""
 
 import hashlib
 import time
@@ -42,7 +42,7 @@ ANY = type("Any", (str,), {"__ne__": lambda self, other: False})("*")
 
 
 class Conditioning:
-    """Random conditioning in the place of a text encoder."""
+    """A node that returns random conditioning instead of a text encoder's."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("CONDITIONING",), "make", "carom-test"
 
@@ -60,7 +60,7 @@ class Conditioning:
 
 
 class Latent:
-    """An empty latent of any shape."""
+    """A node that returns an empty latent of any shape."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("LATENT",), "make", "carom-test"
 
@@ -73,7 +73,7 @@ class Latent:
 
 
 class Hash:
-    """Says which bits a result is made of, and what the process holds."""
+    """A node that reports the hash of a value's bits, and the memory that a model holds."""
 
     RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "tell", "carom-test", True
 
@@ -109,7 +109,7 @@ class Hash:
 
 
 class Fails:
-    """A model whose forward raises at the n-th call."""
+    """A node that returns a model whose forward raises at the n-th call."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
 
@@ -131,7 +131,7 @@ class Fails:
 
 
 class Slow:
-    """A model whose forward takes its time, so that it can be interrupted."""
+    """A node that returns a model with a slow forward, so that it can be interrupted."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
 
@@ -151,7 +151,7 @@ class Slow:
 
 
 class Attention:
-    """A patch in front of the blocks."""
+    """A node that patches the input of the blocks."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
 
@@ -170,7 +170,7 @@ class Attention:
 
 
 class ImageAdapter:
-    """Attention patches as an IP-Adapter's: keys and values of its own beside the text's, made by weights of its own."""
+    """A node with attention patches like an IP-Adapter's: additional keys and values, computed with its own weights."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
 
@@ -200,7 +200,9 @@ class ImageAdapter:
 
 
 class Compile:
-    """torch.compile through ComfyUI's own wrapper, with the eager backend (no compiler is needed)."""
+    """A node that applies torch.compile through ComfyUI's own wrapper, with the eager backend (no compiler is
+    needed).
+    """
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
 
@@ -217,7 +219,9 @@ class Compile:
 
 
 class CompileBlocks:
-    """Blocks compiled one by one and put in as object patches, as compile nodes of other packs do (eager backend)."""
+    """A node that compiles each block and adds it as an object patch, as other packs' compile nodes do (eager
+    backend).
+    """
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
 
@@ -234,7 +238,7 @@ class CompileBlocks:
 
 
 class LowVram:
-    """ComfyUI's own low-VRAM path: the reference where patches are applied on the fly."""
+    """A node that uses ComfyUI's own low-VRAM path, which applies patches at each use and is the reference for that."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
 
@@ -258,7 +262,7 @@ class LowVram:
 
 
 class Squeeze:
-    """Asks the loaded model for VRAM, as ComfyUI does when another needs it."""
+    """A node that asks the loaded model for VRAM, as ComfyUI does if another model needs memory."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("LATENT",), "make", "carom-test"
 
@@ -274,7 +278,7 @@ class Squeeze:
 
 
 class Listen:
-    """From here on what the page is told while a node runs is kept, for Heard."""
+    """A node that starts to record the messages that the page gets while a node runs, for Heard."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
     told: dict = {"bar": [], "text": []}
@@ -315,7 +319,7 @@ class Listen:
 
 
 class Heard:
-    """What the page was told since Listen."""
+    """A node that returns the messages recorded since Listen."""
 
     RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "tell", "carom-test", True
 
@@ -334,10 +338,12 @@ class Heard:
 
 
 class Mapped:
-    """A model as ComfyUI's dynamic loaders leave it: weights in the mapped file, in the file's dtype, and meant to have another.
+    """A node that returns a model in the state in which ComfyUI's dynamic loaders leave it.
 
-    ``streams``: taken by Carom as its loaders take it; else by ComfyUI's own patcher, with the weights in the dtypes that
-    dynamic VRAM brings them to the device in (modules of up to 16 KiB as they are, and cast in every use).
+    Weights are in the mapped file, in the file's dtype, and are to be used in another dtype. ``streams``: whether
+    Carom streams the model, as its loaders do. Otherwise ComfyUI's own patcher uses it, with the weights in the
+    dtypes in which dynamic VRAM copies them to the device (modules of up to 16 KiB are copied unchanged and cast at
+    every use).
     """
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
@@ -387,7 +393,7 @@ class Mapped:
 
 
 class Picture:
-    """A random image."""
+    """A node that returns a random image."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("IMAGE",), "make", "carom-test"
 

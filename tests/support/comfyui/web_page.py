@@ -1,4 +1,4 @@
-"""A page in headless Chromium, driven over the W3C WebDriver protocol by chromedriver; nothing beside the two is needed."""
+"""A page in headless Chromium, driven by chromedriver over the W3C WebDriver protocol; no other package is needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = (
 
 
 class Page:
-    """One window of ``width`` x ``height`` pixels."""
+    """A browser window of ``width`` x ``height`` pixels."""
 
     def __init__(self, width: int = 1600, height: int = 900) -> None:
         with socket.socket() as probe:
@@ -76,11 +76,11 @@ class Page:
         self._ask("POST", f"{self._session}/url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a script's ``return`` gives; a promise is awaited."""
+        """Run a script and return the value of its ``return``; a promise is awaited."""
         return self._ask("POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)})
 
     def wait(self, script: str, *arguments: Any, seconds: float = 60) -> Any:
-        """The script's value once it is true. Raises TimeoutError."""
+        """Wait until a script's value is true and return it. Raises TimeoutError after ``seconds``."""
         give_up = time.monotonic() + seconds
         while True:
             try:
@@ -94,7 +94,7 @@ class Page:
             time.sleep(0.25)
 
     def click(self, selector: str, text: str = "", seconds: float = 60) -> None:
-        """Click the first visible element of ``selector`` whose text has ``text`` in it."""
+        """Click the first visible element that matches ``selector`` and contains ``text``."""
         find = (
             "const all = [...document.querySelectorAll(arguments[0])];"
             "return all.find(e => e.getClientRects().length && (e.innerText || e.ariaLabel || '').includes(arguments[1])) || null;"
@@ -104,7 +104,7 @@ class Page:
         self._ask("POST", f"{self._session}/element/{element}/click", {})
 
     def screenshot(self) -> bytes:
-        """PNG of what the window shows."""
+        """Return a PNG image of the window."""
         return base64.b64decode(self._ask("GET", f"{self._session}/screenshot"))
 
     def close(self) -> None:

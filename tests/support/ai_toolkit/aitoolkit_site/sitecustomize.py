@@ -1,8 +1,10 @@
-"""Lets a real ai-toolkit import on a machine without the packages that its other models need, and without a GPU.
+"""Import hooks with which a real ai-toolkit can be imported without a GPU and without packages that only other models
+need.
 
-On PYTHONPATH of the test jobs only, never of a user's. Packages that are imported but not used by these jobs are
-stand-ins when they are missing; triton is hidden (without a GPU an extension asks it for one at import); torchvision's
-two operators are declared where its binary does not load; CLIP's ``text_model`` is given back to newer transformers.
+The folder is on PYTHONPATH of the test jobs only. Missing packages that these jobs import but do not use are
+replaced. triton is hidden, because without a GPU an extension asks triton for one at import. torchvision's two
+operators are declared if its binary does not load. CLIP's ``text_model`` is restored in newer versions of
+transformers.
 """
 
 import importlib.abc
@@ -35,7 +37,7 @@ class Standin(types.ModuleType):
 
 
 class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Last in line: what nobody else found, of the packages above."""
+    """The last import finder, which replaces the packages above if no other finder found them."""
 
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in NEVER_USED:
@@ -50,7 +52,7 @@ class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class Prepare(importlib.abc.MetaPathFinder):
-    """First in line: something is done before or after one module's import."""
+    """The first import finder, which acts before or after the import of certain modules."""
 
     def find_spec(self, name, path=None, target=None):
         if name not in TRIES:
@@ -81,7 +83,9 @@ class After(importlib.abc.Loader):
 
 
 def declare_operators():
-    """Where torchvision's binary does not fit this torch, its import still asks for the schemas of two operators."""
+    """Declare the schemas of two operators that torchvision's import needs even if its binary does not fit this
+    torch.
+    """
     import glob
     import os
 
