@@ -104,7 +104,7 @@ def assemble(
     host_memory = HostMemory(manager)
     policies = PolicyRunner(
         manager, device_weights, memory,
-        [Neighbours(ledger), VbarPressure(manager, device_weights), host_memory, replan],
+        [Neighbours(ledger), memory, VbarPressure(manager, device_weights), host_memory, replan],
     )  # fmt: skip
     budgets = Budgets(manager, device_weights, memory, host_memory, leftover, policies)
     passes = Passes(manager, changes, policies, memory, leftover, Recovery(memory, leftover))

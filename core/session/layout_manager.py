@@ -208,7 +208,7 @@ class LayoutManager:
                         self._attach(wanted)
                         break
                     except OutOfMemory as error:
-                        following = fallback(wanted, error)
+                        following = fallback(self.wanted, error)  # `_attach` may have changed it
                         if following is None:
                             raise
                         wanted, outcome = following, Outcome.FELL_BACK

@@ -20,10 +20,10 @@ class PolicyRunner:
     """
 
     def __init__(
-        self, manager: LayoutManager, weights: DeviceWeights, memory: DeviceMemory, others: Sequence[Policy]
+        self, manager: LayoutManager, weights: DeviceWeights, memory: DeviceMemory, policies: Sequence[Policy]
     ) -> None:
         self._manager, self._weights, self._memory = manager, weights, memory
-        self._policies: list[Policy] = [memory, *others]
+        self._policies = policies
         self.at: float = 0
 
     def plan_next(self) -> None:
@@ -48,6 +48,9 @@ class PolicyRunner:
                     due.remove(self._memory)
             seen = Observation(manager, clock)
             for policy in due:
+                seen.wanted = (
+                    manager.present()
+                )  # the policy before may have changed the budget without a layout
                 wanted = policy.decide(seen)
                 if wanted is None:
                     continue

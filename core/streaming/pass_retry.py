@@ -8,7 +8,7 @@ run short for the first time; later passes compare with the latest record. Input
 unwritten. Inference-mode inputs have no counter: they are copied before the pass and copied back. The contents
 of lists and dicts are put back (a UNet pops what a ControlNet passed), and so are random states. A pass is not
 run again if its arguments hold other objects than tensors and plain values (a growing cache, for instance), or
-if it changed attributes or buffers of a module.
+if it changed attributes, their contents or buffers of a module.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryErro
 LIMIT = 64 << 20  # bytes of inference-mode inputs that may be copied in passes that record the module tree
 STEADY_LIMIT = 8 << 20  # the same limit in later passes
 _HOLD = (dict, list, OrderedDict, defaultdict, deque)  # containers whose contents can be restored
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_DEPTH, _MOST, _MOST_SEEN = (
+    4,
+    64,
+    10_000,
+)  # how far `_describe` looks: levels, entries of a container, objects
+_PACKAGE = __name__.partition(".core.")[0] + "."
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -55,11 +63,12 @@ def repeats(read: Any, limit: int = LIMIT) -> bool:
 
 
 class ModuleState:
-    """A record of the parts of a module that a forward may change: attributes, and versions of buffers and
-    plain parameters."""
+    """A record of the parts of a module that a forward may change: attributes and their contents, and versions
+    of buffers and plain parameters."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._parts = [(part, shape(part)) for part in module.modules()]
+        seen: set[int] = set()
+        self._parts = [(part, shape(part, seen)) for part in module.modules()]
         buffers = [t for part, _ in self._parts for t in part._buffers.values() if t is not None]
         self.devices = {t.device for t in buffers if t.device.type == "cuda"}
         with torch._C.DisableTorchFunctionSubclass():
@@ -76,7 +85,8 @@ class ModuleState:
         with torch._C.DisableTorchFunctionSubclass():
             if any(tensor._version != version for tensor, version in self._versions):
                 return False
-        return all(shape(part) == before for part, before in self._parts)
+        seen: set[int] = set()
+        return all(shape(part, seen) == before for part, before in self._parts)
 
 
 def _is_plain(parameter: nn.Parameter | None) -> bool:
@@ -159,12 +169,37 @@ def _refill(container: Any, fill: Callable, content: Any) -> None:
     fill(content)
 
 
-def shape(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own attributes by identity, and containers by identity and length."""
+def shape(module: nn.Module, seen: set[int]) -> dict[str, Any]:
+    """Return a description of a module's own attributes that differs after a forward changed one of them.
+
+    ``seen``: ids of the objects that were described already; each is described once.
+    """
     tables = [(*map(id, part.values()),) for part in (module._parameters, module._buffers)]
     return {"": tables} | {
-        name: (id(value), len(value) if isinstance(value, (list, dict, set)) else value)
-        if isinstance(value, (list, dict, set, int, float, str, bool))
-        else id(value)
+        name: (id(value), len(value))
+        if name in _OF_EVERY_MODULE and isinstance(value, dict)
+        else _describe(value, _DEPTH, seen)
         for name, value in vars(module).items()
     }
+
+
+def _describe(value: Any, depth: int, seen: set[int]) -> Any:
+    """Return plain values as they are, tensors by version, and containers and objects by their contents.
+
+    Other modules, functions and Carom's own objects are described by identity, and so is everything that lies
+    more than ``depth`` levels deep. Of large containers the first `_MOST` entries are described.
+    """
+    if isinstance(value, PLAIN):
+        return (value,)
+    if type(value) in (torch.Tensor, nn.Parameter):
+        return (id(value), None if value.is_inference() else value._version)
+    kept = isinstance(value, (list, tuple, dict, set, deque))
+    brief = (id(value), len(value) if kept else None)
+    if depth == 0 or id(value) in seen or len(seen) >= _MOST_SEEN or callable(value):
+        return brief
+    if isinstance(value, (nn.Module, set)) or type(value).__module__.startswith(_PACKAGE):
+        return brief
+    seen.add(id(value))
+    contents = value if kept else getattr(value, "__dict__", ())
+    inner = contents.values() if isinstance(contents, dict) else contents
+    return (*brief, [_describe(each, depth - 1, seen) for each in islice(inner, _MOST)])

@@ -15,6 +15,7 @@ from carom.core.session.policies import host_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests_inside import inside
+from torch import nn
 
 GB = 10**9
 
@@ -175,3 +176,18 @@ def test_a_container_counts():
         64 * GB, 60 * GB, 8 * GB, "the cgroup", 0, 8 * GB, 7 * GB, None, 0, 0, False, False
     )  # fmt: skip
     assert one.free == GB and one.keep == max(probe.KEEP_LEAST, int(0.8 * GB))
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["fixed vram", "vram that follows what passes leave"])
+def test_host_memory_is_looked_at_whatever_else_a_session_follows(monkeypatch, follows):
+    monkeypatch.setattr("carom.core.session.policies.host_memory._SECONDS", 0.0)
+    looked, read = [], probe.host_memory
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).requires_grad_(False)
+    with carom.stream(net, device=carom.SimulatedDevice(), vram=3 * 64 * 65 * 4, codec="raw") as session:
+        if follows:
+            session.follow_room()
+        monkeypatch.setattr(probe, "host_memory", lambda: looked.append(1) or read())
+        with torch.no_grad():
+            for _ in range(60):
+                net(torch.ones(1, 64))
+    assert 2 <= len(looked) <= 6, "every 16 steps"

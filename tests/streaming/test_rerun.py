@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from types import SimpleNamespace
 
 import carom
 import pytest
@@ -51,6 +52,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(0.3)
         self.register_buffer("seen", torch.zeros(1))
+        self.cache, self.nested, self.total = SimpleNamespace(items=[]), {0: []}, torch.zeros(1)
 
     def forward(self, x):
         found = x + self.down(self.dropout(torch.relu(self.up(x))))
@@ -160,8 +162,11 @@ def test_where_nothing_helps_the_error_is_raised_and_the_model_is_whole():
         lambda block: block.up.bias.add_(1),
         lambda block: setattr(block, "count", getattr(block, "count", 0) + 1),
         lambda block: setattr(block, "seen", block.seen + 1),
+        lambda block: block.cache.items.append(1),
+        lambda block: block.nested[0].append(1),
+        lambda block: block.total.add_(1),
     ],
-    ids=["buffer", "weight", "attribute", "replaced"],
+    ids=["buffer", "weight", "attribute", "replaced", "object", "nested list", "tensor that is no buffer"],
 )
 def test_a_pass_that_changed_something_is_not_run_again(change, passes):
     """Also one that did so before it failed for the first time."""

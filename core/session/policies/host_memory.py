@@ -35,6 +35,7 @@ class HostMemory:
         self._manager = manager
         self.governor: HostGovernor | None = None
         self._looked = -math.inf
+        self._step = 0  # the measured step from which `due` is asked, where no weights come from files
 
     def begin(self, auto: bool) -> None:
         """Let the RAM budget follow the host's memory if ``auto`` is set; otherwise leave the budget fixed."""
@@ -56,10 +57,14 @@ class HostMemory:
         """Return the measured step from which to ask `due`: every step for a file's cache, else every 16 steps."""
         if self.governor is None:
             return math.inf
-        return 0 if self._manager.module.checkpoint is not None else settled + _STEPS
+        if self._manager.module.checkpoint is not None:
+            return 0
+        self._step = min(self._step, settled + _STEPS)  # steps are counted anew in a new layout
+        return self._step
 
     def due(self, clock: StepClock) -> bool:
         """Return whether to read the host's memory now."""
+        self._step = clock.settled + _STEPS
         return self.governor is not None and not clock.awaiting and clock.now - self._looked >= _SECONDS
 
     def decide(self, seen: Observation) -> Wanted | None:
@@ -118,7 +123,7 @@ class HostMemory:
             )
             return dataclasses.replace(wanted, packing=None)
         before = arena.pinned_bytes
-
+        self._manager.engine.synchronize()  # copies from these blocks may be under way
         self._manager.host.copies.unpin_resident_copies(before - limit)
         if arena.pinned_bytes != before:
             logger.info(
