@@ -13,7 +13,7 @@ from ..core.common.errors import UnsupportedError
 from ..core.common.sizes import format_size, parse_size
 from ..core.host import probe
 from ..tools.doctor import hardware
-from ..tools.planner import presets, report, shape_files, shapes
+from ..tools.planner import model_plan, presets, shape_files, shapes
 from ..tools.planner.estimate import Job, Machine
 from ..tools.planner.presets import GB, Card
 from .plan_text import text
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         remarks.append(
             f"{shape.title} has no routed experts, so --quant {args.quant} is {first} for all of it."
         )
-    plan = report.plan(shape, machine, job)
+    plan = model_plan.plan(shape, machine, job)
     if args.plot:
         from .plan_plot import draw
 
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(
             json.dumps(
-                {**report.to_dict(plan), "remarks": remarks, "plot": args.plot}, indent=2, allow_nan=False
+                {**model_plan.to_dict(plan), "remarks": remarks, "plot": args.plot}, indent=2, allow_nan=False
             )
         )
     else:
@@ -243,7 +243,7 @@ def _with_drive(machine: Machine, asked: str) -> Machine:
     if asked[:1].isdigit() and asked.lower() not in presets.DRIVES:
         rate = _rate(asked, "--nvme")
         return replace(machine, disk=rate, disk_title=f"a drive of {rate / GB:g} GB/s")
-    return report.with_drive(machine, presets.find("nvme", asked, presets.DRIVES))
+    return model_plan.with_drive(machine, presets.find("nvme", asked, presets.DRIVES))
 
 
 def measured_machine(probed: hardware.Hardware) -> Machine:

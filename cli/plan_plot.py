@@ -8,8 +8,8 @@ import math
 import os
 from pathlib import Path
 
-from ..tools.planner import report
-from ..tools.planner.report import ModelPlan
+from ..tools.planner import model_plan
+from ..tools.planner.model_plan import ModelPlan
 
 STYLES = ("-", "--", "-.", ":")
 POINTS = tuple(round(2 ** (power / 4)) for power in range(4 * 8, 4 * 16 + 1))
@@ -22,13 +22,13 @@ def lines_of(plan: ModelPlan) -> list[tuple[str, list[tuple[int, float]]]]:
 
     The placement of layers is chosen anew at each number of tokens.
     """
-    changes = report.configurations(plan.shape, plan.machine, plan.job)
+    changes = model_plan.configurations(plan.shape, plan.machine, plan.job)
     asked = [("as asked", plan.machine, plan.job)] + [
         (what, machine, job) for what, _, machine, job in changes
     ]
     lines = []
     for label, machine, job in asked:
-        swept = report.sweep(plan.shape, machine, job, POINTS)
+        swept = model_plan.sweep(plan.shape, machine, job, POINTS)
         points = [(tokens, at.step.overhead) for tokens, at in swept if at is not None]
         if points:
             lines.append((label, points))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from ..core.common.sizes import format_size
 from ..tools.planner import estimate
 from ..tools.planner.estimate import Machine
+from ..tools.planner.model_plan import ModelPlan
 from ..tools.planner.presets import GB
-from ..tools.planner.report import ModelPlan
 
 WIDTH = 100
 

@@ -8,7 +8,8 @@ import torch
 from comfy_api.latest import io  # type: ignore[import-not-found]
 
 from . import comfyui_api
-from .model_files import (
+from .convert_patchers import offload, offload_clip, offload_vae, told
+from .loader_options import (
     dtype_options,
     embedding_folders,
     file_names,
@@ -18,7 +19,6 @@ from .model_files import (
     stock_options,
 )
 from .node_settings import Settings, choose_way
-from .offload import offload, offload_clip, offload_vae, told
 from .read_ahead import read_ahead
 from .widgets import CATEGORY, device_widget, settings_from, widgets
 

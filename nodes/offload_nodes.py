@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io  # type: ignore[import-not-found]
 
-from .offload import offload, offload_clip, offload_control, offload_vae, told
+from .convert_patchers import offload, offload_clip, offload_control, offload_vae, told
 from .widgets import CATEGORY, settings_from, widgets
 
 SAME = "only where its weights wait has changed."

@@ -14,10 +14,10 @@ from ..cli import plan as command
 from ..cli.plan_text import Table, plan_blocks
 from ..core.common.errors import BudgetError
 from ..core.common.sizes import parse_size
-from ..tools.planner import presets, report, shape_files
+from ..tools.planner import model_plan, presets, shape_files
 from ..tools.planner.estimate import Job
 from . import comfyui_api
-from .model_files import file_names, path_of
+from .loader_options import file_names, path_of
 from .node_settings import is_auto
 from .widgets import CATEGORY
 
@@ -136,7 +136,7 @@ def plan_text(
         limit = None if is_auto(vram) else parse_size(vram, whole=machine.card.vram, setting="vram")
         kept = None if quant == AS_STORED else presets.find_quant(quant)
         job = Job("infer", tokens or None, kept, limit, codec="raw" if codec == "raw" else "lossless")
-        plan = report.plan(shape_files.read_shape(path), machine, job)
+        plan = model_plan.plan(shape_files.read_shape(path), machine, job)
     except BudgetError as error:
         raise BudgetError(in_widgets(str(error)), error.least_bytes) from error
     except ValueError as error:

@@ -36,7 +36,7 @@ def load_checkout():
         spec.loader.exec_module(sys.modules["carom"])
     return tuple(
         importlib.import_module(f"carom.core.checkpoint.{n}")
-        for n in ("index", "direct_io", "reader", "read_path")
+        for n in ("index", "direct_io", "disk_reader", "read_path")
     )
 
 

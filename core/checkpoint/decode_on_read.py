@@ -26,7 +26,7 @@ from .packed_source import PackedSource
 from .read_handle import SubmittedRead
 
 if TYPE_CHECKING:
-    from .reader import DiskReader
+    from .disk_reader import DiskReader
 
 MAX_RUNNING = 2  # blobs that are read or decoded at the same time
 MAX_IDLE_BLOBS = 2  # blobs without requests that are kept in memory for further ranges

@@ -9,10 +9,10 @@ import os
 import torch
 
 from ..common.errors import WeightsError
+from .disk_reader import DiskReader, ReaderPolicy
 from .header import show
 from .index import TensorEntry, open_index
 from .packed_source import require_readable
-from .reader import DiskReader, ReaderPolicy
 
 
 def load_file(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from . import vbar
 
 
 @dataclass(frozen=True)
-class Homes:
+class VbarRanges:
     """The layout of a VBAR: slots for streaming first, then a fixed place for each unit.
 
     ``region_bytes``: bytes for slots, at the beginning. ``begin``: the offset of the first unit's place.
@@ -42,7 +42,7 @@ def spread(units: Sequence[int]) -> list[int]:
     return [units[number] for number in turned if number < len(units)]
 
 
-def lay_out(sizes: Sequence[int], resident: Sequence[int], region_bytes: int, room: int) -> Homes | None:
+def lay_out(sizes: Sequence[int], resident: Sequence[int], region_bytes: int, room: int) -> VbarRanges | None:
     """Return the places for units of ``sizes`` bytes, the ``resident`` units first; None if ``room`` is too
     small for a slot.
 
@@ -65,7 +65,7 @@ def lay_out(sizes: Sequence[int], resident: Sequence[int], region_bytes: int, ro
     for index in order:
         places[index] = at, at + sizes[index]
         at += sizes[index]
-    return Homes(region, begin, places, later)
+    return VbarRanges(region, begin, places, later)
 
 
 class PooledRegion(Region):

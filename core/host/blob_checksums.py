@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..checkpoint.reader import as_bytes
+from ..checkpoint.disk_reader import as_bytes
 from ..codec import lossless_validation
 from ..codec.blob_metadata import corrupt
 from ..codec.crc import combine_crc32

@@ -20,12 +20,12 @@ from torch import nn
 
 from ..checkpoint.computed_buffers import compute_buffers
 from ..checkpoint.direct_io import ALIGN
+from ..checkpoint.disk_reader import DiskReader, ReaderPolicy
 from ..checkpoint.header import show
 from ..checkpoint.index import Index, open_index
 from ..checkpoint.mapping import BoundTensor, match_module
 from ..checkpoint.read_concurrency import ReadLimit
 from ..checkpoint.read_path import ReadPathTuner
-from ..checkpoint.reader import DiskReader, ReaderPolicy
 from ..common.errors import BudgetError, UnsupportedError, WeightsError
 from ..common.sizes import format_size
 from ..device.engine import Engine
@@ -34,7 +34,7 @@ from ..host.cache_pieces import LEAST_BUFFERS, choose_buffers
 from ..host.eviction import EVICTIONS
 from ..model.units import Site, Unit, collect
 from ..plan.residency import round_up
-from .file_wire import WireFormat, WireFormats, find_wire_formats, plain_wire_format
+from .wire_format import WireFormat, WireFormats, find_wire_formats, plain_wire_format
 
 # bytes; smaller written values share pageable memory, larger ones get a pinnable block each
 _SMALL = 64 << 10

@@ -15,7 +15,7 @@ from ..model.managed_tensor import in_backward
 from ..model.units import Unit
 from .backing import Backing, Link
 from .file_home import FileHome
-from .file_wire import WireFormat
+from .wire_format import WireFormat
 
 if TYPE_CHECKING:
     from .file_reads import FileReads

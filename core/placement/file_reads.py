@@ -15,8 +15,8 @@ from ..common.errors import BudgetError, UnsupportedError, WeightsError
 from ..device.engine import Engine
 from ..host.arena import HostArena
 from ..host.blob_checksums import BlobChecks, PieceChecksums
-from ..host.cache import CacheFigures, HostCache
 from ..host.cache_pieces import BufferPlan, CachePiece, choose_buffers, cut
+from ..host.host_cache import CacheFigures, HostCache
 from .backing import Link
 from .bound_checkpoint import FileTensor
 from .file_source import FileSource

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..checkpoint.direct_io import ALIGN as PAGE
-from ..checkpoint.reader import DiskReader, ReaderPolicy
+from ..checkpoint.disk_reader import DiskReader, ReaderPolicy
 from ..common.sizes import MIB, format_size
 from .bound_checkpoint import Checkpoint, FileTensor
 

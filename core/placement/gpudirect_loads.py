@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 
+from ..checkpoint.disk_reader import DiskReader
 from ..checkpoint.packed_source import PackedSource
-from ..checkpoint.reader import DiskReader
 from ..device.engine import Engine
 from ..host import gds
 from ..host.cache_pieces import CachePiece

@@ -21,8 +21,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..checkpoint.direct_io import ALIGN as PAGE
+from ..checkpoint.disk_reader import DiskReader
 from ..checkpoint.read_handle import SubmittedRead
-from ..checkpoint.reader import DiskReader
 from ..common.errors import CaromError, WeightsError
 from ..common.sizes import MIB
 from ..device.engine import Engine

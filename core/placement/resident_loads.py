@@ -14,7 +14,7 @@ from torch import nn
 from ..codec.unit_decoder import UnitDecoder
 from ..host.blob_checksums import BlobChecks, PieceChecksums
 from ..host.cache_pieces import CachePiece, PlacedTensor, cut
-from .file_wire import WireFormat
+from .wire_format import WireFormat
 
 
 @dataclass(eq=False)

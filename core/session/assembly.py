@@ -17,7 +17,7 @@ from . import settings
 from .budgets import Budgets
 from .codec_choice import CodecChoice
 from .device_weights import DeviceWeights
-from .host_tier import HostTier
+from .host_resources import HostResources
 from .layout import Wanted
 from .layout_manager import LayoutManager
 from .managed_module import ManagedModule
@@ -26,8 +26,8 @@ from .passes import Passes
 from .planner import Planner
 from .policies.device_memory import DeviceMemory
 from .policies.host_memory import HostMemory
-from .policies.leftover import Leftover
 from .policies.neighbours import Neighbours
+from .policies.raise_budget import RaiseBudget
 from .policies.replan import Replan
 from .policies.vbar_pressure import VbarPressure
 from .policy_runner import PolicyRunner
@@ -48,7 +48,7 @@ class Parts:
     tensors: TensorAccess
     memory: DeviceMemory
     host_memory: HostMemory
-    leftover: Leftover
+    raise_budget: RaiseBudget
     replan: Replan
     policies: PolicyRunner
     budgets: Budgets
@@ -75,16 +75,16 @@ def assemble(
     wanted = Wanted(budget, nbytes, packing, note=note)
 
     managed = ManagedModule(module, RootHooks(module))
-    host_tier = HostTier(engine, wanted.ram)
+    host_resources = HostResources(engine, wanted.ram)
     ledger = BudgetLedger(engine, vram if isinstance(vram, SharedBudget) else None)
     ledger.set(budget)
-    planner = Planner(managed, engine, host_tier, granularity, training, backward)
-    manager = LayoutManager(managed, engine, host_tier, planner, ledger, weight_pool, wanted)
+    planner = Planner(managed, engine, host_resources, granularity, training, backward)
+    manager = LayoutManager(managed, engine, host_resources, planner, ledger, weight_pool, wanted)
     device_weights = DeviceWeights(manager, weight_pool, lambda budget: memory.resize(budget))
     ledger.follow(device_weights)
     changes = ModelChanges(manager)
 
-    leftover = Leftover(
+    raise_budget = RaiseBudget(
         manager,
         ready=lambda: passes.ready(),
         thought_over=lambda: replan.thought_over,
@@ -94,11 +94,11 @@ def assemble(
     replan = Replan(
         manager,
         CodecChoice(manager),
-        spare_bytes=lambda: leftover.spare_bytes,
-        unsure=lambda: leftover.unsure,
-        worth=leftover.worth,
-        forget_spare=leftover.forget,
-        taken=leftover.weights_moved,
+        spare_bytes=lambda: raise_budget.spare_bytes,
+        unsure=lambda: raise_budget.unsure,
+        worth=raise_budget.worth,
+        forget_spare=raise_budget.forget,
+        taken=raise_budget.weights_moved,
     )
     memory = DeviceMemory(manager, device_weights, replan.improve, replan.begin_anew)
     host_memory = HostMemory(manager)
@@ -106,16 +106,16 @@ def assemble(
         manager, device_weights, memory,
         [Neighbours(ledger), memory, VbarPressure(manager, device_weights), host_memory, replan],
     )  # fmt: skip
-    budgets = Budgets(manager, device_weights, memory, host_memory, leftover, policies)
-    passes = Passes(manager, changes, policies, memory, leftover, Recovery(memory, leftover))
+    budgets = Budgets(manager, device_weights, memory, host_memory, raise_budget, policies)
+    passes = Passes(manager, changes, policies, memory, raise_budget, Recovery(memory, raise_budget))
 
     def leaving() -> None:
         changes.follow()
         memory.forget_state()
 
-    manager.leaving, manager.laid_out = leaving, leftover.laid_out
+    manager.leaving, manager.laid_out = leaving, raise_budget.laid_out
     return Parts(
-        engine, ledger, manager, device_weights, TensorAccess(manager), memory, host_memory, leftover, replan,
+        engine, ledger, manager, device_weights, TensorAccess(manager), memory, host_memory, raise_budget, replan,
         policies, budgets, passes,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from .layout import Outcome, Wanted
 from .layout_manager import LayoutManager
 from .policies.device_memory import DeviceMemory
 from .policies.host_memory import HostMemory
-from .policies.leftover import Leftover
+from .policies.raise_budget import RaiseBudget
 from .policy_runner import PolicyRunner
 
 
@@ -22,10 +22,10 @@ class Budgets:
 
     def __init__(
         self, manager: LayoutManager, weights: DeviceWeights, memory: DeviceMemory, host_memory: HostMemory,
-        leftover: Leftover, policies: PolicyRunner,
+        raise_budget: RaiseBudget, policies: PolicyRunner,
     ) -> None:  # fmt: skip
         self._manager, self._weights, self._memory = manager, weights, memory
-        self._host_memory, self._leftover, self._policies = host_memory, leftover, policies
+        self._host_memory, self._raise_budget, self._policies = host_memory, raise_budget, policies
 
     def set(self, vram: int | str | SharedBudget | None, ram: int | str | None) -> None:
         """Change the budgets, as `Session.set_budget`. None leaves a budget as it is."""
@@ -86,12 +86,12 @@ class Budgets:
 
         Return a function that restores the previous state.
         """
-        manager, memory, leftover = self._manager, self._memory, self._leftover
+        manager, memory, raise_budget = self._manager, self._memory, self._raise_budget
         ledger = manager.ledger
         shared, governed, room, budget = (
             ledger.shared,
             ledger.governor is not None,
-            leftover.room,
+            raise_budget.room,
             ledger.vram,
         )
 
@@ -100,7 +100,7 @@ class Budgets:
             ledger.shared = shared
             ledger.set(budget)
             memory.begin(governed)
-            leftover.room = room
+            raise_budget.room = room
 
         if vram is None:
             return lambda: None
@@ -109,7 +109,7 @@ class Budgets:
         ledger.set(wanted.vram)
         memory.begin(vram == "auto" or ledger.shared is not None)
         if ledger.governor is not None:
-            leftover.stop()  # the budget follows the device by itself
+            raise_budget.stop()  # the budget follows the device by itself
         return restore
 
     def _change(self, wanted: Wanted, before: Wanted, restore: Any) -> None:

@@ -27,7 +27,7 @@ from ..plan.residency import Plan
 from ..streaming.streamer import Streamer
 from ..streaming.vbar_slots import VbarSlots
 from . import packed_residents, settings
-from .host_tier import HostTier
+from .host_resources import HostResources
 from .layout import Layout, Outcome, Wanted
 from .managed_module import ManagedModule
 from .packed_residents import NotPacked
@@ -57,7 +57,7 @@ class LayoutManager:
     """
 
     def __init__(
-        self, module: ManagedModule, engine: Engine, host: HostTier, planner: Planner, ledger: BudgetLedger,
+        self, module: ManagedModule, engine: Engine, host: HostResources, planner: Planner, ledger: BudgetLedger,
         pool: WeightPool, wanted: Wanted,
     ) -> None:  # fmt: skip
         self.module, self.engine, self.host = module, engine, host

@@ -11,7 +11,7 @@ from ..device.engine import Engine
 from ..model.quantized import FlattenedWeights
 from ..placement.bound_checkpoint import Checkpoint
 from ..placement.packed_tensor import give_back
-from .host_tier import HostTier
+from .host_resources import HostResources
 from .root_hooks import RootHooks
 
 
@@ -50,7 +50,7 @@ class ManagedModule:
         """Whether all weights are plain tensors: no weight comes from a file, and none is quantised."""
         return self.checkpoint is None and not len(self.quantized or ())
 
-    def unbind(self, host: HostTier, engine: Engine) -> None:
+    def unbind(self, host: HostResources, engine: Engine) -> None:
         """Restore the module's own tensors and forwards. Idempotent, and repeatable after memory ran short."""
         self.hooks.remove()
         give_back(host.shelf, engine.move)

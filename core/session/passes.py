@@ -13,7 +13,7 @@ from ..streaming.streamer import Streamer
 from .layout_manager import LayoutManager
 from .model_changes import ModelChanges
 from .policies.device_memory import DeviceMemory
-from .policies.leftover import Leftover
+from .policies.raise_budget import RaiseBudget
 from .policy_runner import PolicyRunner
 from .recovery import Recovery
 
@@ -27,10 +27,10 @@ class Passes:
 
     def __init__(
         self, manager: LayoutManager, changes: ModelChanges, policies: PolicyRunner, memory: DeviceMemory,
-        leftover: Leftover, recovery: Recovery,
+        raise_budget: RaiseBudget, recovery: Recovery,
     ) -> None:  # fmt: skip
         self._manager, self._changes, self._policies = manager, changes, policies
-        self._memory, self._leftover, self._recovery = memory, leftover, recovery
+        self._memory, self._raise_budget, self._recovery = memory, raise_budget, recovery
         self.graphs = manager.graphs
 
     @property
@@ -124,7 +124,7 @@ class Passes:
         """Note that a pass succeeded. ``before``: the snapshot that `before` returned for the pass."""
         if before is not None:
             self._memory.went_well(before)
-        if self._leftover.room is not None:
-            self._leftover.passed(args, kwargs)
+        if self._raise_budget.room is not None:
+            self._raise_budget.passed(args, kwargs)
             if self._manager.attached:
                 self._policies.plan_next()

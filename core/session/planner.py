@@ -17,7 +17,7 @@ from ..placement.packed_residents import wire_bytes
 from ..plan.profile import TensorTimes, learn
 from ..plan.residency import Plan
 from . import measured_planner, rule_planner
-from .host_tier import HostTier
+from .host_resources import HostResources
 from .layout import Layout, Wanted
 from .managed_module import ManagedModule
 from .measured_planner import Advice
@@ -35,7 +35,7 @@ class Planner:
     """
 
     def __init__(
-        self, module: ManagedModule, engine: Engine, host: HostTier, granularity: str, training: str | None,
+        self, module: ManagedModule, engine: Engine, host: HostResources, granularity: str, training: str | None,
         backward: bool,
     ) -> None:  # fmt: skip
         self._module, self._engine, self._host = module, engine, host

@@ -5,34 +5,34 @@ from __future__ import annotations
 from ..streaming.pass_retry import PassSnapshot
 from .layout_manager import OutOfMemory
 from .policies.device_memory import DeviceMemory
-from .policies.leftover import Leftover
+from .policies.raise_budget import RaiseBudget
 
 
 class Recovery:
     """Handles passes that ran out of device memory, where the pass can be repeated.
 
     A budget that follows the device is lowered (`DeviceMemory`). A budget that a host application set, and that rose
-    since, is lowered to the application's value again (`Leftover`).
+    since, is lowered to the application's value again (`RaiseBudget`).
     """
 
-    def __init__(self, memory: DeviceMemory, leftover: Leftover) -> None:
-        self._memory, self._leftover = memory, leftover
+    def __init__(self, memory: DeviceMemory, raise_budget: RaiseBudget) -> None:
+        self._memory, self._raise_budget = memory, raise_budget
 
     @property
     def watches(self) -> bool:
         """Whether any pass may run again: the budget follows the device, or may rise above a host's budget."""
-        return self._memory.governor is not None or self._leftover.room is not None
+        return self._memory.governor is not None or self._raise_budget.room is not None
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
         """Return a snapshot of the state before a pass, or None where the pass will not run again."""
-        if self._leftover.room is not None:
-            return self._leftover.before(args, kwargs)
+        if self._raise_budget.room is not None:
+            return self._raise_budget.before(args, kwargs)
         return self._memory.before(args, kwargs)
 
     def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
         """Hold fewer weights on the device after ``error``. Return whether the pass may run again."""
         if not isinstance(error, OutOfMemory):
             return False
-        if self._leftover.room is not None:
-            return self._leftover.recover(error, before)
+        if self._raise_budget.room is not None:
+            return self._raise_budget.recover(error, before)
         return self._memory.recover(error, before)

@@ -15,7 +15,7 @@ from ..plan.residency import Plan
 from . import registry, settings
 from .assembly import assemble, attach_first
 from .phase import Phase
-from .policies.leftover import Inputs
+from .policies.raise_budget import Inputs
 from .summary import make_report, stall_share
 
 
@@ -269,20 +269,20 @@ class Session:
         Raises UnsupportedError if the budget follows the device already (``vram="auto"``, or a `SharedBudget`).
         """
         with self._manager.lock:
-            self._parts.leftover.follow(base, keep, most, given)
+            self._parts.raise_budget.follow(base, keep, most, given)
 
     def expect_anew(self) -> None:
         """Note that other programs used the device's memory: the next passes may run out of memory again."""
-        self._parts.leftover.expect_other_passes()
+        self._parts.raise_budget.expect_other_passes()
 
     def forget_room(self) -> None:
         """Prevent further rises of the budget above the host application's budget for the rest of the session."""
-        self._parts.leftover.forget()
+        self._parts.raise_budget.forget()
 
     @property
     def spare(self) -> int:
         """Bytes by which the budget may rise, according to the passes so far; 0 unless `follow_room` was called."""
-        return self._parts.leftover.spare_bytes
+        return self._parts.raise_budget.spare_bytes
 
     @property
     def beyond(self) -> float:
@@ -290,7 +290,7 @@ class Session:
 
         The number falls when a pass runs out of memory.
         """
-        return self._parts.leftover.beyond_bytes
+        return self._parts.raise_budget.beyond_bytes
 
     @property
     def vram(self) -> int:

@@ -20,7 +20,7 @@ import torch
 from ..device import vbar
 from ..device.engine import Engine
 from ..device.vbar import Bar, NativeError
-from ..device.vbar_layout import Homes, PooledRegion
+from ..device.vbar_layout import PooledRegion, VbarRanges
 from ..plan.region import Slot, SlotState
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class VbarSlots:
     """The homes of one streamer's units in ``bar``, with at most ``room`` bytes of pages. Called under the
     streamer's lock."""
 
-    def __init__(self, engine: Engine, bar: Bar, homes: Homes, room: int) -> None:
+    def __init__(self, engine: Engine, bar: Bar, homes: VbarRanges, room: int) -> None:
         self._engine = engine
         self._streamer: Streamer | None = None
         self._bar: Bar | _ClosedBar = bar

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from carom.core.checkpoint.disk_reader import DiskReader
 from carom.core.checkpoint.index import open_index
 from carom.core.checkpoint.mapping import FUSED, match_module
-from carom.core.checkpoint.reader import DiskReader
 from carom.core.common.errors import UnsupportedError, WeightsError
 from safetensors.torch import save_file
 from torch import nn

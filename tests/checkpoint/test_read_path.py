@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from carom.core.checkpoint.direct_io import PosixFile
+from carom.core.checkpoint.disk_reader import DiskReader, ReaderPolicy
 from carom.core.checkpoint.index import open_index
 from carom.core.checkpoint.read_concurrency import ReadLimit
 from carom.core.checkpoint.read_path import ReadPathPolicy, ReadPathTuner
-from carom.core.checkpoint.reader import DiskReader, ReaderPolicy
 from carom.core.common.huge_pages import HUGE, PAGE, allocate_pages
 from safetensors.torch import save_file
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 from carom.core.checkpoint import direct_io, direct_io_windows
 from carom.core.checkpoint.direct_io import ALIGN, PosixFile, aligned_buffer, open_raw
+from carom.core.checkpoint.disk_reader import DiskReader, ReaderPolicy
 from carom.core.checkpoint.index import open_index
 from carom.core.checkpoint.read_path import ReadPathPolicy, ReadPathTuner
-from carom.core.checkpoint.reader import DiskReader, ReaderPolicy
 from carom.core.common.errors import WeightsError
 from hypothesis import given, settings
 from hypothesis import strategies as st

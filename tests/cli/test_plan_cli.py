@@ -262,10 +262,10 @@ def test_blocks_that_are_numbered_without_a_name_are_layers(capsys, tmp_path):
 
 def test_the_plot_has_a_line_for_each_configuration_that_differs(capsys):
     from carom.cli import plan_plot
-    from carom.tools.planner import report, shapes
+    from carom.tools.planner import model_plan, shapes
     from carom.tools.planner.estimate import Job, Machine
 
-    asked = report.plan(
+    asked = model_plan.plan(
         shapes.find_shape("flux2-dev"), Machine(presets.CARDS["rtx4090"], ram=128 << 30), Job()
     )
     lines = plan_plot.lines_of(asked)

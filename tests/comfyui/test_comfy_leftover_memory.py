@@ -8,7 +8,7 @@ from typing import Any
 import carom
 import pytest
 import torch
-from carom.core.budget import leftover as core_room
+from carom.core.budget import budget_raise as core_room
 from carom.core.budget.device_governor import Left
 from carom.core.session.layout_manager import LayoutManager
 from carom.core.streaming.pass_retry import OutOfMemory, repeats
@@ -141,7 +141,7 @@ def test_what_the_user_told_comfyui_to_leave_free_is_left(comfy, monkeypatch):
     card = Card(monkeypatch, comfy)
     monkeypatch.setattr(comfy.args, "reserve_vram", 0.4)
     card.run()
-    assert inside(card.carom.session).leftover.room.keep == 400 << 20 and not card.carom.session.spare
+    assert inside(card.carom.session).raise_budget.room.keep == 400 << 20 and not card.carom.session.spare
 
 
 def test_what_is_asked_back_because_it_was_taken_is_not_taken_again(comfy, monkeypatch):
@@ -256,7 +256,7 @@ def test_what_a_partial_unload_left_is_what_a_pass_goes_back_to(comfy, monkeypat
     card = Card(monkeypatch, comfy)
     card.run()
     card.patcher.partially_unload(CPU, LAYER)
-    assert inside(card.carom.session).leftover.base == card.carom.session.vram
+    assert inside(card.carom.session).raise_budget.base == card.carom.session.vram
 
 
 def layouts(card: Card, monkeypatch: Any) -> list:

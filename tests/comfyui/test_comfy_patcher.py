@@ -700,7 +700,7 @@ def test_progress_text_says_policy_residency_and_stall(comfy):
 
 @stand_in_only
 def test_leaving_dynamic_vram_runs_the_loader_once(comfy, tmp_path):
-    from carom.nodes.offload import offload
+    from carom.nodes.convert_patchers import offload
 
     comfy.state.dynamic, comfy.state.make = True, lambda path: filled(Model(comfy.Linear))
 
@@ -730,7 +730,7 @@ def test_leaving_dynamic_vram_runs_the_loader_once(comfy, tmp_path):
 
 @stand_in_only
 def test_a_dynamic_model_without_a_loader_to_run_again(comfy):
-    from carom.nodes.offload import offload
+    from carom.nodes.convert_patchers import offload
 
     dynamic = comfy.Dynamic(filled(Model(comfy.Linear)), CPU, CPU)
     with pytest.raises(carom.UnsupportedError, match="loader cannot be run again"):
@@ -915,7 +915,7 @@ class Decoder(nn.Module):
 
 @stand_in_only
 def test_a_vae_streams_through_the_same_adapter(comfy):
-    from carom.nodes.offload import offload_vae
+    from carom.nodes.convert_patchers import offload_vae
 
     model = filled(Decoder(comfy.Linear))
     z = torch.randn(3, WIDTH)
@@ -932,7 +932,7 @@ def test_a_vae_streams_through_the_same_adapter(comfy):
 
 @stand_in_only
 def test_a_fresh_dynamic_model_is_taken_over_as_it_lies(comfy):
-    from carom.nodes.offload import offload
+    from carom.nodes.convert_patchers import offload
 
     comfy.state.dynamic, comfy.state.make = True, lambda path: filled(Model(comfy.Linear))
     dynamic = sys.modules["comfy.sd"].load_diffusion_model("a file")

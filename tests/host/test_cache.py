@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from carom.core.checkpoint.direct_io import ALIGN
+from carom.core.checkpoint.disk_reader import DiskReader, ReaderPolicy
 from carom.core.checkpoint.index import SourceFile, TensorEntry, open_index
 from carom.core.checkpoint.mapping import Segment
-from carom.core.checkpoint.reader import DiskReader, ReaderPolicy
 from carom.core.host.arena import HostArena
-from carom.core.host.cache import HostCache
 from carom.core.host.cache_pieces import LEAST_BUFFERS, ROTATING, PlacedTensor, choose_buffers, cut
 from carom.core.host.eviction import EvictionPolicy
+from carom.core.host.host_cache import HostCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file

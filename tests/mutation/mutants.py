@@ -423,7 +423,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/host/cache.py",
+        "core/host/host_cache.py",
         (
             "if buffer.copy_event is not None and self._copy_is_done(buffer.copy_event):",
             "if buffer.copy_event is not None:",
@@ -443,7 +443,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/checkpoint/reader.py",
+        "core/checkpoint/disk_reader.py",
         ("if priority == handle.priority else 0", "", "a piece that became urgent is read in its old turn"),
     ),
     # -- core: layouts
@@ -557,7 +557,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
-        "core/session/policies/leftover.py",
+        "core/session/policies/raise_budget.py",
         (
             "        room.failed(beyond)\n        # If",
             "        # If",

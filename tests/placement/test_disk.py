@@ -291,7 +291,7 @@ def test_belady_and_priority_read_less_than_a_rotating_window(tmp_path):
 
 def test_nothing_is_brought_before_what_is_needed_sooner_and_still_read(tmp_path, monkeypatch):
     """It would lie where that has to go, be given up for it unused, and be read and brought twice."""
-    from carom.core.host.cache import HostCache
+    from carom.core.host.host_cache import HostCache
     from carom.core.placement.file_backing import FileBacking
 
     _, empty, path, nbytes = uniform(tmp_path)
@@ -781,7 +781,7 @@ def test_a_read_ahead_that_fails_while_it_is_waited_for_is_tried_once_more(tmp_p
 def test_a_system_without_memory_for_the_cache_streams_through_what_there_is(
     tmp_path, monkeypatch, device, granted
 ):
-    from carom.core.host.cache import HostCache
+    from carom.core.host.host_cache import HostCache
 
     loaded, empty, path, nbytes = uniform(tmp_path)
     where = place(device)

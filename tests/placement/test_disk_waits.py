@@ -8,7 +8,7 @@ import carom
 import pytest
 import tests_disk_harness as disk
 import torch
-from carom.core.checkpoint.reader import DiskReader, as_bytes
+from carom.core.checkpoint.disk_reader import DiskReader, as_bytes
 from carom.core.device.simulated import SimulatedEngine
 from tests_inside import inside
 

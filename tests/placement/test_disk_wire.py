@@ -20,8 +20,8 @@ import pytest
 import tests_models as models
 import torch
 from carom.core.checkpoint.direct_io import PosixFile
+from carom.core.checkpoint.disk_reader import DiskReader
 from carom.core.checkpoint.index import open_index
-from carom.core.checkpoint.reader import DiskReader
 from carom.core.codec.crc import combine_crc32
 from carom.core.codec.lossless import encode
 from carom.core.codec.lossless_format import HEADER_BYTES, parse_header

@@ -5,7 +5,7 @@ from __future__ import annotations
 import carom
 import pytest
 import torch
-from carom.core.budget.leftover import LEAVES, READINGS, Room
+from carom.core.budget.budget_raise import LEAVES, READINGS, BudgetRaise
 from carom.core.common.memory_snapshot import Memory
 from carom.core.common.sizes import GIB, MIB
 from carom.core.session import measured_planner as replan
@@ -18,8 +18,10 @@ TOTAL = 6 * GIB
 HEADROOM = LEAVES.of(TOTAL)
 
 
-def after(free: int, passes: int = READINGS, room: Room | None = None, asked: object = 1) -> Room:
-    room = room or Room()
+def after(
+    free: int, passes: int = READINGS, room: BudgetRaise | None = None, asked: object = 1
+) -> BudgetRaise:
+    room = room or BudgetRaise()
     for _ in range(passes):
         room.passed(Memory(TOTAL, free), asked)
     return room
@@ -49,9 +51,9 @@ def test_inputs_of_another_size_may_need_more():
 
 
 def test_what_was_asked_to_be_left_is_left_and_no_limit_is_exceeded():
-    assert after(GIB, room=Room(keep=GIB)).spare(0, 0) == 0
-    assert after(GIB, room=Room(keep=GIB // 2)).spare(0, 0) == GIB // 2
-    room = after(GIB, room=Room(most=2 * GIB))
+    assert after(GIB, room=BudgetRaise(keep=GIB)).spare(0, 0) == 0
+    assert after(GIB, room=BudgetRaise(keep=GIB // 2)).spare(0, 0) == GIB // 2
+    room = after(GIB, room=BudgetRaise(most=2 * GIB))
     assert room.spare(2 * GIB - MIB, 0) == MIB and room.spare(2 * GIB, 0) == room.spare(3 * GIB, 0) == 0
 
 

@@ -64,5 +64,5 @@ def test_threads_take_locks_in_the_order_of_the_page(root, order, tmp_path):
     for outer, inner, gates in (line for line in seen if len(line) == 3):
         pairs.setdefault((outer, inner), set(gates.split(","))).intersection_update(gates.split(","))
     assert (LAYOUT, "streaming/streamer.py:lock") in pairs
-    assert ("host/cache.py:_cond", "checkpoint/reader.py:lock") in pairs
+    assert ("host/host_cache.py:_cond", "checkpoint/disk_reader.py:lock") in pairs
     assert out_of_order(order, pairs) == []

@@ -11,7 +11,7 @@ import carom
 import pytest
 import torch
 from carom.core.budget import optimizer_reserve
-from carom.core.checkpoint.reader import DiskReader
+from carom.core.checkpoint.disk_reader import DiskReader
 from carom.core.device.simulated import SimulatedEngine
 from carom.core.host.arena import HostArena
 from carom.core.session.phase import Phase

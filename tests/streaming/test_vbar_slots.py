@@ -21,7 +21,7 @@ import torch
 from carom.core.budget.device_governor import QUIET, Regrowth
 from carom.core.common.memory_snapshot import Memory
 from carom.core.device import vbar
-from carom.core.device.vbar_layout import Homes, lay_out, spread
+from carom.core.device.vbar_layout import VbarRanges, lay_out, spread
 from carom.tools.doctor import extras
 from tests_aimdo_stand_in import PAGE, Driver
 from tests_harness import assert_same, infer, place, train
@@ -623,7 +623,7 @@ def test_homes_never_overlap_and_residents_come_first(monkeypatch, resident):
     homes = lay_out(
         [120, 80, 200], resident, 240 if len(resident) < 3 else 0, 1000 if len(resident) == 3 else 700
     )
-    assert isinstance(homes, Homes)
+    assert isinstance(homes, VbarRanges)
     spans = sorted(homes.places.values())
     assert spans[0][0] == homes.begin >= homes.region_bytes
     assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))

@@ -85,7 +85,7 @@ class Faults:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, play: Any) -> None:
         from carom.core.checkpoint.direct_io import PosixFile
-        from carom.core.checkpoint.reader import DiskReader, ReaderPolicy
+        from carom.core.checkpoint.disk_reader import DiskReader, ReaderPolicy
         from carom.core.placement import file_source
 
         class File(PosixFile):

@@ -15,7 +15,7 @@ class Inside:
         made = parts(session)
         self.manager, self.weights, self.ledger = made.manager, made.weights, made.ledger
         self.memory, self.host_memory = made.memory, made.host_memory
-        self.leftover, self.replan, self.policies = made.leftover, made.replan, made.policies
+        self.raise_budget, self.replan, self.policies = made.raise_budget, made.replan, made.policies
         self.passes = made.passes
 
     @property

@@ -231,11 +231,11 @@ def test_a_placement_keeps_as_much_as_brute_force_less_one_small_layer(sizes, bu
 
 
 def test_the_same_question_has_the_same_answer():
-    from carom.tools.planner import report, shapes
+    from carom.tools.planner import model_plan, shapes
 
     machine = Machine(CARD, ram=32 << 30, disk=7e9)
     asked = (shapes.find_shape("flux2-dev"), machine, Job("train", quant=presets.find_quant("fp8")))
-    assert report.to_dict(report.plan(*asked)) == report.to_dict(report.plan(*asked))
+    assert model_plan.to_dict(model_plan.plan(*asked)) == model_plan.to_dict(model_plan.plan(*asked))
 
 
 @given(works(), rates(), modes, st.integers(1, 1 << 20), st.integers(1, 200), st.integers(0, 200))

@@ -15,8 +15,8 @@ import tests_models as models
 import torch
 from carom.cli.main import main
 from carom.core.checkpoint.direct_io import ALIGN
+from carom.core.checkpoint.disk_reader import DiskReader, ReaderPolicy
 from carom.core.checkpoint.index import CODEC_KEY, CODEC_VERSION, open_index
-from carom.core.checkpoint.reader import DiskReader, ReaderPolicy
 from carom.core.common.errors import UnsupportedError, WeightsError
 from carom.tools.pack import output_file
 from carom.tools.pack.file_layout import whole_pages

@@ -11,7 +11,7 @@ from carom.core.common.errors import BudgetError
 from carom.core.plan.predict import Link, PackedTransfer, Workload, predict
 from carom.core.plan.residency import SMALL_UNIT, UnitSize, Wish
 from carom.core.plan.search import choose
-from carom.tools.planner import cost_model, estimate, placement, presets, report
+from carom.tools.planner import cost_model, estimate, model_plan, placement, presets
 from carom.tools.planner.estimate import Job, Machine
 from carom.tools.planner.shapes import Group, Shape
 from hypothesis import given, settings
@@ -276,5 +276,5 @@ def test_a_whole_plan_is_drawn_up_in_well_under_a_second():
     from carom.tools.planner import shapes
 
     began = time.process_time()
-    report.to_dict(report.plan(shapes.find_shape("flux2-dev"), Machine(CARD), Job(codec="lossless")))
+    model_plan.to_dict(model_plan.plan(shapes.find_shape("flux2-dev"), Machine(CARD), Job(codec="lossless")))
     assert time.process_time() - began < 2.0

@@ -11,8 +11,8 @@ import torch
 from carom.core.common.errors import CaromError, UnsupportedError, WeightsError
 from carom.tools.pack.quant_scheme import parse_scheme
 from carom.tools.pack.writer import pack
+from carom.tools.planner import model_plan as paper_plan
 from carom.tools.planner import presets, shape_configs, shape_files, shapes
-from carom.tools.planner import report as paper_plan
 from carom.tools.planner.estimate import Job, Machine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

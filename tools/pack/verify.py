@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable, Iterator
 
 from ...core.checkpoint.direct_io import aligned_buffer
+from ...core.checkpoint.disk_reader import DiskReader, ReaderPolicy
 from ...core.checkpoint.header import show
 from ...core.checkpoint.index import TensorEntry, open_index
 from ...core.checkpoint.packed_source import stored_entry
-from ...core.checkpoint.reader import DiskReader, ReaderPolicy
 from .journal import PackError
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.disk_reader import DiskReader, as_bytes
 from ..checkpoint.read_handle import SubmittedRead
-from ..checkpoint.reader import DiskReader, as_bytes
 from ..common.errors import CaromError
 from .arena import HostArena
 from .cache_buffer import Buffer, CacheFigures, Totals

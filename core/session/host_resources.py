@@ -1,4 +1,4 @@
-"""`HostTier`: the host memory of a session that outlives its layouts."""
+"""`HostResources`: the host memory of a session that outlives its layouts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..placement.host_copies import HostCopies
 from ..placement.packed_tensor import PackedTensor
 
 
-class HostTier:
+class HostResources:
     """A session's host memory: pinned blocks, host copies of units, and packed weights.
 
     ``arena``: allocates and pins blocks of host memory. ``shelf``: packed weights, by the id of the model's tensor.

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checkpoint.direct_io import ALIGN as PAGE
+from ..checkpoint.disk_reader import DiskReader, ReaderPolicy
 from ..checkpoint.index import TensorEntry
 from ..checkpoint.mapping import Segment
 from ..checkpoint.packed_source import PackedSource, codec_name
-from ..checkpoint.reader import DiskReader, ReaderPolicy
 from ..codec import lossless
 from ..codec.lossless_format import HEADER_BYTES, Header, parse_header
 from ..codec.registry import LosslessCodec, codec_of

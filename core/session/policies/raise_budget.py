@@ -1,6 +1,6 @@
-"""`Leftover`: raises a budget that a host application set, by the device memory that passes leave free.
+"""`RaiseBudget`: raises a budget that a host application set, by the device memory that passes leave free.
 
-A host application such as ComfyUI sets the budget before it has seen a pass. `budget.leftover` contains the rule. The
+A host application such as ComfyUI sets the budget before it has seen a pass. `budget.budget_raise` contains the rule. The
 budget rises only together with a layout that is made anyway, and only where a pass can be repeated. If a pass then runs
 out of memory nevertheless, the pass runs again with the host application's budget.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from ...budget.leftover import SIZES, Room
+from ...budget.budget_raise import SIZES, BudgetRaise
 from ...common.errors import UnsupportedError
 from ...common.sizes import format_size
 from ...placement.placement import Placement
@@ -31,7 +31,7 @@ _WORTH = 0.03  # share of the streamed bytes: fewer additional bytes are not wor
 Inputs = tuple[tuple, dict]
 
 
-class Leftover:
+class RaiseBudget:
     """Lets a host application's budget rise by the memory that passes leave free. Does nothing before `follow`.
 
     ``ready``: prepares for a pass, with a new layout where one is due. ``reconsider``: asks for a review of the layout
@@ -47,7 +47,7 @@ class Leftover:
     ) -> None:  # fmt: skip
         self._manager, self._ready = manager, ready
         self._thought_over, self._reconsider, self._grows_now = thought_over, reconsider, grows_now
-        self.room: Room | None = None
+        self.room: BudgetRaise | None = None
         self.base = 0
         self._given: Callable[[tuple, dict], Inputs] = lambda args, kwargs: (args, kwargs)
         self._looked = -math.inf
@@ -72,7 +72,7 @@ class Leftover:
             base = min(max(base, ledger.least_bytes), ledger.vram)
         self.base, self._given = base, given
         if self.room is None or (self.room.keep, self.room.most) != (keep, most):
-            self.room = Room(keep, most)
+            self.room = BudgetRaise(keep, most)
 
     def stop(self) -> None:
         """Stop following free memory, because the budget follows the device from now on."""
@@ -181,7 +181,7 @@ class Leftover:
         self.asked.add(asking)
         return before
 
-    def _cannot_repeat(self, room: Room) -> None:
+    def _cannot_repeat(self, room: BudgetRaise) -> None:
         """Lower the budget to `base` for a pass that cannot run again.
 
         Such passes may alternate with others, and each change of budget needs a new layout. So this counts as a failure

@@ -26,7 +26,7 @@ READINGS = 3  # consecutive readings of free memory that must agree before the b
 SIZES = 64  # number of input sizes that are remembered
 
 
-class Room:
+class BudgetRaise:
     """The bytes by which a session's budget may exceed the budget that its host application set.
 
     ``keep``: the least device bytes to leave free; ``most``: bytes that the budget never exceeds.
