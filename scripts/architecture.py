@@ -55,9 +55,9 @@ def reach(graph: dict[str, set[str]], start: str, without: str) -> set[str]:
 
 
 def job_of(package: str) -> str:
-    """Return the first line of the package's docstring."""
+    """Return the first paragraph of the package's docstring, as one line."""
     text = ast.get_docstring(ast.parse((ROOT / "core" / package / "__init__.py").read_text(encoding="utf-8")))
-    return (text or "").partition("\n")[0]
+    return " ".join((text or "").partition("\n\n")[0].split())
 
 
 def drawing() -> str:

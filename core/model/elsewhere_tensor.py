@@ -103,7 +103,8 @@ def _dispatch_elsewhere(cls: type, func: Callable, types: Any, args: tuple = (),
     if home is not None and (name in _MEMORY_FORMAT_QUERIES or func == _IS_META):
         return managed_tensor.plain(func, (home.host, *args[1:]), kwargs)
     if name in managed_tensor._ATTRIBUTES or (getter and func not in managed_tensor._VIEW_GETTERS):
-        if isinstance(first, LazyTensor):  # a detached value reports its own device, not the compute device
+        # A detached value, as in a state dict, reports its own device. A streamed weight reports the device that computes.
+        if isinstance(first, LazyTensor):
             return managed_tensor.plain(func, args, kwargs)
         return managed_tensor._dispatch_managed(cls, func, types, args, kwargs)
     leaves = tree_leaves((args, kwargs))

@@ -81,8 +81,8 @@ class ObjectSpec:
 
 @dataclass(frozen=True)
 class SubclassSpec:
-    """The parts of a data subclass tensor other than its bytes and the tensors in its attributes: class and
-    attributes.
+    """What is needed to rebuild a tensor of a subclass that has bytes of its own (GGUF's, bitsandbytes'): its
+    class, and its attributes, in which markers stand for tensors.
     """
 
     cls: type

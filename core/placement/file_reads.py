@@ -65,7 +65,7 @@ class FileReads:
         self._closed = False
         self._final = Read()
         self._pieces: list[list[CachePiece]] = []
-        self._checks: BlobChecks | None = None  # set if units cross packed
+        self._checks: BlobChecks | None = None  # set if any unit is copied to the device packed
         self._buffers: BufferPlan | None = None
         self._peak = 0  # peak bytes of host memory, up to the last time that memory was released
         self._used_units: set[int] = set()  # units used while residents are still being loaded

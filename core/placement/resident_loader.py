@@ -395,7 +395,7 @@ class ResidentLoader:
         item.loaded = True
         del self._pending[id(item)]
 
-    # -- end
+    # -- the end of a pass, and closing
 
     def end_pass(self) -> None:
         """Remove the forward wrappers after a root forward succeeded, if everything is loaded.

@@ -228,18 +228,19 @@ class _Search:
                 wide.append(size * (max(around - behind, 0.0) / around + 1e-6))
             yield wide
 
-    def spread(self, free: list[int], weights: list[float], room: int, *, start: float) -> frozenset[int]:
-        """Return residents of at most ``room`` bytes, spread over the order of use by ``weights``.
+    def spread(self, free: list[int], preferences: list[float], room: int, *, start: float) -> frozenset[int]:
+        """Return residents of at most ``room`` bytes, spread evenly over ``free``, which is in the order of use.
 
-        ``start``: the credit to begin with, as a share of the smallest unit's cost. A unit stays as soon
-        as the credit that the units up to it have gathered covers its cost.
+        Each unit of ``free`` adds credit in proportion to its entry in ``preferences``. A unit becomes resident
+        as soon as the credit covers its size, which is then subtracted from the credit. ``start``: the initial
+        credit, as a fraction of the smallest unit's size. Units that fit into bytes left over are added.
         """
         costs = [self.cost(unit) for unit in free]
         wanted = sum(costs)
-        share = min(1.0, room / wanted) * wanted / (sum(weights) or 1.0)
+        share = min(1.0, room / wanted) * wanted / (sum(preferences) or 1.0)
         credit, chosen = start * min(costs), set()
-        for unit, weight, size in zip(free, weights, costs, strict=True):
-            credit += share * weight
+        for unit, preference, size in zip(free, preferences, costs, strict=True):
+            credit += share * preference
             if credit >= size * 0.999 and size <= room:
                 chosen.add(unit)
                 room -= size
@@ -298,7 +299,8 @@ def choose(
         middle = median(waits[index] for index in packs)
         ways += [way] if (way := frozenset(i for i in packs if waits[i] < middle)) else []
     found = []
-    for way in ways:  # the unpacked way comes first: of equal predictions, `min` below takes the first
+    # Each of ``ways`` is a set of units to pack. The empty set is first, so that `min` below prefers it in a tie.
+    for way in ways:
         some = [replace(unit, packed=unit.packed if i in way else 0) for i, unit in enumerate(units)]
         spend = work // len(ways)
         given = some, budget, fixed_bytes, workload, link, wish or Wish(), grain, spend, seconds

@@ -106,7 +106,7 @@ class DeviceWeights:
 
     @property
     def waiting_bytes(self) -> int | None:
-        """Host bytes that weights give back when they move to a device that shares the host's memory.
+        """Host bytes that are freed if the waiting weights move to a device that shares the host's memory.
 
         None for devices with their own memory, and for weights from files.
         """

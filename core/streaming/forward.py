@@ -239,7 +239,8 @@ class Runs:
     def _differentiable(self, home: Home, proxy: WeightProxy, view: torch.Tensor) -> torch.Tensor:
         """Return the output of the weight's `Deliver` node with the data of ``view``.
 
-        All runs of the weight share this tensor, wherever the slot is.
+        The tensor is created at the first use, and later runs return the same tensor. If the weight is in
+        another slot by then, the tensor's ``data`` is pointed there.
         """
         tensor = proxy.tensor
         if tensor is None:
