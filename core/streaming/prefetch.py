@@ -218,7 +218,8 @@ def fetch_order(
 ) -> list[int]:
     """Return the indexes of the units that will be fetched, in the order of their need.
 
-    Units that will still be in their slots at their next use come last, because that use needs no fetch. ``now``: a unit that is needed at once, None if none is. ``used_lately``: indexes that are left out.
+    Units that will still be in their slots at their next use come last, because that use needs no fetch.
+    ``now``: a unit that is needed at once, None if none is. ``used_lately``: indexes that are left out.
     """
     first: list[int] = []
     later: list[int] = []
