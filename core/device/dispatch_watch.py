@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,48 +14,49 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Watched:
-    """Base class of an engine that is told of every operator that runs within `step`, on any thread."""
+class DispatchWatch:
+    """Shows every operator that runs within `step`, on any thread, to two functions.
 
-    def __init__(self) -> None:
+    ``check(operator, tensors)``: called before the operator runs; returns whether any of its tensors is on the
+    device. ``account(operator, args, kwargs, result, on_device)``: called after an operator that is no view;
+    ``on_device`` is what ``check`` returned.
+    """
+
+    def __init__(self, check: Callable[..., bool], account: Callable[..., None]) -> None:
+        self.check, self.account = check, account
         self._local = threading.local()
-
-    def _check_operator(self, func: Any, tensors: list[torch.Tensor]) -> bool:
-        """Check ``func`` before it runs on ``tensors``; return whether any of them is on the device."""
-        raise NotImplementedError
-
-    def _account_operator(self, func: Any, args: Any, kwargs: Any, result: Any, on_device: bool) -> None:
-        """Account for ``func``, which has run and is no view; ``on_device`` is the result of
-        `_check_operator`.
-        """
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Return a context in which operators of this thread are shown to the engine."""
+        """Return a context in which operators of this thread are shown."""
         if getattr(self._local, "watching", False):
             yield
             return
         self._local.watching = True
         try:
-            with _Watch(self):
+            with _Mode(self):
                 yield
         finally:
             self._local.watching = False
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Return a context in which this thread's operators are the engine's own and are not shown to it."""
-        before = getattr(self._local, "suspended", False)
+        """Return a context in which this thread's operators are not shown."""
+        before = self.suspended
         self._local.suspended = True
         try:
             yield
         finally:
             self._local.suspended = before
 
+    @property
+    def suspended(self) -> bool:
+        """Whether this thread is inside `unwatched`."""
+        return getattr(self._local, "suspended", False)
+
 
 class _HigherOrderCall:
-    """A higher-order operator (flex_attention), shown to an engine as one operator that writes to none of its
+    """A higher-order operator (flex_attention), shown as one operator that writes to none of its
     arguments.
     """
 
@@ -69,8 +70,8 @@ class _HigherOrderCall:
         return str(self._overloadpacket)
 
 
-class _Watch(TorchDispatchMode):
-    """The dispatch mode that shows every operator to an engine."""
+class _Mode(TorchDispatchMode):
+    """The dispatch mode of a `DispatchWatch`."""
 
     supports_higher_order_operators = True
 
@@ -79,21 +80,21 @@ class _Watch(TorchDispatchMode):
         """Return True: keep the mode active while torch.compile runs."""
         return True
 
-    def __init__(self, engine: Watched) -> None:
+    def __init__(self, watch: DispatchWatch) -> None:
         super().__init__()
-        self._engine = engine
+        self._watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        engine = self._engine
-        if getattr(engine._local, "suspended", False):
+        watch = self._watch
+        if watch.suspended:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             seen = _HigherOrderCall(func) if isinstance(func, HigherOrderOperator) else func
-            on_device = engine._check_operator(seen, _tensors((*args, *kwargs.values())))
+            on_device = watch.check(seen, _tensors((*args, *kwargs.values())))
         result = func(*args, **kwargs)
         if not seen.is_view:
-            engine._account_operator(seen, args, kwargs, result, on_device)
+            watch.account(seen, args, kwargs, result, on_device)
         return result
 
 

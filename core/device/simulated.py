@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from ..common.memory_snapshot import Memory
 from ..host.arena import Pinner
 from ..plan.region import ALIGN
 from .cpu_engine import host_alias, host_memory_at
-from .dispatch_watch import Watched
+from .dispatch_watch import DispatchWatch
 from .simulated_memory import LOCATION, Places, Ranges, Reserve, Tag
 from .simulated_streams import CURRENT, VirtualDevice, WeakTensor
 from .stream_engine import StreamEngine
@@ -107,7 +108,7 @@ class SimulatedDevice:
         return self.ledger.places.on_device(tensor)
 
 
-class SimulatedEngine(Watched, StreamEngine):
+class SimulatedEngine(StreamEngine):
     """An `Engine` over CPU tensors that also counts transfers, for tests.
 
     ``copies`` and ``bytes_in``: copies to the device and their bytes. ``reserve``: the memory that a caching
@@ -120,10 +121,13 @@ class SimulatedEngine(Watched, StreamEngine):
     counts_all_memory = True
 
     def __init__(self, config: SimulatedDevice) -> None:
-        Watched.__init__(self)
-        device = VirtualDevice(config.timing, config.seed, self.unwatched)
+        self._watch = DispatchWatch(self._check_operator, self._account_operator)
+        device = VirtualDevice(config.timing, config.seed, self._watch.unwatched)
         self.config, self._virtual = config, device
-        StreamEngine.__init__(self, torch.device("cpu"), device)
+        super().__init__(torch.device("cpu"), device)
+        self._local = (
+            threading.local()
+        )  # ``last``: the last stream of this thread, and the kernel that ran on it
         self.device = torch.device("cpu")
         self.name = f"simulated({config.timing}, seed={config.seed})"
         self.pinner: Pinner | None = Pinner(self._register, self._unregister)
@@ -171,7 +175,7 @@ class SimulatedEngine(Watched, StreamEngine):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._need(nbytes)
-        with self.unwatched(), torch.inference_mode(False):
+        with self._watch.unwatched(), torch.inference_mode(False):
             buffer = torch.full((nbytes,), 255, dtype=torch.uint8, device=self.device)
         self.allocated += nbytes
         self.ledger.allocated += nbytes
@@ -213,11 +217,11 @@ class SimulatedEngine(Watched, StreamEngine):
         """
         if self.locate(tensor) == to:
             return tensor
-        with self.unwatched():
+        with self._watch.unwatched():
             return self._places.copy_of(tensor, to == LOCATION)
 
     def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
-        with self.unwatched(), torch.inference_mode(False):
+        with self._watch.unwatched(), torch.inference_mode(False):
             if not pinned:
                 return None
             found = data.clone()
@@ -249,6 +253,9 @@ class SimulatedEngine(Watched, StreamEngine):
 
     # -- streams and events
 
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        return self._watch.step()
+
     def copy_in(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
     ) -> tuple[Any, Any]:
@@ -278,7 +285,7 @@ class SimulatedEngine(Watched, StreamEngine):
             self.copies += 1
             self.bytes_in += nbytes
             self._overwrites(stream, target)
-        with self.unwatched(), torch.no_grad():
+        with self._watch.unwatched(), torch.no_grad():
             if inward or target.is_floating_point():  # the target is undefined until the copy takes effect
                 target.fill_(255 if inward else float("nan"))
         kept = WeakTensor(source)
@@ -314,7 +321,7 @@ class SimulatedEngine(Watched, StreamEngine):
         """
         wire, target = args
         self._overwrites(stream, target)
-        with self.unwatched():
+        with self._watch.unwatched():
             target.fill_(255)
         seconds = self.config.kernel_seconds + target.numel() / self.config.decode_bytes_per_second
         if not self._virtual.accesses.read(*_address_range(wire), stream, ahead=1):
@@ -339,7 +346,7 @@ class SimulatedEngine(Watched, StreamEngine):
 
     def freed(self, memory: torch.Tensor, start: int, end: int) -> None:
         """Fill freed bytes with 255, which makes NaNs of floats."""
-        with self.unwatched():
+        with self._watch.unwatched():
             memory[start:end].fill_(255)
 
     def read(self, target: torch.Tensor) -> None:

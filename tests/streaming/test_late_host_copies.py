@@ -25,13 +25,13 @@ def late(monkeypatch):
 
     def late_copy_out(self, target, source):
         event = copy_out(self, target, source)
-        with self.unwatched(), torch.no_grad():
+        with self._watch.unwatched(), torch.no_grad():
             under_way.append((event, target, target.clone()))
             target.fill_(255 if target.dtype == torch.uint8 else float("nan"))
         return event
 
     def land(self, event=None):
-        with self.unwatched(), torch.no_grad():
+        with self._watch.unwatched(), torch.no_grad():
             for one in list(under_way):
                 if event is None or one[0] is event:
                     under_way.remove(one)
