@@ -1,11 +1,11 @@
 """Raise a budget that a host application set before any pass had run, by the memory that passes leave free.
 
-A host application such as ComfyUI estimates how much device memory a pass needs in addition to the
-weights, and adds reserves. Once passes have run, the bytes that they left free are known. Weights may
-take these bytes except for a headroom. The same pass can need more memory another time, because
-allocators do not always use memory equally well. If a pass runs out of memory while weights take extra
-bytes, half as many extra bytes are tried once more, and none after the next failure. The module imports
-no torch and has no side effects.
+A pass is one forward of a session's module. A host application such as ComfyUI estimates how much device memory
+a pass needs in addition to the weights, and adds reserves. Once passes have run, the bytes that they left free
+are known. Weights may take these bytes except for a headroom. The same pass can need more memory another time,
+because allocators do not always use memory equally well. If a pass runs out of memory while weights take extra
+bytes, half as many extra bytes are tried once more, and none after the next failure. The module imports no
+torch and has no side effects.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SIZES = 64  # number of input sizes that are remembered
 class BudgetRaise:
     """The bytes by which a session's budget may exceed the budget that its host application set.
 
-    ``keep``: the least device bytes to leave free; ``most``: bytes that the budget never exceeds.
-    ``none``: whether the budget must stay at the host application's value. ``beyond``: the most bytes by
-    which the budget may exceed that value, infinite before the first failure.
+    ``keep``: the least device bytes to leave free; ``most``: the largest budget in bytes. ``none``: whether
+    the budget must stay at the host application's value. ``beyond``: the most bytes by which the budget may
+    exceed that value, infinite before the first failure.
     """
 
     def __init__(self, keep: int = 0, most: float = math.inf) -> None:
@@ -76,7 +76,7 @@ class BudgetRaise:
         self.beyond = beyond // 2
 
     def spare(self, budget: int, base: int, unused: int = 0) -> int:
-        """Return the bytes by which ``budget`` may rise now.
+        """Return the bytes by which ``budget`` (in bytes) may rise now.
 
         ``base``: the host application's budget in bytes. ``unused``: bytes of ``budget`` that no weight
         takes; the device reports these as free although they are already promised to weights.

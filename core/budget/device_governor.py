@@ -1,5 +1,9 @@
 """Choose the bytes of weights of a session with ``vram="auto"`` from the free device memory between steps.
 
+A pass is one forward of the module. A step is one pass or, when training, the passes and the backward that
+belong together. A reading is a measurement of the device's memory after a step, and a quiet reading shows
+enough free memory for the budget to rise. Weights are laid out anew whenever the budget changes.
+
 The allocator keeps the memory that activations took. So the memory that is still free after the first
 steps is not needed by steps, and weights may take it. The budget falls at once when free memory runs
 short (because of another program, another model, or larger inputs) or when a step ran out of memory. The
@@ -27,10 +31,11 @@ from ..common.sizes import GIB, MIB
 
 # The first headroom: a share of the device's memory, and at most so many bytes.
 HEADROOM, MOST_HEADROOM = 0.025, GIB // 2
-LOW = 0.5  # the budget falls when less than this share of the headroom is free
+LOW = 0.5  # the budget falls when the free memory is less than this share of the headroom
 WORTH = 0.02  # the least rise that is worth a new layout, as a share of the device's memory
 STILL = 0.002  # smaller differences between two readings do not count, as a share of the device's memory
-CALM = 2  # a session has settled after this many times the readings before a rise, without change in a row
+# A session has settled after readings in a row without change: this many times the readings before a rise.
+CALM = 2
 CAREFUL = 1.5  # a session that trains needs this many times as many readings, because a failed step is lost
 SETTLED_WORTH = 0.005  # like `WORTH`, for a settled session, which rises only once
 QUIET, MOST_QUIET = 3, 1 << 10  # readings before a rise, at first and at most; doubled by every fall
@@ -106,7 +111,7 @@ class Governor:
             return self._fall(held - (self.headroom(memory) - memory.free), held, least)
         spare = memory.free - headroom
         target = min(everything, held + spare)
-        most = max(held, budget or 0)  # the part of the budget that is not held is too small for another unit
+        most = max(held, budget or 0)  # bytes of the budget that are not held are too few for another unit
         worth = SETTLED_WORTH if self.settled else WORTH
         if target - most < min(worth * memory.total, max(1, everything - most)):
             self._quiet = 0
@@ -120,7 +125,7 @@ class Governor:
     def _settle(self, memory: Memory, training: bool, steady: bool) -> None:
         """Count the readings in a row without change, and settle the session after enough of them.
 
-        ``steady``: False where the reading counts as a change in any case.
+        ``steady``: False if the reading counts as a change whatever it shows.
         """
         last, self._last = self._last, memory
         still = STILL * memory.total
@@ -133,10 +138,10 @@ class Governor:
         self._calm = 0 if moved or not steady or memory.spills else self._calm + 1
         if not self.settled and self._calm >= CALM * self._patience * (CAREFUL if training else 1):
             self.settled = True
-            self._quiet = self._patience - 1  # the wait before a rise is over already
+            self._quiet = self._patience - 1  # so that a rise needs no further wait
 
     def unsettle(self) -> None:
-        """Start the wait until the session settles again, because a pass with new inputs is about to run.
+        """Restart the count of readings without change, because a pass with new inputs is about to run.
 
         A session that has settled stays settled, with its smaller headroom.
         """
@@ -169,7 +174,7 @@ class Governor:
 
 
 def beside(whole: int, on_device: int) -> int:
-    """Return the host's part of ``whole`` bytes for weights in shared memory, beside ``on_device`` bytes.
+    """Return the host's part of ``whole`` bytes, the budget for weights in memory that host and device share.
 
     ``on_device``: bytes of weights that the device takes.
     """
@@ -189,6 +194,7 @@ def wherever(memory: Memory, waiting: int) -> Memory:
 class Regrowth:
     """The rule for when weights may return to a VBAR after other programs' needs took memory out of the VBAR.
 
+    A VBAR is a range of device addresses whose memory comfy-aimdo takes away when an allocation needs memory.
     The weights return after a number of quiet readings, which doubles with every loss.
     """
 

@@ -5,7 +5,7 @@ The module imports no torch and has no side effects.
 
 from __future__ import annotations
 
-LOW = 0.5  # the budget falls when less than this share of the bytes to be left free is free
+LOW = 0.5  # the budget falls when the free memory is less than this share of the bytes to leave free
 WORTH = 0.1  # the least rise, as a share of the first budget: after a rise a file's cache is filled again
 QUIET, MOST_QUIET = 8, 1 << 10  # readings before a rise, at first and at most; doubled by every fall
 

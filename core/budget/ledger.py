@@ -3,6 +3,13 @@
 The rules are in `device_governor`, `shared_budget` and `priority`. The ledger applies these rules to one
 session, which it accesses through the `Holder` protocol. A session "gives way" when it moves resident
 weights off the device, or gives up promised bytes, so that another session can have the memory.
+
+A pass is one forward of the session's module. A unit is a module whose weights are copied to the device
+together. Units that stay on the device are resident; the others are streamed, that is, copied for each use. A
+layout is the arrangement of a session's weights for a budget: which units are resident, and the device memory
+for the others. A parked session holds no device memory and makes a new layout before its next pass. A VBAR is a
+range of device addresses whose memory comfy-aimdo takes away when an allocation needs memory. The bytes promised
+to a session are those that its weights take, or may take without asking again.
 """
 
 from __future__ import annotations
@@ -73,16 +80,19 @@ class Holder(Protocol):
 
     @property
     def may_give(self) -> bool:
-        """Whether residents may leave now: no autograd graph needs them, and the last step's times were read."""
+        """Whether residents may leave the device now.
+
+        They may if no autograd graph needs them and the times of the last step have been read.
+        """
 
     def hold_idle(self, locks: contextlib.ExitStack) -> bool:
-        """Block passes of the session while ``locks`` are held; return False at once if a pass is running."""
+        """Block passes of the session until ``locks`` is closed; return False at once if a pass is running."""
 
     def resize(self, budget: int) -> None:
         """Lay the weights out again for ``budget`` bytes."""
 
     def account(self) -> None:
-        """Note that the budget changed."""
+        """Report the held bytes to the ledger after the budget changed."""
 
 
 class BudgetLedger:
@@ -102,19 +112,19 @@ class BudgetLedger:
         self._vram = 0
         self.priority = 0
         self._holder: Holder | None = None
-        self._laying = 0  # bytes promised to a layout that is being made
+        self._laying = 0  # bytes promised to a layout that is being made; 0 if none is
         self._keeps = 0  # bytes of a shared budget reserved for the session's return from being parked
         # The most cached bytes of the allocator (memory that passes use) seen when the session was parked.
         self._passing = 0
         self._peak = self._peak_under = 0  # the most bytes held, and the budget at that time
 
     def follow(self, holder: Holder) -> None:
-        """Account for the weights of ``holder`` from now on."""
+        """Begin to account for the weights of ``holder``, the ledger's session."""
         self._holder = holder
 
     @property
     def holder(self) -> Holder:
-        """The session's weights."""
+        """The session that the ledger accounts for."""
         assert self._holder is not None
         return self._holder
 
@@ -203,7 +213,7 @@ class BudgetLedger:
     def unused_bytes(self) -> int:
         """The promised bytes that no weight takes now.
 
-        0 while a layout is being made, without a layout in effect, and with a VBAR.
+        The number is 0 while a layout is being made, if no layout is in effect, and for a session with a VBAR.
         """
         none = self._laying or not self.holder.attached or self.holder.pool_promise is not None
         return 0 if none else self.promised_bytes - self.held_bytes
@@ -378,7 +388,7 @@ class BudgetLedger:
         return self.taking() if self.shared is not None and self.shared.grows else contextlib.nullcontext()
 
     def may_grow(self, locks: contextlib.ExitStack) -> bool:
-        """Hold the lock of `growing` while ``locks`` are held; return False at once if another session holds it."""
+        """Hold the lock of `growing` until ``locks`` is closed; return False at once if the lock is taken."""
         if self.shared is None or not self.shared.grows:
             return True
         lock = self.shared.mates.lock
@@ -391,7 +401,10 @@ class BudgetLedger:
 
     @contextlib.contextmanager
     def laying_out(self) -> Iterator[None]:
-        """Keep the promised bytes at their present number until a layout is made, whatever is held meanwhile."""
+        """Return a context, for the making of a layout, that keeps the promised bytes at their present number.
+
+        The bytes that weights take may change inside the context without changing the promise.
+        """
         with self.growing():
             before = self._laying
             self._laying = before or self.promised_bytes
@@ -401,14 +414,13 @@ class BudgetLedger:
                 self._laying = before
 
     def promise(self, nbytes: int) -> None:
-        """Promise ``nbytes`` bytes to a first layout, or to a layout that returns from being parked.
-
-        0 ends the promise.
+        """Promise ``nbytes`` bytes to a session's first layout, or to the layout of a session that returns from
+        being parked. 0 ends the promise.
         """
         self._laying = nbytes
 
     def claim(self, budget: int) -> bool:
-        """Raise the promise to the layout that is being made to ``budget`` bytes, and return the success.
+        """Raise the promise to the layout that is being made to ``budget`` bytes; return True on success.
 
         Return False if the shared budget has too few free bytes.
         """
@@ -424,8 +436,8 @@ class BudgetLedger:
     def begin_with_least(self, least: int, had: int, error: BudgetError) -> None:
         """Set the budget to ``least`` bytes for a first layout.
 
-        ``had``: bytes of a shared budget before other sessions gave way. If fewer than ``least`` bytes
-        are free, raises ``error``, or BudgetError where other sessions of the shared budget hold the
+        ``had``: bytes that the shared budget had free before other sessions gave way. If fewer than ``least``
+        bytes are free, raises ``error``, or BudgetError if other sessions of the shared budget hold the
         missing bytes.
         """
         shared = self.shared
@@ -483,7 +495,7 @@ class BudgetLedger:
         if asked or self._vram < budget:
             self.governor.gave()
 
-    # Set the budget and the promise to ``budget`` bytes, or to the free bytes of a shared budget.
+    # Set the budget and the promise to ``budget`` bytes, or to the free bytes of a shared budget if fewer.
     def _come_back(self, budget: int) -> None:
         with self.taking():
             least = self.least_bytes

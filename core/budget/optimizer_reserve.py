@@ -8,7 +8,7 @@ parameters that have a gradient and no state yet. If these bytes are not free, s
 weights, the least used session first. The allocator's cache does not count as free for the state, because
 the activations of the next step need that cache.
 
-A step whose parameters all have their state costs a few microseconds more.
+For an optimizer step whose parameters all have their state, the hook takes a few microseconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VALUES = 2
 # Further state values of optimizers that estimate the step size (Prodigy): the first weights, a sum of
 # gradients.
 FOUND = 2
-TRIES = 4  # the most layouts of one session before an optimizer step
+TRIES = 4  # how often one session may lay out its weights anew before an optimizer step, at most
 FULL = 4  # bytes of a state value: optimizers other than torch's keep full precision for any parameter dtype
 
 # Bytes that decide how torch's CUDA allocator reserves memory. Allocations of at most ``_SMALL`` bytes
@@ -50,7 +50,7 @@ _SMALL, _LARGE, _SHARED = MIB, 10 * MIB, 20 * MIB
 
 @dataclass(frozen=True)
 class Needs:
-    """The bytes of a device that an optimizer step newly takes.
+    """The device bytes that an optimizer step takes in addition to the bytes allocated before the step.
 
     ``state``: bytes that stay allocated; ``passing``: bytes that are free again at the end of the step.
     """
@@ -61,8 +61,8 @@ class Needs:
     def missing(self, memory: Memory, activations: int = 0) -> int:
         """Return the bytes that weights must free to keep the headroom free; 0 if the step fits.
 
-        ``activations``: bytes of free memory that the next forward and backward will take. The step's
-        passing bytes can use the same memory before that.
+        ``activations``: bytes of free memory that the next forward and backward will take. The step's passing
+        bytes may use this memory too, because they are free again before that forward.
         """
         wanted = self.state + max(self.passing, activations)
         headroom = Governor.headroom(memory)
@@ -85,7 +85,7 @@ def reserved(nbytes: int, grain: int) -> int:
 def needs(
     optimizer: torch.optim.Optimizer, fresh: set[int], device: torch.device, grain: int, coming: bool = False
 ) -> Needs:
-    """Return the bytes that the next step of ``optimizer`` newly takes on ``device``.
+    """Return the bytes of ``device`` that the next step of ``optimizer`` takes in addition to present ones.
 
     ``fresh``: ids of the parameters that get their state in the step. ``grain``: see `reserved`.
     ``coming``: whether gradients are still to be computed, and each parameter is stepped as soon as its
@@ -142,9 +142,9 @@ def _passing(
 def where_trained(module: nn.Module) -> str | None:
     """Return the setting ``training`` of `stream` for a budget that follows the device.
 
-    Return "resident" if ``module`` has trainable parameters, of no more bytes than its frozen parameters;
-    else None. Such trainable parameters stay on the device under any budget, because their optimizer's
-    state is, or will be, on the device.
+    Return "resident" if ``module`` has trainable parameters that take no more bytes than its frozen parameters;
+    else None. Such trainable parameters stay on the device under any budget, because their optimizer's state
+    is, or will be, on the device.
     """
     trained = frozen = 0
     for parameter in module.parameters():
@@ -203,7 +203,7 @@ def fresh_in(optimizer: torch.optim.Optimizer, coming: bool = False) -> set[int]
 
 
 class Giver(Protocol):
-    """A session's ledger, which moves resident weights off the device when memory is short."""
+    """A session's ledger, which moves resident weights off the device so that an optimizer step has memory."""
 
     def release(self, nbytes: int, of_device: bool = False) -> int: ...
 
@@ -231,7 +231,7 @@ class Used(Protocol):
 @dataclass(frozen=True)
 class _Member:
     place: Place
-    key: Hashable  # of the device
+    key: Hashable  # names the device
     used: Used
 
 

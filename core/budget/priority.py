@@ -1,16 +1,16 @@
-"""`PriorityOrder`: decide which session gives way to which other one, and when a move is worth its copies.
+"""`PriorityOrder`: decide which session gives way to another, and when moving bytes between them is worth it.
 
 The sessions share one memory. A session gives way when it gives up device bytes of weights for another
 session. Sessions of lower priority give way first; of equal priorities the least used session, then the
 oldest. To a new session, all others of the same or lower priority give way at once.
 
-Later, bytes move at once from a session of lower priority to a session that is short of memory. Between
-equal priorities, bytes move only to a session that is short of memory and has run more steps since the
-last move. The difference (the lead) must make up for the cost of loading the weights, and perhaps of
-moving them back. Models that alternate run equally many steps, so no bytes move between them. That is
-intended: any fixed split copies the same bytes in each round, and each move would add copies. Every move
-doubles the lead that the next move needs, so sessions that are used in bursts settle too. The module
-imports no torch and has no side effects.
+A session is short of memory if some of its weights are not resident on the device. Once the new session runs,
+bytes move at once from a session of lower priority to a session that is short of memory. Between equal
+priorities, bytes move only to a session that is short of memory and has run more steps since the last move. The
+difference (the lead) must make up for the cost of loading the weights, and perhaps of moving them back. Models
+that alternate run equally many steps, so no bytes move between them. That is intended: any fixed split copies
+the same bytes in each round, and each move would add copies. Every move doubles the lead that the next move
+needs, so sessions that are used in bursts settle too. The module imports no torch and has no side effects.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PriorityOrder:
         self._lead = LEAD
 
     def returned(self, key: int) -> None:
-        """Set all step counts to 0 because ``key`` returned from being parked.
+        """Set all step counts to 0, because session ``key`` was parked (off the device) and returned.
 
         Otherwise the steps that other sessions ran meanwhile would count as a lead.
         """

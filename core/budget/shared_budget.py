@@ -1,7 +1,8 @@
 """`SharedBudget`: one budget of device bytes for several sessions. `Mates`: the sessions that share memory.
 
 The module `priority` decides which session gives way (gives up device bytes for another session) and
-when. The module `ledger` carries that out for one session.
+when. The module `ledger` carries that out for one session. A pass is one forward of a session's module. A
+parked session holds no device memory until its next pass.
 """
 
 from __future__ import annotations
@@ -102,11 +103,12 @@ def mates_on(place: Hashable) -> Mates:
 
 
 class SharedBudget:
-    """The most bytes of weights that several sessions hold together. Pass the same object as ``vram`` to each session.
+    """The most bytes of weights that several sessions hold together.
 
-    Each session holds the bytes that the other sessions leave. To a new session the others give way, down
-    to one slot each. Later, bytes move to a session that is short of memory and used much more than
-    others. A parked session holds no bytes, but its least bytes are reserved for its return.
+    Pass the same object as ``vram`` to each session. Each session holds the bytes that the other sessions
+    leave. To a new session the others give way, down to one slot each. Later, bytes move to a session that is
+    short of memory and used much more than others. A parked session holds no bytes, but its least bytes are
+    reserved for its return.
 
     ``size``: bytes, or a string such as "12GiB" or "12GB". ``by_size``: a new session asks the others for
     no more than its share of the budget in proportion to the sizes of the models, which suits models that
@@ -155,9 +157,10 @@ class SharedBudget:
         return self.later + taken - (0 if member is None else member.unused_bytes)
 
     def part_of(self, member: BudgetMember | None, nbytes: int, of: int | None = None) -> int:
-        """Return the bytes that ``member``, with ``nbytes`` bytes of weights, may ask other sessions to leave free.
+        """Return the bytes that ``member`` may ask other sessions to leave free.
 
-        ``of``: the bytes to divide among the sessions; None: the whole budget.
+        ``nbytes``: the bytes of all weights of ``member``. ``of``: the bytes to divide among the sessions;
+        None: the whole budget.
         """
         if not self.by_size:
             return nbytes
@@ -166,10 +169,12 @@ class SharedBudget:
         return min(nbytes, (self.nbytes if of is None else of) * nbytes // max(1, everything))
 
     def memory(self, device: Memory | None, member: BudgetMember | None = None) -> Memory:
-        """Return the memory that ``member`` may take.
+        """Return a snapshot of the memory that ``member`` may take.
 
-        Return ``device`` if the device has fewer bytes left than the budget, or more bytes left and the
-        budget grows; else return the budget as a `Memory` for weights only.
+        The snapshot is ``device`` if the device has fewer bytes left than the budget, or if the device has
+        more bytes left and the budget grows. In a growing budget, bytes that are promised to other sessions
+        and not on the device yet do not count as free. Otherwise the snapshot is a `Memory` for weights only,
+        made of the budget.
         """
         free = self.free_for(member)
         if device is not None:
@@ -197,11 +202,14 @@ class SharedBudget:
 
     @property
     def grown(self) -> int:
-        """The bytes by which the budget exceeds the first budget; may be negative after a pass ran out of memory."""
+        """The bytes by which the budget exceeds the first budget.
+
+        The number may be negative after a pass ran out of memory.
+        """
         return self.nbytes - self.first if self.grows else 0
 
     def fall(self) -> None:
-        """Lower a growing budget to the promised and reserved bytes, after a pass ran out of memory."""
+        """Lower a growing budget to the bytes that are promised and reserved, after a pass ran out of memory."""
         if self.grows:
             self.nbytes = min(self.nbytes, self._spoken_for(None))
 

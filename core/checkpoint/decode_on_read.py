@@ -1,10 +1,10 @@
-"""Reads of packed tensors: the whole blob is read and verified once, and the requested byte range is decoded
-on the CPU.
+"""Reads of packed tensors: the whole blob (the packed bytes of a tensor) is read and verified once, and the
+requested byte range is decoded on the CPU.
 
-A `DiskReader` uses this for a `PackedSource`. Packed bytes are read from the drive; decoded bytes fill the
-caller's buffers. Requests for several ranges of one tensor that come soon after one another share one read,
-because a blob is kept until other blobs have been read. Only a few blobs are in memory at a time, however
-many reads are requested ahead.
+A `DiskReader` uses a `DecodingReader` for every read from a `PackedSource`, which stands for the decoded bytes
+of a packed tensor. Packed bytes are read from the drive; decoded bytes fill the caller's buffers. Requests for
+several ranges of one tensor that come soon after one another share one read, because a blob is kept until other
+blobs have been read. Only a few blobs are in memory at a time, however many reads are requested ahead.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class RawFile(Protocol):
 
 
 class PosixFile:
-    """A file read by preadv. ``direct`` says whether reads bypass the page cache, and turns False at the
-    first refusal.
+    """A file read by preadv. ``direct`` says whether reads bypass the page cache, and turns False when the
+    file system first refuses a direct read.
     """
 
     def __init__(self, path: str, direct: bool = True) -> None:

@@ -23,8 +23,8 @@ from torch import nn
 
 logger = logging.getLogger("carom")
 _TABLES = "transformers.conversion_mapping"
-# Operations whose result is the bytes of the file's tensors one after another: `mapping` handles these or
-# refuses them by shape.
+# Operations that place the bytes of the file's tensors one after another. They count as no rearrangement:
+# `mapping.match_module` maps such tensors itself, or refuses them because of their shapes.
 _CONCATENATIONS = {"MergeModulelist", "Concatenate", "Chunk"}
 # (operation, dimension) lists that stack experts one after another, and within each expert the rows of its
 # first part and then those of its second.

@@ -68,8 +68,9 @@ class SourceFile:
     device: int
 
     def check(self, found: os.stat_result | None = None) -> None:
-        """Raise WeightsError if the file at the path was replaced or changed since; ``found``: an fstat of
-        the open file, if any.
+        """Raise WeightsError if the file at the path was replaced or changed since its header was read.
+
+        ``found``: the fstat result of the open file, if the file is open.
         """
         if found is None:
             try:
@@ -414,7 +415,7 @@ def _no_checkpoint_error(folder: str, names: list[str]) -> Exception:
 
 
 def _list(folder: str) -> list[str]:
-    """Return the names in a folder, none if it cannot be read."""
+    """Return the names in a folder, or an empty list if the folder cannot be read."""
     try:
         return os.listdir(folder)
     except OSError:

@@ -24,7 +24,7 @@ from .hub_names import HubNames, hub_names
 from .index import Index, TensorEntry
 from .packed_source import require_readable
 
-# (fused name part, its parts in row order).
+# (name of a fused weight, names of its parts in row order); a name is one part of a dotted tensor name.
 FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     ("qkv", ("q", "k", "v")),
@@ -42,8 +42,8 @@ _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:base_layer|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 )
 _EXPERT = re.compile(r"((?:.*\.)?experts)\.(?:(gate_up_proj)|(down_proj))(?:\.weight)?")
-# The names of an expert's weights, those that gate_up_proj fuses last; most models' names first, then
-# Mixtral's.
+# Names in files of the weights of one expert: first those that fill the stacked down_proj, then those that
+# fill the stacked gate_up_proj. Each has two alternatives, the names of most models and those of Mixtral.
 _EXPERT_PARTS = (("down_proj",), ("w2",)), (("gate_proj", "up_proj"), ("w1", "w3"))
 
 
@@ -84,7 +84,7 @@ class ModuleMap:
     ``kept``: names of tensors that the file lacks and that hold values already (adapters). ``computed``:
     names of non-persistent buffers on `meta`, which no file ever holds and which their module must compute.
     ``extra``: names in the file that fill nothing. ``prefix``: the prefix that was removed from the file's
-    names (after "+": that was added to them).
+    names, or "+" and the prefix that was added to them.
     """
 
     bound: Mapping[str, BoundTensor]
@@ -165,7 +165,7 @@ def _match(
     adopt_dtype: bool,
     stacked: Collection[str],
 ) -> _MatchResult:
-    """Match the module's tensors ``targets`` with ``entries`` by name; return the matches and the
+    """Match the module's tensors ``targets`` with the file's ``entries`` by name; return the matches and the
     mismatches.
     """
     keys, chosen = _entries_by_module_name(index.path, entries, set(wanted.values()), prefix)

@@ -1,10 +1,11 @@
 """A tuner that chooses whether a drive is read directly into the caller's memory or through a small bounce
 buffer.
 
-A physical drive writes to memory by DMA, and reading directly is right. A virtual drive's bytes may be copied
-by the hypervisor, which is faster into memory that is in a CPU's cache: the same few megabytes again and
-again, from which a worker copies them on. No property of a machine tells which case applies, so both paths
-are tried in turn while streaming, and the fastest is kept until the next trial. This file is plain Python
+A physical drive writes to memory by DMA, so reading directly into the caller's memory is fastest. The bytes
+of a virtual drive may be copied by the hypervisor, which is faster if the destination is in a CPU's cache. A
+bounce buffer of a few megabytes, reused for every read, stays in the cache; a worker thread then copies the
+bytes to the caller's memory. No property of a machine tells which case applies. So both paths are tried in
+turn while weights are streamed, and the faster one is kept until the next trial. This file is plain Python
 without I/O.
 """
 
@@ -20,10 +21,10 @@ class ReadPathPolicy:
 
     ``paths``: the paths to try, each given as the bytes of one read through a worker's bounce buffer (whole
     pages); 0 stands for reading directly and comes first. ``window``: bytes that a path reads before the next
-    path has its turn. ``rounds``: windows of each path in a trial. ``gain``: factor over the direct path's
-    rate that another path must exceed. ``retrial_bytes``: (first, last) bytes after which all paths are tried
-    again. The first trial may be distorted by memory that was never touched before, so its result holds for
-    the first number; each later result holds four times as long, up to the last.
+    path has its turn. ``rounds``: windows of each path in a trial. ``gain``: factor over the direct path's rate
+    that another path must exceed. ``retrial_bytes``: (first, last) bytes after which all paths are tried again.
+    The first trial may be distorted by memory that was never touched before, so its result holds only for
+    ``first`` bytes. Each later result holds for four times as many bytes as the one before, up to ``last``.
     """
 
     paths: tuple[int, ...] = (0, 4 << 20, 2 << 20)

@@ -251,8 +251,9 @@ def relative_error(tensor: torch.Tensor, blob: torch.Tensor, layout: Layout) -> 
 
 
 def dequantize(blob: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
-    """Dequantise ``blob`` into ``out`` with the Triton kernel where it can run, else with torch operations;
-    same bits.
+    """Dequantise ``blob`` into ``out`` with the Triton kernel where it can run, else with torch operations.
+
+    Both write the same bits.
     """
     aligned = blob.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     if layout.numel and blob.is_cuda and aligned and triton_works():

@@ -57,7 +57,7 @@ def _dequantize(
     BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr, SIZE: tl.constexpr,
     ROUND_BF16: tl.constexpr,
 ):  # fmt: skip
-    """Decode GROUPS groups of 8 elements, one for each lane; the kernel that `dequantize_triton` launches."""
+    """Decode GROUPS groups of 8 elements, one group for each lane; `dequantize_triton` launches this kernel."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     exists = group < full
     scales = (blob + scales_at16 * 16).to(tl.pointer_type(tl.float32))

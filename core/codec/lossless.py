@@ -2,9 +2,12 @@
 stored in order.
 
 Method: the exponents of trained weights carry about 2.6 bits of information (NeuZip, arXiv:2410.20650;
-DFloat11, arXiv:2504.11651). So fixed 3-bit codes for 7 neighbouring exponents and 4-bit escapes for the
-others give 11.1 bits for each bf16 Gaussian weight. Entropy coders come nearer to 10.6 bits, but their
-decoders walk bit by bit; fixed codes are unpacked four at a time.
+DFloat11, arXiv:2504.11651). So fixed 3-bit codes for 7 neighbouring exponents and 4-bit escapes for the others
+give 11.1 bits for each bf16 Gaussian weight. Entropy coders come closer to the minimum of 10.6 bits (2.6 bits
+for the exponent, 8 for sign and mantissa), but their decoders work bit by bit, while codes of a fixed size are
+unpacked four at a time.
+
+The terms tile, lane, byte plane, bit plane and rest bits are defined in core/codec/lossless_format.py.
 
 The work is done by NumPy on chunks that fit the CPU's cache, each thread on one chunk at a time
 (core/codec/lossless_chunks.py). The temporary arrays are reused from chunk to chunk (`scratch`) and take
@@ -39,7 +42,8 @@ from .lossless_format import (
 CHUNK = 1 << 19
 # In larger tensors, exponents are counted in this many evenly spread runs of this many elements.
 SAMPLE_RUNS, SAMPLE_RUN = 256, 2048
-# The price in bits of an escape, beyond its size, when code widths are compared: escapes are slow to decode.
+# Bits that are added to the size of each escape when code widths are compared, because escapes are slow to
+# decode.
 ESCAPE_PENALTY = 8.0
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -192,8 +196,8 @@ def _ordered_results(
 
 
 def sample_starts(count: int) -> list[tuple[int, int]] | None:
-    """Return (first element, elements) of the runs in which exponents are counted; None means: count all of a
-    small tensor.
+    """Return (first element, number of elements) of each run in which exponents are counted, or None for a
+    tensor so small that all of its exponents are counted.
     """
     if count <= SAMPLE_RUNS * SAMPLE_RUN * 2:
         return None

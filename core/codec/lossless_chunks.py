@@ -1,9 +1,11 @@
 """Encoding of one chunk of elements into byte planes, bit planes and escapes, with few passes of NumPy.
 
-The cost of a pass is the bytes that it touches. So bits are moved in uint64 words, and ufuncs narrow dtypes
-while they compute, in blocks that stay in the L1 cache. NumPy releases the GIL within each pass. Handing the
-GIL from thread to thread between passes limits the speedup by threads, so there are few passes, and
-long ones.
+The cost of a pass is the number of bytes that it touches. So bits are moved eight bytes at a time, in uint64
+words. A ufunc with a narrower output dtype converts its result in blocks that stay in the L1 cache, which
+saves a separate pass. NumPy releases the GIL within each pass. Handing the GIL from thread to thread between
+passes limits the speedup by threads, so the passes are few and long.
+
+The terms tile, lane, byte plane, bit plane and rest bits are defined in core/codec/lossless_format.py.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class ChunkEncoder:
             if end == header.words * 4:
                 self.blob[at + end : at + header.byte_plane_stride] = 0
         exponents = scratch("exponents", self.max_tiles * header.tile + 1, np.uint8)
-        # The padding of an odd number of escapes: its exponent is encoded as half byte 0.
+        # One more entry pads an odd number of escapes. Its exponent is the first of the escape table, so it
+        # is encoded as half byte 0.
         exponents[-1] = header.escape_table[0]
         exponent = exponents[: end - start]
         rest = self._split(self.flat[start:end], targets, exponent)
@@ -121,10 +124,11 @@ class ChunkEncoder:
         return None
 
     def _bit_planes(self, words: np.ndarray, first: int) -> np.ndarray:
-        """Write all bit planes of ``words`` (uint64 [tiles, 4, lanes], 8 elements each) for the tiles from
-        ``first`` on.
+        """Write all bit planes of the tiles from number ``first`` on.
 
-        Returns a bit mask of the escapes, in the layout of `empty_mask`.
+        ``words`` (uint64 [tiles, 4, lanes]): the bits of these tiles' elements, 8 elements a word and one a
+        byte. Returns a bit mask of the escapes, in the layout of `empty_mask`. In the comments below, row r
+        is ``words[:, r]``.
         """
         header = self.header
         tiles, _, lanes = words.shape
@@ -192,9 +196,9 @@ def _widen_escapes(
 ) -> np.ndarray:
     """Return the escape bytes ``stream`` with a whole byte instead of 4 bits for each escape of ``tiles``.
 
-    These tiles have exponents that are not in the table of 16 exponents. ``values``: the escaped exponents,
-    two for each byte of ``stream``. ``counts``: escapes of each tile. ``sizes`` (bytes of each tile's
-    escapes) is updated in place.
+    ``tiles``: the tiles with exponents that are not in the table of 16 exponents. ``values``: the escaped
+    exponents, two for each byte of ``stream``. ``counts``: escapes of each tile. ``sizes`` (bytes of each
+    tile's escapes) is updated in place.
     """
     ends = np.cumsum(sizes)
     begins, parts, at = ends - sizes, [], 0

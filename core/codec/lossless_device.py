@@ -3,6 +3,8 @@ encoder.
 
 Weights that are loaded from a file lie in host memory and are packed there (core/codec/lossless.py). This
 encoder is for weights that were made or changed on the device.
+
+The terms tile, lane, byte plane, bit plane and rest bits are defined in core/codec/lossless_format.py.
 """
 
 from __future__ import annotations
@@ -72,8 +74,8 @@ def encode_device_blob(
     """Encode a tensor on its device; return the header and the blob (1-D uint8 on that device), without a
     checksum.
 
-    Returns None where the blob would take ``limit`` bytes or more (default: the tensor's bytes). ``step_elements``:
-    elements encoded at a time, which bounds the temporary memory.
+    Returns None where the blob would take ``limit`` bytes or more (default: the tensor's bytes).
+    ``step_elements``: elements encoded at a time, which bounds the temporary memory.
     """
     kind = KIND_BY_DTYPE.get(tensor.dtype)
     if kind is None or tensor.numel() < 8:

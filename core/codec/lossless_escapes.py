@@ -1,5 +1,5 @@
-"""Positions of the escapes (exponents without a code) in a run of tiles, in order; used by the CPU's encoder
-and decoder.
+"""Positions of the escapes (exponents without a code) in a run of tiles, in order; used by the encoder and
+the decoder on the CPU. A tile is a group of 32 * lanes elements, and a lane holds 32 of them.
 
 NumPy finds set positions either by branches, which the processor mispredicts if few are set, or by
 arithmetic, which is three times faster here. So the bytes of the mask that contain any escape are found

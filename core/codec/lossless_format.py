@@ -8,6 +8,12 @@ docs/codec.md describes the format to the bit; this file is its only implementat
 and holds the floats of one tensor, split into exponent codes of ``k`` bits and the remaining bits (sign and
 mantissa). The exponents ``base`` to ``base + 2**k - 2`` have a code. The last code, all ones, is the
 *escape*: its element's exponent is stored in the escapes section.
+
+The elements are divided into *tiles*. A tile has 32 to 256 *lanes* of 32 elements each; a thread of the GPU
+decodes one lane. A *byte plane* holds one byte of every element. A *bit plane* holds one bit of every
+element, as one 32-bit word for each lane. *Rest bits* are the sign and mantissa bits of an element that are
+in no byte plane. The *tile table* holds, for each tile, the byte offset of its escapes and the largest number
+of escapes in any of its lanes.
 """
 
 from __future__ import annotations
@@ -40,8 +46,8 @@ class Kind:
     """The split of a float dtype of ``itemsize`` bytes into a sign bit, ``exponent_bits`` and
     ``mantissa_bits``.
 
-    Of the sign and mantissa, whole bytes are stored in ``byte_planes`` byte planes; the other ``rest_bits``
-    in bit planes.
+    Whole bytes of the sign and mantissa are stored in ``byte_planes`` byte planes. The other ``rest_bits``
+    bits are stored in bit planes.
     """
 
     code: int
@@ -55,8 +61,8 @@ class Kind:
 
     @property
     def max_k(self) -> int:
-        """The largest number of bits of an exponent code that can save space and fits a byte together with
-        the rest bits.
+        """The largest ``k`` (bits of an exponent code) that can save space and fits a byte together with the
+        rest bits.
         """
         return min(self.exponent_bits - 1, 8 - self.rest_bits, 6)
 

@@ -4,6 +4,8 @@ cache.
 Used for files that are loaded, or streamed from disk; the torch operations (core/codec/lossless_torch.py)
 take eight times as long on a CPU. NumPy releases the GIL in all passes, so several threads may decode at the
 same time.
+
+The terms tile, lane, byte plane, bit plane and rest bits are defined in core/codec/lossless_format.py.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ synchronisation.
 Does the same steps as core/codec/lossless_triton.py, word by word, on a bounded number of tiles at a time,
 and writes the same bits. Escapes are patched in rounds, one escape of every lane a round; the header gives
 the number of rounds, which is the number of escapes in the fullest lane.
+
+The terms tile, lane, byte plane, bit plane and rest bits are defined in core/codec/lossless_format.py.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """Triton decoder of the lossless format for CUDA and ROCm; one launch decodes all tensors of a wire buffer.
 
-Why it is fast: a GPU lane owns one 32-bit word of every bit plane, that is 32 elements, laid out so that (1)
-the bits of four neighbouring elements come out of a plane word already in four bytes (`(word >> r) &
-0x01010101`), so exponents are assembled four at a time; (2) neighbouring lanes read 8 and write 16
-neighbouring bytes; (3) a lane's escapes are the set bits of one register; (4) every tensor in the kernel is
-one-dimensional over lanes, so Triton has no layouts to convert. Escapes are then patched in registers, one a
-lane and round, for as many rounds as the tile's fullest lane needs (the tile table gives the number; 4 for
-Gaussian weights of 4096 elements). The ranks of escapes need one prefix sum over lanes, never over elements.
+Each GPU lane decodes 32 elements and owns one 32-bit word of every bit plane. The format makes this fast in
+four ways. (1) `(word >> r) & 0x01010101` gives one bit of each of four neighbouring elements, one in each
+byte, so exponents are assembled four at a time. (2) Neighbouring lanes read 8 and write 16 neighbouring
+bytes. (3) A lane's escapes are the set bits of one register. (4) Every tensor in the kernel is
+one-dimensional over lanes, so Triton has no layouts to convert. Escapes are then patched in registers. Each
+round patches one escape of every lane, and the tile table gives the number of rounds, which is the number of
+escapes in the tile's fullest lane (4 for a tile of 4096 Gaussian weights). Finding the positions of escapes
+takes one prefix sum over lanes, never one over elements.
+
+The terms tile, lane, byte plane, bit plane and rest bits are defined in core/codec/lossless_format.py.
 
 Import this module only where triton can be imported. With TRITON_INTERPRET=1 it runs on CPU tensors.
 """
@@ -79,7 +82,7 @@ def _store(
     """Join exponents and rest bits of two neighbouring words of each lane to 8 elements, and write them to
     ``target``.
 
-    ``at``: the number of the word pair. ``live``: which lanes have elements.
+    ``at``: the number of the word pair in the tensor. ``live``: a mask of the lanes that have elements.
     """
     z = tl.arange(0, 2)[None, :]
     if KIND == "bf16" or KIND == "fp32":
@@ -261,9 +264,9 @@ def decode_group(
     """Launch one kernel on the current stream that decodes the tensors of all rows of ``table``.
 
     ``table``: int64 [tensors, ROW_FIELDS] on the device; the rows must come from validated headers. ``wire``
-    and ``out``: 1-D uint8 tensors on the device, 16-byte aligned. ``tiles``: the tiles that a program
-    decodes; ``programs`` is counted accordingly. The bytes in ``wire`` may be anything: damaged bytes decode
-    to wrong values, but no byte outside the rows' tensors is read or written.
+    and ``out``: 1-D uint8 tensors on the device, 16-byte aligned. ``tiles``: the tiles that one Triton program
+    decodes. ``programs``: the number of programs, for that number of tiles. The bytes in ``wire`` may be
+    anything: damaged bytes decode to wrong values, but no byte outside the rows' tensors is read or written.
     """
     if asm is None:
         asm = wire.is_cuda and torch.version.hip is None

@@ -1,7 +1,7 @@
-"""Validation that a lossless blob's tile table agrees with its bit planes, which no checksum can tell of a
-hostile file.
+"""Validation that a lossless blob's tile table agrees with its bit planes.
 
-The tile table says for every tile where its escapes lie and how many there are; decoders rely on it. Blobs
+The tile table says for every tile where its escapes lie and how many there are, and decoders rely on the
+table. A checksum proves nothing about a hostile file, because its author can write a matching checksum. Blobs
 are examined run by run, as their bytes are read, so that a blob need not be in memory as a whole.
 """
 

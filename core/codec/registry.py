@@ -1,6 +1,6 @@
 """The codecs (raw, lossless, nf4, nf3, nf2) by name, each of which packs and unpacks one tensor at a time.
 
-    packed = get("lossless").encode(weight)       # Packed(meta, blob); codec "raw" where not smaller
+    packed = get("lossless").encode(weight)       # Packed(meta, blob); codec "raw" if not smaller
     codec_of(packed.meta).verify(packed, "name")  # once, on the host, for bytes from a file
     weight = decode(packed, "name")
 
@@ -183,8 +183,8 @@ class RawCodec(_CodecBase):
 
 
 class LosslessCodec(_CodecBase):
-    """The codec of k-bit exponent codes with in-order escapes: gives back every bit. Falls back to `raw` if
-    not smaller.
+    """The codec that stores exponents as k-bit codes, and rare exponents apart (escapes); decoding gives back
+    every bit. `encode` returns a raw tensor if the packed one would not be smaller.
     """
 
     name = "lossless"

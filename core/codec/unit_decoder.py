@@ -3,8 +3,8 @@ as possible.
 
 A unit is a module whose weights are copied to the device together; its wire buffer holds the packed bytes and
 its slot the decoded bytes. The host parses the headers once, when the unit is loaded; the kernel needs only a
-small int64 table of them. Rows of the same dtype, code width and tile size share one Triton launch (in
-practice, one launch decodes a unit).
+small int64 table with a row for each tensor. Rows of the same dtype, code width and tile size share one Triton
+launch (in practice, one launch decodes a unit).
 """
 
 from __future__ import annotations
@@ -73,8 +73,10 @@ def sizes(entry: AnyEntry) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The launch parameters of the Triton decoder: tiles a program, and warps (None: as many as cover the
-    lanes).
+    """The launch parameters of the Triton decoder.
+
+    ``tiles``: the tiles (groups of 32 * lanes elements) that one Triton program decodes. ``warps``: the warps
+    of a program (None: as many as give each of a tile's lanes a thread).
     """
 
     tiles: int = 1
@@ -82,8 +84,8 @@ class Tuning:
 
 
 class _Group(NamedTuple):
-    """The tensors that one launch decodes: the header of one of them, the table of their rows, and the number
-    of programs.
+    """The tensors that one kernel launch decodes: the header of one of them, the table with a row for each,
+    and the number of Triton programs to launch.
     """
 
     header: Header

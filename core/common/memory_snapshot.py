@@ -16,11 +16,12 @@ class Memory:
     """A snapshot of a device's memory between two steps (passes of the model). All sizes are in bytes.
 
     ``total``: the device's memory less the bytes held by other programs. ``free``: the bytes that any program
-    could allocate now. ``cached``: the bytes that this process's caching allocator keeps but does not use;
-    activations of the last steps took them and gave them back. ``ooms``: the number of allocations that have
-    failed. ``retries``: the number of allocations that succeeded only after the allocator had emptied its
-    cache. ``weights_only``: True where these bytes are a budget for weights alone and nothing else allocates
-    from them. ``spills``: True where a full device becomes slow instead of refusing an allocation (Windows).
+    could allocate now. ``cached``: the bytes that this process's caching allocator keeps but does not use,
+    mostly because activations of earlier steps took them and gave them back. ``ooms``: the number of
+    allocations that have failed. ``retries``: the number of allocations that succeeded only after the allocator
+    had emptied its cache. ``weights_only``: True where these bytes are a budget for weights alone and nothing
+    else allocates from them. ``spills``: True where a full device becomes slow instead of refusing an
+    allocation (Windows).
     """
 
     total: int

@@ -1,9 +1,9 @@
 """`RuntimeEngine`: a `StreamEngine` whose copies and events call the CUDA or HIP runtime through ctypes.
 
-These calls run for every unit, and ctypes makes them cheaper for the host. torch's own way to copy on another
-stream sets and resets the current stream around a dispatched operator, and makes an event object for each
-record. Calls by ctypes also release the GIL. The library is the one that torch has loaded. If it cannot be
-found, or a test copy fails, `StreamEngine` is used instead.
+These calls run for every unit (a module whose weights are copied together), and ctypes makes them cheaper for
+the host. torch's own way to copy on another stream sets and resets the current stream around a dispatched
+operator, and makes an event object for each record. Calls by ctypes also release the GIL. The library is the
+one that torch has loaded. If it cannot be found, or a test copy fails, `StreamEngine` is used instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("carom")
 _DISABLE_TIMING = 2  # cudaEventDisableTiming
 _DEFAULT = 4  # cudaMemcpyDefault: the runtime finds the direction from the addresses
 _NOT_READY = 600  # cudaErrorNotReady
-_PROOF_BYTES = 4096  # bytes
+_PROOF_BYTES = 4096  # bytes of the test copy, see `RuntimeEngine.prove`
 
 
 class FreeEvents(list[int]):
@@ -241,7 +241,7 @@ def _loaded_windows(stem: str) -> Any:
 class RuntimeEngine(StreamEngine):
     """A `StreamEngine` that records events and copies by calls of the runtime, with raw stream handles.
 
-    Marks, which measure time, stay torch's events.
+    Marks, which measure time, remain events of torch.
     """
 
     def __init__(self, device: torch.device, runtime: Runtime) -> None:

@@ -19,7 +19,7 @@ class DispatchWatch:
 
     ``check(operator, tensors)``: called before the operator runs; returns whether any of its tensors is on the
     device. ``account(operator, args, kwargs, result, on_device)``: called after an operator that is no view;
-    ``on_device`` is what ``check`` returned.
+    ``on_device`` is the value that ``check`` returned for the operator.
     """
 
     def __init__(self, check: Callable[..., bool], account: Callable[..., None]) -> None:

@@ -1,5 +1,9 @@
 """`Engine`: the protocol by which the streamer asks a device to allocate, copy, decode and order work.
 
+The streamer (core/streaming) copies weights from host memory to *slots*, which are ranges of device memory that
+one unit (a module) after another uses. Packed weights reach the device as a *wire*, the packed bytes of a unit,
+and are decoded into a slot. A *mark* is a recorded time on a stream.
+
 An engine owns the copy streams and creates events. An engine knows nothing of units. `StreamEngine`
 (stream_engine.py) serves any accelerator with torch streams. `RuntimeEngine` (cuda_runtime.py) makes its
 calls cheaper on CUDA and ROCm. `PlainEngine` (cpu_engine.py) serves the CPU and accelerators without streams.
@@ -23,7 +27,8 @@ from ..host.arena import Pinner
 class Decoder(Protocol):
     """Interface of an object that unpacks one unit on the device: `codec.unit_decoder.UnitDecoder`."""
 
-    # (bytes, offset in the wire, offset in the target) of tensors that are not packed.
+    # (bytes, offset in the wire, offset in the target) of each unpacked tensor that the launches of
+    # `cached_launches` do not copy.
     raw_copies: Sequence[tuple[int, int, int]]
 
     def __call__(self, wire: torch.Tensor, target: torch.Tensor, /) -> None:
@@ -32,8 +37,8 @@ class Decoder(Protocol):
     def cached_launches(
         self, wire: torch.Tensor, target: torch.Tensor, /
     ) -> Sequence[Callable[..., Any]] | None:
-        """Return the kernel launches that unpack ``wire`` into ``target``, None if these buffers were never
-        used before.
+        """Return the kernel launches that unpack ``wire`` into ``target``, or None if no earlier call cached
+        launches that fit these buffers.
 
         Each launch takes the raw handle of a stream as ``stream``.
         """
@@ -52,8 +57,8 @@ class Engine(Protocol):
     grain: int  # bytes; the device's allocator rounds large buffers up to a multiple of it
     unpacks: bool  # whether unpacking on the device is faster than copying unpacked weights over the link
     shares_host: bool  # whether the device computes in host memory, so that its allocations reduce the host's
-    virtual_clock: bool  # whether its times are simulated
-    decodes_files: bool  # whether packed weights of a file may be copied packed, faster or not
+    virtual_clock: bool  # whether the times of marks are simulated
+    decodes_files: bool  # whether packed weights of a file may be copied packed, even if that is no faster
     decode_bytes_per_second: float | None  # unpacked bytes per second, if known without measuring
     # Whether `memory` also counts device memory that is not the allocator's, such as VBAR pages.
     counts_all_memory: bool
@@ -106,7 +111,7 @@ class Engine(Protocol):
     ) -> tuple[Any, Any]:
         """Unpack ``wire`` into ``target`` (both on the device) on the decode stream.
 
-        Returns as `copy_in` does.
+        Returns the event of the decoding's end and the marks, as `copy_in` does for a copy.
         """
 
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> Any:
@@ -144,13 +149,13 @@ class Engine(Protocol):
         """Return the seconds between two marks that have been reached."""
 
     def freed(self, memory: torch.Tensor, start: int, end: int) -> None:
-        """Note that bytes ``start`` to ``end`` of ``memory`` are unused now; the simulated device poisons
-        them.
+        """Note that bytes ``start`` to ``end`` of ``memory`` are unused now; the simulated device overwrites
+        them with NaN.
         """
 
     def read(self, target: torch.Tensor) -> None:
-        """Note that the current stream is about to read a slot; the simulated device checks that the slot's
-        copy is done.
+        """Note that the current stream is about to read the slot ``target``; the simulated device checks that
+        the stream has waited for the copy that fills the slot.
         """
 
     def step(self) -> AbstractContextManager:
@@ -171,10 +176,13 @@ class Engine(Protocol):
         """
 
     def guard(self, data: torch.Tensor, name: str) -> None:
-        """Let operators that read the host bytes ``data`` during a step raise, if the engine sees them."""
+        """Make operators raise if they read the host bytes ``data`` during a step; ``name`` is for the error.
+
+        Engines of real devices do not watch operators and do nothing.
+        """
 
     def unguard(self, data: torch.Tensor) -> None:
-        """Undo `guard`."""
+        """Let operators read the host bytes ``data`` again, after a call of `guard`."""
 
 
 class DefaultEngine:

@@ -1,13 +1,14 @@
-"""`SimulatedDevice`: a device with streams, events and a clock over CPU tensors, for tests that a real GPU
-cannot make.
+"""`SimulatedDevice`: a device with streams, events and a clock over CPU tensors, for tests that are impossible
+on a real GPU.
 
 `SimulatedEngine` is the `StreamEngine` of any accelerator with virtual streams. Kernels run when they are
 issued. Copies take effect as late ("late"), as early ("early") or as arbitrarily ("random") as the events
-allow, so a step with a missing wait reads NaN. Every read and every overwrite of a slot is also checked
-against happens-before, by vector clocks over the streams, which finds a missing wait under any timing. Freed
-slots are filled with NaN. Every tensor is known to be on the device, on the host, or neither. While a step
-computes, a dispatch mode raises when an operator mixes the two, or computes with the host copy of a streamed
-weight. The clock is virtual: a copy takes latency + bytes / link rate, an operator takes its flops / rate.
+allow, so a step with a missing wait reads NaN. A slot is a range of device memory that weights are copied to.
+Every read and every overwrite of a slot is also checked against the happens-before order (by vector clocks over
+the streams), which finds a missing wait under any timing. Freed slots are filled with NaN. A tensor is tagged
+as being on the device or on the host, or has no tag. While a step computes, a dispatch mode raises when an
+operator mixes the two, or computes with the host copy of a streamed weight. The clock is virtual: a copy takes
+latency + bytes / link rate, an operator takes its flops / rate.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class SimulatedDevice:
 
     @contextlib.contextmanager
     def stream(self, index: int) -> Iterator[None]:
-        """Return a context in which this thread computes on the stream ``index``; outside of any it computes
-        on stream 0.
+        """Return a context in which this thread computes on the stream ``index``. Outside of such contexts,
+        a thread computes on stream 0.
         """
         before, CURRENT.index = CURRENT.index, index
         try:
@@ -229,7 +230,7 @@ class SimulatedEngine(StreamEngine):
             return found
 
     def guard(self, data: torch.Tensor, name: str) -> None:
-        """Let operators that compute with the host bytes ``data`` during a step raise SimulatedRaceError."""
+        """Make operators raise SimulatedRaceError if they compute with the host bytes ``data`` in a step."""
         self._guarded.add(data.data_ptr(), data.numel(), Tag(False, f"the host copy of {name}", guarded=True))
 
     def unguard(self, data: torch.Tensor) -> None:
@@ -299,7 +300,7 @@ class SimulatedEngine(StreamEngine):
                 self._virtual.accesses.read(*_address_range(source), stream, ahead=1)
 
         def run() -> None:
-            """Copy the bytes, when the virtual stream gets to the copy."""
+            """Copy the bytes; called when the copy takes effect in virtual time."""
             found = kept.take()
             if found is None:
                 raise SimulatedRaceError("the memory that a copy reads was given up before the copy was done")
@@ -366,7 +367,7 @@ class SimulatedEngine(StreamEngine):
     # -- checks of operators' arguments, and the cost of operators
 
     def _tag_of(self, tensor: torch.Tensor) -> Tag | None:
-        """Return the tag that says where a tensor is, None if nothing is known of it."""
+        """Return the tag that says where a tensor is, None if the tensor has no tag."""
         found = self._places.of(tensor)
         if found is None:
             address = tensor.data_ptr()

@@ -1,9 +1,9 @@
-"""Tags that say whether a tensor of a simulated device is on the device or on the host. All are CPU tensors
-in fact.
+"""Tags that say whether a tensor of a simulated device is on the device or on the host.
 
-Storages are tagged, by weak references. A storage is on the device if an engine allocated it there, moved it
-there, or an operator of a step computed it from device tensors. A storage is on the host if a session took it
-over from a module, or if it is a block of pinned memory. A storage without a tag is neutral.
+In reality, all these tensors are CPU tensors. Storages are tagged, by weak references. A storage is on the
+device if an engine allocated it there, moved it there, or an operator of a step computed it from device
+tensors. A storage is on the host if a session took it over from a module, or if it is a block of pinned memory.
+A storage without a tag is neutral.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ class Tag:
     """The known properties of a storage. ``device``: whether the storage is on the device, otherwise on the
     host. ``what``: a description of the storage for error texts.
 
-    ``slots``: whether it is device memory of an engine, whose reads and overwrites are checked.
+    ``slots``: whether the storage is device memory that an engine allocated for slots, the ranges that
+    weights are copied to. Reads and overwrites of such memory are checked.
     """
 
     device: bool
     what: Any
     slots: bool = False
-    guarded: bool = False  # whether it is the host copy of a streamed weight
+    guarded: bool = False  # whether the storage is the host copy of a streamed weight
 
 
 class Ranges:
@@ -75,7 +76,7 @@ class Places:
             torch.UntypedStorage._free_weak_ref(storage)
 
     def tag(self, tensor: torch.Tensor, tag: Tag, again: bool = True) -> None:
-        """Set the tag of the tensor's storage; without ``again`` only if it has none."""
+        """Set the tag of the tensor's storage; unless ``again``, only if the storage has no tag."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._tags:
@@ -154,7 +155,7 @@ class Reserve:
         return nbytes
 
     def give_up(self, segment: int) -> None:
-        """Put a segment among the unused ones."""
+        """Add a segment of ``segment`` bytes to the unused segments."""
         self._unused.append(segment)
 
     def trim(self) -> None:

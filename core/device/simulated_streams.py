@@ -31,23 +31,23 @@ CURRENT = _Current()
 
 @dataclass(frozen=True)
 class _Work:
-    """Work issued to a stream.
+    """A piece of work (a copy, a decoding) issued to a stream.
 
-    ``seen``: for each stream, how many of its works happen before this one. ``run``: lets the work take
-    effect.
+    ``number``: its number on the stream. ``run``: the function that makes the work take effect.
     """
 
     number: int
-    seen: dict[VirtualStream, int]  # how many works of each stream happen before this work
+    seen: dict[VirtualStream, int]  # by stream: the number of pieces of work that happen before this one
     run: Callable[[], None]
 
 
 class VirtualStream:
-    """A stream that queues work until some other stream or the host waits for it.
+    """A stream that queues work until some other stream or the host waits for the work.
 
-    ``lands``: whether work that this stream waits for takes effect at the wait; if false, it takes effect
-    when this stream itself is waited for. ``clock``: virtual time in seconds. ``issued``, ``done``: counts of
-    works. ``seen``: the vector clock.
+    ``lands``: whether work that this stream waits for takes effect at the wait. If False, the work takes
+    effect when another stream or the host waits for this stream. ``clock``: virtual time in seconds.
+    ``issued``, ``done``: the number of pieces of work that were issued, and that took effect. ``seen``: the
+    vector clock.
     """
 
     def __init__(self, device: VirtualDevice, lands: bool) -> None:
@@ -72,7 +72,7 @@ class VirtualStream:
         return self.issued
 
     def issue(self, seconds: float, run: Callable[[], None]) -> None:
-        """Queue work of ``seconds``; ``run`` is called between now and the time the work is waited for."""
+        """Queue work that takes ``seconds``; ``run`` is called at the latest when something waits for the work."""
         self.clock += seconds
         self.issued += 1
         self.queue.append(_Work(self.issued, dict(self.seen), run))
@@ -108,7 +108,7 @@ class VirtualEvent:
 class VirtualDevice:
     """A stand-in for a device module such as torch.cuda, with streams and events.
 
-    ``unwatched``: makes the context in which queued work takes effect.
+    ``unwatched``: returns a context in which operators are not watched; queued work takes effect in it.
     """
 
     def __init__(self, timing: str, seed: int, unwatched: Callable[[], AbstractContextManager]) -> None:
@@ -116,7 +116,7 @@ class VirtualDevice:
         self._lock = threading.RLock()
         self._streams: list[VirtualStream] = []
         self._computing: dict[int, VirtualStream] = {}
-        self._host: dict[VirtualStream, int] = {}  # how many works of each stream the host has waited for
+        self._host: dict[VirtualStream, int] = {}  # by stream: the work the host has waited for
         self.accesses = Accesses()
 
     def Stream(self, device: Any = None, priority: int = 0) -> VirtualStream:  # noqa: N802 - as torch calls it
@@ -143,7 +143,7 @@ class VirtualDevice:
         return self.computing(CURRENT.index)
 
     def computing(self, index: int) -> VirtualStream:
-        """Return the stream ``index`` of those that kernels run on."""
+        """Return stream number ``index`` of the streams that kernels run on; create it at the first call."""
         found = self._computing.get(index)
         if found is None:
             found = self._computing[index] = self.Stream()
@@ -170,7 +170,7 @@ class VirtualDevice:
         return self._timing == "early" or (self._timing == "random" and self._random.random() < 0.5)
 
     def some_land(self) -> None:
-        """Let some queued work take effect, with random timing only."""
+        """Make some queued work take effect at random; do nothing unless the timing is "random"."""
         if self._timing != "random":
             return
         waiting = [stream for stream in self._streams if stream.queue]
@@ -179,7 +179,9 @@ class VirtualDevice:
             self.land({stream: stream.done + 1})
 
     def land(self, seen: dict[VirtualStream, int]) -> None:
-        """Let the work that ``seen`` counts take effect, after all work that happens before."""
+        """Make the first ``seen[stream]`` pieces of work of each stream take effect, after all work that
+        happens before them.
+        """
         if not any(stream.queue for stream in seen):
             return
         with self._lock, self._unwatched():
@@ -238,9 +240,9 @@ class Accesses:
         self._written: tuple[list[tuple[int, int, Any, int]], list[int]] = [], []
 
     def read(self, low: int, high: int, stream: Any, ahead: int = 0) -> bool:
-        """Note that ``stream``'s newest work (``ahead=1``: its next) reads bytes [low, high).
+        """Note that the latest work of ``stream`` (``ahead=1``: its next work) reads bytes [low, high).
 
-        Returns False if a write to them did not happen before.
+        Returns False if a write to these bytes is not ordered before the read.
         """
         ordered = True
         writes, starts = self._written
@@ -254,9 +256,9 @@ class Accesses:
         return ordered
 
     def write(self, low: int, high: int, stream: Any) -> bool:
-        """Note that ``stream``'s next work overwrites bytes [low, high).
+        """Note that the next work of ``stream`` overwrites bytes [low, high).
 
-        Returns False if a read of them, or a write to them, did not happen before.
+        Returns False if an earlier read of these bytes, or write to them, is not ordered before this write.
         """
         ordered = True
         for (start, end, reader), number in list(self._reads.items()):

@@ -1,4 +1,5 @@
-"""`Staging`: a ring buffer in device memory in which packed bytes arrive before they are decoded into a slot.
+"""`Staging`: a ring buffer in device memory in which packed bytes arrive before they are decoded into a slot
+(a range of device memory for the decoded weights of a unit, that is, of a module).
 
 A ring lets one copy run while the previous one is decoded. A unit's packed bytes (its wire) that do not fit
 into the ring twice are copied in pieces of at most half the ring, so that the link is not idle while a piece
@@ -66,8 +67,8 @@ class Staging:
         self._awaited = []
 
     def pieces(self, decoder: UnitDecoder, nbytes: int) -> list[WirePiece]:
-        """Return the pieces in which a wire of ``nbytes`` crosses if it does not fit into the ring twice; []
-        if it crosses whole.
+        """Return the pieces in which a wire of ``nbytes`` is copied if it does not fit into the ring twice; []
+        if the wire is copied as a whole.
         """
         pieces = decoder.pieces(self.nbytes // 2) if 2 * nbytes > self.nbytes else []
         return pieces if len(pieces) > 1 else []
@@ -95,8 +96,8 @@ class Staging:
                 after = []  # the decode stream has waited for these events with the first piece
                 done += 1
         except BaseException:
-            # The caller does not know of the pieces issued before. They must not be written to the slot after
-            # it is given to another unit, so wait for them.
+            # After an error, the caller does not know of the pieces that were issued already. Wait for them,
+            # so that none of them is decoded into the slot after another unit has got the slot.
             if done < len(pieces):
                 with contextlib.suppress(Exception):
                     self._engine.synchronize()

@@ -69,7 +69,7 @@ class StreamEngine(DefaultEngine):
     def _tensor_over(self, owner: Any, address: int, nbytes: int) -> torch.Tensor:
         """Return a uint8 tensor over device memory, whose storage is marked as not the allocator's."""
         tensor = torch.as_tensor(_DeviceArray(owner, address, nbytes), device=self.device)
-        setattr(tensor.untyped_storage(), _FOREIGN_MEMORY, True)  # the storage's, so that views have it too
+        setattr(tensor.untyped_storage(), _FOREIGN_MEMORY, True)  # set on the storage, which views share
         return tensor
 
     def copy_in(
@@ -210,7 +210,7 @@ class StreamEngine(DefaultEngine):
         if not hasattr(self._api, "mem_get_info") or not hasattr(self._api, "memory_stats"):
             return None
         free, total = self._api.mem_get_info(self.device)
-        # Without the host memory that the system keeps for itself.
+        # On a device that shares host memory, do not count the bytes that are kept for the system.
         free = self._usable_bytes(free, lambda host: host.usable)
         stats = self._api.memory_stats(self.device)
         reserved = stats.get("reserved_bytes.all.current", 0)

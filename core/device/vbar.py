@@ -1,12 +1,12 @@
 """Access to comfy-aimdo's VBARs: device address ranges whose pages give way when torch's allocator needs
 memory.
 
-A page of a VBAR has memory only while it is faulted in. When torch's allocator runs out, pages that are not
-pinned are taken away and the allocation does not fail. comfy-aimdo (GPL-3.0,
-https://github.com/Comfy-Org/comfy-aimdo) is an optional extra, and nothing of it is imported before `find` is
-called. It is recognised by the functions that it has. This process starts it at most once, and never if the
-host program (such as ComfyUI) has started it. docs/planning.md describes the known behaviour of its calls,
-which take no locks.
+A page of a VBAR has memory only while it is faulted in. When torch's allocator runs out of memory, comfy-aimdo
+takes away pages that are not pinned, and the allocation succeeds. comfy-aimdo (GPL-3.0,
+https://github.com/Comfy-Org/comfy-aimdo) is an optional extra, and none of its modules is imported before
+`find` is called. A release is accepted if it has the functions that Carom calls, whatever its version. This
+process starts comfy-aimdo at most once, and never if the host program (such as ComfyUI) has started it.
+docs/planning.md describes the known behaviour of comfy-aimdo's calls, which take no locks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 
 
 class NativeError(CaromError):
-    """An error of comfy-aimdo; sessions go on with torch's allocator."""
+    """An error of comfy-aimdo. A session that gets this error uses torch's allocator instead."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class _State:
     control: Any = None
     index: int | None = None
     refused: str = ""
-    # By device index; comfy-aimdo itself takes no locks.
+    # One lock for each device index, because comfy-aimdo itself takes no locks.
     locks: dict[int, threading.RLock] = field(default_factory=dict)
 
 
@@ -126,8 +126,8 @@ class Native:
 def find(engine: Any, asked: bool) -> Native | str:
     """Return comfy-aimdo for the engine's device, or the reason why it cannot be used.
 
-    ``asked``: whether the user asked for comfy-aimdo by name. Only then is a comfy-aimdo used that the host
-    program has imported.
+    ``asked``: whether the user asked for comfy-aimdo by name. If the host program has imported comfy-aimdo,
+    it is used only in that case.
     """
     index = device_index(engine)
     if index is None:
@@ -159,10 +159,10 @@ def _too_old() -> str:
 
 
 def _start(index: int) -> Native | str:
-    """Start comfy-aimdo for a device, or use it if it is started; return the reason if it is started for
-    other devices.
+    """Return comfy-aimdo for device ``index``, started now unless it is started already; return the reason if
+    it is started for other devices only.
 
-    Raises NativeError if this process will never be able to use it.
+    Raises NativeError if this process can never use comfy-aimdo.
     """
     control = importlib.import_module(f"{_PACKAGE}.control")
     if missing := [name for name in _CONTROL if not hasattr(control, name)]:
@@ -184,9 +184,9 @@ def _start(index: int) -> Native | str:
 
 
 def _join(control: Any, index: int, started_by_host: bool) -> Native | str:
-    """Return the comfy-aimdo that is started, or the reason if it is not started for device ``index``.
+    """Return comfy-aimdo, which is started already, or the reason if it is not started for device ``index``.
 
-    Raises NativeError if a function is missing.
+    Raises NativeError if comfy-aimdo lacks a function that Carom calls.
     """
     try:
         control.get_devctx(index)
@@ -280,8 +280,9 @@ class Bar:
         """Give bytes [start, end) memory and pin them; return their signature, None if there is no memory for
         them.
 
-        The signature changes if contents were lost since the last fault. Without memory the unit has to be
-        streamed. Each signature must be paired with a call of `unpin`. Raises NativeError.
+        The signature changes if contents were lost since the last fault. If there is no memory, the caller
+        has to stream the unit (the weights) at these bytes. Call `unpin` once for each returned signature.
+        Raises NativeError.
         """
         with self._lock:
             try:
@@ -302,7 +303,7 @@ class Bar:
                 raise NativeError(f"comfy-aimdo: {error}") from error
 
     def prioritize(self) -> None:
-        """Put this VBAR above all others, and lift its watermark to its end."""
+        """Make this VBAR the last one to give way, and raise its `watermark` to its end."""
         with self._lock:
             self._bar.prioritize()
 
@@ -324,14 +325,14 @@ class Bar:
 
     @property
     def watermark(self) -> int:
-        """Bytes from the beginning that may have memory; memory pressure lowers it."""
+        """The number of bytes, from the beginning, that may have memory; memory pressure lowers the number."""
         with self._lock:
             pages: int = self._bar.get_watermark()
         return pages * PAGE
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes that have memory now."""
+        """The number of bytes that have memory now."""
         with self._lock:
             return int(self._bar.loaded_size())
 

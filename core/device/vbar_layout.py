@@ -1,7 +1,9 @@
 """The layout of units in a VBAR (without side effects), and a region that also knows the slots of these
 units.
 
-A VBAR is a range of device addresses from comfy-aimdo whose pages can be taken away and given back.
+A VBAR is a range of device addresses from comfy-aimdo whose pages can be taken away and given back. A unit is a
+module whose weights are copied to the device together. A unit is *resident* if it stays on the device at its
+place in the VBAR; other units are streamed through *slots* (ranges of device memory) in the region.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ class VbarRanges:
     """The layout of a VBAR: slots for streaming first, then a fixed place for each unit.
 
     ``region_bytes``: bytes for slots, at the beginning. ``begin``: the offset of the first unit's place.
-    ``places``: (start, end) in bytes by unit. ``later``: slots get memory only when a unit has to stream.
+    ``places``: (start, end) in bytes by unit. ``later``: whether the slots get memory only once a unit has to
+    be streamed, because all units may stay.
     """
 
     region_bytes: int
@@ -29,7 +32,7 @@ class VbarRanges:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole layout."""
+        """The number of bytes of the whole layout."""
         return max((end for _, end in self.places.values()), default=self.begin)
 
 
@@ -76,7 +79,7 @@ class PooledRegion(Region):
     def __init__(self, nbytes: int, largest: int, starts: Sequence[int]) -> None:
         super().__init__(nbytes, largest)
         self._begins = sorted(starts)
-        self.homes: dict[int, Slot] = {}  # by offset
+        self.homes: dict[int, Slot] = {}  # the slots of units at their places, by offset
 
     def slot_at(self, offset: int) -> Slot | None:
         """Return the slot that contains ``offset``, None if there is none."""
@@ -87,7 +90,7 @@ class PooledRegion(Region):
 
     @property
     def users(self) -> int:
-        """The number of users of all slots."""
+        """The number of uses in progress, summed over all slots."""
         return super().users + sum(slot.users for slot in self.homes.values())
 
     def add(self, slot: Slot) -> None:

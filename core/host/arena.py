@@ -1,11 +1,11 @@
 """Pinned host memory for weights: one page-aligned block of exact size for each unit, filled in parallel,
 then pinned.
 
-A unit is a module whose weights are copied to the device together. `torch.Tensor.pin_memory` rounds sizes up
-to powers of two and runs at about 3 GiB/s. Here a block is private anonymous memory, on huge pages where the
-system has them. The copy itself touches the pages first, spread over threads, and the finished block is
-registered with the driver (24 to 32 GiB/s measured on an H200 host). A block whose registration is refused
-stays pageable, which is slower but correct.
+A unit is a module whose weights are copied to the device together. `torch.Tensor.pin_memory` rounds sizes up to
+powers of two and runs at about 3 GiB/s. Here a block is private anonymous memory, on huge pages where the
+system has them. The threads that copy the weights are the first to touch the pages, so page faults are handled
+in parallel too. The finished block is then registered with the driver (24 to 32 GiB/s measured on an H200
+host). A block whose registration is refused stays pageable, which is slower but correct.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class HostArena:
         self.pinned_peak_bytes = 0
         self.pageable_bytes = 0
         self.notes: list[str] = []
-        # Called with a number of bytes when pinning would exceed the limit; should unpin that many bytes of
-        # other blocks.
+        # Called with a number of bytes when pinning would exceed the limit. The function, which the owner of
+        # the arena sets, should unpin that many bytes of other blocks.
         self.reclaim: Callable[[int], None] = lambda nbytes: None
 
     @property
@@ -86,8 +86,9 @@ class HostArena:
         return self._pinner is not None
 
     def begin_layout(self, limit: int | None) -> None:
-        """Set the limit and clear the notes and statistics before a model's weights are laid out anew; pinned
-        blocks stay pinned.
+        """Set the pin limit in bytes before a model's weights are laid out anew.
+
+        Clears the notes (reasons why blocks were not pinned) and the statistics. Pinned blocks stay pinned.
         """
         with self._lock:
             self._limit, self.pageable_bytes, self.notes = limit, 0, []
@@ -155,8 +156,8 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def typed_view(raw: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the bytes ``raw`` (uint8, host) as a tensor of the dtype, shape and strides of ``like``, in its
-    own storage.
+    """Return the bytes ``raw`` (uint8, host) as a tensor of the dtype, shape and strides of ``like``, with a
+    storage of its own.
 
     `torch.save` of the result saves only these bytes, not the block of memory around them.
     """

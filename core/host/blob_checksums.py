@@ -1,5 +1,7 @@
-"""CRC-32 checks of losslessly packed tensors that stay packed in the host cache, whatever cache pieces their
-bytes lie in.
+"""CRC-32 checks of losslessly packed tensors (blobs) that stay packed in the host cache.
+
+The cache reads the weights of a unit (a module whose weights are copied to the device together) in pieces,
+which are byte ranges of the unit. A blob may extend over several pieces.
 
 When a piece is read, a thread of the cache computes the CRC of the piece's part of each blob. Before a unit's
 blobs are decoded, the CRCs of each blob's parts are combined and compared with the checksum in the blob's

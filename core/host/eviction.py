@@ -6,10 +6,11 @@ algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966). *fi
 read first, as a rotating window does. *priority* keeps the first units of the model for good and streams the
 others.
 
-A buffer whose piece has been used is either *kept* or free to be overwritten. Belady's rule decides nothing
-if pieces are used in a circle, because every choice then misses equally often. So while there is room, the
-kept pieces are spread evenly over the order of use: then the disk neither idles for long nor falls behind for
-long.
+A piece is a range of a unit's weights, read and evicted as a whole; the order of all pieces gives each a
+rank. A buffer whose piece has been used is either *kept* or free to be overwritten. If all pieces are used in
+turn, round after round, every choice of kept pieces leads to the same number of reads, so Belady's rule
+decides nothing. So while there is room, the kept pieces are spread evenly over the order of use. Then the
+disk neither idles for long nor falls behind for long.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """GPUDirect Storage through kvikio (the extra `gds`): reads from the drive into device memory, bypassing host
 memory.
 
-It is used where it is real and faster: the nvidia-fs kernel module is loaded, kvikio is not in its
-compatibility mode (which reads through host memory as Carom does), and a trial on the checkpoint's own first
-bytes beats reading through host memory. Sources: kvikio's documentation of `CuFile.pread` and of its runtime
-settings; NVIDIA's GPUDirect Storage guide.
+GPUDirect Storage is used only if three conditions hold: the nvidia-fs kernel module is loaded; kvikio is not in
+its compatibility mode (which reads through host memory as Carom does); and, in a trial on the first bytes of
+the checkpoint, it is faster than reading through host memory. Sources: kvikio's documentation of `CuFile.pread`
+and of its runtime settings; NVIDIA's GPUDirect Storage guide.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class GdsReader:
 def is_faster(
     device: torch.device, file: SourceFile, direct: Callable[[], float], through_host: Callable[[], float]
 ) -> bool:
-    """Return whether reading directly is worth it, by a trial that is made once for each device and file
-    system.
+    """Return whether reading with GPUDirect Storage is faster than reading through host memory by at least
+    `LEAST_GAIN`. The trial is made once for each device and file system.
 
     Each callable reads the same bytes and returns the seconds it took: ``direct`` with GPUDirect Storage,
     ``through_host`` through host memory.

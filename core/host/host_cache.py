@@ -5,9 +5,9 @@ exceed the bound, because new reads reuse buffers. A buffer is overwritten only 
 reads it any more. This file does not use device APIs: the caller passes functions that test an event and wait
 for it.
 
-Threads: the streamer's threads (holding the streamer's lock) call `expect`, `acquire` and `release`; the
-reader's threads finish reads and start the next ones. One condition of the cache protects all state, and a
-reader's thread never takes another lock.
+Threads: the threads that copy weights to the device (holding the lock of the streamer, core/streaming) call
+`expect`, `acquire` and `release`; the reader's threads finish reads and start the next ones. One condition of
+the cache protects all state, and a reader's thread never takes another lock.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class HostCache:
         self.complete = False
         self._closed = False
         self._limit = buffers.count
-        self._held_back = 0  # buffers of the limit that must not be allocated yet
+        self._held_back = 0  # buffers that the limit allows but that must not be allocated yet
         self._broken: BaseException | None = None
         self._totals = Totals()
 
@@ -149,7 +149,7 @@ class HostCache:
             return self._buffer_of[piece.rank].inspection
 
     def inspections(self, unit: int) -> list[Any] | None:
-        """Return the inspection results of the unit's pieces, or None unless all of them are in RAM."""
+        """Return the inspection results of the unit's pieces, or None if any piece is not in RAM."""
         with self._cond:
             buffers = [self._buffer_of.get(piece.rank) for piece in self._units[unit]]
             ready = [buffer for buffer in buffers if buffer is not None and buffer.ready]
@@ -289,10 +289,10 @@ class HostCache:
         self._cond.wait(_POLL if copies_under_way else _NAP)
 
     def _cancel_latest_read(self) -> None:
-        """Cancel the read that is needed last, if all buffers are being read into and none of them for the
-        piece needed now.
+        """Cancel the read of the piece that is needed last, if every buffer is being read into and none
+        receives the piece needed now.
 
-        This happens if the real order of use differs from the expected one.
+        Such a state arises if the real order of use differs from the expected order.
         """
         reading = [b for b in self._buffers if b.piece is not None and not b.ready]
         if len(reading) == len(self._buffers):

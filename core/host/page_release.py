@@ -2,9 +2,9 @@
 (Linux).
 
 Checkpoint loaders memory-map files. A page that was read counts as the process's memory for as long as any
-tensor of the file lives; for a weight that Carom copied to a block of its own, that is until the last weight
-of the file was copied. Linux reclaims such pages when it needs memory. Until then they count against the
-memory limits of processes and containers, and in reports of the process's size.
+tensor of the file lives. So the page of a weight that Carom has copied to a block of its own counts until the
+last weight of the file was copied. Linux reclaims such pages when it needs memory. Until then they count
+against the memory limits of processes and containers, and in reports of the process's size.
 
 A released page is read from the file again if a program reads it after all. Only pages that the file backs are
 released (proc_pid_pagemap(5), bit 61), never a page that was written to in a private mapping.

@@ -1,5 +1,5 @@
-"""A thread pool that inspects the host cache's pieces after they were read, for example computes
-checksums.
+"""A thread pool that inspects the host cache's pieces (ranges of weights) after they were read, for example
+to compute their checksums.
 """
 
 from __future__ import annotations

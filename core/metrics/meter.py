@@ -1,9 +1,10 @@
-"""The meter of a session: counts bytes and copies of each step on the host, and times the step with device
-events.
+"""The meter of a session: counts the bytes and copies of each step on the host, and times the step with
+device events.
 
 The meter never waits for the device, except in `Meter.finish`: the events of a step are converted to seconds
-once all of them have completed. A step is one forward of the root module or, when training, everything from
-the first forward after a backward to the end of the next backward.
+once all of them have completed. A step is one forward of the root module (the module that the session
+streams) or, in training, everything from the first forward after a backward to the end of the next backward.
+A unit is a group of weights that are copied together.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from ..plan.profile import ForwardTiming, StepProfile, UnitTiming
 from .report import Span
 
 _KEPT_STEPS = 64  # number of latest steps over which medians are taken
-_OPEN_STEPS = 6  # steps whose events may be incomplete; beyond that the oldest step is dropped
+_OPEN_STEPS = 6  # most finished steps whose events are not read yet; beyond that the oldest step is dropped
 _TIMED_FIRST = 8  # number of first steps that are all timed
-_TIMED_EVERY = 16  # afterwards two of this many steps are timed
-# Numbers of the steps, of each kind (with gradients or without), that time every unit.
+_TIMED_EVERY = 16  # after these, two of every 16 steps are timed
+# Steps of which every unit is timed: numbers 2 to 7, counted separately for steps with and without gradients.
 _PROFILED = range(2, 8)
-_MARKS = 8  # number of events recorded to measure the host seconds that one event takes
-_FORWARDS = 8  # more forwards than this without a backward count as inference
+_MARKS = 8  # number of events that are recorded to measure the host seconds that recording one event takes
+_FORWARDS = 8  # with more forwards than this without a backward, the steps count as inference
 
 
 @dataclass
@@ -42,7 +43,7 @@ class _Copy:
 
 @dataclass
 class _Step:
-    """The counts and events of one step. Events are of the device, times of the host are in seconds."""
+    """The counts and events of one step. Events are recorded on the device; times are host times in seconds."""
 
     begin: Any
     gradient: bool  # whether a backward may follow the forward
@@ -58,20 +59,23 @@ class _Step:
     copies: list[_Copy] = field(default_factory=list)
     decodes: list[tuple[Any, Any]] = field(default_factory=list)
     waits: list[tuple[Any, Any, str, bool]] = field(default_factory=list)
-    # Uses of units in the forward: name, events `came`, `went_on` and `left` (see UnitTiming), and `close`.
+    # For each use of a unit in the forward: name, events `came`, `went_on` and `left` (see UnitTiming), and
+    # the value in `close`.
     turns: list[list[Any]] = field(default_factory=list)
-    # For each use, whether the device had begun the unit's kernels when the host had just issued the last of
-    # them.
+    # For each use of a unit, whether the device had begun the unit's kernels by the time at which the host
+    # had issued the last of them. If so, the device was waiting for the host.
     close: list[bool] = field(default_factory=list)
-    spent: float = 0.0  # host seconds that Carom took before and after the units' forwards
+    spent: float = 0.0  # host seconds that Carom's code took before and after the units' forwards
 
 
 @dataclass(frozen=True)
 class StepFigures:
     """The seconds and bytes of one finished step.
 
-    ``raw_bytes``: bytes of the copied weights when unpacked; ``wire_bytes``: bytes that were copied;
-    ``copied_bytes``: bytes of the copies that were timed; pairs ``..._by_phase`` are (forward, backward).
+    ``raw_bytes``: bytes of the copied weights when unpacked.
+    ``wire_bytes``: bytes that were copied (packed or not).
+    ``copied_bytes``: bytes of those copies that were timed.
+    ``..._by_phase``: pairs (forward, backward).
     """
 
     train: bool
@@ -91,10 +95,11 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class Medians:
-    """Medians over the steps of the latest kind (inference or training); None where nothing was measured.
+    """Medians over the latest steps of the latest kind (inference or training). None where nothing was
+    measured.
 
-    ``roofline_seconds``: seconds of a step if computing, copies and disk reads overlapped perfectly;
-    ``hidden_fraction``: share of the copies' seconds in which the device did not wait for them.
+    ``roofline_seconds``: seconds of a step if computing, copies and disk reads overlapped perfectly.
+    ``hidden_fraction``: share of the copies' seconds during which the device did not wait for copies.
     """
 
     train: bool = False
@@ -123,37 +128,37 @@ class Meter:
         self._figures: deque[StepFigures] = deque(maxlen=_KEPT_STEPS)
         self._timeline_step: tuple[_Step, float] | None = None
         self._profiled: deque[tuple[bool, ForwardTiming]] = deque(maxlen=2 * len(_PROFILED))
-        # (bytes, seconds) of the copies of the last profiled step.
+        # (bytes, seconds) of the copies of the last step of which every unit was timed.
         self._copies: tuple[tuple[int, float], ...] = ()
         self._steps = 0
         self.disk_bytes: Callable[[], int] = int  # returns the bytes read from disk so far; 0 without a disk
         self._disk_before = 0
-        # Returns (name, start, end, bytes) of disk reads on the host's clock; None where the device has a
+        # Returns (name, start, end, bytes) of disk reads on the host's clock. None if the device has a
         # virtual clock.
         self.disk_reads: Callable[[], Iterable[tuple[str, float, float, int]]] | None = None
         self._read_steps = 0
-        self._kinds = [0, 0]  # number of steps begun without gradients, and with gradients
+        self._kinds = [0, 0]  # number of steps begun so far: [without gradients, with gradients]
         self.profiling = False  # whether the streamer reports the begin and end of each unit's forward
         # Whether the present step is timed; the streamer checks this before it records events.
         self.timing = True
-        # Whether the device waits for the host can be measured only where copies do not block the host, and
-        # where the device's clock is real.
+        # Whether to measure that the device waits for the host. This requires copies that do not block the
+        # host, and a real device clock.
         self.watches_host = not engine.blocking and not engine.virtual_clock
         self._mark_seconds: float | None = None  # host seconds that recording one event takes
 
     # -- called by the streamer while a step runs
 
     def forward_begins(self, gradient: bool) -> None:
-        """Record the start of the root's forward; ``gradient``: whether a backward may follow."""
+        """Record the start of a forward of the root module. ``gradient``: whether a backward may follow."""
         step = self._open
         if step is not None and step.end is not None:
             if gradient and step.gradient and step.turn is None and step.forwards < _FORWARDS:
-                step.end = None  # a further forward of the same step, before its backward
+                step.end = None  # another forward of the same step, before the step's backward
                 step.forwards += 1
                 return
             self._close()
-        # Recording events costs host time, so only the first steps and then some are timed. Bytes are always
-        # counted.
+        # Recording events takes host time, so only the first steps and some later steps are timed. Bytes are
+        # always counted.
         self.timing = self._steps < _TIMED_FIRST or self._steps % _TIMED_EVERY < 2
         self._steps += 1
         self.profiling = self.timing and self._kinds[gradient] in _PROFILED
@@ -166,12 +171,12 @@ class Meter:
         self._open = _Step(self._engine.mark(), gradient, self.timing)
 
     def no_backward(self) -> None:
-        """Mark the running forward as a whole step, because no output of it requires gradients."""
+        """Mark the running forward as a whole step, because none of its outputs requires gradients."""
         if self._open is not None and self._open.forwards == 1:
             self._open.gradient = False
 
     def forward_ends(self) -> None:
-        """Record the end of the root's forward, which ends the step unless a backward may follow."""
+        """Record the end of the root's forward. This ends the step, unless a backward may follow."""
         if self._open is not None:
             self._open.end = self._engine.mark()
             if not self._open.gradient:
@@ -210,7 +215,7 @@ class Meter:
                 step.copies.append(_Copy(name, marks[0], marks[1], nbytes, backward))
 
     def decoded(self, marks: Any) -> None:
-        """Record that a unit was unpacked on the device between the two events ``marks`` (None: not timed)."""
+        """Record that the device unpacked a unit between the two events ``marks`` (None: not timed)."""
         if self._open is not None and marks is not None:
             self._open.decodes.append(marks)
 
@@ -222,35 +227,36 @@ class Meter:
             self._open.waits.append((before, after, name, backward))
 
     def unit_begins(self, name: str, came: Any, went_on: Any) -> None:
-        """Record the start of a unit's forward: event ``came`` before and ``went_on`` after the wait for its
-        weights.
+        """Record the start of a unit's forward. ``came``, ``went_on``: events before and after the wait for
+        the unit's weights.
         """
         if self._open is not None:
             self._open.turns.append([name, came, went_on, None, False])
 
     def unit_ends(self, name: str, left: Any) -> None:
-        """Record the end of a unit's forward: event ``left`` comes after the unit's kernels."""
+        """Record the end of a unit's forward. ``left``: an event after the unit's kernels."""
         if self._open is not None:
             for turn in reversed(self._open.turns):
                 if turn[0] == name and turn[3] is None:
                     turn[3] = left
                     if self.watches_host:
                         # The host has just issued the unit's last kernel. If the device has already begun the
-                        # unit, the device has nothing else queued and waits for the host.
+                        # unit, the device has nothing else queued, so it waits for the host.
                         turn[4] = self._engine.done(turn[2])
                         self._open.close.append(turn[4])
                     return
 
     def add_host_seconds(self, seconds: float) -> None:
-        """Add the host seconds that Carom took before or after a unit's forward."""
+        """Add host seconds that Carom's code took before or after a unit's forward."""
         if self._open is not None:
             self._open.spent += seconds
 
     # -- figures of finished steps
 
     def _use_seconds(self, step: _Step) -> float:
-        """Return Carom's host seconds for one use of a unit, less those of the events that only profiled
-        steps record.
+        """Return the host seconds that Carom's code takes for one use of a unit.
+
+        Seconds of recording events that only steps with timed units record are subtracted.
         """
         copies = sum(not copy.backward for copy in step.copies)
         decodes = min(len(step.decodes), max(copies, len(step.turns)))
@@ -262,7 +268,8 @@ class Meter:
         """End the present step, and convert the steps whose events have completed to figures."""
         step, self._open = self._open, None
         if step is not None and step.end is not None:
-            read = self.disk_bytes()  # reads go on between steps, so count from the end of the previous step
+            # reads go on between steps, so the bytes are counted from the end of the previous step
+            read = self.disk_bytes()
             step.disk_bytes, self._disk_before = read - self._disk_before, read
             self._waiting.append(step)
         while self._waiting and self._reached(self._waiting[0]):
@@ -277,8 +284,8 @@ class Meter:
             done(step.end)
             and all(done(copy.done) for copy in step.copies)
             and all(done(after) for _, after in step.decodes)
-            # Events on a side stream, or of a unit used after the root's forward, may complete later than
-            # `step.end`.
+            # Events on another stream, or of a unit that is used after the root's forward, may complete later
+            # than `step.end`.
             and all(done(after) for _, after, _, _ in step.waits)
             and all(done(mark) for turn in step.turns for mark in turn[1:4] if mark is not None)
         )
@@ -302,8 +309,8 @@ class Meter:
                 for name, came, went_on, left, close in step.turns
                 if left is not None
             )
-            # In a step that begins on an idle device the host has to get ahead first, so look at the later
-            # half only.
+            # If the device was idle when the step began, it waits for the host at first in any case. So use
+            # only the second half of the step.
             late = step.close[len(step.close) // 2 :]
             close = sum(late) / len(late) if late else 0.0
             use = self._use_seconds(step)
@@ -333,8 +340,8 @@ class Meter:
         return () if self._timeline_step is None else self._timeline(*self._timeline_step)
 
     def _timeline(self, step: _Step, seconds: float) -> tuple[Span, ...]:
-        """Return the spans of ``step``, which took ``seconds``: copies, stalls, computing in between, and
-        disk reads.
+        """Return the spans of ``step``, which took ``seconds``: copies, waits for copies (stalls), computing
+        in between, and disk reads.
         """
         at = lambda event: self._engine.elapsed(step.begin, event)  # noqa: E731
         spans = [Span("link", c.name, at(c.started), at(c.done), c.nbytes) for c in step.copies]
@@ -356,7 +363,7 @@ class Meter:
 
     @property
     def settled(self) -> int:
-        """The number of steps with figures, less the first two, in which the access order is learned."""
+        """The number of steps with figures, without the first two, in which the order of use is learnt."""
         return max(0, self._read_steps - 2)
 
     @property
@@ -371,7 +378,9 @@ class Meter:
         return step is not None and step.gradient and step.turn is None and step.end is not None
 
     def profile(self) -> StepProfile | None:
-        """Return the timings of the latest kind of step that was profiled; None before any step was."""
+        """Return the timings of the units in steps of the latest kind. Returns None before units were timed
+        in any step.
+        """
         if not self._profiled:
             return None
         train = self._profiled[-1][0]
@@ -395,7 +404,7 @@ class Meter:
         )
 
     def finish(self) -> None:
-        """Wait for the device, then convert the events of all steps that are left."""
+        """Wait for the device, then convert the events of all remaining steps to figures."""
         self._engine.synchronize()
         if self._open is not None and self._open.end is not None:
             self._close()
@@ -405,21 +414,22 @@ class Meter:
     def medians(self, disk: float | None = None) -> Medians:
         """Return medians over the recorded steps of the latest kind (inference or training).
 
-        ``disk``: the drive's rate in bytes/s, or None. The drive bounds the step as a whole in the roofline,
-        and not each phase, because reads go on from the forward into the backward.
+        ``disk``: the drive's rate in bytes/s, or None. In the roofline, the drive limits the step as a whole
+        and not each phase, because reads that begin in the forward continue in the backward.
         """
         if not self._figures:
             return Medians()
         train = self._figures[-1].train
         steps = [figures for figures in self._figures if figures.train == train]
-        # The first two steps learn the access order and fill caches; leave them out once there are others.
+        # In the first two steps the order of use is learnt and caches are filled. Leave them out if there are
+        # other steps.
         steps = steps[2:] or steps[-1:]
         timed = [step for step in steps if step.timed] or steps
         copy_seconds = sum(step.copy_seconds for step in timed)
         link = sum(step.copied_bytes for step in timed) / copy_seconds if copy_seconds > 0 else None
 
         def roofline(step: StepFigures) -> float:
-            """Return the seconds of ``step`` with perfect overlap."""
+            """Return the seconds that ``step`` would take if everything overlapped perfectly."""
             wire = [count / link if link else 0.0 for count in step.bytes_by_phase]
             phases = sum(max(pair) for pair in zip(step.compute_by_phase, wire, strict=True))
             return max(phases, step.disk_bytes / disk if disk else 0.0)

@@ -1,8 +1,11 @@
-"""The report of a session: a data class with memory, transfer and time figures, and its conversion to text.
+"""The report of a session: a data class with figures of memory, transfers and times, and its conversion to
+text.
 
 `Report` is the return value of `Session.report()`, and its field names are part of the public interface. The
-session fills a report from counters and device events; nothing here touches a device. `timeline.py` draws the
-same figures as a picture or a trace.
+session fills the report from counters and device events. This module does not use a device. `timeline.py`
+draws the same figures as a picture, or writes them as a trace. A unit is a group of tensors that are copied
+together. It is either resident (it stays on the device) or streamed through slots, device memory that units
+share in turn.
 """
 
 from __future__ import annotations
@@ -23,8 +26,11 @@ NOT_MEASURED = "not measured"
 class Span:
     """An interval on the timeline of a step.
 
-    ``lane``: one of LANES; ``start`` and ``end``: seconds since the step began; ``nbytes``: bytes moved, 0
-    where none were. Raises ValueError for another lane.
+    ``lane``: one of LANES.
+    ``start``, ``end``: seconds since the step began.
+    ``nbytes``: bytes moved, 0 if none were.
+
+    Raises ValueError for another lane.
     """
 
     lane: str
@@ -40,9 +46,10 @@ class Span:
 
 @dataclass(frozen=True)
 class UnitPlace:
-    """The location of one unit (a group of tensors that is copied together).
+    """The memory in which one unit (a group of tensors that are copied together) is kept.
 
-    ``resident``: whether the unit stays on the device; ``reason``: why, "" for a streamed unit.
+    ``resident``: whether the unit stays on the device.
+    ``reason``: why the unit stays on the device, "" for a streamed unit.
     """
 
     name: str
@@ -57,11 +64,11 @@ class UnitPlace:
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of a session in bytes, seconds and bytes per second; None where nothing was measured.
+    """The figures of a session in bytes, seconds and bytes per second. None where nothing was measured.
 
-    Figures of a step are medians over steps. A step is one forward of the root module or, when training,
+    Figures of a step are medians over steps. A step is one forward of the root module or, in training,
     everything from the first forward after a backward to the end of the next backward. ``vram_*`` count
-    parameters, buffers, slots and scratch memory that Carom holds on the device; the peak is the highest
+    parameters, buffers, slots and scratch memory that Carom holds on the device. The peak is the highest
     value since the budget was last lowered. ``adapter_bytes`` are the bytes of trainable weights on the
     device, which ``vram_*`` do not count.
     """
@@ -85,34 +92,36 @@ class Report:
     units: int = 0
     resident_by_choice: tuple[UnitPlace, ...] = ()
     resident_by_need: tuple[UnitPlace, ...] = ()
-    # The fields above were fixed by the first version's interface; those below were added later.
+    # The fields above are those of the first version's interface, which cannot change. Those below were added
+    # later.
     predicted_seconds: float | None = None
     adapter_bytes: int = 0
     streamed_bytes: int = 0
     # Bytes of streamed weights in host memory, in the form in which they are copied (packed or not).
     waiting_bytes: int = 0
     packed_units: int = 0  # number of streamed units that are copied packed
-    staging_bytes: int = 0  # device buffer that packed bytes are copied to before they are unpacked
-    resident_packed_bytes: int = 0  # part of `resident_bytes`: packed bytes of the units that stay packed
-    resident_packed_raw_bytes: int = 0  # bytes of the same units when unpacked
-    resident_packed_units: int = 0  # number of the same units
+    staging_bytes: int = 0  # device buffer to which packed bytes are copied before they are unpacked
+    # the part of `resident_bytes` that units take which stay on the device packed
+    resident_packed_bytes: int = 0
+    resident_packed_raw_bytes: int = 0  # bytes of these units when unpacked
+    resident_packed_units: int = 0  # number of these units
     decode_seconds: float = 0.0  # seconds of a step in which the device unpacks weights
     # Unpacked bytes of the copied weights per second of copying.
     effective_link_bytes_per_second: float | None = None
-    # Budget of the host cache; this and the next two are 0 where weights do not come from disk.
+    # Budget of the host cache. This field and the next two are 0 if weights do not come from disk.
     ram_budget_bytes: int = 0
     ram_peak_bytes: int = 0
     disk_bytes_per_step: float = 0.0
     link_seconds: float | None = None  # seconds that the copies of a step take if nothing else runs
     disk_seconds: float | None = None  # seconds that the disk reads of a step take if nothing else runs
-    # The stage of a step that alone would take longest: "compute", "link", "disk" or "host".
+    # The part of the machine that limits the speed of a step: "compute", "link", "disk" or "host".
     bound_by: str = ""
     disk_wait_seconds: float = 0.0  # total seconds that host threads have waited for disk reads
     pageable_bytes: int = 0  # bytes of streamed weights in host memory that is not pinned
     steps: int = 0
     device: str = ""
     pool: str = "torch"  # allocator of the weights on the device: "torch" or "aimdo"
-    pool_reason: str = ""  # why that allocator is used
+    pool_reason: str = ""  # why this allocator is used
     kind: str = "infer"  # kind of the last step: "infer" or "train"
     notes: tuple[str, ...] = ()
     # The fields below are used for pictures and traces; `to_dict` leaves them out.
@@ -284,7 +293,9 @@ class Report:
         return f"OVER THE BUDGET by {format_size(self.vram_peak_bytes - self.vram_budget_bytes)}"
 
     def _stages(self) -> str:
-        """Return the remark that gives the seconds each stage of a step would take if nothing else ran."""
+        """Return the remark that gives, for each stage of a step, the seconds that it would take if nothing
+        else ran.
+        """
         stages = ("computing", self.compute_seconds), ("link", self.link_seconds), ("disk", self.disk_seconds)
         known = [f"{name} {format_seconds(seconds)}" for name, seconds in stages if seconds is not None]
         if self.bound_by == "host":
@@ -292,7 +303,9 @@ class Report:
         return f"a step alone: {', '.join(known)}"
 
     def _roofline_verdict(self) -> str:
-        """Return the remark that gives the step's seconds relative to the roofline."""
+        """Return the remark that compares the step's seconds with the roofline (the seconds with perfect
+        overlap).
+        """
         if not self.roofline_seconds or self.step_seconds is None:
             return "roofline"
         return f"roofline; the step takes {self.step_seconds / self.roofline_seconds:.2f}x"
@@ -300,7 +313,7 @@ class Report:
     def _places_summary(self) -> str:
         """Return the remark that counts streamed and resident units."""
         choice, need = len(self.resident_by_choice), len(self.resident_by_need)
-        # `units` does not count weights that must be resident: they belong to no unit.
+        # `units` does not count weights that have to stay on the device, because they belong to no unit.
         parts = [f"{self.units - choice} streamed", f"{choice} resident by choice"]
         return ", ".join(parts + ([f"beside them {need} by need:"] if need else []))
 
@@ -337,8 +350,8 @@ def _percent(fraction: float | None) -> str:
 
 
 def _share(part: float | None, whole: float | None, words: str) -> str:
-    """Return the percentage of ``whole`` that ``part`` is, followed by ``words``; "" where either is unknown
-    or 0.
+    """Return ``part`` as a percentage of ``whole``, followed by ``words``. Returns "" if either number is
+    unknown or 0.
     """
     return "" if part is None or not whole else f"{_percent(part / whole)} {words}"
 
@@ -350,7 +363,9 @@ def _largest(places: tuple[UnitPlace, ...], count: int = 8) -> tuple[UnitPlace, 
 
 
 def _align(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Return lines with aligned columns for (label, figure, remark) rows; a row of one element is a heading."""
+    """Return the rows (label, figure, remark) as lines with aligned columns. A row with one element is a
+    heading.
+    """
     rows = list(rows)
     cells = [row for row in rows if len(row) == 3]
     label = min(max((len(row[0]) for row in cells), default=0), 48)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .report import Report, Span
 
-# From the palette of Okabe and Ito (2008), which colour-blind readers can tell apart too.
+# Colours of the palette of Okabe and Ito (2008), which colour-blind readers can distinguish too.
 COLOURS = {"compute": "#0072B2", "link": "#E69F00", "stall": "#D55E00", "disk": "#009E73"}
 MEANING = {"compute": "computing", "link": "weights cross", "stall": "waiting", "disk": "disk reads"}
 CHOSEN, NEEDED, STREAMED = "#0072B2", "#56B4E9", "#E69F00"
@@ -35,7 +35,7 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     kind = target.suffix.lower().lstrip(".")
     if kind not in ("png", "svg"):
         raise ValueError(f"cannot draw to {target.name!r}: the suffix must be .png or .svg")
-    from matplotlib.figure import Figure  # not pyplot, which would change global state
+    from matplotlib.figure import Figure  # pyplot is not used, because it would change global state
 
     lanes = [lane for lane in COLOURS if lane != "disk" or any(s.lane == "disk" for s in report.spans)]
     height = 2.1 + 0.42 * len(lanes)
@@ -79,8 +79,9 @@ def trace(report: Report, path: str | os.PathLike[str]) -> None:
 
 
 def write_atomically(target: Path, write: Callable[[Path], Any]) -> None:
-    """Call ``write`` with a temporary path in the folder of ``target``, then rename the file, so that no part
-    is ever seen.
+    """Call ``write`` with a temporary path in the folder of ``target``, then rename the file to ``target``.
+
+    Other programs thus never see a partly written file.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -123,7 +124,7 @@ def _draw_lanes(axes: Axes, spans: Sequence[Span], lanes: Sequence[str]) -> None
     """Draw one row of bars for each of ``lanes``, over time."""
     end = max((s.end for s in spans), default=0.0) or 1.0
     scale, unit = (1.0, "s") if end >= 10 else (1e3, "ms") if end >= 1e-3 else (1e6, "us")
-    wide = 0.003 * end  # seconds; the white edge of a bar would hide a narrower bar
+    wide = 0.003 * end  # in seconds; narrower bars are drawn without a white edge, which would hide them
     for row, lane in enumerate(lanes):
         y = len(lanes) - 1 - row
         own = _visible([s for s in spans if s.lane == lane], end)
@@ -148,8 +149,8 @@ def _draw_lanes(axes: Axes, spans: Sequence[Span], lanes: Sequence[str]) -> None
 
 
 def _visible(spans: Sequence[Span], end: float) -> list[Span]:
-    """Merge or drop spans and gaps far narrower than a pixel, which would otherwise be drawn a whole pixel
-    wide.
+    """Merge or drop spans and gaps that are far narrower than a pixel. Otherwise each would be drawn a whole
+    pixel wide.
 
     ``end``: seconds of the whole timeline.
     """
@@ -164,7 +165,7 @@ def _visible(spans: Sequence[Span], end: float) -> list[Span]:
 
 
 def _label_bars(axes: Axes, spans: Sequence[Span], y: float, scale: float, end: float) -> None:
-    """Write the unit's short name into each bar that is wide enough for the text."""
+    """Write the short name of the unit into each bar that is wide enough for the text."""
     ink = INK if spans and spans[0].lane == "link" else "white"
     inches = WIDTH_INCHES * 0.86
     for span in spans:
@@ -183,13 +184,13 @@ def _label_bars(axes: Axes, spans: Sequence[Span], y: float, scale: float, end: 
 
 
 def _draw_unit_map(axes: Axes, report: Report) -> None:
-    """Draw a box for each unit, in order, with a width in proportion to the unit's bytes, and the legend
-    below.
+    """Draw a box for each unit, in order, and a legend below. The width of a box is proportional to the
+    unit's bytes.
     """
     total = sum(p.nbytes for p in report.places) or 1
     needed = {p.name for p in report.resident_by_need}
     start = 0.0
-    used: dict[str, tuple[str, int]] = {}  # legend text -> (colour, bytes)
+    used: dict[str, tuple[str, int]] = {}  # by legend text: (colour, bytes)
     for place in report.places:
         by_need = place.resident and place.name in needed
         colour = NEEDED if by_need else CHOSEN if place.resident else STREAMED
@@ -219,15 +220,17 @@ def _hide_frame(axes: Axes) -> None:
 
 
 def short_name(name: str) -> str:
-    """Return the last number in a dotted name, else the name's last part: a text short enough for a bar."""
+    """Return the last number in a dotted name, or the last part of a name without numbers: a text short
+    enough for a bar.
+    """
     parts = [part for part in name.split(".") if part]
     numbers = [part for part in parts if part.isdigit()]
     return numbers[-1] if numbers else parts[-1] if parts else ""
 
 
 def _tracks(spans: Sequence[Span]) -> list[list[Span]]:
-    """Distribute ``spans`` over as few tracks as possible without overlaps of more than a nanosecond within a
-    track.
+    """Distribute ``spans`` over as few tracks as possible. Within a track, spans overlap by at most a
+    nanosecond.
     """
     tracks: list[list[Span]] = []
     for span in sorted(spans, key=lambda s: (s.start, s.end)):

@@ -1,7 +1,9 @@
-"""Tensor subclasses with `__torch_function__` for resident weights of a file that are still being read.
+"""Tensor subclasses with `__torch_function__` for resident weights whose bytes are still being read from a
+file.
 
-The first operator that needs the values of such a tensor first waits until its bytes are on the device.
-Queries of shape, dtype or device are answered without waiting.
+A resident weight is a weight that stays on the device. A tensor of these classes is called pending. The first
+operator that needs the values of a pending tensor waits until the bytes are on the device. Queries of shape,
+dtype or device are answered without waiting.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ def load_pending(values: Any) -> None:
 
 
 def _dispatch_pending(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-    """Answer queries of metadata at once; load the pending arguments before any other operator, then run the
-    operator.
+    """Run ``func``: at once if it only queries metadata, otherwise after the pending tensors among its
+    arguments are loaded.
     """
     kwargs = kwargs or {}
     name = getattr(func, "__name__", "")
@@ -44,7 +46,8 @@ def _dispatch_pending(cls: type, func: Callable, types: Any, args: tuple = (), k
     if name in _METADATA_QUERIES or (getter and func not in _VALUE_GETTERS):
         return managed_tensor.plain(func, args, kwargs)
     load_pending((args, kwargs))
-    # Loaded arguments are plain tensors; streamed arguments have a __torch_function__ of their own.
+    # Loaded arguments are plain tensors. Streamed arguments have a __torch_function__ of their own, which
+    # func calls.
     return func(*args, **kwargs)
 
 
@@ -56,7 +59,7 @@ class PendingParameter(AwayParameter):
 
     def __deepcopy__(self, memo: dict) -> Any:
         load_pending(self)
-        return self.__deepcopy__(memo)  # loading has changed the class, so this calls another method
+        return self.__deepcopy__(memo)  # loading set the class back, so this calls the method of Parameter
 
     def __reduce_ex__(self, proto: Any) -> Any:
         load_pending(self)
@@ -79,16 +82,17 @@ class PendingTensor(AwayTensor):
 
 
 def mark_pending(tensor: torch.Tensor, load: Callable[[], None]) -> None:
-    """Set the class of ``tensor`` to a pending class that calls ``load`` when an operator needs its values.
+    """Set the class of ``tensor`` to a pending class, which calls ``load`` when an operator needs the
+    tensor's values.
 
-    ``tensor`` is a plain Parameter or Tensor of Carom's. `clear_pending` undoes this.
+    ``tensor`` is a plain Parameter or Tensor that Carom made. `clear_pending` undoes this.
     """
     tensor._pending = load  # type: ignore[attr-defined]
     tensor.__class__ = PendingParameter if isinstance(tensor, nn.Parameter) else PendingTensor
 
 
 def clear_pending(tensor: torch.Tensor) -> None:
-    """Set the class of ``tensor`` back to Parameter or Tensor."""
+    """Set the class of ``tensor`` back to Parameter or Tensor. Do nothing if ``tensor`` is not pending."""
     if isinstance(tensor, (PendingParameter, PendingTensor)):
         is_parameter = isinstance(tensor, nn.Parameter)
         del tensor._pending

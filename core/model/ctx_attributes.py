@@ -1,11 +1,12 @@
 """Replacement of slot views that Python autograd functions keep as attributes of ``ctx`` instead of saving
 them.
 
-An autograd function may set ``ctx.tensors = ...`` or ``ctx.state = quant_state``, as bitsandbytes' matrix
-products do. Saved-tensor hooks do not see such tensors, and each would hold its slot from the forward to the
-backward pass. A function's ``ctx`` is its autograd node. So the nodes are found by walking the graph that a
-module's forward made, slot views in their attributes are replaced by handles, and a node prehook puts views
-of the unit's new slot back before the node's backward runs.
+A slot is the device memory that holds a streamed unit while the unit is used. A slot view is a tensor in that
+memory. An autograd function may set ``ctx.tensors = ...`` or ``ctx.state = quant_state``, as bitsandbytes'
+matrix products do. Saved-tensor hooks do not see such tensors, and each of them would occupy its slot from
+the forward to the backward pass. A function's ``ctx`` is its autograd node. So this module walks the autograd
+graph of a module's forward, and replaces slot views in the nodes' attributes by handles. Before a node's
+backward runs, a prehook of the node sets the attributes to views of the slot that holds the unit then.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ from . import managed_tensor
 if TYPE_CHECKING:
     from .home import SlotRange
 
-_MAX_DEPTH = 4  # how deep nested objects are searched
-_MAX_NODES = 4096  # autograd nodes that are visited at most; one module's forward makes far fewer
+_MAX_DEPTH = 4  # levels of nested objects that are searched
+_MAX_NODES = 4096  # limit on the autograd nodes that one call visits; one module's forward makes far fewer
 
 
 @dataclass(frozen=True)
 class _PackedObject:
-    """An object whose attributes held slot views: a copy without the views, and the packed attributes."""
+    """A replacement for an object whose attributes held slot views.
+
+    ``original``: a copy of the object without these attributes' values.
+    ``attributes``: the values, with handles in place of slot views.
+    """
 
     original: Any
     attributes: dict[str, Any]
@@ -53,15 +58,17 @@ def pack_node_attributes(slots: SlotRange, result: Any, inputs: Sequence[Any]) -
 
 
 def _leaves(values: Sequence[Any]) -> Sequence[Any]:
-    """Return the leaves of the pytrees in ``values``; ``values`` itself if all of them are tensors, which is
-    faster.
+    """Return the leaves of the pytrees in ``values``.
+
+    If all values are tensors, ``values`` itself is returned, which is faster.
     """
     return values if all(isinstance(value, torch.Tensor) for value in values) else tree_leaves(values)
 
 
 def _pack_attributes(slots: SlotRange, node: Any, kept: dict[str, Any]) -> None:
-    """Replace slot views in ``node``'s attributes ``kept`` by handles, and register hooks that restore them
-    for the node's backward.
+    """Replace slot views in ``kept``, the attributes of ``node``, by handles.
+
+    Hooks are registered that set the attributes to slot views for the duration of the node's backward.
     """
     packed: dict[str, Any] = {}
     for name, value in kept.items():
@@ -87,13 +94,15 @@ def _pack_attributes(slots: SlotRange, node: Any, kept: dict[str, Any]) -> None:
 
 
 def _pack(slots: SlotRange, value: Any, depth: int) -> Any:
-    """Return ``value`` with every slot view replaced by a handle; the same object if there is none."""
+    """Return ``value`` with every slot view replaced by a handle, or ``value`` itself if it holds no slot
+    view.
+    """
     if isinstance(value, torch.Tensor):
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 if slots.low <= value.data_ptr() < slots.high:
                     return slots.handle(value)
-        except RuntimeError:  # a tensor without storage
+        except RuntimeError:  # the tensor has no storage, so it is no slot view
             pass
         return value
     if depth == _MAX_DEPTH:
@@ -115,7 +124,7 @@ def _pack(slots: SlotRange, value: Any, depth: int) -> Any:
 
 
 def _unpack(value: Any) -> Any:
-    """Return ``value`` with every handle replaced by a view of the unit's slot."""
+    """Return ``value`` with every handle replaced by a view of the slot that holds the handle's unit now."""
     if type(value) is managed_tensor.Handle:
         return value.source.unpack(value)
     if type(value) is _PackedObject:

@@ -1,9 +1,11 @@
-"""Search for the dense linear modules of a mixture-of-experts (MoE) model: those that every token passes.
+"""Search for the dense linear modules of a mixture-of-experts (MoE) model: the modules that process every
+token.
 
-A token passes a few of many routed experts. The experts' weights are most of the model's bytes, so adapters
-on all of them would be as many again, and each would see only a few tokens a step. Attention and shared
-experts see every token, so adapters are put there. Routed experts are found by structure and by the attribute
-name ``experts`` that libraries share. No list of model classes is kept.
+A router sends each token to a few of many routed experts. The experts hold most of the model's weights, so
+adapters on all experts would hold as large a share of all adapter weights, and each adapter would be trained
+on only a few tokens a step. Attention and shared experts process every token, so adapters are added to these.
+Routed experts are found by structure and by the attribute name ``experts``, which libraries have in common.
+No list of model classes is kept.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from ..common.errors import UnsupportedError
 
 
 def dense_modules(model: nn.Module) -> list[str]:
-    """Return the names of the linear modules in ``model``'s repeated blocks that every token passes, for
+    """Return the names of the linear modules in ``model``'s repeated blocks that process every token, for
     PEFT's ``target_modules``.
 
     Attention, dense feed-forwards and shared experts are included. Routed experts, their routers, gates with
-    one output, embeddings and output heads are not. For a model without experts all linear modules of its
+    one output, embeddings and output heads are not. For a model without experts, all linear modules of its
     blocks are returned. ``model`` may be on the meta device, and may be streamed. Raises UnsupportedError if
     no module is found.
     """
@@ -43,8 +45,8 @@ def dense_modules(model: nn.Module) -> list[str]:
 
 
 def _routed(model: nn.Module) -> set[str]:
-    """Return the names of modules that belong to routing: containers of experts, stacked experts, and
-    routers.
+    """Return the names of the modules that take part in routing: containers of experts, modules with the
+    experts' weights stacked in one tensor, and routers.
     """
     found: set[str] = set()
     for name, module in model.named_modules():
@@ -57,7 +59,7 @@ def _routed(model: nn.Module) -> set[str]:
                 if sibling is not child and experts and _output_rows(sibling) == experts
             }
             in_block = any(part.isdigit() for part in name.split("."))
-            # By the name that libraries share, or by structure.
+            # Experts are recognised by the common attribute name, or by a router beside them.
             if child_name == "experts" or (in_block and routers):
                 found.add(_join(name, child_name))
                 found.update(_join(name, router) for router in routers)
@@ -65,8 +67,10 @@ def _routed(model: nn.Module) -> set[str]:
 
 
 def _expert_count(module: nn.Module) -> int:
-    """Return how many experts ``module`` could hold: its children if all have equal shapes, or the rows of
-    its parameters with three dimensions; 0 for none.
+    """Return how many experts ``module`` could hold, 0 if it cannot hold any.
+
+    This is the number of its children if all children have equal shapes, or the first dimension of its
+    parameters with three dimensions.
     """
     children = list(module.children())
     shapes = {tuple(parameter.shape for parameter in child.parameters()) for child in children}

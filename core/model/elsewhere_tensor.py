@@ -1,9 +1,11 @@
-"""Tensor subclasses with `__torch_function__` for streamed weights that have no host memory of their own.
+"""Tensor subclasses with `__torch_function__` for streamed weights that have no plain bytes in host memory.
 
-The bytes of such a weight are in a file or packed by a codec. The model's Parameter is then a meta tensor, or
-the model's own object without its storage. During a step operators use the weight's slot, as for every
-streamed tensor. Outside a step an operator gets the true value, read for that operator only. So
-`state_dict()` of a model larger than RAM takes no memory until one of its values is used.
+The bytes of such a weight are in a file, or are packed (compressed losslessly) by a codec. The model's
+Parameter is then a meta tensor, or the model's own object without its storage. During a step (a forward or
+backward pass), operators use the weight's slot, the device memory into which the weight was copied. Outside a
+step, the value is read for each operator that needs it. So `state_dict()` of a model larger than RAM takes no
+memory until one of its values is used. The home of a weight is the object that reads and writes the weight's
+value (home.py).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .override_queries import ForOperators
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
-# The meta tensor may have other strides than the home's tensor.
+# Queries whose answer depends on strides. The meta tensor may have other strides than the weight.
 _MEMORY_FORMAT_QUERIES = {
     "stride",
     "is_contiguous",
@@ -30,21 +32,21 @@ _MEMORY_FORMAT_QUERIES = {
 
 
 class ElsewhereHome(Home):
-    """The home of a weight without host memory of its own: values are read from, and written to, a file or
-    packed bytes.
+    """The home of a weight without plain bytes in host memory: values are read from, and written to, a file
+    or packed bytes.
     """
 
     __slots__ = ()
     has_bytes = False
 
     def value(self) -> torch.Tensor:
-        """Return the tensor that a state dict holds of the weight: its bytes are read when an operator uses
-        them.
+        """Return the tensor that represents the weight in a state dict. Its bytes are read when an operator
+        uses it.
         """
         return lazy(self)
 
     def read(self) -> torch.Tensor:
-        """Return the true value of the weight, a new CPU tensor."""
+        """Return the present value of the weight as a new CPU tensor."""
         raise NotImplementedError
 
     def replace(self, value: torch.Tensor) -> None:
@@ -56,15 +58,15 @@ class ElsewhereHome(Home):
     def change(self, func: Callable, args: tuple, kwargs: dict) -> None:
         """Apply ``func``, an operator that writes to its first argument, to the weight.
 
-        Raises UnsupportedError where the home cannot store the result.
+        Raises UnsupportedError if this kind of home cannot store the result.
         """
         raise NotImplementedError
 
     def set_data(self, new: torch.Tensor) -> None:
-        """Perform ``parameter.data = new``: store the value of ``new`` unless the weight has this value
+        """Perform ``parameter.data = new``: store the value of ``new``, unless the weight has this value
         already.
 
-        Raises UnsupportedError while an autograd graph needs the old value.
+        Raises UnsupportedError while an autograd graph needs the present value.
         """
         if isinstance(new, LazyTensor):
             if new._carom is self:
@@ -76,8 +78,9 @@ class ElsewhereHome(Home):
         if new.device == runtime.device:
             if new.device.type != "cpu" and (new.shape, new.dtype) != (self.host.shape, self.host.dtype):
                 return
-            # ``new`` has the weight's own shape and dtype on the compute device: a submodule's .to moved the
-            # weight, or the caller computed a new value there. The comparison below tells which.
+            # ``new`` has the weight's own shape and dtype and is on the compute device. Either a submodule's
+            # .to() moved the unchanged weight there, or the caller computed a new value. The comparison below
+            # distinguishes the two cases.
             new = new.cpu()
         if (new.shape, new.dtype) == (self.host.shape, self.host.dtype) and torch.equal(new, self.read()):
             return
@@ -86,14 +89,14 @@ class ElsewhereHome(Home):
 
 
 def _dispatch_elsewhere(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-    """Run ``func`` on a weight without host memory: with the weight's slot during a step, with its true value
-    outside a step.
+    """Run ``func`` on a weight without plain bytes in host memory: with the weight's slot during a step, with
+    the value read from the file or the packed bytes outside a step.
 
-    Answers queries of metadata without reading the value.
+    Queries of metadata are answered without reading the value.
     """
     kwargs = kwargs or {}
     name = getattr(func, "__name__", "")
-    # torch.nn.init passes the weight as a keyword.
+    # torch.nn.init passes the weight as the keyword argument ``tensor``.
     if not args and isinstance(kwargs.get("tensor"), managed_tensor.ManagedTensor):
         kwargs = dict(kwargs)
         args = (kwargs.pop("tensor"),)
@@ -103,13 +106,14 @@ def _dispatch_elsewhere(cls: type, func: Callable, types: Any, args: tuple = (),
     if home is not None and (name in _MEMORY_FORMAT_QUERIES or func == _IS_META):
         return managed_tensor.plain(func, (home.host, *args[1:]), kwargs)
     if name in managed_tensor._ATTRIBUTES or (getter and func not in managed_tensor._VIEW_GETTERS):
-        # A detached value, as in a state dict, reports its own device. A streamed weight reports the device that computes.
+        # A detached value, as in a state dict, reports its own device. A streamed weight reports the compute
+        # device.
         if isinstance(first, LazyTensor):
             return managed_tensor.plain(func, args, kwargs)
         return managed_tensor._dispatch_managed(cls, func, types, args, kwargs)
     leaves = tree_leaves((args, kwargs))
     for leaf in leaves:
-        # A resident weight whose bytes are still being read: load them first.
+        # This is a resident weight whose bytes are still being read. Load the bytes first.
         if isinstance(leaf, managed_tensor.ManagedTensor) and "_pending" in leaf.__dict__:
             leaf.__dict__["_pending"]()
     ours = [leaf for leaf in leaves if isinstance(leaf, managed_tensor.ManagedTensor)]
@@ -135,7 +139,9 @@ def _dispatch_elsewhere(cls: type, func: Callable, types: Any, args: tuple = (),
 
 
 def _write(home: ElsewhereHome, name: str, func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Apply ``func``, an in-place operator, to the weight of ``home`` and return the weight's tensor."""
+    """Apply ``func``, an in-place operator called ``name``, to the weight of ``home`` and return the weight's
+    tensor.
+    """
     if name == "copy_" and len(args) > 1 and isinstance(args[1], torch.Tensor):
         source = getattr(args[1], "_carom", None)
         value = source.read() if isinstance(source, ElsewhereHome) else args[1]
@@ -146,14 +152,14 @@ def _write(home: ElsewhereHome, name: str, func: Callable, args: tuple, kwargs: 
 
 
 def lazy(home: ElsewhereHome) -> torch.Tensor:
-    """Return a tensor for a state dict that stands for the weight's value and reads it when an operator uses
-    it.
+    """Return a tensor that represents the weight's value in a state dict. The value is read when an operator
+    uses the tensor.
     """
     return managed_tensor.value_of(home, LazyTensor)
 
 
 class AwayParameter(HostParameter):
-    """The class of a Parameter whose value is in a file or packed, for as long as a session is attached."""
+    """The class of a Parameter whose value is in a file or packed, while a session streams the module."""
 
     __torch_function__: Any = ForOperators(_dispatch_elsewhere)
 
@@ -167,7 +173,7 @@ class AwayParameter(HostParameter):
 
 
 class AwayTensor(HostTensor):
-    """The class of a buffer whose value is in a file or packed, for as long as a session is attached."""
+    """The class of a buffer whose value is in a file or packed, while a session streams the module."""
 
     __torch_function__: Any = ForOperators(_dispatch_elsewhere)
 
@@ -181,4 +187,4 @@ class AwayTensor(HostTensor):
 
 
 class LazyTensor(AwayTensor, managed_tensor.Value):
-    """A detached weight value, as state dicts hold it, that is read when an operator uses it."""
+    """A detached weight value in a state dict. The value is read when an operator uses the tensor."""

@@ -1,7 +1,8 @@
 """Gradient hooks of streamed parameters, delayed until the gradient has been copied to host memory.
 
-Autograd itself gets an undefined gradient for a streamed parameter, because the real one goes to the host by
-an asynchronous copy. The user's `register_hook` and post-accumulate-grad hooks run when that copy is done.
+For a streamed parameter, Carom returns an undefined gradient (None) to autograd, because the true gradient is
+copied to the host asynchronously. The user's `register_hook` and post-accumulate-grad hooks run once that
+copy is done.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any
 import torch
 
 REGISTER_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
-_accumulating = threading.local()  # ``on``: this thread is inside `accumulate`
+_accumulating = threading.local()  # attribute ``on``: whether this thread is inside `accumulate`
 
 
 class _DelayedHook:
-    """A user's hook on a streamed parameter that ignores autograd's own calls and runs only within
-    `accumulate`.
+    """A wrapper of a user's hook on a streamed parameter. Calls the hook only within `accumulate`, and
+    ignores autograd's own calls.
 
-    Autograd would call the hook too early, for the undefined gradient that the autograd function `Deliver`
+    Autograd would call the hook too early, with the undefined gradient that the autograd function `Deliver`
     returns.
     """
 

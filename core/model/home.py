@@ -1,9 +1,10 @@
-"""Classes `Home`, `ManagedUnit` and protocol `Runtime`: the objects that the tensor subclasses for streamed
-weights refer to.
+"""Classes `Home` and `ManagedUnit`, and protocol `Runtime`: the objects that managed tensors refer to.
 
-Every managed tensor (see managed_tensor.py and elsewhere_tensor.py) refers to a `Home`, which reads and
-writes the tensor's value while the tensor is not in a device slot. The homes of one unit belong to a
-`ManagedUnit`. A `ManagedUnit` belongs to a `Runtime`, which copies the unit into device slots.
+A managed tensor is a weight of the model whose class Carom replaced (see managed_tensor.py and
+elsewhere_tensor.py). It refers to a `Home`, which reads and writes the tensor's value while the tensor is not
+in a slot. A slot is the device memory that holds a unit (a group of tensors) while the unit is used. The
+homes of one unit belong to a `ManagedUnit`. A `ManagedUnit` belongs to a `Runtime`, which copies the unit
+into slots.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ class SlotRange(Protocol):
     """The address range of the device memory that holds slots, and the conversion of slot views to autograd
     handles.
 
-    ``low``: the first address. ``high``: the address after the last byte.
+    ``low``: the first address.
+    ``high``: the address after the last byte.
     """
 
     low: int
     high: int
 
     def handle(self, saved: torch.Tensor) -> Any:
-        """Return the object that autograd saves instead of ``saved``, a view of a slot."""
+        """Return the `managed_tensor.Handle` that autograd saves instead of ``saved``, a view of a slot."""
 
 
 class Runtime(SlotRange, Protocol):
-    """Interface of the streamer (the object that copies units into slots), as managed tensors use it."""
+    """The interface through which managed tensors use the streamer, the object that copies units into slots."""
 
     closed: bool  # whether the session is closed, so that no unit can be fetched
     lock: threading.RLock  # held while units are fetched
@@ -45,23 +47,27 @@ class Runtime(SlotRange, Protocol):
         """The device that the module computes on."""
 
     def computing(self) -> bool:
-        """Return whether this thread is in a step: a forward of the root, a unit's forward, or a backward
-        pass.
+        """Return whether this thread is in a step: in a forward of the root module, a unit's forward, or a
+        backward pass.
         """
 
     def in_forward(self) -> bool:
-        """Return whether this thread is in a forward of the root or of a unit."""
+        """Return whether this thread is in a forward of the root module or of a unit."""
 
     def run_operator(self, func: Callable, args: tuple, kwargs: dict, found: list[Any]) -> Any:
-        """Run one operator with the slots of the managed tensors ``found`` instead of these arguments."""
+        """Run the operator ``func`` with slot views in place of ``found``, the managed tensors among its
+        arguments.
+        """
 
 
 class ManagedUnit:
-    """A unit whose tensors are managed by a session; ``homes`` has one `Home` for each of the unit's entries.
+    """A unit whose tensors are managed by a session.
 
-    ``epoch``: incremented when host bytes may have changed without torch raising a tensor's version counter.
-    ``trainable``: whether any of the tensors requires a gradient. ``in_graphs``: whether an autograd graph
-    still needs the unit.
+    ``homes``: one `Home` for each of the unit's entries.
+    ``epoch``: a number that is incremented when host bytes may have changed without torch raising a tensor's
+    version counter.
+    ``trainable``: whether any of the tensors requires a gradient.
+    ``in_graphs``: a flag that tells whether an autograd graph still needs the unit.
     """
 
     def __init__(self, unit: Unit, runtime: Runtime) -> None:
@@ -78,27 +84,28 @@ class ManagedUnit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unit in a slot, with alignment."""
+        """Bytes of the unit in a slot, alignment padding included."""
         return self.unit.nbytes
 
     def version(self) -> int:
-        """Return a number that changes whenever a host tensor's version counter or `epoch` rises."""
+        """Return a number that changes whenever `epoch` or the version counter of a host tensor rises."""
         version = self.epoch
         for home in self.homes:
             version += home.host._version
         return version
 
     def note_trainable(self) -> None:
-        """Set `trainable` from the homes."""
+        """Set `trainable` to whether the weight of any home requires a gradient."""
         self.trainable = any(home.trainable for home in self.homes)
 
 
 class Home:
-    """The value of one managed tensor while it is not in a slot: ``host``, a tensor in host memory.
+    """The object that reads and writes the value of one managed tensor while the value is not in a slot.
 
-    ``tensor``: the model's own Parameter or buffer object. ``keeps_writes``: whether values that the model
-    writes to the weight during a step can be stored. ``has_bytes``: whether ``tensor`` has its value in its
-    own storage.
+    ``host``: the tensor in host memory that holds the value.
+    ``tensor``: the model's own Parameter or buffer object.
+    ``keeps_writes``: whether values that the model writes to the weight during a step can be stored.
+    ``has_bytes``: whether ``tensor`` has its value in its own storage.
     """
 
     __slots__ = ("unit", "runtime", "entry", "host", "tensor", "trainable", "_no_swap")
@@ -109,24 +116,24 @@ class Home:
         self.unit, self.runtime, self.entry, self.host = unit, unit.runtime, entry, host
         self.tensor = entry.tensor
         self.trainable = entry.trainable
-        # torch.utils.swap_tensors refuses tensors that have weak references.
+        # This weak reference makes torch.utils.swap_tensors refuse the tensor.
         self._no_swap = weakref.ref(self.tensor)
 
     def value(self) -> torch.Tensor:
-        """Return the tensor that a state dict holds of the weight."""
+        """Return the tensor that represents the weight in a state dict."""
         return self.host.detach()
 
     def read(self) -> torch.Tensor:
-        """Return the true value as a CPU tensor that the caller must not write to."""
+        """Return the weight's present value as a CPU tensor that the caller must not write to."""
         return self.host
 
     def keep(self, value: torch.Tensor) -> None:
-        """Store ``value``, a CPU tensor that holds what the model has written to the weight's slot."""
+        """Store ``value``, a CPU tensor with the value that the model wrote to the weight's slot."""
         self.host.copy_(value)
 
     def dress(self, view: torch.Tensor) -> None:
-        """Copy the Python attributes that the model set on the weight to ``view``, which stands for the
-        weight.
+        """Copy the Python attributes that the model set on the weight to ``view``, which represents the
+        weight in a slot.
         """
         view.__dict__.update(
             {name: value for name, value in self.tensor.__dict__.items() if name != "_carom"}
@@ -135,8 +142,8 @@ class Home:
     def set_trainable(self, trainable: bool) -> None:
         """Record a change of the weight's ``requires_grad``.
 
-        From the unit's next run on, gradients of the weight are copied to the host if ``trainable``, and are
-        not copied otherwise.
+        From the next run of the unit's forward on, gradients of the weight are copied to the host if
+        ``trainable``, and are not copied otherwise.
         """
         self.trainable = trainable
         if trainable:
@@ -146,8 +153,8 @@ class Home:
     def set_data(self, new: torch.Tensor) -> None:
         """Perform ``parameter.data = new``: overwrite the weight's host bytes in place.
 
-        Raises UnsupportedError for another shape, dtype or device, and while an autograd graph needs the old
-        value.
+        Raises UnsupportedError for another shape, dtype or device, and while an autograd graph needs the
+        present value.
         """
         runtime = self.runtime
         device = runtime.device
@@ -156,7 +163,7 @@ class Home:
             and device.type != "cpu"
             and (new.shape, new.dtype) != (self.host.shape, self.host.dtype)
         ):
-            return  # a submodule's .to moved and converted the weight
+            return  # the .to() of a submodule moved and converted the weight, which stays streamed
         if new.device.type not in ("cpu", device.type) or (new.shape, new.dtype) != (
             self.host.shape,
             self.host.dtype,
@@ -166,8 +173,7 @@ class Home:
                 f"{new.dtype} {tuple(new.shape)} on {new.device} while attached: close the session first"
             )
         if getattr(new, "_carom", None) is self or runtime.low <= new.data_ptr() < runtime.high:
-            # A submodule's .to moved the weight to the device that computes with it: the weight stays
-            # streamed.
+            # The .to() of a submodule moved the weight to the compute device. The weight stays streamed.
             return
         self.refuse_in_graphs()
         self.unit.epoch += 1
@@ -178,7 +184,7 @@ class Home:
                 self.host.copy_(new)
 
     def refuse_in_graphs(self) -> None:
-        """Raise UnsupportedError while an autograd graph still needs the value that is to be replaced."""
+        """Raise UnsupportedError while an autograd graph needs the value that the caller is about to replace."""
         if self.unit.in_graphs:
             raise UnsupportedError(
                 f"{self.entry.name}.data is replaced while a graph that was made before still needs the old value: call "
@@ -189,8 +195,8 @@ class Home:
 class InGraphs:
     """A flag that is true while any autograd graph still needs a unit in backward.
 
-    Every handle that such a graph saves holds a reference on one token object, and the flag is a weak
-    reference on it.
+    Every handle that such a graph saves holds a reference to one token object. The flag is a weak reference
+    to the token.
     """
 
     __slots__ = ("_reference",)
@@ -199,7 +205,7 @@ class InGraphs:
         self._reference: Callable[[], Any] = _nothing
 
     def token(self) -> Any:
-        """Return the token object; while any reference on it exists, a graph needs the unit."""
+        """Return the token object. The flag is true as long as any reference to the token exists."""
         token = self._reference()
         if token is None:
             token = _Token()

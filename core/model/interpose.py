@@ -1,10 +1,11 @@
-"""Wrappers around modules' forwards, set as the instance attribute ``forward`` and removed again by
+"""Wrappers around the forwards of modules, set as the instance attribute ``forward`` and removed by
 `Wrapped.undo`.
 
-Forward hooks are not used, for three reasons. Hooks registered with always_call run on Exceptions only, not on
-KeyboardInterrupt. Hooks cost more. Hooks do not see a direct call ``module.forward(x)``. torch.compile is told
-to skip the frames of these wrappers and to compile the functions that they call, so graphs break at the edges
-of units and nowhere else.
+Forward hooks are not used, for three reasons. Hooks registered with always_call run after an Exception, but
+not after KeyboardInterrupt. Hooks take more host time. Hooks do not see a direct call ``module.forward(x)``.
+torch.compile is told to skip the frames of these wrappers and to compile the functions that they call. So a
+compiled graph breaks only before and after the forward of a unit (a group of tensors that is streamed
+together).
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ NO_PICKLE = "a streamed module cannot be pickled whole; save its state_dict() or
 
 
 class Wrapped:
-    """The wrapped forwards and set attributes of one session, with the calls that undo them.
+    """The forwards that one session wrapped and the attributes that it set, with the functions that undo
+    this.
 
-    `undo` also works where other code has wrapped the same forwards since.
+    `undo` also works if other code has wrapped the same forwards later.
     """
 
     def __init__(self) -> None:
@@ -47,10 +49,10 @@ class Wrapped:
         return bool(self._undo)
 
     def forward(self, module: nn.Module, make: Callable[[Callable], Callable], lasts: bool = False) -> None:
-        """Replace ``module``'s forward by ``make(inner)``, where ``inner`` is its present forward.
+        """Replace ``module``'s forward by ``make(inner)``, where ``inner`` is the present forward.
 
-        ``lasts``: wrappers that are set later go behind this one (nearer to the module's own forward), as
-        long as no foreign wrapper has been put in front of this one.
+        ``lasts``: keep this wrapper outermost. Wrappers that Carom sets later are then inserted between this
+        wrapper and the module's own forward, unless other code has wrapped the forward in the meantime.
         """
         before = module.__dict__.get("forward")
         if isinstance(before, _Forward) and before.lasts and before.live:
@@ -74,7 +76,7 @@ class Wrapped:
         self._undo.append(undo)
 
     def attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute in the module's ``__dict__`` until `undo`."""
+        """Set the attribute ``name`` in the module's ``__dict__``, until `undo`."""
         before = module.__dict__.get(name)
         module.__dict__[name] = value
 
@@ -88,13 +90,13 @@ class Wrapped:
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """Remove all wrappers and attributes, the last one first."""
+        """Remove all wrappers and attributes, in the reverse order of their setting."""
         while self._undo:
             self._undo.pop()()
 
 
 def stands_first(module: nn.Module) -> bool:
-    """Return whether the outermost wrapper of ``module``'s forward was set by Carom with ``lasts``."""
+    """Return whether the outermost wrapper of ``module``'s forward was set by Carom with ``lasts=True``."""
     front = module.__dict__.get("forward")
     return isinstance(front, _Forward) and front.lasts and front.live
 
@@ -102,7 +104,7 @@ def stands_first(module: nn.Module) -> bool:
 class _Forward:
     """A wrapper that calls ``make(inner)`` while ``live`` is true, and ``inner`` afterwards.
 
-    A deep copy of the module gets its plain forward.
+    A deep copy of the module gets the module's forward without the wrapper.
     """
 
     def __init__(
@@ -110,7 +112,8 @@ class _Forward:
     ) -> None:
         functools.update_wrapper(self, inner)
         self.live, self.lasts = True, lasts
-        self.before = before  # the instance's attribute ``forward`` before this wrapper was set, or None
+        # value of the instance attribute ``forward`` before this wrapper was set, or None
+        self.before = before
         self._inner = inner
         self._run = make(self._call_inner if lasts else inner)
 
@@ -118,12 +121,12 @@ class _Forward:
         return self._run(*args, **kwargs) if self.live else self._inner(*args, **kwargs)
 
     def _call_inner(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward behind this wrapper, which `insert_behind` may have changed."""
-        return self._inner(*args, **kwargs)  # read at the time of the call: insert_behind may have changed it
+        """Call the present inner forward. `insert_behind` may have replaced it since this wrapper was made."""
+        return self._inner(*args, **kwargs)  # looked up at each call, because insert_behind replaces it
 
     def insert_behind(self, make: Callable[[Callable], Callable]) -> Callable[[], None]:
-        """Insert a wrapper between this wrapper and the forward behind it; return the function that removes
-        the new wrapper.
+        """Insert a wrapper between this wrapper and its inner forward. Return a function that removes the new
+        wrapper.
         """
         front = self._inner = _Forward(make, self._inner, None)
 
@@ -136,9 +139,11 @@ class _Forward:
 
     @property
     def _torchscript_modifier(self) -> Any:
-        """The TorchScript modifier of the forward; raises UnsupportedError while a session is attached.
+        """The TorchScript modifier of the forward. Raises UnsupportedError while a session streams the
+        module.
 
-        Only torch.jit.script and torch.jit.trace read this attribute, before they compile the module.
+        torch.jit.script and torch.jit.trace read this attribute before they compile the module. Nothing else
+        reads it.
         """
         if self.live:
             raise UnsupportedError(NO_GRAPH.format(self._name()))
@@ -146,11 +151,11 @@ class _Forward:
 
     @property
     def __signature__(self) -> Any:
-        """An attribute that always raises: UnsupportedError while torch.export is running, else
+        """An attribute that always raises an error: UnsupportedError while torch.export runs, otherwise
         AttributeError.
 
-        torch.export, strict or not, reads this attribute before it traces the module. After AttributeError
-        `inspect.signature` reads the signature of the wrapped forward.
+        torch.export, in strict mode or not, reads this attribute before it traces the module. After an
+        AttributeError, `inspect.signature` reads the signature of the wrapped forward instead.
         """
         if self.live and exporting():
             raise UnsupportedError(NO_GRAPH.format(self._name()))
@@ -177,9 +182,10 @@ def exporting() -> bool:
 
 
 def refuse_capture(name: str) -> None:
-    """Raise UnsupportedError while torch.jit.trace, torch.export or make_fx records a graph.
+    """Raise UnsupportedError while torch.jit.trace, torch.export or make_fx records a graph. ``name``: the
+    module's name, for the message.
 
-    A recorded graph would keep the bytes of a slot as the weight's value.
+    A recorded graph would store the bytes of a slot (reused device memory) as the value of the weight.
     """
     if (
         _tracing() is not None
@@ -190,7 +196,9 @@ def refuse_capture(name: str) -> None:
 
 
 def _without_session(inner: Callable, memo: dict) -> Callable:
-    """Return ``inner`` bound to the copy of its module that a running deepcopy is making."""
+    """Return ``inner`` bound to the copy of its module that a running deepcopy makes. ``memo``: the
+    deepcopy's memo.
+    """
     while isinstance(inner, _Forward):
         inner = inner._inner
     owner = getattr(inner, "__self__", None)
@@ -202,5 +210,6 @@ def _without_session(inner: Callable, memo: dict) -> Callable:
 
 untraced(_Forward.__call__)
 untraced(_Forward._call_inner)
-# All units share this code object; the function that it calls has a code object for each unit.
+# All wrappers share the code object of __call__. The function that __call__ calls has a code object for each
+# unit.
 pass_over(_Forward.__call__.__code__)

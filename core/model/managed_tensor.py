@@ -1,19 +1,21 @@
 """Tensor subclasses with `__torch_function__` for streamed weights, and saved-tensor hooks that save handles
-of them.
+of these weights.
 
-There are two mechanisms. Neither has a list of operators or of modules.
+A streamed weight belongs to a unit, a group of tensors that are copied together into a slot (reused device
+memory) when the unit's forward runs. There are two mechanisms. Neither has a list of operators or of modules.
 
 *Handles.* While gradients are recorded, a saved-tensor hook replaces every slot view that an autograd node
-saves (the weight, a transpose, a slice) by a `Handle`: the unit, and the view's place in the unit. Backward
-fetches the unit again and gets the same view of the unit's new slot. torch's own kernels and backward
-formulas run, so results equal those of the resident model bit for bit. Activations go to the saved-tensor
-hook that was active before (checkpointing's, the user's), in the same order as without Carom, so both kinds
-of checkpointing work unchanged.
+saves (the weight, a transpose, a slice) by a `Handle`, which names the unit and the position of the view in
+the unit. In backward, the unit is copied to a slot again, and the handle is replaced by the same view of the
+new slot. torch's own kernels and backward formulas run, so results equal those of a model that stays on the
+device, bit for bit. Activations are passed to the saved-tensor hook that was active before (of checkpointing
+or the user), in the same order as without Carom, so both kinds of checkpointing work unchanged.
 
-*Operators outside the unit's run.* A streamed parameter's host tensor has a class whose
+*Operators outside the unit's forward.* The host tensor of a streamed parameter has a class whose
 ``__torch_function__`` sees every operator that gets the tensor as an argument outside the unit's own forward
-(``F.linear(x, other.weight)``, attention's fused path, a checkpoint inside a block). During a step the
-operator runs with the weight's slot instead. Outside a step the tensor is an ordinary host tensor.
+(``F.linear(x, other.weight)``, attention's fused path, a checkpoint inside a block). During a step (a forward
+or backward pass), the operator runs with the weight's slot instead. Outside a step, the tensor is an ordinary
+host tensor.
 """
 
 from __future__ import annotations
@@ -42,30 +44,32 @@ HANDLES_SUPPORTED = _top_hooks is not None
 
 
 class Unpacks(Protocol):
-    """Interface of the object that gives saved tensors back to autograd: the streamer's backward part."""
+    """The interface of the object that gives saved tensors back to autograd: the streamer's `Backward`."""
 
     def unpack(self, handle: Handle) -> torch.Tensor:
-        """Return the tensor that ``handle`` stands for, on the device."""
+        """Return the tensor that ``handle`` represents, on the device."""
 
 
 class Handle:
-    """The object that autograd saves instead of a view of a streamed weight: the view's place in its unit.
+    """The object that autograd saves instead of a view of a streamed weight: the view's position in its unit.
 
-    ``source``: the object that unpacks the handle. ``unit``: the unit, as ``source`` knows it. ``place``:
-    dtype, shape, stride, and offset in the unit in bytes. ``_token``: an object whose references show that a
-    graph may need the unit.
+    ``source``: the object that unpacks the handle.
+    ``unit``: the unit, in the form that ``source`` uses.
+    ``place``: dtype, shape, strides, and offset in the unit in bytes.
+    ``_token``: an object whose references show that a graph may need the unit.
     """
 
     __slots__ = ("source", "unit", "place", "_token")
 
     def __init__(self, source: Unpacks, unit: Any, token: Any, saved: torch.Tensor, start: int) -> None:
         self.source, self.unit, self._token = source, unit, token
-        # dtype, shape, stride in elements, start in bytes from the unit's beginning
+        # dtype, shape, strides in elements, offset in bytes from the start of the unit
         self.place = (saved.dtype, saved.shape, saved.stride(), start)
 
 
 def push_handles(slots: SlotRange) -> None:
-    """Push saved-tensor hooks on this thread that save views of slots as handles, until `pop_handles`.
+    """Push saved-tensor hooks on this thread that save views of slots as handles. `pop_handles` pops the
+    hooks.
 
     The hooks run for every saved tensor, activations included, so they do almost nothing for tensors outside
     the slots.
@@ -80,8 +84,8 @@ def push_handles(slots: SlotRange) -> None:
                     return find(tensor)
             except RuntimeError:  # a tensor without storage (fake, functional, sparse) is no view of a slot
                 pass
-            # A node that saved its own result together with its grad_fn would keep itself alive if no
-            # backward ever runs.
+            # If a node saved its own result together with the result's grad_fn, the node would keep itself
+            # alive unless a backward runs.
             return tensor if tensor.is_leaf else tensor.detach()
 
         pack._carom = slots  # type: ignore[attr-defined]
@@ -106,18 +110,19 @@ def push_handles(slots: SlotRange) -> None:
 
 
 def hooks_are_ours() -> bool:
-    """Return whether the topmost saved-tensor hooks are ours, or there are none.
+    """Return whether the topmost saved-tensor hooks of this thread are Carom's, or there are no hooks.
 
-    A checkpoint inside a unit pushes hooks of its own, and counts the tensors that it sees in forward and in
-    recomputation.
+    The answer is False inside a checkpoint within a unit: the checkpoint pushes hooks of its own, and counts
+    the tensors that they see in forward and in recomputation.
     """
     top = _top_hooks(False) if _top_hooks is not None else None
     return top is None or getattr(top[0], "_carom", False)
 
 
 def streaming() -> SlotRange | None:
-    """Return the `SlotRange` of the streamer whose hooks are topmost on this thread; None outside units' runs
-    with gradients.
+    """Return the `SlotRange` of the streamer whose hooks are topmost on this thread.
+
+    Returns None outside the forwards of units, and where no gradients are recorded.
     """
     top = _top_hooks(False) if _top_hooks is not None else None
     return None if top is None else getattr(top[0], "_carom", None)
@@ -128,7 +133,8 @@ _transforms: Callable[[], Any] = getattr(_functorch, "peek_interpreter_stack", l
 
 
 def refuse_transforms(name: str) -> None:
-    """Raise UnsupportedError inside torch.func.grad and jvp, and while a graph is captured.
+    """Raise UnsupportedError inside torch.func.grad and jvp, and while a graph is captured. ``name``: the
+    unit's name, for the message.
 
     The copy into a slot would become part of the differentiated or captured function.
     """
@@ -146,11 +152,11 @@ def pop_handles() -> None:
 
 
 def _unpack(packed: Any) -> Any:
-    """Return the tensor that autograd saved as ``packed``."""
+    """Return the tensor that autograd saved as ``packed``: a handle's tensor, or ``packed`` itself."""
     return packed.source.unpack(packed) if type(packed) is Handle else packed
 
 
-# -- operators that use a streamed weight outside its unit's run
+# -- operators that use a streamed weight outside its unit's forward
 
 _ATTRIBUTES = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_floating_point",
@@ -159,7 +165,7 @@ _ATTRIBUTES = {
     "register_post_accumulate_grad_hook", "__deepcopy__", "__reduce_ex__", "get_device", "is_inference",
     "is_set_to", "has_names", "is_same_size", "_is_view", "is_shared", "share_memory_", "zero_grad", "is_conj", "is_neg",
 }  # fmt: skip
-# Methods that give access to the tensor's memory: the caller may write to it without torch noticing.
+# Methods that give access to the tensor's memory, which the caller may then change without torch noticing.
 _EXPOSES_MEMORY = {
     "untyped_storage",
     "storage",
@@ -182,7 +188,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _dispatch_managed(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-    """Run ``func`` with the slot's bytes during a step, with the streamed tensor's host bytes outside a step."""
+    """Run ``func`` with the weight's slot during a step, with the weight's host tensor outside a step."""
     kwargs = kwargs or {}
     name = getattr(func, "__name__", "")
     streamed = getattr(args[0], "_carom", None) if args else None
@@ -191,16 +197,16 @@ def _dispatch_managed(cls: type, func: Callable, types: Any, args: tuple = (), k
     if streamed is not None and name in ("__get__", "__set__"):
         runtime = streamed.runtime
         if func in (_GET_DEVICE, _GET_IS_CUDA) and (value or not streamed.trainable or runtime.in_forward()):
-            # Programs move inputs to the first parameter's device, so a frozen weight reports the compute
-            # device. Optimizers allocate state on the parameter's device, so a trainable weight reports the
-            # CPU, where it is stepped.
+            # Programs move inputs to the device of the first parameter, so a frozen weight reports the
+            # compute device. Optimizers allocate their state on the parameter's device, so a trainable weight
+            # reports the CPU, where the optimizer updates it.
             return runtime.device if func == _GET_DEVICE else runtime.device.type == "cuda"
         if func == _SET_DATA and not value:
             return streamed.set_data(args[1])
         if func == _GET_DATA:
             if runtime.computing():
                 return value_of(streamed, HostValue)
-            # The caller may write through .data, so cached copies of the host bytes are no longer trusted.
+            # The caller may write through .data unnoticed, so mark copies of the host bytes as outdated.
             streamed.unit.epoch += 1
         if func == _SET_REQUIRES_GRAD and not value:
             streamed.set_trainable(bool(args[1]))
@@ -241,13 +247,14 @@ def _dispatch_managed(cls: type, func: Callable, types: Any, args: tuple = (), k
 
 
 def _run_on_host(func: Callable, args: tuple, kwargs: dict, name: str, found: list) -> Any:
-    """Run ``func`` on host tensors; raise the units' epochs if the result gives access to their memory.
+    """Run ``func`` on host tensors. Increment the units' epochs if the result gives access to the tensors'
+    memory.
 
-    The caller may then write to the host bytes without torch noticing, so cached copies of them are no longer
-    trusted.
+    The caller may then write to the host bytes without torch noticing, so copies of the bytes in slots count
+    as outdated.
     """
     homes = [home for tensor in found if (home := getattr(tensor, "_carom", None)) is not None]
-    # Homes are read before, as another thread may close the session during func.
+    # Read the homes before the call, because another thread may close the session during func.
     result = plain(func, args, kwargs)
     for home in homes:
         if name in _EXPOSES_MEMORY or (isinstance(result, torch.Tensor) and _shares(result, home.host)):
@@ -261,7 +268,7 @@ def _shares(tensor: torch.Tensor, host: torch.Tensor) -> bool:
         try:
             start = host.data_ptr()
             return start != 0 and start <= tensor.data_ptr() < start + host.numel() * host.element_size()
-        except RuntimeError:  # a tensor without storage
+        except RuntimeError:  # the tensor has no storage
             return False
 
 
@@ -277,7 +284,7 @@ def refuse_grad(found: list) -> None:
 
 
 def on_device(runtime: Runtime, leaves: list) -> bool:
-    """Return whether any argument is a tensor on the compute device, of one dimension or more."""
+    """Return whether any of ``leaves`` is a tensor on the compute device with one dimension or more."""
     device = runtime.device
     return device.type != "cpu" and any(
         isinstance(leaf, torch.Tensor)
@@ -289,7 +296,9 @@ def on_device(runtime: Runtime, leaves: list) -> bool:
 
 
 def writes(name: str, kwargs: dict) -> bool:
-    """Return whether the operator called ``name`` writes to its first argument, or to ``out``."""
+    """Return whether the operator called ``name`` writes to its first argument, or to the keyword argument
+    ``out``.
+    """
     inplace = name.endswith("_") and not name.endswith("__")
     return inplace or name in _INPLACE or kwargs.get("out") is not None
 
@@ -310,23 +319,25 @@ def _copies_on_host(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 @quiet
 def _run_with_slots(runtime: Runtime, func: Callable, args: tuple, kwargs: dict, found: list) -> Any:
-    """Run an operator with the slots of the managed tensors ``found``, outside torch.compile's graphs.
+    """Run an operator with slot views in place of ``found``, the managed tensors among its arguments, outside
+    the graphs of torch.compile.
 
-    If the compiler traced the streamer, the streamer's lists would be changed twice.
+    If the compiler traced the streamer, it would run the streamer's code again, and the streamer's lists
+    would be changed twice.
     """
     return runtime.run_operator(func, args, kwargs, found)
 
 
 def plain(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run ``func`` on the host tensors themselves, without ``__torch_function__``."""
+    """Run ``func`` on the tensors themselves, without ``__torch_function__``."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 class ManagedTensor:
-    """Base class of the tensor subclasses that streamed tensors have while attached.
+    """Base class of the tensor subclasses that streamed tensors have while a session streams the module.
 
-    ``_carom``: the tensor's `Home`, which leads to the streamer.
+    ``_carom``: the tensor's `Home`, which refers to the streamer.
     """
 
     _carom: Any
@@ -334,13 +345,13 @@ class ManagedTensor:
     __torch_function__: Any = ForOperators(_dispatch_managed)
 
     def set_(self, *source: Any) -> Any:
-        """Replace the value as ``parameter.data = source`` does; raise UnsupportedError for other arguments.
+        """Perform ``parameter.data = source``. Raises UnsupportedError for other arguments than one tensor.
 
-        ``set_`` does not dispatch to ``__torch_function__``, and `torch.nn.utils.parametrize` assigns by
-        ``set_``.
+        This method is overridden because ``set_`` does not dispatch to ``__torch_function__``, and
+        `torch.nn.utils.parametrize` assigns values with ``set_``.
         """
         home = getattr(self, "_carom", None)
-        if home is None:  # a tensor that other code made of this class
+        if home is None:  # other code made a tensor of this class, which has no home
             return plain(torch.Tensor.set_, (self, *source), {})
         if len(source) == 1 and isinstance(source[0], torch.Tensor):
             home.set_data(source[0])
@@ -351,7 +362,7 @@ class ManagedTensor:
 
 
 class HostParameter(ManagedTensor, nn.Parameter):
-    """The class of a streamed Parameter while attached; the object stays the same."""
+    """The class of a streamed Parameter while a session streams the module. The object stays the same."""
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         with torch._C.DisableTorchFunctionSubclass():
@@ -365,7 +376,7 @@ class HostParameter(ManagedTensor, nn.Parameter):
 
 
 class HostTensor(ManagedTensor, torch.Tensor):
-    """The class of a streamed buffer while attached; the object stays the same."""
+    """The class of a streamed buffer while a session streams the module. The object stays the same."""
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -379,20 +390,20 @@ class HostTensor(ManagedTensor, torch.Tensor):
 
 
 class Value:
-    """Mixin that marks the result of ``parameter.data`` during a step: the parameter's value, without its
+    """A mixin that marks the result of ``parameter.data`` during a step: the parameter's value, without its
     gradient.
     """
 
 
 class HostValue(HostTensor, Value):
-    """The detached value of a weight that waits in host memory.
+    """The detached value of a streamed weight whose bytes are in host memory.
 
-    Operators read and write the weight's slot through this tensor, as they do through the weight.
+    Operators read and write the weight's slot through this tensor, as they do through the weight itself.
     """
 
 
 def value_of(home: Home, cls: type) -> torch.Tensor:
-    """Return a tensor of class ``cls`` that stands for the value of ``home``'s weight."""
+    """Return a tensor of class ``cls`` that represents the value of the weight of ``home``."""
     with torch._C.DisableTorchFunctionSubclass():
         tensor = home.host.detach()
     tensor.__class__ = cls
@@ -406,8 +417,9 @@ def waits_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def substitute(args: tuple, kwargs: dict, slots: dict[int, torch.Tensor]) -> tuple[tuple, dict]:
-    """Return ``args`` and ``kwargs`` with streamed host tensors replaced by their slots; ``slots`` is keyed
-    by id.
+    """Return ``args`` and ``kwargs`` with host tensors of streamed weights replaced by slot views.
+
+    ``slots``: the slot view of each host tensor, by the host tensor's id.
     """
 
     def replace(leaf: Any) -> Any:

@@ -1,10 +1,11 @@
 """A ``__torch_function__`` descriptor that hides itself from `torch.overrides.has_torch_function` during a
 step.
 
-Code in torch calls ``has_torch_function`` for two purposes. Most functions ask in order to let a subclass run
-in their place. A negative answer does no harm to these functions, because the operators that they call ask
-again. Other code chooses an implementation by the answer: `nn.TransformerEncoder` gives up nested tensors and
-`nn.MultiheadAttention` its fast path, and results would differ from those of the same model without Carom.
+Python code in torch calls ``has_torch_function`` for two purposes. Most functions call it to let a tensor
+subclass run instead of the function. A false negative does no harm there, because the operators that the
+function calls ask again. Other code chooses an implementation by the answer: for a subclass,
+`nn.TransformerEncoder` does not use nested tensors and `nn.MultiheadAttention` does not use its fast path.
+Results would then differ from those of the same model without Carom.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ class ForOperators(classmethod):
     """A classmethod ``__torch_function__`` that operators see and `torch.overrides.has_torch_function` does
     not.
 
-    Python code in torch that calls ``has_torch_function`` takes a slower or different path if any argument is
-    a subclass (`nn.TransformerEncoder` gives up its nested tensors). During a step a streamed weight answers
-    as the plain Parameter that it stands for. The operators that follow still dispatch to this class, one by
-    one.
+    Python code in torch that calls ``has_torch_function`` may take a slower or different path if any argument
+    is a subclass. During a step (a forward or backward pass), ``has_torch_function`` therefore treats a
+    streamed weight as a plain Parameter. The operators that follow still dispatch to the weight's class, one
+    by one.
     """
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -34,11 +35,11 @@ class ForOperators(classmethod):
         return super().__get__(instance, owner)
 
 
-# By the id of a code object: the object (so that the id stays valid) and the bytecode ranges in which it
-# calls has_torch_function.
+# For each code object, by its id: the object itself (so that the id stays valid), and the bytecode ranges in
+# which the code calls has_torch_function.
 _call_ranges: dict[int, tuple[Any, list[tuple[int, int]]]] = {}
-# These functions call has_torch_function in order to let a subclass run in their place, and they call no
-# operator that would dispatch to the subclass. So these functions have to get the true answer.
+# Functions that call has_torch_function to let a subclass run in their place, and that call no operator which
+# would dispatch to the subclass. These functions need the true answer.
 _DELEGATING = {
     function.__code__
     for function in (torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)

@@ -1,12 +1,14 @@
-"""Quantised weights (torchao, bitsandbytes, optimum-quanto, GGUF and others) streamed by their inner tensors.
+"""Quantised weights (torchao, bitsandbytes, optimum-quanto, GGUF and others), streamed by their inner
+tensors.
 
-A quantised weight is a tensor subclass. A wrapper subclass has no storage, so it can neither be pinned nor
-copied to a slot. A subclass with bytes of its own can be copied, but the tensors in its attributes (scales)
-would not be copied with it. So each weight is flattened (`tensor_flatten`) and its inner tensors are registered
-as buffers of the module, which stream like any others. The weight object stays readable as an attribute of the
-module. Whenever the module's own forward runs, the attribute is a wrapper made of the tensors that are in the
-buffers then: slot views, or residents. Tensors that autograd saves of such a wrapper are saved as inner
-tensors, each packed by the surrounding saved-tensor hook: as handles, while a unit runs.
+A quantised weight is a tensor subclass. A wrapper subclass has no storage of its own, so it can neither be
+pinned nor copied to a slot (the device memory that holds a streamed unit). A data subclass has bytes of its
+own that can be copied, but the tensors in its attributes (scales) would not be copied along. So each weight
+is flattened (`tensor_flatten`), and its inner tensors are registered as buffers of the module, which stream
+like any others. The weight object stays readable as an attribute of the module. While the module's own
+forward runs, the attribute is a wrapper made of the tensors that are in the buffers at that time: slot views,
+or tensors that stay on the device. If autograd saves such a wrapper, its inner tensors are saved instead,
+each packed by the next saved-tensor hook. While a unit runs, this hook packs them as handles.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ INNER = "__inner_"  # part of the names of buffers that hold inner tensors
 
 
 class FlattenedWeights:
-    """Every frozen quantised parameter below ``root``, with its inner tensors registered as buffers until
+    """Every frozen quantised parameter below ``root``. The inner tensors are registered as buffers until
     `close`.
     """
 
@@ -56,7 +58,8 @@ class FlattenedWeights:
         self.renew()
 
     def renew(self) -> None:
-        """Flatten quantised weights that were added since, and drop those that the model replaced.
+        """Flatten quantised weights that were added since the last call, and drop weights that the model
+        replaced.
 
         Must not be called during a forward.
         """
@@ -69,7 +72,8 @@ class FlattenedWeights:
             for module in self._root.modules():
                 names = _flattenable_names(module)
                 if names and any(leaf.module is module for leaf in self._flattened):
-                    continue  # a weight added to a module that is flattened already stays as it is
+                    # the module was flattened before: leave weights that were added later as they are
+                    continue
                 if names:
                     self._flattened.append(_FlattenedModule(module, names))
         except BaseException:
@@ -77,7 +81,9 @@ class FlattenedWeights:
             raise
 
     def follow(self) -> None:
-        """Let the weight objects share the memory of the buffers again, after the buffers have moved."""
+        """Let the weight objects share the memory of the buffers again. To be called after the buffers have
+        moved.
+        """
         for leaf in self._flattened:
             leaf.follow()
 
@@ -99,8 +105,8 @@ class FlattenedWeights:
         )
 
     def read(self, name: str) -> torch.Tensor | None:
-        """Return the true value of the quantised weight called ``name`` in the tree, on the CPU; None if
-        there is none.
+        """Return the present value of the quantised weight called ``name`` in the tree, on the CPU. Returns
+        None if there is no such weight.
         """
         path, _, leaf_name = name.rpartition(".")
         for leaf in self._flattened:
@@ -118,7 +124,7 @@ class FlattenedWeights:
 
     @property
     def inner(self) -> set[int]:
-        """Ids of the inner tensors, which are in the modules' buffers outside a forward."""
+        """Ids of the inner tensors. Outside a forward, these tensors are in the modules' buffers."""
         return {
             id(leaf.module._buffers.get(name))
             for leaf in self._flattened
@@ -127,7 +133,9 @@ class FlattenedWeights:
         }
 
     def close(self) -> None:
-        """Put the same Parameter objects back around the same inner tensors; may be called again."""
+        """Register the same Parameter objects again, around the same inner tensors. May be called more than
+        once.
+        """
         while self._flattened:
             self._flattened.pop().close()
 
@@ -143,8 +151,8 @@ def _flattenable_names(module: nn.Module) -> list[str]:
 
 
 def is_inner(name: str) -> bool:
-    """Return whether a buffer called ``name`` holds an inner tensor of a weight; such a buffer is never
-    state.
+    """Return whether a buffer called ``name`` holds an inner tensor of a weight. Such buffers are never saved
+    in state dicts.
     """
     return INNER in name
 
@@ -153,9 +161,10 @@ def is_inner(name: str) -> bool:
 class _Weight:
     """One flattened weight of a module.
 
-    ``companions``: attributes of the module that hold tensors of the weight. ``references``: reference counts
-    of a wrapper that may be cached, None if a wrapper is built for every run. ``key``: the weight's key in a
-    `WrapperCache`.
+    ``companions``: attributes of the module that hold tensors of the weight.
+    ``references``: the reference counts of a wrapper that may be cached, None if a wrapper is built for every
+    run.
+    ``key``: the weight's key in a `WrapperCache`.
     """
 
     wrapper: nn.Parameter
@@ -172,8 +181,8 @@ class _FlattenedModule:
     def __init__(self, module: nn.Module, names: list[str]) -> None:
         self.module = module
         self.weights: dict[str, _Weight] = {}
-        # By weight name, if all inner tensors are resident: the inner tensors, their device, the wrapper
-        # around them.
+        # For each weight whose inner tensors all stay on the device, by name: the inner tensors, their
+        # device, and the wrapper around them.
         self._resident_wrappers: dict[str, tuple[list[Any], Any, CachedWrapper]] = {}
         self._order = list(module._parameters)
         self._not_saved = set(module._non_persistent_buffers_set)
@@ -190,8 +199,8 @@ class _FlattenedModule:
             module.__dict__[name] = wrapper
             references = measure_references(spec, tensors) if isinstance(spec, WrapperSpec) else None
             self.weights[name] = _Weight(wrapper, spec, buffers, companions, references)
-            # The buffer has the bytes now. Without this a data subclass would keep a second copy in host
-            # memory.
+            # The buffer has the bytes now. Without this call, a data subclass would keep a second copy in
+            # host memory.
             _share_memory(self.weights[name], torch.empty(0, dtype=tensors[0].dtype))
         self._hooks = [
             module.register_state_dict_pre_hook(self._begin_save),
@@ -207,10 +216,9 @@ class _FlattenedModule:
         return all(self.module.__dict__.get(name) is weight.wrapper for name, weight in self.weights.items())
 
     def build(self, name: str, plain: bool = False) -> dict[str, Any]:
-        """Return module attributes rebuilt from the tensors in the buffers: the weight and its companions, by
-        name.
+        """Return the weight and its companions, rebuilt from the tensors in the buffers, by attribute name.
 
-        ``plain``: build them from detached plain tensors instead of a session's tensor subclasses.
+        ``plain``: rebuild them from detached plain tensors instead of a session's tensor subclasses.
         """
         weight, table = self.weights[name], self.module._buffers
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -225,8 +233,8 @@ class _FlattenedModule:
         return {name: made, **companions}
 
     def set_weight(self, name: str) -> Any:
-        """Set the module's weight and its companions, rebuilt from the tensors in the buffers; return the
-        weight.
+        """Rebuild the weight and its companions from the tensors in the buffers, set them on the module, and
+        return the weight.
         """
         weight, module = self.weights[name], self.module
         if weight.references is None:
@@ -239,12 +247,15 @@ class _FlattenedModule:
     def _cached_or_new(
         self, name: str, weight: _Weight, parts: list[Any], references: WrapperReferences
     ) -> Any:
-        """Return a wrapper around ``parts``: the cached wrapper of these very tensors, or a new one."""
+        """Return a wrapper around ``parts``: the cached wrapper of exactly these tensor objects, or a new
+        wrapper.
+        """
         caches = set(map(cache_of, parts))
         cache = caches.pop()
         if caches or (cache is None and not all(type(part) in _PLAIN for part in parts)):
-            return self.build(name)[name]  # some inner tensors stream, or wait on the host
-        if cache is None:  # all are resident: the tensor objects stay the same, also when their bytes move
+            # the inner tensors are not all in one slot, or some have only host bytes: do not cache the wrapper
+            return self.build(name)[name]
+        if cache is None:  # all parts stay on the device: the objects stay the same, even if their bytes move
             found = self._resident_wrappers.get(name)
             if found is not None:
                 tensors, device, kept = found
@@ -260,8 +271,8 @@ class _FlattenedModule:
         return made
 
     def end_run(self) -> None:
-        """Restore the weight objects after a forward; drop cached wrappers of resident tensors that the
-        forward changed.
+        """Restore the weight objects after a forward. Drop cached wrappers of tensors that stay on the device
+        if the forward changed the wrapper.
         """
         for name in self.weights:
             self.module.__dict__.update(self.originals(name))
@@ -270,7 +281,7 @@ class _FlattenedModule:
                 self._resident_wrappers.pop(name, None)
 
     def originals(self, name: str) -> dict[str, Any]:
-        """Return the module attributes as they are outside a forward."""
+        """Return the attributes of the weight ``name`` on the module as they are outside a forward."""
         weight = self.weights[name]
         return {name: weight.wrapper, **{key: held.original for key, held in weight.companions.items()}}
 
@@ -282,9 +293,10 @@ class _FlattenedModule:
                 _share_memory(weight, main)
 
     def _begin_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Make the weights parameters again, of plain tensors, while the module makes its state dict.
+        """Register the weights as parameters made of plain tensors while the module makes its state dict.
 
-        A state-dict pre-hook; the module's class may save the weights in a format of its own.
+        This is a state-dict pre-hook. It is needed because the module's class may save the weights in a
+        format of its own.
         """
         if self.module is module and self.intact:
             for name in self.weights:
@@ -295,7 +307,7 @@ class _FlattenedModule:
             self._reorder()
 
     def _end_save(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
-        """Undo `_begin_save`. A state-dict hook."""
+        """Undo `_begin_save`. This is a state-dict hook."""
         if self.module is module:
             for name in self.weights:
                 if name not in module.__dict__ and module._parameters.pop(name, None) is not None:
@@ -309,7 +321,9 @@ class _FlattenedModule:
         table.update(ordered)
 
     def close(self) -> None:
-        """Remove buffers, hooks and the wrapped forward; put the weights back among the parameters."""
+        """Remove the buffers, the hooks and the wrapped forward, and register the weights as parameters
+        again.
+        """
         module, table = self.module, self.module._parameters
         self._wrapped.live = False
         self._resident_wrappers.clear()
@@ -331,16 +345,16 @@ class _FlattenedModule:
 
 
 def _bytes(tensor: Any) -> Any:
-    """Return ``tensor``, or its value if it waits in a file or packed.
+    """Return ``tensor``, or its value read from the file or the packed bytes if it has no bytes of its own.
 
-    A wrapper built of a waiting tensor would use the meta tensor instead of reading the value.
+    Without this call, a wrapper built of such a tensor would use the meta tensor.
     """
     return tensor._carom.read() if managed_tensor.waits_elsewhere(tensor) else tensor
 
 
 def _share_memory(weight: _Weight, data: torch.Tensor) -> None:
-    """Let a data subclass weight and its aliases use the storage of ``data``; do nothing for a wrapper, which
-    has none.
+    """Let a data-subclass weight and its aliases use the storage of ``data``. Do nothing for a wrapper, which
+    has no storage.
     """
     if isinstance(weight.spec, SubclassSpec):
         set_data(weight.wrapper, data)
@@ -352,9 +366,10 @@ def _share_memory(weight: _Weight, data: torch.Tensor) -> None:
 
 
 def _companions(module: nn.Module, spec: SubclassSpec, tensors: list[torch.Tensor]) -> dict[str, ObjectSpec]:
-    """Return specs of the module's attributes that hold tensors, or that take over attributes of the weight.
+    """Return specs of the module's attributes that hold tensors of the weight, or that take over attributes
+    of the weight.
 
-    bitsandbytes' int8 state is such an object.
+    An example is the state object of bitsandbytes' int8 linear modules.
     """
     attribute_names = tensor_attributes(spec)
     found: dict[str, ObjectSpec] = {}
@@ -373,9 +388,9 @@ def _companions(module: nn.Module, spec: SubclassSpec, tensors: list[torch.Tenso
 
 
 class _WrappedForward:
-    """A wrapper of a module's forward that sets the module's weights for the time of the call.
+    """A wrapper of a module's forward that sets the module's quantised weights for the duration of the call.
 
-    The weights are built of the tensors that are in the buffers when the call begins.
+    The weights are built from the tensors that are in the buffers when the call begins.
     """
 
     def __init__(self, leaf: _FlattenedModule, inner: Callable) -> None:
@@ -411,8 +426,8 @@ class _WrappedForward:
 
 @dataclass(frozen=True)
 class _PackedWrapper:
-    """The object that autograd saves instead of a wrapper: the wrapper's spec, and its inner tensors as packed
-    by the hook below.
+    """The object that autograd saves instead of a wrapper: the wrapper's spec, and its inner tensors as
+    packed by the saved-tensor hook that was pushed before.
     """
 
     spec: WrapperSpec | SubclassSpec
@@ -421,10 +436,10 @@ class _PackedWrapper:
 
 
 def pack_inner_tensors(slots: SlotRange, wrappers: list[Any]) -> None:
-    """Push saved-tensor hooks that save each of ``wrappers`` as its inner tensors, until
-    `managed_tensor.pop_handles`.
+    """Push saved-tensor hooks that save each of ``wrappers`` as its inner tensors.
+    `managed_tensor.pop_handles` pops the hooks.
 
-    The inner tensors are packed by the hooks below, which belong to ``slots``.
+    The inner tensors are packed by the hooks that were pushed before, which belong to ``slots``.
     """
     pack_below, unpack_below = managed_tensor._top_hooks(False)  # type: ignore[misc]
     shapes = {type(wrapper) for wrapper in wrappers}
@@ -438,7 +453,7 @@ def pack_inner_tensors(slots: SlotRange, wrappers: list[Any]) -> None:
     def unpack(packed: Any) -> Any:
         if type(packed) is not _PackedWrapper:
             return unpack_below(packed)
-        parts = [packed.unpack(part) for part in packed.parts]  # a checkpoint recomputes during this call
+        parts = [packed.unpack(part) for part in packed.parts]  # this may run a checkpoint's recomputation
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return packed.spec.unflatten(iter(parts))
 

@@ -1,10 +1,11 @@
-"""Flattening of tensor subclasses into plain tensors and a spec, and rebuilding of the subclass from other
+"""Flattening of tensor subclasses into plain tensors and a spec, and rebuilding of a subclass from other
 tensors.
 
 Two kinds of subclasses are distinguished by their features, never by class names. *Wrapper* subclasses
-(torchao, optimum-quanto, ComfyUI's quantised tensors) have no storage of their own and name their inner tensors
-by torch's protocol, ``__tensor_flatten__``. *Data* subclasses (GGUF's, bitsandbytes') have bytes of their own
-and Python attributes that hold more tensors, directly or inside an object (a quantisation state).
+(torchao, optimum-quanto, ComfyUI's quantised tensors) have no storage of their own, and name their inner
+tensors through torch's protocol ``__tensor_flatten__``. *Data* subclasses (of GGUF and bitsandbytes) have
+bytes of their own, and Python attributes that hold more tensors, directly or inside an object (a quantisation
+state).
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from torch.nn.parameter import is_lazy
 
 from . import managed_tensor
 
-_MAX_DEPTH = 3  # how deep nested objects are searched: a quantisation state holds another for its own scales
+# levels of nested objects that are searched; a quantisation state may hold another for its scales
+_MAX_DEPTH = 3
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class WrapperSpec:
-    """The parts of a wrapper subclass other than its inner tensors: class, names, context, shape and strides.
+    """Everything about a wrapper subclass except its inner tensors: class, names, context, shape and strides.
 
-    ``inner``: for each inner tensor the spec of a nested wrapper, or None for a plain tensor.
+    ``inner``: for each inner tensor, the spec of a nested wrapper, or None for a plain tensor.
     """
 
     cls: type
@@ -40,7 +42,7 @@ class WrapperSpec:
     inner: tuple[WrapperSpec | None, ...]  # None for a plain tensor
 
     def unflatten(self, tensors: Iterator[Any]) -> Any:
-        """Return a wrapper around the next of ``tensors``, as many as the spec needs."""
+        """Return a wrapper around the next of ``tensors``. Takes as many tensors as the spec needs."""
         parts = {
             name: next(tensors) if spec is None else spec.unflatten(tensors)
             for name, spec in zip(self.names, self.inner, strict=True)
@@ -50,18 +52,19 @@ class WrapperSpec:
 
 
 class _Marker:
-    """A placeholder for a tensor in an attribute."""
+    """The class of two placeholders (`INNER`, `SAME`) for tensors in an attribute."""
 
 
-INNER, SAME = _Marker(), _Marker()  # INNER: the next inner tensor. SAME: the data subclass's own bytes.
+INNER, SAME = _Marker(), _Marker()  # INNER: the next inner tensor. SAME: the own bytes of the data subclass.
 
 
 @dataclass(frozen=True)
 class ObjectSpec:
-    """An object, held in an attribute, that holds tensors itself; `unflatten` makes a copy that holds other
-    tensors.
+    """The spec of an object in an attribute that holds tensors. `unflatten` makes a copy of the object with
+    other tensors.
 
-    ``original``: the object. ``attributes``: its attributes that hold tensors, as markers or specs.
+    ``original``: the object.
+    ``attributes``: its attributes that hold tensors, as markers or specs.
     """
 
     original: Any
@@ -70,7 +73,7 @@ class ObjectSpec:
     def unflatten(self, bytes_: torch.Tensor, tensors: Iterator[Any]) -> Any:
         """Return a copy of the object with the next of ``tensors`` in its attributes.
 
-        ``bytes_`` replaces attributes that are the data subclass's own bytes.
+        ``bytes_`` replaces attributes that hold the data subclass's own bytes.
         """
         copied = copy.copy(self.original)
         copied.__dict__.update(
@@ -81,16 +84,16 @@ class ObjectSpec:
 
 @dataclass(frozen=True)
 class SubclassSpec:
-    """What is needed to rebuild a tensor of a subclass that has bytes of its own (GGUF's, bitsandbytes'): its
-    class, and its attributes, in which markers stand for tensors.
+    """The spec of a data subclass, which has bytes of its own: its class, and its attributes with markers in
+    place of tensors.
     """
 
     cls: type
     attributes: dict[str, Any]
 
     def unflatten(self, tensors: Iterator[Any]) -> Any:
-        """Return a tensor of the subclass: the next of ``tensors`` are its bytes, the following ones go to
-        its attributes.
+        """Return a tensor of the subclass. The next of ``tensors`` holds its bytes; the following tensors go
+        to its attributes.
         """
         bytes_ = next(tensors)
         with torch._C.DisableTorchFunctionSubclass():
@@ -102,7 +105,7 @@ class SubclassSpec:
 
 
 def _unflatten_value(value: Any, bytes_: torch.Tensor, tensors: Iterator[Any]) -> Any:
-    """Return the attribute value that ``value``, a marker, a spec or a plain value, stands for."""
+    """Return the attribute value that ``value`` (a marker, a spec or a plain value) represents."""
     if isinstance(value, ObjectSpec):
         return value.unflatten(bytes_, tensors)
     if isinstance(value, _Marker):
@@ -118,8 +121,8 @@ def is_wrapper(tensor: Any) -> bool:
 
 
 def is_data_subclass(tensor: Any) -> bool:
-    """Return whether ``tensor`` is a subclass with bytes of its own and without a ``__torch_dispatch__`` of
-    its own.
+    """Return whether ``tensor`` is of a subclass with bytes of its own and without its own
+    ``__torch_dispatch__``.
     """
     return (
         not _plain(tensor)
@@ -134,23 +137,23 @@ def is_data_subclass(tensor: Any) -> bool:
 
 
 def _plain(tensor: Any) -> bool:
-    """Return whether ``tensor`` is a Tensor, a Parameter, or a tensor that Carom manages."""
+    """Return whether ``tensor`` is a Tensor, a Parameter, or a tensor whose class Carom replaced."""
     return type(tensor) in (torch.Tensor, nn.Parameter) or isinstance(
         tensor, (managed_tensor.HostParameter, managed_tensor.HostTensor)
     )
 
 
 def flatten(tensor: Any) -> tuple[WrapperSpec | SubclassSpec, list[torch.Tensor]]:
-    """Return the spec and the plain inner tensors, the very objects, in the order in which ``unflatten``
-    takes them.
+    """Return the spec and the plain inner tensors, in the order in which ``unflatten`` takes them.
 
-    Of a data subclass the first tensor is an alias that shares the subclass's memory.
+    The tensors are the objects themselves, not copies. For a data subclass, the first tensor is an alias that
+    shares the subclass's memory.
     """
     return _flatten_wrapper(tensor) if is_wrapper(tensor) else _flatten_data_subclass(tensor)
 
 
 def _flatten_wrapper(wrapper: Any) -> tuple[WrapperSpec, list[torch.Tensor]]:
-    """Return the spec and the inner tensors of a wrapper, nested wrappers flattened too."""
+    """Return the spec and the inner tensors of a wrapper. Nested wrappers are flattened too."""
     names, context = wrapper.__tensor_flatten__()
     specs: list[WrapperSpec | None] = []
     tensors: list[torch.Tensor] = []
@@ -180,8 +183,8 @@ def _flatten_data_subclass(tensor: Any) -> tuple[SubclassSpec, list[torch.Tensor
 
 
 def can_be_rebuilt(tensor: Any) -> bool:
-    """Return whether ``tensor`` can be rebuilt from tensors in other memory with storage offsets, such as
-    views of a slot.
+    """Return whether ``tensor`` can be rebuilt from tensors at non-zero storage offsets in other memory, such
+    as slot views.
     """
     try:
         spec, tensors = flatten(tensor)
@@ -190,14 +193,15 @@ def can_be_rebuilt(tensor: Any) -> bool:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             copied = spec.unflatten(iter(make_stand_ins(tensors)))
         return type(copied) is type(tensor) and copied.shape == tensor.shape
-    # A foreign class may raise anything. The weight then stays as it is, and is reported.
+    # A class of another library may raise anything. The weight then stays unflattened, and is reported.
     except Exception:  # noqa: BLE001
         return False
 
 
 def make_stand_ins(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors like ``tensors``, each at another storage offset, in memory that is never touched and so
-    takes no pages.
+    """Return tensors like ``tensors``, each at another storage offset.
+
+    Their memory is never touched, so the system allocates no pages for it.
     """
     found = []
     for number, part in enumerate(tensors, 1):
@@ -207,8 +211,8 @@ def make_stand_ins(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def flatten_object(value: Any, tensors: list[torch.Tensor]) -> ObjectSpec | None:
-    """Return the spec of an object that holds tensors, None if it holds none; append its tensors to
-    ``tensors``.
+    """Return the spec of an object that holds tensors, and append these tensors to ``tensors``. Returns None
+    if the object holds none.
 
     Tensors that share the memory of ``tensors[0]`` are not appended.
     """
@@ -217,8 +221,9 @@ def flatten_object(value: Any, tensors: list[torch.Tensor]) -> ObjectSpec | None
 
 
 def _flatten_value(value: Any, tensors: list[torch.Tensor], seen: set[int], depth: int) -> Any:
-    """Return the marker or spec for the attribute ``value`` and append its tensors to ``tensors``; return
-    other values as they are.
+    """Return a marker or spec for the attribute ``value``, and append its tensors to ``tensors``.
+
+    A value that holds no tensor is returned as it is.
     """
     if isinstance(value, torch.Tensor):
         if type(value) is not torch.Tensor or value.requires_grad or not value.numel() or value.is_meta:
@@ -244,8 +249,8 @@ def tensor_attributes(spec: SubclassSpec) -> set[str]:
 
 
 def aliases_of(of: SubclassSpec | ObjectSpec, owner: Any) -> Iterator[torch.Tensor]:
-    """Yield the attributes of ``owner``, which was flattened as ``of``, that share the data subclass's own
-    bytes.
+    """Yield the attributes of ``owner`` that share the own bytes of the data subclass. ``of``: the spec of
+    ``owner``.
     """
     for name, value in of.attributes.items():
         if value is SAME:
@@ -255,7 +260,7 @@ def aliases_of(of: SubclassSpec | ObjectSpec, owner: Any) -> Iterator[torch.Tens
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Set ``tensor.data = data`` regardless of the subclasses of either."""
+    """Perform ``tensor.data = data``, whatever subclasses the two tensors have."""
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
         plain = data.detach()
         plain.__class__ = torch.Tensor

@@ -1,5 +1,5 @@
-"""Detection of changes in a module tree, such as added adapters or replaced weights, cheap enough for every
-forward.
+"""Detection of changes in a module tree, such as added adapters or replaced weights. Fast enough to run
+before every forward.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from .units import Entry, collect
 
 
 class Tree:
-    """A fingerprint of every module's children, parameters and buffers, by object identity."""
+    """A record of every module's children, parameters and buffers, by the ids of these objects."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         tables = [t for m in root.modules() for t in (m._modules, m._parameters, m._buffers)]
-        # Dict views, which show later changes of their dicts.
+        # Views of the modules' dicts. A view shows later changes of its dict.
         self._members = [table.values() for table in tables if table]
         self._sizes, self._ids = list(map(len, self._members)), self._now()
 
@@ -28,11 +28,13 @@ class Tree:
         return list(map(id, chain.from_iterable(self._members)))
 
     def changed(self) -> bool:
-        """Return whether any module's children, parameters or buffers differ from the fingerprint."""
+        """Return whether any module's children, parameters or buffers differ from the record."""
         return list(map(len, self._members)) != self._sizes or self._now() != self._ids
 
     def lent(self) -> bool:
-        """Return whether a parameter is substituted for a while, as `torch.func.functional_call` does."""
+        """Return whether a parameter is replaced temporarily by another tensor, as
+        `torch.func.functional_call` does.
+        """
         return any(
             value is not None and not isinstance(value, nn.Parameter)
             for module in self._root.modules()
@@ -40,5 +42,5 @@ class Tree:
         )
 
     def entries(self) -> list[Entry]:
-        """Return the tree's tensors as they are now."""
+        """Return an entry for each tensor of the tree as it is now."""
         return collect(self._root)

@@ -1,9 +1,11 @@
-"""Division of a module tree into units: groups of tensors that are fetched, used and evicted together.
+"""Division of a module tree into units. A unit is a group of tensors that are copied to the device, used and
+evicted together.
 
 Blocks are found by structure: children of a container that repeat (lists, dicts, numbered attributes), at any
 depth and of any number of kinds. Weights outside blocks become units of kind "stem". A unit larger than the
 limit is split into phases (its children), and these into layers. No class names are used. Tensors that cannot
-be streamed safely are listed with the reason and stay resident.
+be streamed safely are listed with the reason, and are resident: they stay on the device. A slot is the device
+memory that holds a streamed unit.
 """
 
 from __future__ import annotations
@@ -22,18 +24,19 @@ from ..plan.region import ALIGN
 from .managed_tensor import HostParameter, HostTensor, waits_elsewhere
 from .quantized import is_inner
 
-# Bytes. Smaller buffers are often state that the model writes (statistics, caches), so they stay resident.
+# In bytes. Smaller buffers are often state that the model writes (statistics, caches), so they stay on the
+# device.
 SMALL_BUFFER = 256 << 10
-# The reason why a buffer stays resident that the model creates during a forward. The VRAM budget does not
-# count such buffers, as it does not count activations.
+# The reason given for buffers that the model creates during a forward. They stay on the device, but the VRAM
+# budget does not count them, as it does not count activations.
 MODELS_OWN = "the model makes it as it runs"
-FILE_ALIGN = 4096  # bytes; with this alignment direct reads of packed files need no second buffer
+FILE_ALIGN = 4096  # bytes; with this alignment, direct reads of packed files need no second buffer
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place in the module tree that names a tensor."""
+    """An attribute of a module in the tree that holds a tensor, by module and name."""
 
     module: nn.Module
     name: str
@@ -41,23 +44,23 @@ class Site:
 
     @property
     def table(self) -> dict[str, Any]:
-        """The module's dict of buffers or of parameters, in which the tensor is."""
+        """The module's dict of parameters or of buffers that holds the tensor."""
         return self.module._buffers if self.buffer else self.module._parameters
 
 
 @dataclass(eq=False)
 class Entry:
-    """A parameter or buffer: one tensor, with all the sites that share it."""
+    """A parameter or buffer: one tensor, with all the sites (modules and names) that share it."""
 
     name: str
     tensor: torch.Tensor
     sites: list[Site]
-    offset: int = 0  # bytes, from the beginning of the unit
+    offset: int = 0  # bytes from the start of the unit
     counted: bool = True  # whether the VRAM budget counts the tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor, without alignment."""
+        """Bytes of the tensor, without alignment padding."""
         return self.tensor.numel() * self.tensor.element_size()
 
     @property
@@ -67,26 +70,27 @@ class Entry:
 
     @property
     def is_buffer(self) -> bool:
-        """Whether the tensor is a buffer at all its sites; inner tensors of quantised weights do not count as
-        buffers.
+        """Whether the tensor is a buffer at all its sites. Buffers that hold inner tensors of quantised
+        weights do not count.
         """
         return all(site.buffer and not is_inner(site.name) for site in self.sites)
 
 
 @dataclass(eq=False)
 class Unit:
-    """Entries that are copied to the device together, and the modules whose forward needs them.
+    """Entries that are copied to the device together, and the modules whose forward needs the entries.
 
-    ``modules`` is empty for a unit that only operators use, outside any module's forward.
+    ``modules`` is empty for a unit that is used only by operators outside the forward of any of these
+    modules.
     """
 
     name: str
     kind: str  # "block" | "phase" | "layer" | "stem" | "loose"
     modules: list[nn.Module]
     entries: list[Entry] = field(default_factory=list)
-    nbytes: int = 0  # bytes in a slot, with alignment
+    nbytes: int = 0  # bytes in a slot, alignment padding included
     raw_bytes: int = 0
-    align: int = ALIGN  # bytes; every tensor starts on this boundary
+    align: int = ALIGN  # bytes; every tensor of the unit starts at a multiple of this
 
     def add(self, entry: Entry) -> None:
         """Append ``entry`` at the next aligned offset."""
@@ -98,10 +102,11 @@ class Unit:
 
 @dataclass(eq=False)
 class Carving:
-    """A division of a module's tensors.
+    """A division of a module's tensors into units and tensors that stay on the device.
 
-    ``units``: in registration order. ``resident``: (entry, reason) of tensors that must stay on the device.
-    ``adapters``: trainable entries that stay resident.
+    ``units``: in registration order.
+    ``resident``: (entry, reason) of tensors that must stay on the device.
+    ``adapters``: trainable entries that stay on the device.
     """
 
     units: list[Unit]
@@ -111,12 +116,12 @@ class Carving:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest unit, with alignment."""
+        """Bytes of the largest unit, alignment padding included."""
         return max((unit.nbytes for unit in self.units), default=0)
 
 
 def carving_matches(carving: Carving, root: nn.Module) -> bool:
-    """Return whether the tree still has exactly the tensors that were carved, at the same sites."""
+    """Return whether the tree has exactly the tensors of ``carving``, at the same sites."""
     entries = [entry for unit in carving.units for entry in unit.entries]
     entries += [entry for entry, _ in carving.resident]
     if carving.adapters or not all(
@@ -152,7 +157,8 @@ def collect(root: nn.Module) -> list[Entry]:
 def why_not_streamed(entry: Entry) -> str | None:
     """Return the reason why a tensor has to stay resident, None if it can be streamed."""
     tensor = entry.tensor
-    # A streamed tensor has one of our subclasses while attached, and the planner may run then too.
+    # A streamed tensor has one of Carom's classes while a session is open, and this function may be called
+    # then too.
     if type(tensor) not in (nn.Parameter, torch.Tensor) and not isinstance(
         tensor, (HostParameter, HostTensor)
     ):
@@ -184,11 +190,12 @@ def carve(
     stay: dict[str, str] | None = None,
     from_file: Callable[[torch.Tensor], Any] | None = None,
 ) -> Carving:
-    """Return the units of ``root``, each of at most ``limit`` bytes where it can be split.
+    """Divide the tensors of ``root`` into units, each of at most ``limit`` bytes where it can be split.
 
-    ``granularity``: "auto", "phase" or "layer". ``stay``: names of tensors that must be resident, with the
-    reason. ``from_file``: returns whether a tensor's bytes come from a weights file. If it is given, only
-    such tensors stream, aligned to 4096 bytes as files are.
+    ``granularity``: "auto", "phase" or "layer".
+    ``stay``: names of tensors that must stay on the device, with the reason.
+    ``from_file``: returns whether a tensor's bytes come from a weights file. If given, only such tensors
+    stream, and they are aligned to 4096 bytes as in files.
 
     Raises UnsupportedError for meta tensors without a file and for parameters that are inference tensors,
     with their names.
@@ -203,7 +210,7 @@ def carve(
 
 
 class _Carver:
-    """One run of `carve`: the tree being walked, and the units found so far."""
+    """The state of one call of `carve`: the tree, and the units found so far."""
 
     def __init__(
         self,
@@ -249,11 +256,11 @@ class _Carver:
         self._bytes: dict[int, int] = {}
         self._nested: dict[int, bool] = {}
         self.total = self.bytes(root)
-        self._taken: dict[int, Unit] = {}  # the unit that has an entry, by the entry's id
+        self._taken: dict[int, Unit] = {}  # the unit that contains an entry, by the entry's id
         self._tied: list[tuple[Entry, Unit]] = []
 
     def bytes(self, module: nn.Module) -> int:
-        """Return the bytes of streamable tensors below ``module``, aligned as in slots."""
+        """Return the bytes of all streamable tensors in ``module`` and below, aligned as in slots."""
         if id(module) not in self._bytes:
             seen = {
                 id(e): -(-e.nbytes // self.align) * self.align
@@ -264,10 +271,11 @@ class _Carver:
         return self._bytes[id(module)]
 
     def repeats(self, module: nn.Module, leaves: bool = False) -> set[str]:
-        """Return the names of children that repeat: numbered children of a container, or attributes that
-        differ by a number.
+        """Return the names of children that repeat: numbered children of a container, or attributes whose
+        names differ only by a number.
 
-        Single layers count only with ``leaves``: inside a block they are parts of the block, not blocks.
+        Single layers are included only if ``leaves`` is true: inside a block they are parts of the block, not
+        blocks.
         """
         weighty = {name: child for name, child in module.named_children() if self.bytes(child)}
         groups: dict[object, list[str]] = {}
@@ -285,13 +293,13 @@ class _Carver:
         return sum(1 for m in module.modules() if self._own.get(id(m))) <= 1
 
     def nested(self, module: nn.Module) -> bool:
-        """Return whether ``module`` or any module below has children that repeat."""
+        """Return whether ``module`` or any module below it has children that repeat."""
         if id(module) not in self._nested:
             self._nested[id(module)] = any(self.repeats(m) for m in module.modules())
         return self._nested[id(module)]
 
     def visit(self, module: nn.Module, name: str, *, top: bool = False) -> None:
-        """Descend to the children that repeat and emit them as blocks; emit the modules beside them as stem
+        """Emit the children that repeat as blocks, at any depth, and emit the modules beside them as stem
         units.
         """
         repeats = self.repeats(module) or self.repeats(module, leaves=True)
@@ -312,14 +320,14 @@ class _Carver:
                 self.visit(child, path)
 
     def emit(self, module: nn.Module, name: str, kind: str) -> None:
-        """Add one unit for the whole subtree, or units for its parts if it is too large or a finer
-        granularity was asked for.
+        """Add one unit for the whole subtree of ``module``, or units for its parts if it is too large or a
+        finer granularity was asked for.
         """
         size = self.bytes(module)
         too_large = self.limit is not None and size > self.limit and self.granularity != "block"
         finer = self.granularity == "layer" or (self.granularity == "phase" and kind in ("block", "stem"))
-        # A module that owns large weights beside its parts (attention with fused projections) uses them
-        # together, so a module whose own weights are more than a quarter of its bytes is not split.
+        # A module that owns large weights beside its children's (attention with fused projections) uses all
+        # of them together. So a module whose own weights are more than a quarter of its bytes is not split.
         own = sum(-(-e.nbytes // self.align) * self.align for e in self._own.get(id(module), ()))
         whole = self.leaf(module) or own * 4 > size
         if (too_large or finer) and not whole:
@@ -348,9 +356,11 @@ class _Carver:
         return [part for child in module.children() if self.bytes(child) for part in self.run(child)]
 
     def loose(self, module: nn.Module, name: str) -> None:
-        """Add a unit of kind "loose" for each weight that a module with parts owns itself.
+        """Add a unit of kind "loose" for each weight that ``module`` itself owns, where ``module`` is split
+        into parts.
 
-        The module's forward contains those of its parts, so it is too long to be the run of one unit.
+        No module's forward is assigned to such a unit, because the forward of ``module`` contains those of
+        all its parts.
         """
         for entry in self._own.get(id(module), ()):
             unit = Unit(entry.name, "loose", [], align=self.align)
@@ -358,7 +368,9 @@ class _Carver:
             self.units.append(unit)
 
     def take(self, entry: Entry, unit: Unit) -> None:
-        """Add ``entry`` to ``unit``, or note that it is tied if another unit has it already."""
+        """Add ``entry`` to ``unit``. If another unit has the entry already, record that the tensor is tied
+        (shared).
+        """
         owner = self._taken.setdefault(id(entry), unit)
         if owner is unit:
             if entry not in unit.entries:
@@ -367,8 +379,8 @@ class _Carver:
             self._tied.append((entry, unit))
 
     def share_tied(self) -> None:
-        """Move each tensor that several units name to a unit of its own, used by every module that owns the
-        tensor.
+        """Move each tensor that several units share to a unit of its own, which all modules that own the
+        tensor use.
         """
         for entry in {id(entry): entry for entry, _ in self._tied}.values():
             first = self._taken[id(entry)]
@@ -383,7 +395,7 @@ class _Carver:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill one range of memory without overlap or gaps, in any order of
+    """Return whether the tensor's elements fill one range of memory without overlaps or gaps, in any order of
     dimensions.
     """
     expected = 1

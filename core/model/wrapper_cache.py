@@ -1,10 +1,11 @@
-"""Cache of quantised-weight wrappers, each made once for the slot views that it wraps and reused in every
-run.
+"""Cache of quantised-weight wrappers. Each wrapper is made once for the slot views that it wraps, and reused
+in every run.
 
-Building a wrapper subclass takes Python tens of microseconds, and a step would pay that twice for every
-quantised weight where the host limits the speed. But a cached wrapper holds references on the slot's views,
-and reference counts of views are how Carom sees that a model has kept one. So the references of cached
-wrappers are counted and subtracted.
+A slot is the device memory that holds a streamed unit; slot views are the unit's tensors in that memory.
+Building a wrapper subclass takes Python tens of microseconds, and a step would build two for every quantised
+weight, which matters where the host limits the speed. A cached wrapper holds references to the slot's views.
+But Carom uses the reference counts of views to detect that a model has kept a view. So the references that
+cached wrappers hold are counted and subtracted.
 """
 
 from __future__ import annotations
@@ -23,25 +24,26 @@ from torch import nn
 from ..device.engine import storage_uses
 from .tensor_flatten import WrapperSpec, flatten, is_wrapper, make_stand_ins
 
-# The reference count that `alone` sees of an object that only a list holds: the list's reference, and those
-# that the counting itself takes.
+# The reference count of an object that only a list holds, as `alone` measures it: the list's reference, and
+# the references that the counting itself takes.
 OWN_REFERENCES = max(map(sys.getrefcount, [object()]))
 _LOCK = threading.Lock()
 _CONTAINERS = (dict, list, tuple)
-_MAX_DEPTH = 8  # how deep nested objects and their __dict__s are searched
+_MAX_DEPTH = 8  # levels of nested objects and __dict__s that are searched
 
 
 def alone(objects: Sequence[Any]) -> bool:
-    """Return whether ``objects``, a list, holds the only reference on each of its objects."""
+    """Return whether the list ``objects`` holds the only reference to each of its objects."""
     return max(map(sys.getrefcount, objects), default=0) <= OWN_REFERENCES
 
 
 @dataclass(frozen=True)
 class WrapperReferences:
-    """Reference counts that a cached wrapper of ``spec`` causes.
+    """The reference counts that a cached wrapper of ``spec`` causes.
 
-    ``tensors``: references on each inner tensor. ``holders``: the reference count of each object through
-    which the wrapper holds its tensors, while no other code holds one.
+    ``tensors``: the number of references to each inner tensor.
+    ``holders``: the reference count of each object through which the wrapper holds its tensors, while no
+    other code refers to that object.
     """
 
     spec: WrapperSpec
@@ -49,16 +51,16 @@ class WrapperReferences:
     holders: tuple[int, ...]
 
     def build(self, tensors: list[Any]) -> Any:
-        """Return a frozen parameter around the very ``tensors``."""
+        """Return a frozen parameter around exactly these ``tensors``, without copies."""
         return build_wrapper(self.spec, tensors)
 
 
 def measure_references(spec: WrapperSpec, tensors: list[torch.Tensor]) -> WrapperReferences | None:
-    """Return the references that a wrapper of ``spec`` takes, measured on stand-ins for ``tensors``.
+    """Measure the references that a wrapper of ``spec`` takes, on stand-ins for ``tensors``.
 
-    Returns None if the wrapper cannot be cached: if it holds copies or aliases instead of the very tensors (a
-    slot's new bytes would not reach it), if it holds more tensors, or if it holds a tensor through an object of
-    an unknown kind (references on that object could not be counted).
+    Returns None if the wrapper cannot be cached. This is the case if the wrapper holds copies or aliases
+    instead of the given objects (a slot's new bytes would not reach it), if it holds other tensors too, or if
+    it holds a tensor through an object of an unknown kind (references to that object cannot be counted).
     """
     stand_ins = make_stand_ins(tensors)
     uses = [storage_uses(part) for part in stand_ins]
@@ -78,19 +80,19 @@ def measure_references(spec: WrapperSpec, tensors: list[torch.Tensor]) -> Wrappe
 
 
 def build_wrapper(spec: WrapperSpec, tensors: list[Any]) -> Any:
-    """Return a frozen parameter around the very ``tensors`` that works inside and outside inference mode."""
+    """Return a frozen parameter around exactly these ``tensors``, usable inside and outside inference mode."""
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         made = spec.unflatten(iter(tensors))
-        made._is_param = True  # marks a parameter as nn.Parameter does, which would alias every inner tensor
+        made._is_param = True  # makes it a parameter; nn.Parameter() would alias every inner tensor
     return made
 
 
 class CachedWrapper:
-    """A cached wrapper, every object through which it holds its tensors, and the contents of these objects
-    when it was made.
+    """A cached wrapper, with every object (holder) through which it holds its tensors, and the holders'
+    contents when the wrapper was made.
 
-    A model may keep a reference on any of these objects. ``others``: whether the wrapper holds further
-    tensors, or may.
+    A model may keep a reference to any holder.
+    ``others``: whether the wrapper holds, or may hold, tensors other than those given.
     """
 
     def __init__(self, made: Any, tensors: Sequence[Any]) -> None:
@@ -99,7 +101,7 @@ class CachedWrapper:
         leading = {id(tensor) for tensor in tensors}
         self.others = _collect_contents(made, leading, found, 0)  # see the class docstring
         more = True
-        while more:  # add holders of holders until there are no more; references may form cycles
+        while more:  # add the holders of holders until no more are found; references may form cycles
             new = {
                 key for key, (_, inner) in found.items() if not leading.isdisjoint(map(id, inner))
             } - leading
@@ -109,13 +111,13 @@ class CachedWrapper:
         self._held = [(holder, _contents(holder)) for holder in self.holders if type(holder) in _CONTAINERS]
 
     def count(self, tensor: Any) -> int:
-        """Return how often the holders hold ``tensor``."""
+        """Return how many times the holders hold ``tensor``."""
         return sum(part is tensor for _, held in self._held for part in held)
 
     @property
     def changed(self) -> bool:
-        """Whether a run changed the contents of a holder; values that a class caches in one run are not valid
-        for the next.
+        """Whether a run changed the contents of a holder. The wrapper is then dropped, because values that
+        its class cached in one run are not valid in the next.
         """
         for holder, held in self._held:
             if len(holder) != len(held) or not all(map(operator.is_, _parts(holder), held)):
@@ -124,7 +126,7 @@ class CachedWrapper:
 
 
 def _collect_contents(value: Any, known: set[int], found: dict[int, tuple[Any, tuple]], depth: int) -> bool:
-    """Add ``value`` and the objects that it holds to ``found``; return whether there are tensors that are not
+    """Add ``value`` and the objects that it holds to ``found``. Return whether it holds tensors that are not
     in ``known``.
     """
     if id(value) in known or id(value) in found:
@@ -154,25 +156,27 @@ def _contents(container: Any) -> tuple[Any, ...]:
 
 
 class WrapperCache:
-    """The cached wrappers around ``tensors``, which are the views of one slot, by weight."""
+    """The cached wrappers, by weight, around ``tensors``, the views of one slot."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
         self._own: list[int] = []
         self._made: dict[Any, tuple[CachedWrapper, WrapperReferences, list[int]]] = {}
         self._count()
-        # The cache is not an attribute of the tensor, because copies of the tensor would carry the attribute,
-        # also into files.
+        # The cache is not an attribute of the tensor, because copies of the tensor would carry the attribute
+        # along, even into files.
         for tensor in tensors:
             _PLACES[id(tensor)] = self
 
     def get(self, key: Any) -> Any:
-        """Return the wrapper cached for ``key``, None if there is none or a run has changed it."""
+        """Return the wrapper cached for ``key``, or None if there is none or a run has changed it."""
         found = self._made.get(key)
         return None if found is None or found[0].changed else found[0].made
 
     def add(self, key: Any, made: Any, parts: Sequence[Any], references: WrapperReferences) -> None:
-        """Cache ``made``, a wrapper of ``parts`` (some of the views), unless another thread was first."""
+        """Cache ``made``, a wrapper of ``parts`` (some of the slot's views), unless another thread has cached
+        one for ``key`` already.
+        """
         places = {id(tensor): index for index, tensor in enumerate(self._tensors)}
         kept = CachedWrapper(made, parts)
         with _LOCK:
@@ -181,7 +185,7 @@ class WrapperCache:
                 self._count()
 
     def _count(self) -> None:
-        """Compute the references that the cached wrappers hold on each view."""
+        """Compute the number of references that the cached wrappers hold to each view."""
         own = [OWN_REFERENCES] * len(self._tensors)
         for _, references, places in self._made.values():
             for place, count in zip(places, references.tensors, strict=True):
@@ -189,7 +193,7 @@ class WrapperCache:
         self._own = own
 
     def clear(self, only_changed: bool = False) -> None:
-        """Remove all wrappers, or with ``only_changed`` those that a run has changed."""
+        """Remove all wrappers, or only those that a run has changed if ``only_changed``."""
         with _LOCK:
             self._made = {
                 key: entry for key, entry in self._made.items() if only_changed and not entry[0].changed
@@ -197,7 +201,7 @@ class WrapperCache:
             self._count()
 
     def has_other_references(self) -> bool:
-        """Return whether code other than this cache holds a reference on a view or on a holder of views."""
+        """Return whether code other than this cache holds a reference to a view or to a holder of views."""
         count = sys.getrefcount
         if any(kept.changed for kept, _, _ in self._made.values()):
             self.clear(only_changed=True)
@@ -207,11 +211,10 @@ class WrapperCache:
         )
 
 
-# Caches by the id of a view. A view's id is valid here for as long as its cache lives, because the cache
-# holds the view.
+# Caches by the id of a view. The id stays valid as long as the cache lives, because the cache holds the view.
 _PLACES: weakref.WeakValueDictionary[int, WrapperCache] = weakref.WeakValueDictionary()
 
 
 def cache_of(tensor: Any) -> WrapperCache | None:
-    """Return the cache for ``tensor``, None if ``tensor`` is no view of a slot with cached wrappers."""
+    """Return the cache for ``tensor``, or None if ``tensor`` is no view of a slot with cached wrappers."""
     return _PLACES.get(id(tensor))

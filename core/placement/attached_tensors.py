@@ -1,5 +1,10 @@
 """Defines `AttachedTensors`, which records tensors whose Python class was replaced by a managed-tensor class,
-and restores them."""
+and restores them.
+
+A managed tensor is a tensor of the model whose value Carom keeps elsewhere, in a home (the object that reads
+and writes the value). A tier is the store of the streamed units of a layout (pinned host memory, packed host
+memory, or a file).
+"""
 
 from __future__ import annotations
 
@@ -14,22 +19,23 @@ from .residents import replace
 
 class AttachedTensors:
     """The tensors of a module that a tier turned into managed tensors, each with its original class and
-    device."""
+    device.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._before: list[tuple[torch.Tensor, type, torch.device]] = []
 
     def remember(self, tensor: torch.Tensor, came_from: torch.device) -> None:
-        """Record the present class of ``tensor`` before a tier changes the tensor.
+        """Record the present class of ``tensor``. To be called before a tier changes the tensor.
 
-        ``came_from``: the device that the value returns to in `undo`.
+        ``came_from``: the device to which `undo` moves the value.
         """
         self._before.append((tensor, type(tensor), came_from))
 
     @property
     def came_from(self) -> set[torch.device]:
-        """The set of devices that the recorded tensors return to."""
+        """The set of devices to which `undo` moves values."""
         return {device for _, _, device in self._before}
 
     def undo(self) -> None:

@@ -1,5 +1,11 @@
-"""Defines `Backing`, the stored bytes of one streamed unit and their copy to device memory, and `Link`, the
-streamer's objects that such a copy uses."""
+"""Defines `Backing` and `Link`. A `Backing` represents the stored bytes of one streamed unit, and copies them
+to device memory.
+
+A unit is a group of tensors that are copied together. A slot is the device memory that holds a streamed unit
+while the unit is used. The link is the connection between host and device (PCIe, for instance). Packed bytes
+are weights that a codec has compressed. The wire bytes of a unit are the bytes that are copied over the link
+to fetch the unit, packed or not. A `Link` holds the objects of the streamer that such a copy uses.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +27,16 @@ from ..model.units import Unit
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """The copy path from host to device of one streamer.
+    """The objects with which one streamer copies units from host to device.
 
-    ``lock``: held while bytes are fetched. ``staging``: device memory in which packed bytes arrive, None
-    where no unit is packed. ``upcoming``: returns the indexes of units in the order in which uses are
-    expected. ``foresee``: calls `Tier.expect` with the units needed from now on. ``idle``: returns whether no
-    forward or backward pass is running. ``mapped_bytes``: returns the bytes of host memory that hold copies
-    which kernels read directly, without a slot.
+    ``lock``: held while bytes are fetched.
+    ``staging``: device memory into which packed bytes are copied before they are decoded, None if no unit is
+    packed.
+    ``upcoming``: returns the indexes of units in the order in which they are expected to be used.
+    ``foresee``: calls `Tier.expect` with the units that are needed from now on.
+    ``idle``: returns whether no forward or backward pass is running.
+    ``mapped_bytes``: returns the bytes of host memory that hold copies which kernels read directly, without a
+    slot.
     """
 
     engine: Engine
@@ -41,10 +50,11 @@ class Link:
 
 
 class Backing(ManagedUnit, ABC):
-    """The bytes of one streamed unit in its tier, and their copy to a slot.
+    """The bytes of one streamed unit in its tier (its store), and the copy of these bytes to a slot.
 
-    ``index``: the unit's position among the tier's backings. ``on_device``: whether the packed bytes stay in
-    device memory, so that a fetch copies nothing over the link.
+    ``index``: the unit's position among the tier's backings.
+    ``on_device``: whether the packed bytes stay in device memory, so that a fetch copies nothing over the
+    link.
     """
 
     on_device = False
@@ -55,7 +65,7 @@ class Backing(ManagedUnit, ABC):
 
     @property
     def packed(self) -> bool:
-        """Whether a fetch decodes packed bytes on the device."""
+        """Whether a fetch copies packed bytes and decodes them on the device."""
         return False
 
     @property
@@ -71,11 +81,12 @@ class Backing(ManagedUnit, ABC):
     def fetch(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
         """Enqueue the copy (and decoding) of the unit's bytes into ``target``, a uint8 tensor on the device.
 
-        The copy begins once the events ``after`` are reached. Return the event after which ``target`` holds
-        the bytes. Every copy is counted in ``link.meter``.
+        The copy begins after the events ``after``. Returns the event after which ``target`` holds the bytes.
+        Every copy is counted in ``link.meter``.
         """
 
     def plain_block(self) -> Block | None:
-        """Return the host block that holds the unit's bytes exactly as in a slot, or None if there is no such
-        block."""
+        """Return the host block whose bytes are exactly those of the unit in a slot, or None if there is no
+        such block.
+        """
         return None

@@ -1,4 +1,7 @@
-"""Defines `BlockFill`: the copy of a unit's tensors into the host block from which the unit will stream."""
+"""Defines `BlockFill`: the copy of a unit's tensors into the host block from which the unit will be streamed.
+
+A unit is a group of tensors that are copied to the device together. A block is one range of host memory.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class BlockFill:
-    """A running copy of a unit into ``block``. ``views``: the unit's tensors in the block, in the order of
-    its entries."""
+    """A running copy of a unit into ``block``.
+
+    ``views``: the unit's tensors in the block, in the order of the unit's entries.
+    """
 
     backing: PinnedBacking
     block: Block
@@ -41,8 +46,8 @@ class BlockFill:
         block = arena.allocate(unit.nbytes)
         locate = engine.locate
         if any(locate(entry.tensor).type != "cpu" for entry in unit.entries):
-            # Copies run at the link's full rate only into pinned memory, and pinning is fast after the pages
-            # were touched.
+            # Copies from the device run at the link's full rate only into pinned memory. Pinning is fast once
+            # the pages have been touched, so touch them first.
             for job in prefault(block.data, pool):
                 job.result()
             arena.pin(block)
@@ -61,7 +66,7 @@ class BlockFill:
         return cls(backing, block, views, fill(pieces, pool, mapped))
 
     def finish(self) -> None:
-        """Wait until all bytes are in the block. Raise the errors of the copies."""
+        """Wait until all bytes are in the block. Raises the errors of the copies."""
         for job in self._copy_jobs:
             job.result()
         self._copy_jobs.clear()

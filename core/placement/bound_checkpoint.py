@@ -2,10 +2,11 @@
 file holds.
 
 While the file is bound, every tensor of the module that the file holds is a `meta` tensor without gradient:
-either the module's own meta tensor, or a placeholder where the module had values. Tensors that are not in the
+either the module's own meta tensor, or a placeholder if the module had values. Tensors that are not in the
 file are left alone, except non-persistent buffers on `meta`, whose values are computed by their modules.
-Values written to the file's tensors during the session are kept in host memory, and the module gets them at
-the end (`Checkpoint.unbind`); unwritten tensors become the objects that they were before.
+Values that are written to the file's tensors during the session are kept in host memory. At the end
+(`Checkpoint.unbind`), written values are put into the module, and unwritten tensors are replaced by the
+module's original objects.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ..model.units import Site, Unit, collect
 from ..plan.residency import round_up
 from .wire_format import WireFormat, WireFormats, find_wire_formats, plain_wire_format
 
-# bytes; smaller written values share pageable memory, larger ones get a pinnable block each
+# In bytes. Smaller written values share pageable memory; larger values get a block of pinnable memory each.
 _SMALL = 64 << 10
 
 logger = logging.getLogger("carom")
@@ -44,12 +45,14 @@ logger = logging.getLogger("carom")
 
 @dataclass(frozen=True)
 class Weights:
-    """The ``weights=`` argument with options.
+    """The ``weights=`` argument of `carom.stream`, with options.
 
-    ``path``: a .safetensors file, a folder of shards, or its index.json. ``prefix``: removed from the names
-    in the file ("auto" detects the prefix). ``rename``: applied first to the module's names. ``eviction``:
-    which units a host cache that is too small for all of them keeps: "belady" (by the learnt order of use),
-    "fifo" or "priority" (the model's first units). ``workers``: number of reader threads, 1 to 64.
+    ``path``: a .safetensors file, a folder of shards, or its index.json.
+    ``prefix``: removed from the names in the file ("auto" detects the prefix).
+    ``rename``: applied to the module's names before they are looked up in the file.
+    ``eviction``: which units stay in a host cache that is too small for all units: "belady" (by the learnt
+    order of use), "fifo" or "priority" (the model's first units).
+    ``workers``: number of reader threads, 1 to 64.
     """
 
     path: str | os.PathLike[str]
@@ -70,7 +73,10 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class HostValue:
-    """A weight's value in host memory; ``block`` is its pinnable memory, None for a small value."""
+    """The value of a weight in host memory.
+
+    ``block``: the pinnable memory that holds the value, None for a small value.
+    """
 
     value: torch.Tensor
     block: Block | None = None
@@ -80,9 +86,10 @@ class HostValue:
 class FileTensor:
     """One tensor of the weights file, and its place in the module.
 
-    ``tensor``: the meta tensor that is in the module at ``sites`` in place of ``original``. ``trainable``:
-    whether ``original`` required a gradient. ``changed``: the value on the CPU where it differs from the
-    file's, else None. ``block``: the pinnable memory of ``changed``.
+    ``tensor``: the meta tensor that replaces ``original`` in the module, at ``sites``.
+    ``trainable``: whether ``original`` required a gradient.
+    ``changed``: the value on the CPU if it differs from the file's value, otherwise None.
+    ``block``: the pinnable memory of ``changed``.
     """
 
     bound: BoundTensor
@@ -104,33 +111,36 @@ class FileTensor:
         return self.bound.nbytes if self.bound.nbytes < _SMALL else round_up(self.bound.nbytes, PAGE)
 
     def change(self, value: torch.Tensor) -> None:
-        """Store ``value`` in host memory as the tensor's value from now on. Raise MemoryError if there is no
-        room."""
+        """Store a copy of ``value`` in host memory as the tensor's value from now on. Raises MemoryError if
+        host memory has no room.
+        """
         self.accept(self.copy_of(value))
 
     def copy_of(self, value: torch.Tensor) -> HostValue:
-        """Return a copy of ``value`` in host memory of its own, pinnable unless the value is small. Raise
-        MemoryError."""
+        """Return a copy of ``value`` in host memory of its own, which is pinnable unless the value is small.
+        Raises MemoryError.
+        """
         bound, block = self.bound, None
         with torch.inference_mode(False), torch.no_grad():
             if bound.nbytes < _SMALL:
                 return HostValue(value.detach().to("cpu", copy=True).contiguous())
             block = HostArena(None, None).allocate(bound.nbytes)
-            # The view gets an untyped storage of exactly its size, so that torch.save writes no alignment
-            # padding.
+            # Give the view an untyped storage of exactly its size, so that torch.save does not write the
+            # padding of the block.
             own = torch.frombuffer(block.data.numpy(), dtype=torch.uint8).view(bound.dtype).view(bound.shape)
             own.copy_(value.detach())
         return HostValue(own, block)
 
     def accept(self, kept: HostValue) -> None:
-        """Store ``kept`` (from `copy_of`) as the tensor's value. No copy may still read the previous
-        value."""
+        """Store ``kept`` (from `copy_of`) as the tensor's value. Must not be called while a copy to the
+        device may still read the previous value.
+        """
         if self.block is not None:
             self.block.unpin()
         self.changed, self.block = kept.value, kept.block
 
     def check(self, value: torch.Tensor) -> None:
-        """Raise WeightsError unless ``value`` has the tensor's shape and dtype and is not on meta."""
+        """Raise WeightsError unless ``value`` has the tensor's shape and dtype and is not on the meta device."""
         if (value.shape, value.dtype) != (self.tensor.shape, self.tensor.dtype) or value.is_meta:
             raise WeightsError(
                 f"{self.name} is {self.tensor.dtype} {tuple(self.tensor.shape)}; cannot write {value.dtype} "
@@ -140,8 +150,10 @@ class FileTensor:
 
 @dataclass(eq=False)
 class _Computed:
-    """A non-persistent buffer that was on meta: ``value`` is computed, and replaces ``original`` at
-    ``sites``."""
+    """A non-persistent buffer that was on the meta device.
+
+    ``value``: the value that its module computed, which replaces ``original`` at ``sites``.
+    """
 
     value: torch.Tensor
     original: torch.Tensor
@@ -152,18 +164,18 @@ class Checkpoint:
     """The binding of ``module`` to the weights file ``weights`` (a path or `Weights`), until `unbind`.
 
     The constructor raises WeightsError and UnsupportedError as `open_index`, `match_module` and
-    `compute_buffers` do, and UnsupportedError for weights of the file that require gradients. In these cases
+    `compute_buffers` do, and UnsupportedError for weights of the file that require gradients. After an error
     the module is unchanged.
     """
 
     def __init__(self, module: nn.Module, weights: Weights | str | os.PathLike[str]) -> None:
         self.settings = weights if isinstance(weights, Weights) else Weights(weights)
         self.index: Index = open_index(self.settings.path)
-        # Measurements of the drive are kept here, so that the readers of later layouts start from them.
+        # Measurements of the drive. They are kept here so that the readers of later layouts start from them.
         self.path_tuner, self.read_limit = ReadPathTuner(), ReadLimit(self.settings.workers)
         self.module = module
         self.notes: list[str] = []
-        # None until `stay_packed` found tensors that the device can decode
+        # None until `stay_packed` has found tensors that the device can decode.
         self.wires: WireFormats | None = None
         self._file_tensors: dict[int, FileTensor] = {}
         self._computed: list[_Computed] = []
@@ -192,8 +204,9 @@ class Checkpoint:
             raise
 
     def _refuse_trained(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Raise UnsupportedError if some, but not all, floating-point parameters of the file require a
-        gradient."""
+        """Raise UnsupportedError if some, but not all, floating-point parameters that the file holds require
+        a gradient.
+        """
         parameters = {
             n: t for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.is_floating_point()
         }
@@ -206,8 +219,9 @@ class Checkpoint:
             )
 
     def _refuse_layouts(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Raise UnsupportedError for a meta tensor that is not contiguous: safetensors files hold contiguous
-        tensors."""
+        """Raise UnsupportedError for a meta tensor that is not contiguous, because safetensors files hold
+        contiguous tensors.
+        """
         for name, tensor in tensors.items():
             if tensor.is_meta and not tensor.is_contiguous():
                 raise UnsupportedError(
@@ -229,8 +243,9 @@ class Checkpoint:
         placeholder.requires_grad_(False)
 
     def _note(self, extra: tuple[str, ...]) -> None:
-        """Collect and log notes for the report: unused tensors of the file (``extra``), frozen weights,
-        weights held twice."""
+        """Collect and log notes for the report: tensors of the file that are not used (``extra``), weights
+        that are frozen, and weights that are in memory twice.
+        """
         if extra:
             names = ", ".join(show(name) for name in extra[:4])
             self.notes.append(
@@ -252,12 +267,14 @@ class Checkpoint:
 
     def of(self, tensor: torch.Tensor) -> FileTensor | None:
         """Return the file's tensor that ``tensor`` represents in the module, or None if the file does not
-        hold ``tensor``."""
+        hold that tensor.
+        """
         return self._file_tensors.get(id(tensor))
 
     def bind_device_tensor(self, tensor: torch.Tensor, file_tensor: FileTensor) -> None:
-        """Register ``tensor``, a resident copy on the device, as representing ``file_tensor``, until
-        `unbind_device_tensor`."""
+        """Register ``tensor``, a copy on the device, as representing ``file_tensor``, until
+        `unbind_device_tensor`.
+        """
         self._file_tensors[id(tensor)] = file_tensor
 
     def unbind_device_tensor(self, tensor: torch.Tensor) -> None:
@@ -275,8 +292,9 @@ class Checkpoint:
         return sum(file_tensor.kept_bytes for file_tensor in found.values())
 
     def read(self, file_tensor: FileTensor) -> torch.Tensor:
-        """Return the tensor's current value as a new CPU tensor, from host memory or from the file. Raise
-        WeightsError."""
+        """Return the tensor's current value as a new CPU tensor, from host memory or from the file. Raises
+        WeightsError.
+        """
         if file_tensor.changed is not None:
             return file_tensor.changed.clone()
         bound = file_tensor.bound
@@ -300,9 +318,10 @@ class Checkpoint:
         return value
 
     def stay_packed(self, engine: Engine) -> None:
-        """Let lossless packed tensors cross the link packed, where ``engine``'s device can decode them.
+        """Let lossless packed tensors be copied to the device packed, if the device of ``engine`` can decode
+        them.
 
-        One header is read from the file for each packed tensor.
+        The header of each packed tensor is read from the file.
         """
         self.wires, note = find_wire_formats(
             self._file_tensors.values(), self.of, engine, self.settings.workers
@@ -310,9 +329,9 @@ class Checkpoint:
         self.notes += [note] if note else []
 
     def wire(self, unit: Unit, staging_bytes: int) -> WireFormat:
-        """Return the format in which ``unit`` is cached in RAM and copied to the device.
+        """Return the byte layout in which ``unit`` is cached in RAM and copied to the device.
 
-        The format is packed only if the packed unit fits in ``staging_bytes`` of device memory.
+        The layout contains packed tensors only if they fit in ``staging_bytes`` of device memory.
         """
         wire = plain_wire_format(unit, self.of) if self.wires is None else self.wires(unit)
         return (
@@ -320,22 +339,23 @@ class Checkpoint:
         )
 
     def require_ram(self, ram: int, units: list[Unit], staging_bytes: int = 0, known: bool = False) -> None:
-        """Raise BudgetError if ``ram`` bytes are too few to stream ``units`` beside the changed values in
-        host memory.
+        """Raise BudgetError if ``ram`` bytes do not suffice to stream ``units`` and to hold the changed
+        values in host memory.
 
-        ``known``: the present session already exceeds the budget because of changed values, so that this is no
-        reason to raise.
+        ``known``: whether the present session already exceeds the budget because of changed values. The
+        excess is then no reason to raise.
         """
         if units:
             sizes = [self.wire(unit, staging_bytes).nbytes for unit in units]
             choose_buffers(sizes, self.cache_bytes(ram) if known else ram - self.changed_bytes)
 
     def require_room(self, file_tensor: FileTensor, ram: int, sizes: Sequence[int]) -> None:
-        """Raise BudgetError, naming ``file_tensor``, if a written value of this tensor leaves too little of
-        ``ram`` for reading.
+        """Raise BudgetError if storing a written value of ``file_tensor`` would leave too little of ``ram``
+        for reading. The message names the tensor.
 
-        ``ram`` is in bytes. ``sizes``: bytes of each streamed unit in the host cache; empty if only residents
-        are read.
+        ``ram``: the budget in bytes.
+        ``sizes``: bytes of each streamed unit in the host cache; empty if only tensors that stay on the
+        device are read.
         """
         kept = self.changed_bytes + (0 if file_tensor.changed is not None else file_tensor.kept_bytes)
         try:
@@ -350,16 +370,16 @@ class Checkpoint:
             ) from None
 
     def cache_bytes(self, ram: int) -> int:
-        """Return the bytes of ``ram`` that changed values leave for reading, but at least the minimum that
-        reading works with.
+        """Return the bytes of ``ram`` that remain for reading beside the changed values, but at least the
+        minimum with which reading works.
 
-        Changed values may exceed the budget: residents that were changed on the device can only go to host
-        memory when they leave the device.
+        Changed values may exceed the budget: if a tensor was changed on the device and leaves the device,
+        host memory is the only place for its value.
         """
         return max(ram - self.changed_bytes, min(ram, LEAST_BUFFERS * ALIGN))
 
     def unbind(self) -> None:
-        """Put the module's original tensors back, with the written values where there are any. Idempotent."""
+        """Put the module's original tensors back, with the written values if there are any. Idempotent."""
         with torch.inference_mode(False), torch.no_grad():
             for file_tensor in self._file_tensors.values():
                 file_tensor.tensor.requires_grad_(file_tensor.trainable)
@@ -378,8 +398,10 @@ class Checkpoint:
 
 
 def _about_adapters(module: nn.Module) -> str:
-    """Return a hint for an error message where some parameters on meta are trainable and others frozen:
-    adapters without values."""
+    """Return a hint for an error message if some parameters on meta are trainable and others frozen.
+
+    Such a module probably has adapters that were created on the meta device and have no values.
+    """
     meta = [parameter.requires_grad for parameter in module.parameters() if parameter.is_meta]
     if not any(meta) or all(meta):
         return ""
@@ -387,8 +409,9 @@ def _about_adapters(module: nn.Module) -> str:
 
 
 def replace_in_modules(sites: list[Site], old: torch.Tensor, new: torch.Tensor) -> None:
-    """Replace ``old`` by ``new`` at every site, and in lists of weights that modules keep themselves (as
-    LSTMs do)."""
+    """Replace ``old`` by ``new`` at every site, and in lists of weights that modules themselves keep (as
+    LSTMs do).
+    """
     if new is old:
         return
     for site in sites:

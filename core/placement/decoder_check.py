@@ -1,5 +1,6 @@
-"""Defines `DecoderCheck`: decodes one packed unit on the device while the session attaches, verifies the
-bytes, and measures the rate."""
+"""Defines `DecoderCheck`: while the session is created, decodes packed units on the device, compares the
+bytes, and measures the decoding rate.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ logger = logging.getLogger("carom")
 
 
 class DecoderCheck:
-    """Verification of a device's decoders: each kind of packed format is decoded once and compared with the
-    original.
+    """The check of a device's decoders. One unit of each packed format is decoded and compared with the
+    original bytes.
 
-    ``broken``: why the device cannot decode ("" while it can); from then on nothing is packed.
+    ``broken``: the reason why the device cannot decode, "" while it can. Once it is set, no more weights are
+    packed.
     ``decode_bytes_per_second``: the measured rate, in bytes of output.
     """
 
@@ -35,14 +37,14 @@ class DecoderCheck:
         self._checked_kinds: set[tuple[str, int, int]] = set()
         self.broken = ""
         self.decode_bytes_per_second: float | None = None
-        self._timed_bytes = 0  # size in bytes of the unit that the rate was measured on
+        self._timed_bytes = 0  # bytes of the unit that the rate was measured on
 
     def check(self, backing: PackedBacking, entries: Sequence[Entry]) -> bool:
-        """Decode a unit with a packed format that was not seen before, and return whether the bytes are
-        right.
+        """Decode the unit if its packed format has not been checked before, and return whether the bytes are
+        correct.
 
-        ``entries``: the packed tensors of the unit that still have their plain bytes, for the comparison. On
-        failure, `broken` holds the reason.
+        ``entries``: the packed tensors of the unit that still have their plain bytes, with which the decoded
+        bytes are compared. On failure, `broken` is set to the reason.
         """
         assert backing.decoder is not None
         kinds = {
@@ -53,11 +55,11 @@ class DecoderCheck:
         if self._engine.device.type == "cpu":
             return True
         if kinds <= self._checked_kinds:
-            # The decoding time of a small unit is mostly launch overhead, so measure again with any unit of
-            # more than twice the bytes. The measured unit then has at least half the bytes of the largest unit
-            # so far.
+            # The decoding time of a small unit is mostly launch overhead, so measure again on any unit of
+            # more than twice the bytes. The rate then comes from a unit of at least half the bytes of the
+            # largest unit so far.
             if backing.nbytes > 2 * self._timed_bytes:
-                # This format was verified before, so a failed measurement only keeps the previous rate.
+                # This format was checked before, so if the measurement fails, only the previous rate is kept.
                 with contextlib.suppress(Exception):
                     self._time_decoding(backing)
             return True
@@ -75,7 +77,9 @@ class DecoderCheck:
         return True
 
     def _time_decoding(self, backing: PackedBacking) -> torch.Tensor:
-        """Return the unit's bytes, decoded on the device three times; the fastest run gives the rate."""
+        """Decode the unit on the device three times, set the rate from the fastest run, and return the
+        decoded bytes.
+        """
         assert backing.decoder is not None
         wire = backing.block.data.to(self._engine.device)
         out = torch.empty(backing.nbytes, dtype=torch.uint8, device=self._engine.device)

@@ -1,5 +1,9 @@
-"""Defines `FileBacking`: a streamed unit whose bytes are in a weights file, copied to a slot from the host
-cache."""
+"""Defines `FileBacking`: the bytes of a streamed unit that is in a weights file. They are copied to a slot
+from a host cache.
+
+A slot is the device memory that holds a streamed unit while the unit is used. The link is the connection
+between host and device.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,11 @@ if TYPE_CHECKING:
 
 
 class FileBacking(Backing):
-    """A unit that is read from a file in pieces. ``wire``: the byte layout of the unit in the host cache and on
-    the link, either with packed tensors or with the bytes exactly as in a slot."""
+    """A streamed unit that is read from a file in pieces.
+
+    ``wire``: the byte layout of the unit in the host cache and on the link. It contains packed tensors, or is
+    exactly the layout of the slot.
+    """
 
     def __init__(self, unit: Unit, runtime: Runtime, index: int, wire: WireFormat, reads: FileReads) -> None:
         super().__init__(unit, runtime, index)
@@ -31,7 +38,7 @@ class FileBacking(Backing):
 
     @property
     def packed(self) -> bool:
-        """Whether a fetch decodes packed bytes on the device."""
+        """Whether a fetch copies packed bytes and decodes them on the device."""
         return self.wire.decoder is not None
 
     @property
@@ -41,18 +48,19 @@ class FileBacking(Backing):
 
     @property
     def file_homes(self) -> list[FileHome]:
-        """The homes of the unit's tensors."""
+        """The homes of the unit's tensors, the objects that read and write the tensors' values."""
         return cast("list[FileHome]", self.homes)
 
     def ready(self) -> bool:
-        """Return whether the whole unit is in the host cache, with correct checksums if packed."""
+        """Return whether the whole unit is in the host cache and, if packed, has passed its checksums."""
         return self._reads.is_ready(self.index, self.packed)
 
     def fetch(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
         """Enqueue the copies of the unit's pieces to ``target``, each as soon as its disk read is done.
+        Returns the last event.
 
-        Packed pieces are decoded from ``link.staging``. Tensors with a written value are copied from host
-        memory instead of the file, so each byte crosses once. Return the last event.
+        Packed pieces are copied to ``link.staging`` and decoded from there. A tensor with a written value is
+        copied from host memory and left out of the file's pieces, so that each byte is copied once.
         """
         engine, meter, backward, wire = link.engine, link.meter, in_backward(), self.wire
         written = [
@@ -87,7 +95,7 @@ class FileBacking(Backing):
         """Copy the unit's bytes from the host cache to ``to`` on the device: all bytes, or only those in
         ``spans``.
 
-        Return the event of the last copy, and the checksums of the pieces.
+        Returns the event of the last copy, and the checksums of the pieces.
         """
         cache, engine, meter, backward = self._reads.cache, link.engine, link.meter, in_backward()
         assert cache is not None
@@ -102,7 +110,7 @@ class FileBacking(Backing):
             try:
                 found.append(cache.inspection(piece))
                 for start, end in ((0, piece.nbytes),) if spans is None else piece.within(spans):
-                    # Give the slice no name: an exception's traceback would keep a named slice alive, and
+                    # Do not bind the slice to a name: the traceback of an exception would keep it alive, and
                     # with it the slot.
                     copied, marks = engine.copy_in(
                         to[piece.start + start : piece.start + end], source[start:end], after, meter.timing
@@ -119,7 +127,7 @@ class FileBacking(Backing):
         return event, found
 
     def _count(self, link: Link, marks: Any, nbytes: int, backward: bool) -> None:
-        """Count one copy of ``nbytes`` of the unit in the meter."""
+        """Count one copy of ``nbytes`` of the unit in the meter. ``marks``: the time marks of the copy."""
         if link.engine.blocking and marks is not None:
             link.meter.waited(marks[0], marks[1], self.name, backward)
         link.meter.copied(self.name, marks, nbytes, 0, backward, 0)

@@ -1,7 +1,8 @@
-"""Defines `FileHome`, the home of a weight that streams from a file. Outside a step, the value is read from
-disk for each operator.
+"""Defines `FileHome`, the home of a weight that streams from a file.
 
-In-place operators on the weight are refused, except ``copy_``, which replaces the value.
+A home is the object that reads and writes a weight's value while the value is not in device memory. Outside a
+step (a forward or backward pass), the value is read from disk for each operator. In-place operators on the
+weight raise UnsupportedError, except ``copy_``, which replaces the value.
 """
 
 from __future__ import annotations
@@ -39,22 +40,24 @@ class FileHome(ElsewhereHome):
         self.checkpoint, self.file_tensor, self.write = checkpoint, file_tensor, write
 
     def set_trainable(self, trainable: bool) -> None:
-        """Raise UnsupportedError if ``trainable``: weights that stream from a file are frozen."""
+        """Raise UnsupportedError if ``trainable``, because weights that stream from a file are frozen."""
         if trainable:
             raise UnsupportedError(
                 f"{self.entry.name} streams from a file and cannot be trained; train adapters, or load the module first"
             )
 
     def read(self) -> torch.Tensor:
-        """Return the current value as a new CPU tensor."""
+        """Return the current value as a new CPU tensor, read from the file or from host memory if it was
+        replaced.
+        """
         return self.checkpoint.read(self.file_tensor)
 
     def replace(self, value: torch.Tensor) -> None:
-        """Store ``value`` as the weight's value in place of the file's."""
+        """Store ``value`` in host memory as the weight's value. The file is not changed."""
         self.write(self.file_tensor, value)
 
     def change(self, func: Callable, args: tuple, kwargs: dict) -> None:
-        """Raise UnsupportedError: an in-place operator cannot change a weight in a file."""
+        """Raise UnsupportedError, because an in-place operator cannot change a weight in a file."""
         raise UnsupportedError(
             f"{getattr(func, '__name__', func)} on {self.entry.name}, which streams from a file: read it with "
             "session.read(), change the copy, and give it back with session.write(), or load the module first and "

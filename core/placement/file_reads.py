@@ -1,5 +1,10 @@
-"""Defines `FileReads`: the host cache between a weights file and the slots, its read-ahead, and the account
-of host memory."""
+"""Defines `FileReads`: the host cache between a weights file and the device, the read-ahead, and the count of
+host memory in use.
+
+A streamed unit (a group of tensors) is read from the file into the cache, and copied from there to a slot
+(device memory) when it is needed. Residents are tensors that stay on the device. They are read once, through
+staging buffers in host memory.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Read:
-    """Figures of disk reads. ``nbytes``: bytes read recently. ``seconds``: time in which at least one read
-    was running. ``late_seconds``: total time that host threads waited for reads. ``held_bytes``: peak host
-    memory of the cache and its buffers."""
+    """Figures of disk reads.
+
+    ``nbytes``: bytes read recently.
+    ``seconds``: time in which at least one of these reads was running.
+    ``late_seconds``: total time that host threads waited for reads.
+    ``held_bytes``: peak host memory of the cache and its buffers.
+    """
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -49,7 +58,7 @@ def union_seconds(spans: Iterable[tuple[float, float]]) -> float:
 
 
 class FileReads:
-    """The disk reads of the units of one `FileTier`, through a host cache.
+    """The disk reads of the streamed units of one `FileTier`, through a host cache.
 
     ``cache``: None until host memory has room for the cache beside the staging buffers of residents that are
     still being loaded.
@@ -67,19 +76,19 @@ class FileReads:
         self._pieces: list[list[CachePiece]] = []
         self._checks: BlobChecks | None = None  # set if any unit is copied to the device packed
         self._buffers: BufferPlan | None = None
-        self._peak = 0  # peak bytes of host memory, up to the last time that memory was released
+        self._peak = 0  # peak bytes of host memory before the last release of memory
         self._used_units: set[int] = set()  # units used while residents are still being loaded
 
     @property
     def link(self) -> Link:
-        """The streamer's copy path to the device."""
+        """The objects with which the streamer copies to the device."""
         assert self._link is not None
         return self._link
 
     def start(self, link: Link) -> None:
-        """Begin to read: residents first, and units at the same time if host memory has room for both.
+        """Begin to read residents first. Units are read at the same time if host memory has room for both.
 
-        Raise BudgetError if the ``ram`` budget is less than one page and residents have to be read.
+        Raises BudgetError if residents have to be read and the ``ram`` budget is less than one page.
         """
         self._link = link
         budget, residents = self._source.cache_bytes, self._residents
@@ -107,10 +116,10 @@ class FileReads:
             self._open_cache()
 
     def _buffers_beside_cache(self, budget: int) -> tuple[int, int] | None:
-        """Return the staging buffers (bytes of each, count) that residents are read through while the cache
+        """Return (bytes, count) of the staging buffers through which residents are read while the cache
         fills.
 
-        Return None if host memory has no room for both at once.
+        Returns None if host memory has no room for the buffers and the cache at once.
         """
         buffers, (size, count) = self._buffers, self._residents.choose_buffers(budget, 16)
         if buffers is None or not self._residents.waiting:
@@ -120,8 +129,9 @@ class FileReads:
         return (size, count) if size else None
 
     def _residents_loaded(self) -> None:
-        """Open the cache, or give the cache the staging buffers' memory, now that all residents are on the
-        device."""
+        """Open the cache, or let the open cache use the memory of the staging buffers. Called once all
+        residents are on the device.
+        """
         self._peak = max(self._peak, self._host_bytes())
         if self.cache is None:
             self._open_cache()
@@ -131,7 +141,9 @@ class FileReads:
             self.link.foresee()
 
     def _open_cache(self) -> None:
-        """Create the host cache and begin to read the first expected units, before any is requested."""
+        """Create the host cache and begin to read the units that are expected first, before they are
+        requested.
+        """
         if self._buffers is None or self.cache is not None:
             return
         self.cache = HostCache(
@@ -145,17 +157,19 @@ class FileReads:
 
     @property
     def complete(self) -> bool:
-        """Whether all units are in RAM and stay there."""
+        """Whether all units are in RAM and stay there, so that nothing more is read."""
         return self.cache is not None and self.cache.complete
 
     @property
     def waits_for_residents(self) -> bool:
-        """Whether the cache has no room before all residents are on the device."""
+        """Whether the cache can be created only after all residents are on the device, for want of host
+        memory.
+        """
         return self.cache is None and self._buffers is not None
 
     @property
     def used_lately(self) -> AbstractSet[int]:
-        """Indexes of units that are not read again before all residents are on the device.
+        """Indexes of units that read-ahead leaves out until all residents are on the device.
 
         While residents are being loaded, each unit is read from the drive only once, for the first pass. The
         residents are read before any unit is read a second time.
@@ -163,21 +177,22 @@ class FileReads:
         return self._used_units if self._residents.waiting else frozenset()
 
     def expect(self, upcoming: Iterable[int]) -> None:
-        """Read these units ahead, in this order."""
+        """Read the units with the indexes ``upcoming`` ahead, in this order."""
         if self.cache is not None and not self.cache.complete:
             self.cache.expect(upcoming)
 
     # -- pieces of units
 
     def pieces(self, index: int) -> list[CachePiece]:
-        """Return the pieces of the unit ``index``, and record that the unit is being used."""
+        """Return the pieces of the unit at ``index``, and record that the unit is being used."""
         if self._residents.waiting:
             self._used_units.add(index)
         return self._pieces[index]
 
     def verify_checksums(self, index: int, found: list[PieceChecksums]) -> None:
-        """Raise WeightsError if a unit's packed bytes do not match their checksums; the cache then drops the
-        unit, to be read again."""
+        """Raise WeightsError if the packed bytes of a unit do not match their checksums. The cache then drops
+        the unit, so that it is read again.
+        """
         assert self._checks is not None and self.cache is not None
         try:
             self._checks.verify(index, found)
@@ -186,9 +201,9 @@ class FileReads:
             raise
 
     def is_ready(self, index: int, packed: bool) -> bool:
-        """Return whether all of a unit is in RAM and, if packed, has correct checksums.
+        """Return whether all bytes of a unit are in RAM and, if ``packed``, match their checksums.
 
-        A wrong checksum returns False here; the error is raised when the unit is needed.
+        For a wrong checksum the result is False. The error is raised when the unit is needed.
         """
         if self.cache is None:
             return False
@@ -202,20 +217,21 @@ class FileReads:
             return False
         return found is not None
 
-    # -- values that are written
+    # -- values that the program writes to weights
 
     def write(self, file_tensor: FileTensor, value: torch.Tensor) -> bool:
-        """Give a streamed weight another value.
+        """Store ``value`` as the value of a streamed weight.
 
-        Return False if the cache must first become smaller, which needs a new layout. Raise BudgetError if
-        even the smallest cache leaves no room, UnsupportedError if there is no room and a pass is running.
+        Returns False if the cache has to become smaller first, which needs a new layout. Raises BudgetError
+        if even the smallest cache leaves no room for the value, and UnsupportedError if there is no room and
+        a pass is running.
         """
         with self.link.lock:
             changed = self._source.checkpoint.changed_bytes
             spare = self._source.ram - self._reserved_bytes() - changed - self.link.mapped_bytes()
             if (
                 file_tensor.kept_bytes > spare and file_tensor.changed is not None
-            ):  # no room for two values: overwrite the previous one after its copies ended
+            ):  # no room for both values: overwrite the previous value once its copies have ended
                 self._engine.synchronize()
                 with torch.inference_mode(False), torch.no_grad():
                     file_tensor.changed.copy_(value.detach())
@@ -229,7 +245,7 @@ class FileReads:
                 sizes = [backing.wire.nbytes for backing in self.backings]
                 self._source.checkpoint.require_room(file_tensor, self._source.ram, sizes)
                 return False
-        kept = file_tensor.copy_of(value)  # a slow copy, so not under the lock
+        kept = file_tensor.copy_of(value)  # a slow copy, so it is not made under the lock
         if kept.block is not None:
             self._arena.pin(kept.block)
         with self.link.lock:
@@ -241,8 +257,9 @@ class FileReads:
         return True
 
     def _reserved_bytes(self) -> int:
-        """Return the bytes of ``ram`` that reading takes, now or later: the cache, and the staging buffers of
-        residents."""
+        """Return the bytes of ``ram`` that reading takes, now or later, for the cache and the staging buffers
+        of residents.
+        """
         residents, buffers = self._residents, self._buffers
         staging = residents.staging_bytes if residents.waiting else 0
         if buffers is None:
@@ -252,23 +269,26 @@ class FileReads:
             cache = sum(piece.nbytes for pieces in self._pieces for piece in pieces)
             if self.cache is not None:
                 return cache + staging
-        return max(cache, staging)  # the two exist one after the other, or share this bound
+        # the staging buffers are released before the cache opens, or both share this bound
+        return max(cache, staging)
 
     def _host_bytes(self) -> int:
-        """Return the bytes of host memory that hold weights now."""
+        """Return the bytes of host memory that hold weights at this moment."""
         cache = 0 if self.cache is None else self.cache.figures().held_bytes
         held = self._residents.staging_bytes + cache + self._source.checkpoint.changed_bytes
         return held + (0 if self._link is None else self._link.mapped_bytes())
 
     def make_host_room(self, nbytes: int) -> None:
-        """Shrink the host cache by the bytes by which ``nbytes`` more would exceed the ``ram`` budget."""
+        """Shrink the host cache so that ``nbytes`` more of host memory do not exceed the ``ram`` budget."""
         held = self._reserved_bytes() + self._source.checkpoint.changed_bytes + self.link.mapped_bytes()
         if self.cache is not None and held + nbytes > self._source.ram:
             self._peak = max(self._peak, self._host_bytes())
             self.cache.shrink(held + nbytes - self._source.ram)
 
     def _invalidate(self, file_tensor: FileTensor) -> None:
-        """Mark the copies in slots of a file tensor's unit as outdated, after the value changed."""
+        """Mark the copies in slots of the unit that contains ``file_tensor`` as outdated. Called after the
+        value has changed.
+        """
         for backing in self.backings:
             if any(home.file_tensor is file_tensor for home in backing.file_homes):
                 backing.epoch += 1
@@ -299,7 +319,9 @@ class FileReads:
         return [*self._residents.spans, *(() if self.cache is None else self.cache.reads())]
 
     def _read_figures(self) -> Read:
-        """Return the present figures of disk reads; after `close`, those at the time of closing."""
+        """Return the present figures of disk reads. After `close`, the figures are those at the time of
+        closing.
+        """
         if self._closed:
             return self._final
         spans, residents = self._reads(), self._residents
@@ -312,7 +334,9 @@ class FileReads:
         )
 
     def _packing_note(self) -> tuple[str, ...]:
-        """Return a note on how many reads and host copies `carom pack` would save for this session."""
+        """Return a note for the report that tells how many reads and host copies the command `carom pack`
+        would save.
+        """
         copied = sum(
             read.nbytes
             for pieces in self._pieces
@@ -330,7 +354,7 @@ class FileReads:
         )
 
     def close(self) -> None:
-        """End reading and release the host memory. No work may be pending on the device."""
+        """End all reads and release the host memory. Must not be called while work is pending on the device."""
         self._final, self._closed = self._read_figures(), True
         self._residents.close()
         if self.cache is not None:

@@ -1,5 +1,7 @@
-"""Defines `FileResidents`: resident tensors of a weights file, with device memory from the start and bytes
-loaded on first use."""
+"""Defines `FileResidents`: the tensors of a weights file that stay on the device (residents).
+
+Their device memory is allocated when the layout is made. Their bytes are loaded on first use.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,25 @@ from .resident_loads import Load
 
 @dataclass(eq=False)
 class _Resident:
-    """A resident tensor on the device. ``version``: the tensor's torch version counter after loading, None
-    before. ``loaded``: a CPU copy of a small buffer as loaded, None otherwise."""
+    """A tensor that stays on the device.
+
+    ``version``: the tensor's torch version counter after loading, None before.
+    ``loaded``: a CPU copy of a small buffer as it was loaded, None for other tensors.
+    """
 
     entry: Entry
     file_tensor: FileTensor
     tensor: torch.Tensor
     version: int | None = None
-    # kernels may update a buffer (batch-norm statistics) without raising its version, so the bytes are
-    # compared
+    # Kernels may update a buffer (batch-norm statistics) without raising its version counter, so its bytes
+    # are compared.
     loaded: torch.Tensor | None = None
 
     def arrive(self) -> None:
-        """Record that the bytes were loaded; copy a written value, which is in host memory, over them."""
-        if self.version is not None:  # the model replaced the tensor before the load finished
+        """Record that the bytes were loaded. If the tensor has a written value in host memory, copy that
+        value over the bytes.
+        """
+        if self.version is not None:  # the model replaced the tensor before loading finished
             return
         if self.file_tensor.changed is not None:
             self.tensor.copy_(self.file_tensor.changed)
@@ -55,10 +62,10 @@ class _Resident:
 
 
 class FileResidents:
-    """The resident tensors of one layout that come from a weights file.
+    """The tensors of one layout that stay on the device and come from a weights file.
 
-    ``arriving``: the loader of the tensors whose bytes are not on the device yet. ``nbytes``: bytes of device
-    memory of all the tensors, as the allocator reserves it.
+    ``arriving``: the loader of the tensors whose bytes are not on the device yet.
+    ``nbytes``: bytes of device memory of all the tensors, as the allocator reserves it.
     """
 
     def __init__(self, engine: Engine, arena: HostArena, checkpoint: Checkpoint, staging_bytes: int) -> None:
@@ -68,10 +75,11 @@ class FileResidents:
         self._residents: list[_Resident] = []
 
     def load(self, entries: list[Entry], name: str, modules: list[nn.Module]) -> None:
-        """Allocate device memory for these tensors and queue the loading of their bytes, which happens on
-        first use.
+        """Allocate device memory for the tensors of ``entries``, and queue the loading of their bytes, which
+        happens on first use.
 
-        ``modules``: as in `Tier.load`.
+        ``name``: a label for the loads in reports.
+        ``modules``: the only modules whose forward needs the tensors; empty if any forward may.
         """
         places, nbytes = [], 0
         for entry in entries:
@@ -112,8 +120,10 @@ class FileResidents:
         self.arriving.add(load)
 
     def replaced(self, entries: dict[int, Entry]) -> None:
-        """Update the records of tensors that the model replaced. ``entries``: the new tensors, by the id of the
-        tensor that each replaces."""
+        """Update the records of tensors that the model replaced.
+
+        ``entries``: the new tensors, by the id of the tensor that each replaces.
+        """
         for resident in self._residents:
             entry = entries.get(id(resident.tensor))
             if entry is not None:
@@ -121,7 +131,9 @@ class FileResidents:
                 self._checkpoint.bind_device_tensor(entry.tensor, resident.file_tensor)
 
     def undo(self) -> None:
-        """Put the meta tensors back, and keep values that changed on the device in host memory."""
+        """Put the meta tensors back into the module. Values that changed on the device are kept in host
+        memory.
+        """
         for resident in self._residents:
             if resident.changed:
                 resident.file_tensor.change(resident.tensor)

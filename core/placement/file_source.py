@@ -1,5 +1,6 @@
-"""Defines `FileSource`: the weights file and the host memory budget with which a `FileTier` reads one
-layout."""
+"""Defines `FileSource`: the weights file and the host memory budget with which a `FileTier` reads the units
+of one layout.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ..checkpoint.disk_reader import DiskReader, ReaderPolicy
 from ..common.sizes import MIB, format_size
 from .bound_checkpoint import Checkpoint, FileTensor
 
-_CHUNK = 4 * MIB  # bytes of one read call (docs/disk.md)
+_CHUNK = 4 * MIB  # bytes of one read call; docs/disk.md has the measurements behind the size
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,9 @@ class FileSource:
         return self.checkpoint.cache_bytes(self.ram)
 
     def budget_notes(self) -> tuple[str, ...]:
-        """Return a note if changed values and the smallest cache together exceed ``ram``, else nothing."""
+        """Return a note if changed values and the smallest possible cache together exceed ``ram``, otherwise
+        nothing.
+        """
         changed = self.checkpoint.changed_bytes
         if changed + self.cache_bytes <= self.ram:
             return ()
@@ -44,8 +47,9 @@ class FileSource:
         )
 
     def reader(self, largest: int) -> DiskReader:
-        """Return a disk reader whose chunks are at most ``largest`` bytes, so that its own buffers stay
-        within a small budget."""
+        """Return a disk reader whose chunks are at most ``largest`` bytes. The reader's own buffers then fit
+        in a small budget.
+        """
         chunk = min(_CHUNK, max(PAGE, largest // PAGE * PAGE))
         policy = ReaderPolicy(workers=self.checkpoint.settings.workers, chunk=chunk)
         return DiskReader(

@@ -1,7 +1,8 @@
-"""Defines `FileTier`: streamed units are read from a weights file through a host cache with read-ahead.
+"""Defines `FileTier`: streamed units are read from a weights file, through a host cache with read-ahead.
 
-The host thread waits for a disk read only if the unit that is needed now is not in RAM. Prefetched units are
-copied to the device only after their bytes are in RAM.
+A unit is a group of tensors that are copied to the device together. Residents are tensors that stay on the
+device. The host thread waits for a disk read only if the unit that is needed at once is not in RAM. A unit is
+prefetched to the device only after its bytes are in RAM.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from .tier import Tier, TierFigures
 
 
 class FileTier(Tier):
-    """The tier of weights that are on meta in the module and in a file.
+    """The store of streamed weights that are in a file. In the module these weights are meta tensors.
 
-    ``staging_bytes``: device memory in which packed units arrive before they are decoded.
+    ``staging_bytes``: device memory into which packed units are copied before they are decoded.
     """
 
     reads_ahead = True
@@ -47,13 +48,13 @@ class FileTier(Tier):
 
     @property
     def residents(self) -> ResidentLoader:
-        """The loader of resident tensors of the file."""
+        """The loader of the file's tensors that stay on the device."""
         return self._residents.arriving
 
-    # -- laying out, and taking back
+    # -- making and undoing a layout
 
     def load(self, entries: list[Entry], name: str, modules: list[nn.Module]) -> list[Entry]:
-        """Begin to load the entries that the file holds; return the others."""
+        """Begin to load those of ``entries`` that the file holds to the device. Returns the other entries."""
         file_tensor_of = self._source.checkpoint.of
         mine = [entry for entry in entries if file_tensor_of(entry.tensor) is not None]
         if mine:
@@ -62,17 +63,20 @@ class FileTier(Tier):
 
     @property
     def loading_bytes(self) -> int:
-        """Device memory in bytes of residents that come from the file."""
+        """Device memory in bytes of the file's tensors that stay on the device."""
         return self._residents.nbytes
 
     def replaced(self, entries: dict[int, Entry]) -> None:
-        """Update the records of resident tensors that the model replaced. ``entries``: the new tensors, by the
-        id of the tensor that each replaces."""
+        """Update the records of tensors on the device that the model replaced.
+
+        ``entries``: the new tensors, by the id of the tensor that each replaces.
+        """
         self._residents.replaced(entries)
 
     def place(self, units: Sequence[Unit], runtime: Runtime, residents: ResidentPlacer) -> list[Backing]:
-        """Turn the units' meta tensors into managed tensors whose values are in the file. No bytes are read
-        yet."""
+        """Turn the units' meta tensors into managed tensors, whose values are in the file. No bytes are read
+        yet.
+        """
         checkpoint, source = self._source.checkpoint, self._source
         for index, unit in enumerate(units):
             wire = checkpoint.wire(unit, self._staging_bytes)
@@ -93,12 +97,12 @@ class FileTier(Tier):
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory in bytes that packed units need for decoding, 0 if nothing is packed."""
+        """Device memory in bytes that decoding packed units needs, 0 if no unit is packed."""
         wanted = self.residents.packs or any(backing.packed for backing in self.backings)
         return self._staging_bytes if wanted else 0
 
     def start(self, link: Link) -> None:
-        """Begin to read, with ``link`` as the copy path to the device."""
+        """Begin to read. ``link``: the objects with which the streamer copies to the device."""
         self.reads.start(link)
 
     def close(self) -> None:
@@ -106,7 +110,7 @@ class FileTier(Tier):
         self.reads.close()
 
     def undo(self) -> None:
-        """Restore streamed and resident tensors."""
+        """Restore the tensors of the model that streamed or stayed on the device."""
         super().undo()
         self._residents.undo()
 
@@ -114,50 +118,55 @@ class FileTier(Tier):
 
     @property
     def complete(self) -> bool:
-        """Whether all units are in RAM and stay there."""
+        """Whether all units are in RAM and stay there, so that nothing more is read."""
         return self.reads.complete
 
     def open(self) -> None:
-        """Load all residents if the cache waits for them: a unit is used without a forward of the root
-        module."""
-        if self.reads.cache is None:  # the cache opens only after the residents are loaded
+        """Load all residents if the cache has to wait for them. Called if a unit is used without a forward of
+        the root module.
+        """
+        if self.reads.cache is None:  # the cache opens only after all residents have been loaded
             self.begin_pass(everything=True)
 
     def expect(self, upcoming: Iterable[int]) -> None:
-        """Read these units ahead, in this order."""
+        """Read the units with the indexes ``upcoming`` ahead, in this order."""
         self.reads.expect(upcoming)
 
     @property
     def used_lately(self) -> AbstractSet[int]:
-        """Indexes of units that are not read again before all residents are on the device."""
+        """Indexes of units that read-ahead leaves out until all residents are on the device."""
         return self.reads.used_lately
 
-    # -- residents that are still on their way
+    # -- residents that are not loaded yet
 
     @property
     def arriving(self) -> bool:
-        """Whether residents are still to be loaded."""
+        """Whether any residents are not loaded yet."""
         return self.residents.waiting
 
     def begin_pass(self, everything: bool) -> None:
-        """Load the residents that any module may need; all of them if ``everything`` or if the cache waits
-        for them."""
+        """Load the residents that any module may need. Load all residents if ``everything``, or if the cache
+        has to wait for them.
+        """
         if self.residents.waiting:
-            # If RAM is too small for both, the cache opens only after the residents are loaded.
+            # If RAM is too small for the cache and the residents' buffers, the cache opens only after the
+            # residents are loaded.
             self.residents.begin_pass(everything or self.reads.waits_for_residents)
 
     def end_pass(self) -> None:
-        """Remove forward wrappers that are no longer needed, after a root forward succeeded."""
+        """Remove forward wrappers that are no longer needed. Called after a root forward has succeeded."""
         self.residents.end_pass()
 
     def wrap_arriving(self) -> None:
-        """Wrap the forwards of modules whose resident weights are still to be loaded."""
+        """Wrap the forwards of modules whose residents are not loaded yet, so that each forward loads what it
+        needs.
+        """
         self.residents.wrap_forwards()
 
-    # -- values, memory, accounts
+    # -- values, memory and figures
 
     def write(self, file_tensor: FileTensor, value: torch.Tensor) -> bool:
-        """Give a streamed weight another value; return False if that needs a new layout."""
+        """Store ``value`` as the value of a streamed weight. Returns False if that needs a new layout."""
         return self.reads.write(file_tensor, value)
 
     def make_host_room(self, nbytes: int) -> None:

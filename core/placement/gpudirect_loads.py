@@ -1,5 +1,8 @@
-"""Loads resident weights from the drive to the device without host memory, where GPUDirect Storage is
-available and faster."""
+"""Loading of weights that stay on the device with GPUDirect Storage: from the drive to the device without
+host memory.
+
+GPUDirect Storage is used only if it is available and faster than reading through host memory.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ logger = logging.getLogger("carom")
 
 
 class Target(Protocol):
-    """Device memory, and the pieces that are read into it."""
+    """The interface of a load: device memory, and the pieces of the file that are read into it."""
 
     buffer: torch.Tensor
     pieces: deque[CachePiece]
@@ -31,8 +34,10 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class _PendingLoad:
-    """A load whose reads were submitted. ``began``: the time of submission (`time.perf_counter`), in
-    seconds."""
+    """A load whose reads have been submitted.
+
+    ``began``: the time of submission (`time.perf_counter`), in seconds.
+    """
 
     target: Target
     wait_functions: list[Callable[[], None]]
@@ -40,18 +45,19 @@ class _PendingLoad:
 
 
 class DirectLoads:
-    """Loads through GPUDirect Storage. One whole load is completed at a time, while the reads of later loads
-    are already submitted."""
+    """Loads through GPUDirect Storage. The reads of several loads may be submitted; one load after another is
+    completed.
+    """
 
     def __init__(self, direct: gds.GdsReader) -> None:
         self._direct = direct
         self._pending: dict[int, _PendingLoad] = {}
 
     def load(self, targets: Sequence[Target]) -> float:
-        """Submit the reads of all ``targets``, and wait for the first target.
+        """Submit the reads of all ``targets``, and wait for those of the first target.
 
-        Return the time (perf_counter, in seconds) at which the first target's reads were submitted. Raise the
-        errors of its reads.
+        Returns the time (perf_counter, in seconds) at which the reads of the first target were submitted.
+        Raises the errors of these reads.
         """
         for target in targets:
             if id(target) not in self._pending:
@@ -67,7 +73,7 @@ class DirectLoads:
         return pending.began
 
     def close(self) -> None:
-        """Wait for all reads. After the call nothing writes to device memory any more."""
+        """Wait for all submitted reads, so that nothing writes to device memory after this call."""
         for pending in self._pending.values():
             for wait in pending.wait_functions:
                 with contextlib.suppress(Exception):
@@ -79,14 +85,17 @@ class DirectLoads:
 def try_direct(
     engine: Engine, reader: DiskReader, targets: Sequence[Target], staging: Sequence[torch.Tensor]
 ) -> DirectLoads | None:
-    """Return a GPUDirect Storage loader if it reads the first pieces faster than through ``staging`` in host
-    memory, else None."""
+    """Return a GPUDirect Storage loader, or None if it is unavailable or not faster.
+
+    The first pieces of ``targets`` are read both ways, directly and through ``staging`` buffers in host
+    memory, and timed.
+    """
     kvikio = gds.load_kvikio(engine.device)
     sample = [(target, piece) for target in targets for piece in target.pieces][: len(staging)]
     packed = any(
         isinstance(r.file, PackedSource) for target in targets for piece in target.pieces for r in piece.reads
     )
-    # The host decodes packed tensors, so their bytes have to pass host memory.
+    # Packed tensors are decoded by the host here, so their bytes have to be read to host memory.
     if kvikio is None or not sample or packed:
         return None
     direct = gds.GdsReader(kvikio)

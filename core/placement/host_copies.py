@@ -1,10 +1,12 @@
-"""Defines `HostCopies`: host copies of units that are kept from one layout of a session to the next, so that
-few bytes are copied again.
+"""Defines `HostCopies`: host copies of units that are kept from one layout of a session to the next, to avoid
+copying bytes again.
 
-A unit's bytes are in a host block of their own, copied and pinned once, plain or packed. While the unit
-streams, the block is the tier's memory. While the unit is resident, the block is kept: before the unit
-streams again, a fingerprint of the tensors on the device shows whether the block still holds their values. So
-after a change of the budget only the units whose values the host does not have are copied to the host.
+A layout assigns each unit (a group of tensors) either to device memory, as a resident, or to host memory,
+from which it is streamed. A unit's bytes are copied once to a host block of their own, plain or packed, and
+pinned. While the unit streams, the block is its store. While the unit is resident, the block is kept. Before
+the unit is streamed again, a fingerprint of the tensors on the device shows whether the block still holds
+their values. So after a change of the budget, only units whose present values are not in host memory are
+copied to the host.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
     from ..codec.unit_decoder import UnitDecoder
     from .packed_tensor import PackedTensor
 
-# Row lengths, in 64-bit integers, of the two tables of `fingerprint`. The lengths are odd and relatively prime,
-# so that changes which cancel out in the sums of one table do not cancel out in the sums of the other.
+# Row lengths, in 64-bit integers, of the two tables of `fingerprint`. The lengths are odd and relatively
+# prime. Changes that cancel out in the sums of one table then do not cancel out in the sums of the other.
 _WIDTHS = (61, 67)
 
 
@@ -33,9 +35,12 @@ _WIDTHS = (61, 67)
 class HostCopy:
     """A host copy of one unit in ``block``.
 
-    ``tensors``: the model's tensors. ``views``: their values in the block, None for those that are
-    ``packed``. ``decoder``: decodes the packed block, None if nothing is packed. ``device_fingerprint``: the
-    fingerprint of the values that were copied to the device, None while the unit is not resident.
+    ``tensors``: the model's tensors.
+    ``views``: the tensors' values in the block, None for packed tensors.
+    ``packed``: the packed form of each tensor, None for unpacked tensors.
+    ``decoder``: decodes the packed block, None if nothing is packed.
+    ``device_fingerprint``: the fingerprint of the values that were copied to the device, None while the unit
+    is not resident.
     """
 
     tensors: list[torch.Tensor]
@@ -51,7 +56,7 @@ class HostCopy:
         return self.block.data.numel()
 
     def lies_in_block(self) -> bool:
-        """Return whether all unpacked tensors of the model still have their memory in the block."""
+        """Return whether all unpacked tensors of the model still use the memory of the block."""
         return all(
             view is None
             or (
@@ -62,14 +67,17 @@ class HostCopy:
         )
 
     def has(self, blob: torch.Tensor) -> bool:
-        """Return whether ``blob`` lies in the block: a packed weight whose value was replaced has a blob
-        elsewhere."""
+        """Return whether ``blob``, the packed bytes of a weight, is in this block.
+
+        The result is False for a weight whose value was replaced: its packed bytes are elsewhere.
+        """
         start = self.block.data.data_ptr()
         return start <= blob.data_ptr() and blob.data_ptr() + blob.numel() <= start + self.nbytes
 
     def matches(self, tensors: list[torch.Tensor]) -> bool:
-        """Return whether ``tensors`` on the device are this unit's tensors and still have the fingerprinted
-        values."""
+        """Return whether ``tensors``, which are on the device, are this unit's tensors and have not changed
+        since the fingerprint was made.
+        """
         if self.device_fingerprint is None or len(tensors) != len(self.tensors):
             return False
         if any(mine is not other for mine, other in zip(self.tensors, tensors, strict=True)):
@@ -98,7 +106,7 @@ class HostCopies:
         return any(packed is not None for copy in self._copies.values() for packed in copy.packed)
 
     def keep(self, unit: Unit, copy: HostCopy) -> None:
-        """Store ``copy`` as the unit's host copy."""
+        """Store ``copy`` as the host copy of ``unit``."""
         with self._lock:
             self._copies[_copy_key(unit)] = copy
 
@@ -108,25 +116,25 @@ class HostCopies:
             return self._copies.get(_copy_key(unit))
 
     def take(self, unit: Unit) -> HostCopy | None:
-        """Remove and return the unit's copy, or None. The caller owns the copy from now on."""
+        """Remove and return the unit's copy, or return None. The caller owns the copy from then on."""
         with self._lock:
             return self._copies.pop(_copy_key(unit), None)
 
     def keep_only(self, units: Iterable[Unit]) -> None:
-        """Release the copies of all units but ``units``."""
+        """Release the copies of all units that are not in ``units``."""
         wanted = {_copy_key(unit) for unit in units}
         with self._lock:
             for key in [key for key in self._copies if key not in wanted]:
                 _release(self._copies.pop(key))
 
     def drop(self, unit: Unit) -> None:
-        """Release the unit's copy, if there is one."""
+        """Release the copy of ``unit``, if there is one."""
         copy = self.take(unit)
         if copy is not None:
             _release(copy)
 
     def discard(self, copy: HostCopy) -> None:
-        """Release ``copy``, whose bytes are outdated."""
+        """Release ``copy``. To be called if its bytes are outdated."""
         with self._lock:
             for key in [key for key, one in self._copies.items() if one is copy]:
                 del self._copies[key]
@@ -136,7 +144,7 @@ class HostCopies:
         """Release pinned copies of resident units until ``nbytes`` of pinned memory are freed, or no such
         copy is left.
 
-        Pinned memory is of more use to streamed units.
+        The pinned memory is needed for streamed units, which are copied faster from it.
         """
         with self._lock:
             for key, copy in list(self._copies.items()):
@@ -153,7 +161,7 @@ class HostCopies:
                 copy.block.unpin()
 
     def clear(self) -> None:
-        """Release all copies. Tensors of the model that lie in a block keep its memory, unpinned."""
+        """Release all copies. Tensors of the model that use a block keep the block's memory, unpinned."""
         with self._lock:
             for copy in self._copies.values():
                 _release(copy, always=False)
@@ -161,8 +169,10 @@ class HostCopies:
 
 
 def _release(copy: HostCopy, always: bool = True) -> None:
-    """Empty the copy, so that remaining references to the object do not keep the bytes; ``always`` as in
-    `move_small_tensors_out`."""
+    """Release the bytes of the copy, even if other code still refers to the object.
+
+    ``always``: as in `move_small_tensors_out`.
+    """
     move_small_tensors_out(copy.tensors, copy.block, always)
     copy.block.unpin()
     copy.block = Block(torch.empty(0, dtype=torch.uint8), False, 0)
@@ -170,10 +180,10 @@ def _release(copy: HostCopy, always: bool = True) -> None:
 
 
 def move_small_tensors_out(tensors: Iterable[torch.Tensor], block: Block, always: bool = True) -> None:
-    """Give small tensors that lie in ``block`` memory of their own, so that a norm's weight does not keep a
-    whole block alive.
+    """Give small tensors that use the memory of ``block`` memory of their own, so that one small weight does
+    not keep a whole block alive.
 
-    ``always=False``: only if tensors that still lie in the block take less than half of it.
+    ``always``: if False, this is done only if the tensors that still use the block take less than half of it.
     """
     start, end = block.data.data_ptr(), block.data.data_ptr() + block.data.numel()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -187,12 +197,13 @@ def move_small_tensors_out(tensors: Iterable[torch.Tensor], block: Block, always
 
 @torch.no_grad()
 def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return an int64 tensor that identifies the bytes of dense tensors, on the tensors' device.
+    """Return an int64 tensor that identifies the bytes of dense tensors. The result is on the tensors'
+    device.
 
-    The bytes, as 64-bit integers, form two tables for each tensor; the fingerprint holds the sums of mixed
-    row sums and column sums. Common edits (changed signs, exchanged rows or elements) change at least one of
-    these sums. The call does not synchronize with the device, and needs about a tenth of a tensor's bytes
-    there temporarily.
+    The bytes of each tensor, as 64-bit integers, are arranged in two tables. The row sums and column sums of
+    each table are hashed, and the hashes are added up. Common edits (changed signs, exchanged rows or
+    elements) change at least one of these sums. The call does not synchronize with the device. It temporarily
+    needs device memory of about a tenth of a tensor's bytes.
     """
     with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
         sums = []
@@ -207,10 +218,11 @@ def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _mixed(values: torch.Tensor) -> torch.Tensor:
-    """Return a hash of every value and its position (the finalizer of SplitMix64), so that sums of hashes
+    """Return a hash of every value and its position (the finalizer of SplitMix64). Sums of these hashes
     identify the values.
 
-    Sums with odd weights would not suffice: two flips of the highest bit cancel out under any such weights.
+    Sums with odd weights would not suffice: two flips of the highest bit cancel out in them, whatever the
+    weights.
     """
     mixed = torch.arange(1, values.numel() + 1, device=values.device).mul_(-0x61C8864680B583EB).add_(values)
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):

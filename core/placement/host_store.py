@@ -1,5 +1,7 @@
-"""Defines `HostStore`: the host memory of a session that outlives its layouts (pinned arena, host copies,
-packed weights)."""
+"""Defines `HostStore`: the host memory of a session that is kept from one layout to the next.
+
+It consists of an arena of pinned blocks, host copies of units, and packed weights.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,18 @@ from .packed_tensor import PackedTensor
 
 
 def _always(copy: HostCopy) -> bool:
-    """Return True: accept every host copy."""
+    """Return True. The default of ``serves`` in `HostStore.reuse`: every host copy is accepted."""
     return True
 
 
 @dataclass(frozen=True, eq=False)
 class HostStore:
-    """Host memory shared by the successive placements of a session.
+    """Host memory that the successive placements of a session share.
 
-    ``arena``: allocates and pins blocks. ``copies``: host copies of units from the previous layout, None if
-    none are kept. ``shelf``: packed weights by the id of the model's tensor, which has no bytes of its own
-    meanwhile.
+    ``arena``: allocates and pins blocks.
+    ``copies``: host copies of units from the previous layout, None if none are kept.
+    ``shelf``: packed weights, by the id of the model's tensor. While a weight is on the shelf, the model's
+    tensor has no bytes of its own.
     """
 
     arena: HostArena
@@ -35,17 +38,19 @@ class HostStore:
     # -- packed weights
 
     def value(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return the value of ``tensor``: the tensor itself, or the packed weight decoded on ``device``."""
+        """Return the value of ``tensor``: the tensor itself, or its packed weight decoded on ``device``."""
         packed = self.shelf.get(id(tensor))
         return tensor.detach() if packed is None else packed.value(device)
 
     def take(self, tensor: torch.Tensor) -> PackedTensor | None:
-        """Remove and return the packed weight of ``tensor``, or None. From now on the tensor has its bytes
-        elsewhere."""
+        """Remove the packed weight of ``tensor`` from the shelf and return it, or return None.
+
+        The caller has to give the tensor its value in another form.
+        """
         tensor.__dict__.pop("_carom", None)
         return self.shelf.pop(id(tensor), None)
 
-    # -- copies of units from the layout before
+    # -- host copies of units from the previous layout
 
     def find(self, unit: Unit) -> HostCopy | None:
         """Return the unit's host copy, or None."""
@@ -61,8 +66,9 @@ class HostStore:
         return copy.device_fingerprint is None and mine and copy.lies_in_block()
 
     def reuse(self, unit: Unit, serves: Callable[[HostCopy], bool] = _always) -> HostCopy | None:
-        """Remove and return the unit's host copy if it is current and ``serves(copy)``; else discard the copy
-        and return None."""
+        """Remove the unit's host copy from the store and return it, if it is current and ``serves(copy)`` is
+        true. Otherwise discard the copy and return None.
+        """
         copy = self.find(unit)
         if copy is None or self.copies is None:
             return None
@@ -72,7 +78,7 @@ class HostStore:
         return self.copies.take(unit)
 
     def attach_to_copy(self, copy: HostCopy) -> None:
-        """Let the tensors of ``copy``, which were on the device, use the bytes in the copy again."""
+        """Let the tensors of ``copy``, which were on the device, use the memory of the copy again."""
         for tensor, view, packed in zip(copy.tensors, copy.views, copy.packed, strict=True):
             if packed is None:
                 assert view is not None

@@ -1,8 +1,8 @@
-"""Defines `make_tier`, which chooses the tier (file, packed or pinned host memory) of a layout's streamed
-units.
+"""Defines `make_tier`, which chooses the tier (the store) of a layout's streamed units: a file, packed or
+pinned host memory.
 
-This is the only place that names the kinds of tiers. Sessions look up `make_tier` in this module for each
-layout, so another function put here gives them a tier of another kind (tests/placement/test_toy_tier.py).
+Only this module names the kinds of tiers. Sessions look up `make_tier` in this module for each layout, so a
+function that replaces it here gives them a tier of another kind (tests/placement/test_toy_tier.py).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .tier import Tier
 
 @dataclass(frozen=True, eq=False)
 class TierWish:
-    """The properties that a layout wants of its tier.
+    """The properties that a layout requires of its tier.
 
-    ``source``: the weights file, None if the weights are in host memory. ``packing``: how weights are packed,
-    None if they cross unpacked.
+    ``source``: the weights file, None if the weights are in host memory.
+    ``packing``: how weights are packed, None if they are copied to the device unpacked.
     """
 
     engine: Engine
@@ -38,15 +38,15 @@ class TierWish:
 
 
 def make_tier(wish: TierWish) -> Tier:
-    """Return the tier for a layout."""
+    """Return the tier with the properties ``wish``."""
     engine, store, plan, packing = wish.engine, wish.store, wish.plan, wish.packing
     if wish.source is not None:
         return FileTier(engine, store.arena, wish.source, plan.staging_bytes)
     copies = store.copies
     holds_packed = bool(store.shelf) or (copies is not None and copies.packs)
     if holds_packed or (packing is not None and plan.staging_bytes):
-        # The slot region, staging memory and packed residents are allocated after packing, so their bytes
-        # serve as scratch memory for packing.
+        # The slot region (the device memory of all slots), staging memory and packed residents are allocated
+        # only after packing. Until then their bytes serve as scratch memory for packing.
         room = plan.region_bytes + plan.staging_bytes + plan.packed_bytes
         return PackedTier(engine, store, packing or Packing(), plan.staging_bytes, room, wish.carving.largest)
     return PinnedTier(engine, store)

@@ -1,5 +1,9 @@
-"""Defines `PackedBacking`: a unit whose large frozen weights are packed in host memory, and its decoding into
-a slot."""
+"""Defines `PackedBacking`: a unit whose large frozen weights are packed (losslessly compressed) in host
+memory.
+
+A fetch copies the packed bytes to the device and decodes them into a slot, the device memory that holds a
+streamed unit while it is used.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +28,13 @@ if TYPE_CHECKING:
 
 
 class PackedBacking(PinnedBacking):
-    """A unit that may be packed: its block holds the bytes that ``decoder`` decodes, or the slot's bytes if
-    ``decoder`` is None.
+    """A unit that may be packed. Its block holds the bytes that ``decoder`` decodes, or exactly the slot's
+    bytes if ``decoder`` is None.
 
-    ``tensors``: a PackedTensor for each entry of the unit, None for entries that are not packed. ``encoded``:
-    the version number of the weights when they were packed, if they keep their plain bytes too
-    (`Packing.keep_raw`), else None. ``wire``: the packed bytes on the device if they stay there, else None.
+    ``tensors``: a PackedTensor for each entry of the unit, None for entries that are not packed.
+    ``encoded``: the version number of the weights when they were packed, if they keep their plain bytes too
+    (`Packing.keep_raw`), otherwise None.
+    ``wire``: the packed bytes on the device if they stay there, otherwise None.
     """
 
     def __init__(self, unit: Unit, runtime: Runtime, index: int, packed_residents: PackedResidents) -> None:
@@ -47,12 +52,12 @@ class PackedBacking(PinnedBacking):
 
     @property
     def on_device(self) -> bool:  # type: ignore[override]
-        """Whether the packed bytes stay on the device."""
+        """Whether the packed bytes stay on the device, so that a fetch copies nothing from the host."""
         return self.wire is not None
 
     @property
     def host(self) -> torch.Tensor:
-        """The bytes that cross the link (uint8, host memory)."""
+        """The bytes in host memory (uint8) that a fetch copies to the device."""
         return self.block.data
 
     def plain_block(self) -> Block | None:
@@ -60,24 +65,27 @@ class PackedBacking(PinnedBacking):
         return super().plain_block() if self.decoder is None else None
 
     def release_block(self, unpin: bool) -> None:
-        """Release the block, and the decoder with its tables in device memory."""
+        """Release the block, and the decoder with its tables in device memory. ``unpin``: unpin the block."""
         super().release_block(unpin)
         self.decoder = None  # the decoder keeps tables in device memory
 
     def fetch(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
-        """Enqueue the copy or decoding of the unit's bytes into ``target`` after the events ``after``. Return
-        the last event."""
+        """Enqueue the copy or decoding of the unit's bytes into ``target``, after the events ``after``.
+        Returns the last event.
+        """
         if self.decoder is None:
             return super().fetch(target, after, link)
-        if self.encoded is not None and self.version() != self.encoded:  # a weight changed after packing
+        # a weight has changed since it was packed
+        if self.encoded is not None and self.version() != self.encoded:
             return self._copy_plain(target, after, link)
         if self.wire is not None:
             return self._unpack_on_device(target, after, link)
         return self._copy_packed(self.decoder, target, after, link)
 
     def _copy_plain(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
-        """Copy each tensor's plain bytes from host memory, because the packed bytes are outdated. Return the
-        last event."""
+        """Copy each tensor's plain bytes from host memory, because the packed bytes are outdated. Returns the
+        last event.
+        """
         event, meter, backward = None, link.meter, in_backward()
         for home in self.homes:
             start, end = home.entry.offset, home.entry.offset + home.entry.nbytes
@@ -88,8 +96,9 @@ class PackedBacking(PinnedBacking):
         return event
 
     def _unpack_on_device(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
-        """Decode the packed bytes that stay on the device; first copy unpacked tensors that changed on the
-        host. Return the event."""
+        """Decode the packed bytes that stay on the device. Unpacked tensors that changed on the host are
+        copied first. Returns the last event.
+        """
         packed_residents, meter = self._packed_residents, link.meter
         if packed_residents.is_stale(self):
             for marks, nbytes, raw in packed_residents.copy_changes(self, meter.timing):
@@ -101,10 +110,10 @@ class PackedBacking(PinnedBacking):
     def _copy_packed(
         self, decoder: UnitDecoder, target: torch.Tensor, after: Sequence[Any], link: Link
     ) -> Any:
-        """Copy the block to staging memory and decode from there into ``target``, in pieces if needed. Return
-        the last event.
+        """Copy the block to staging memory and decode it from there into ``target``, in pieces if needed.
+        Returns the last event.
 
-        The pieces count as one transfer.
+        The meter counts all pieces together as one transfer.
         """
         engine, meter, backward = link.engine, link.meter, in_backward()
         assert link.staging is not None
@@ -122,7 +131,9 @@ class PackedBacking(PinnedBacking):
 
 
 def prepare(staging: Staging, backings: Sequence[PackedBacking], engine: Engine) -> None:
-    """Copy the decoding tables of the staging pieces to the device, so that fetches do not have to."""
+    """Copy the decoding tables of all pieces of ``backings`` to the device in advance, so that fetches do not
+    have to.
+    """
     if engine.device.type == "cpu":
         return
     for backing in backings:

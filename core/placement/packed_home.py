@@ -1,4 +1,8 @@
-"""Defines `PackedHome`: reads and replaces the value of a weight that is packed in host memory."""
+"""Defines `PackedHome`, which reads and replaces the value of a weight that is packed (losslessly compressed)
+in host memory.
+
+A home is the object that reads and writes a weight's value while the value is not in a slot (device memory).
+"""
 
 from __future__ import annotations
 
@@ -34,12 +38,13 @@ class PackedHome(ElsewhereHome):
         self.packed, self._tier = packed, tier
 
     def read(self) -> torch.Tensor:
-        """Return the decoded value as a new CPU tensor."""
+        """Return the weight's value, decoded, as a new CPU tensor."""
         return self.packed.value()
 
     def replace(self, value: torch.Tensor) -> None:
-        """Store ``value``, packed, as the weight's value. Raise UnsupportedError for another shape or
-        dtype."""
+        """Pack ``value`` and store it as the weight's value. Raises UnsupportedError for another shape or
+        dtype.
+        """
         if value.shape != self.host.shape or value.dtype != self.host.dtype:
             raise UnsupportedError(
                 f"{self.entry.name} is streamed as {self.host.dtype} {tuple(self.host.shape)}; it cannot become "
@@ -63,7 +68,7 @@ class PackedHome(ElsewhereHome):
         self.replace(value)
 
     def set_trainable(self, trainable: bool) -> None:
-        """Raise UnsupportedError if ``trainable``: packed weights are frozen."""
+        """Raise UnsupportedError if ``trainable``, because packed weights are frozen."""
         if trainable:
             raise UnsupportedError(
                 f"{self.entry.name} waits packed and cannot be trained; set requires_grad before streaming, or stream "

@@ -1,10 +1,12 @@
 """Defines `PackedResidents`: units whose packed bytes stay in device memory and are decoded into a slot at
 each use.
 
-About 1.4 times as many weights stay in the same memory, and they cross no link. The cost is decoding, which
-is some thirty times as fast as a link on an H200. The streamer treats such a unit as streamed from device
-memory: order, slots and events are the same. Its host block is kept, so that giving up the device's copy
-costs nothing.
+A slot is the device memory that holds a unit while it is used. The link is the connection between host and
+device. About 1.4 times as many weights fit into the same device memory if they are packed, and they are not
+copied over the link. The cost is decoding, which is about thirty times as fast as a copy over the link on an
+H200. The streamer treats such a unit as any streamed unit: order, slots and events are the same, but the
+bytes come from device memory. The unit's host block is kept, so the packed bytes on the device can be given
+up at no cost.
 """
 
 from __future__ import annotations
@@ -25,22 +27,24 @@ if TYPE_CHECKING:
     from .packed_tensor import PackedTensor
 
 
-# bytes of the smallest unit that may stay packed: smaller units share one buffer, unpacked
+# Bytes of the smallest unit that may stay packed. Smaller units stay on the device unpacked, in one shared
+# buffer.
 LEAST_UNIT = SMALL_UNIT
 
 
 class PackedResidents:
     """The packed bytes on the device of one streamer's units, one buffer for each unit.
 
-    ``on_unit_dropped``: called when a unit can no longer stay on the device and crosses the link from now on.
+    ``on_unit_dropped``: called when the bytes of a unit can no longer stay on the device. The unit is copied
+    over the link from then on.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.on_unit_dropped: Callable[[], None] = lambda: None
-        self._buffers: dict[int, torch.Tensor] = {}  # by the unit's index
+        self._buffers: dict[int, torch.Tensor] = {}  # the packed bytes on the device, by the unit's index
         self._units: dict[int, PackedBacking] = {}
-        self._versions: dict[int, int] = {}  # version of the host bytes that each buffer holds
+        self._versions: dict[int, int] = {}  # the version of the host bytes that each buffer holds
         self._copied: dict[int, Any] = {}  # events of copies that decoding has to wait for
         self._read: dict[int, Any] = {}  # events of the last decoding from each buffer
 
@@ -49,7 +53,7 @@ class PackedResidents:
 
     @property
     def nbytes(self) -> int:
-        """Device bytes, as the allocator reserves them."""
+        """Device bytes of all buffers, as the allocator reserves them."""
         return sum(round_up(buffer.numel(), self._engine.grain) for buffer in self._buffers.values())
 
     @property
@@ -58,7 +62,7 @@ class PackedResidents:
         return sum(unit.nbytes for unit in self._units.values())
 
     def keep(self, units: Sequence[PackedBacking]) -> None:
-        """Copy the units' packed bytes to the device. Raise torch.OutOfMemoryError."""
+        """Copy the packed bytes of ``units`` to the device. Raises torch.OutOfMemoryError."""
         buffers = [self._engine.allocate(unit.host.numel()) for unit in units]
         self._engine.synchronize()  # other streams may still use memory that the allocator reused
         for unit, buffer in zip(units, buffers, strict=True):
@@ -69,10 +73,10 @@ class PackedResidents:
         self._engine.synchronize()
 
     def update(self, unit: PackedBacking) -> None:
-        """Use the unit's new host block at the next decoding; drop the unit if the block does not fit its
-        buffer.
+        """Use the unit's new host block at the next decoding. Drop the unit if the block does not fit into
+        the unit's buffer.
 
-        No work may be pending on the device.
+        Must not be called while work is pending on the device.
         """
         buffer = self._buffers.get(unit.index)
         if buffer is None:
@@ -85,16 +89,18 @@ class PackedResidents:
         self._versions.pop(unit.index, None)
 
     def is_stale(self, unit: PackedBacking) -> bool:
-        """Return whether unpacked tensors of the unit (norms, biases, trainable weights) changed on the host
-        since they were copied."""
+        """Return whether unpacked tensors of the unit (norms, biases, trainable weights) have changed on the
+        host since they were copied.
+        """
         return self._versions.get(unit.index) != unit.version()
 
     def copy_changes(self, unit: PackedBacking, timed: bool) -> list[tuple[Any, int, int]]:
-        """Enqueue the copies that a stale unit needs before decoding. Return (time marks, bytes, bytes of
-        weights) of each copy.
+        """Enqueue the copies that an outdated unit needs before decoding. Returns (time marks, bytes, bytes
+        of weights) of each copy.
 
-        A packed tensor's value changes only through a new block, so for an existing copy only the unpacked
-        tensors are copied, or the whole block if they take more than half of it.
+        The value of a packed tensor changes only together with a new block. So after the first copy, only the
+        unpacked tensors are copied, or the whole block if they take more than half of it. ``timed``: whether
+        to record time marks.
         """
         assert unit.wire is not None and unit.decoder is not None
         index, version = unit.index, unit.version()
@@ -120,8 +126,9 @@ class PackedResidents:
     def unpack(
         self, unit: PackedBacking, target: torch.Tensor, after: Sequence[Any], timed: bool
     ) -> tuple[Any, Any]:
-        """Enqueue the decoding of the unit into ``target`` after the events ``after``. Return the event that
-        ends the decoding, and its time marks."""
+        """Enqueue the decoding of the unit into ``target``, after the events ``after``. Returns the event at
+        the end of decoding, and the time marks.
+        """
         assert unit.decoder is not None and unit.wire is not None
         fresh = [self._copied[unit.index]] if unit.index in self._copied else []
         event, times = self._engine.decode(unit.decoder, unit.wire, target, (*fresh, *after), timed)
@@ -137,7 +144,7 @@ class PackedResidents:
             known.pop(unit.index, None)
 
     def close(self) -> None:
-        """Release all buffers. No work may be pending on the device."""
+        """Release all buffers. Must not be called while work is pending on the device."""
         for unit in list(self._units.values()):
             self._drop(unit)
 
@@ -149,10 +156,10 @@ def wire_bytes(
     expected: float,
     least: int,
 ) -> int:
-    """Return the expected packed bytes of ``unit``, 0 if packing gains less than 10 %.
+    """Return the expected packed bytes of ``unit``, or 0 if packing saves less than 10 %.
 
-    A unit that was packed before has known bytes. Else bf16 weights of at least ``least`` bytes are expected
-    to take the fraction ``expected``; other dtypes gain little and count unpacked.
+    The bytes of a unit that was packed before are known. Otherwise, bf16 weights of at least ``least`` bytes
+    are expected to shrink to the fraction ``expected``. Other dtypes shrink little, and count as unpacked.
     """
     if unit.nbytes < LEAST_UNIT:
         return 0

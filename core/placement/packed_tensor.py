@@ -1,5 +1,7 @@
-"""Defines `PackedTensor`, one weight in packed form, and the layout of a unit's packed and plain tensors in
-one host block."""
+"""Defines `PackedTensor`, one weight in packed (losslessly compressed) form, and `PackedLayout`.
+
+A `PackedLayout` gives the positions of a unit's packed and plain tensors in one block of host memory.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,18 @@ from ..model.units import Entry
 
 MAX_PACKED_RATIO = 0.95  # a tensor is packed only if it shrinks to this fraction of its bytes
 WIRE_ALIGN = 128  # bytes; alignment of packed tensors in a block
-_SCRATCH = 32  # bytes of temporary device memory that packing needs per element
+_SCRATCH = 32  # bytes of temporary device memory per element that packing needs
 
 
 @dataclass(eq=False)
 class PackedTensor:
-    """A weight in packed form: ``blob`` (uint8, host memory), described by ``header``; the plain bytes if
-    ``header`` is None.
+    """A weight in packed form.
 
-    ``tensor``: the model's object. ``layout``: a meta tensor with its dtype, shape and strides. ``origin``:
-    the device that the value returns to.
+    ``header``: describes the packed bytes; None if ``blob`` holds the plain bytes.
+    ``blob``: the bytes (uint8, host memory).
+    ``tensor``: the model's tensor object.
+    ``layout``: a meta tensor with the weight's dtype, shape and strides.
+    ``origin``: the device to which the value returns at the end.
     """
 
     tensor: torch.Tensor
@@ -56,18 +60,19 @@ class PackedTensor:
             return raw.view(self.layout.dtype).as_strided(self.layout.shape, self.layout.stride())
 
     def plain(self) -> torch.Tensor:
-        """Return the value without a copy, over the blob's memory. The tensor must have no header."""
+        """Return the value as a view of the blob, without a copy. To be called only if ``header`` is None."""
         with torch.inference_mode(False), torch.no_grad():
             return typed_view(self.blob, self.layout)
 
     def unpack(self) -> None:
-        """Replace the packed blob by the plain bytes."""
+        """Decode the blob, and store the plain bytes in its place."""
         if self.header is not None:
             self.blob, self.header = storage_bytes(self.value()), None
 
     def give_up_memory(self) -> None:
-        """Release the memory of the model's tensor: a single NaN (0 for integers), expanded to the shape,
-        stands for all elements."""
+        """Release the memory of the model's tensor. The tensor then shows a single NaN (0 for integers),
+        expanded to its shape.
+        """
         with torch.inference_mode(False), torch.no_grad():
             fill = math.nan if self.layout.is_floating_point() else 0
             one = torch.zeros(1).fill_(fill).to(self.layout.dtype)
@@ -75,16 +80,17 @@ class PackedTensor:
 
 
 def give_back(shelf: dict[int, PackedTensor], move: Callable[[torch.Tensor, torch.device], Any]) -> None:
-    """Give every packed weight its bytes again, moved to its device by ``move`` (of the engine).
+    """Give every packed weight its bytes again, moved to its original device by ``move`` (a method of the
+    engine).
 
-    If memory runs out, the remaining weights stay packed for another call.
+    If memory runs out, the remaining weights stay packed, and the call may be repeated.
     """
     for key, packed in list(shelf.items()):
         value = packed.value() if packed.header is not None else packed.plain()
         packed.tensor.data = value if packed.origin.type == "cpu" else move(value, packed.origin)
         packed.tensor.__dict__.pop("_carom", None)
-        # Remaining references to this object (sessions are freed late, by the garbage collector) must not
-        # keep a second copy.
+        # Release the bytes now. Other references to this object may remain until the garbage collector frees
+        # the session, and would keep a second copy of the weight in memory.
         packed.blob = torch.empty(0, dtype=torch.uint8)
         del shelf[key]
 
@@ -92,10 +98,11 @@ def give_back(shelf: dict[int, PackedTensor], move: Callable[[torch.Tensor, torc
 def pack(
     value: torch.Tensor, threads: int | None = None, scratch: int = 1 << 29
 ) -> tuple[Header, torch.Tensor] | None:
-    """Return header and blob of a dense tensor's elements in storage order, or None if packing gains too
+    """Return header and blob of the elements of a dense tensor in storage order, or None if packing saves too
     little.
 
-    The blob is on the device of ``value``. ``scratch``: bytes of temporary memory on that device.
+    The blob is on the device of ``value``.
+    ``scratch``: bytes of temporary memory that packing may use on that device.
     """
     flat = torch.as_strided(value.detach(), (value.numel(),), (1,), value.storage_offset())
     nbytes = flat.numel() * flat.element_size()
@@ -109,8 +116,12 @@ def pack(
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The layout of a unit's tensors in one block: the offset of each (``places``), the decoder's
-    ``entries``, the total bytes."""
+    """The layout of a unit's tensors in one block.
+
+    ``places``: the offset of each tensor.
+    ``entries``: the decoder's entries.
+    ``nbytes``: the total bytes.
+    """
 
     places: list[int]
     entries: list[AnyEntry]
@@ -123,21 +134,23 @@ class PackedLayout:
 
 
 def lay_out_tensors(entries: list[Entry], packed: list[PackedTensor | None]) -> PackedLayout:
-    """Return the layout of a unit whose tensors ``packed`` are packed, aligned to `WIRE_ALIGN` bytes."""
+    """Return the layout of a unit with the packed tensors ``packed`` (None for plain tensors), aligned to
+    `WIRE_ALIGN` bytes.
+    """
     return lay_headers(entries, [None if found is None else found.header for found in packed], WIRE_ALIGN)
 
 
 def lay_headers(entries: list[Entry], headers: Sequence[Header | None], align: int) -> PackedLayout:
-    """Return the layout of a unit: packed tensors at multiples of ``align`` bytes, runs of plain tensors as
-    in the slot.
+    """Return the layout of a unit: packed tensors start at multiples of ``align`` bytes, and adjacent plain
+    tensors lie as in the slot.
 
-    A run of adjacent plain tensors is one copy.
+    Adjacent plain tensors can thus be copied to the slot at once.
     """
     places: list[int] = []
     wire: list[AnyEntry] = []
     end = 0
     run: tuple[int, int] | None = (
-        None  # start of the present run of plain tensors, in the block and in the slot
+        None  # offsets in the block and in the slot at which the present run of plain tensors starts
     )
     for entry, header in zip(entries, headers, strict=True):
         if header is not None:

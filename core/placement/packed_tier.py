@@ -1,10 +1,11 @@
-"""Defines `PackedTier`: large frozen weights are encoded losslessly when the session attaches, and decoded on
-the device into slots.
+"""Defines `PackedTier`: the store of streamed units whose large frozen weights are encoded losslessly while
+the session is created.
 
-The bytes of a packed unit are in one pinned host block: packed tensors one after another, and tensors that do
-not pack (norms, other dtypes) unpacked between them. One copy moves the block to staging memory on the
-device, and one kernel launch decodes it into the slot. The weight's own memory is released: the model's
-tensor object has no bytes meanwhile, and its value is decoded when it is read (`model.elsewhere_tensor`).
+A slot is the device memory that holds a streamed unit while it is used. The bytes of a packed unit are in one
+pinned host block: packed tensors one after another, and tensors that are not packed (norms, other dtypes)
+between them. A fetch copies the block to staging memory on the device, and one kernel launch decodes it into
+the slot. The weight's own memory is released. The model's tensor object has no bytes meanwhile, and its value
+is decoded when it is read (`model.elsewhere_tensor`).
 """
 
 from __future__ import annotations
@@ -44,15 +45,17 @@ from .tier import SlotReader, TierFigures
 from .unpacked_copy import Unpacker
 
 logger = logging.getLogger("carom")
-_AT_ONCE = 4  # number of tensors encoded at the same time
+_AT_ONCE = 4  # number of tensors that are encoded at the same time
 
 
 class PackedTier(BlockTier):
-    """A tier of packed host memory. Packed weights (``store.shelf``) outlive a layout, so that weights which
-    stream before and after a change are not encoded again.
+    """A store of packed units in host memory.
 
-    ``staging_bytes``: device memory in which packed units arrive before decoding. ``room``: bytes of device
-    memory that encoding may use. ``largest``: bytes of the largest unit.
+    Packed weights (``store.shelf``) are kept beyond a layout, so that weights which stream before and after a
+    change of layout are not encoded again.
+    ``staging_bytes``: device memory into which packed units are copied before they are decoded.
+    ``room``: bytes of device memory that encoding may use.
+    ``largest``: bytes of the largest unit.
     """
 
     def __init__(
@@ -84,34 +87,36 @@ class PackedTier(BlockTier):
 
     @property
     def packs(self) -> bool:
-        """Whether the tier packs weights: True."""
+        """Whether weights of this tier may be packed: always True."""
         return True
 
     @property
     def came_on_device(self) -> bool:
-        """Whether streamed weights were on a device when the session attached, and have to return there."""
+        """Whether streamed weights were on a device when the session was created. They have to return there
+        at the end.
+        """
         shelf = self.store.shelf.values()
         return super().came_on_device or any(packed.origin.type != "cpu" for packed in shelf)
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory in bytes that packed units need for decoding, 0 if no unit is packed."""
+        """Device memory in bytes that decoding packed units needs, 0 if no unit is packed."""
         return self._staging_bytes if any(backing.packed for backing in self.backings) else 0
 
     @property
     def decode_bytes_per_second(self) -> float | None:
-        """Measured decoding rate of the device in bytes of output per second, None if not measured."""
+        """Measured decoding rate of the device in bytes of output per second, None if it was not measured."""
         return self.decoder_check.decode_bytes_per_second
 
     @property
     def _residents(self) -> ResidentPlacer:
-        """The placer of the layout's residents."""
+        """The object that places the layout's residents (tensors that stay on the device)."""
         assert self._placer is not None
         return self._placer
 
     @property
     def _device_tensors(self) -> DeviceTensors:
-        """The tensors of the layout that are on the device."""
+        """The record of the layout's tensors that are on the device."""
         return self._residents.device_tensors
 
     def start(self, link: Link) -> None:
@@ -122,7 +127,9 @@ class PackedTier(BlockTier):
     # -- streamed units
 
     def place(self, units: Sequence[Unit], runtime: Runtime, residents: ResidentPlacer) -> list[Backing]:
-        """Encode the units, copy each to a pinned block of its own, and release the weights' own memory."""
+        """Encode the units, copy each to a pinned block of its own, and release the memory of the weights
+        themselves.
+        """
         self._placer = residents
         packer = self._packer
         backings = [
@@ -154,7 +161,7 @@ class PackedTier(BlockTier):
                 if not packer.moves_a_unit_ahead:
                     values = packer.move_values_one_ahead(unit, packers)
                 came_from = [residents.device_tensors.origin_of(entry.tensor) for entry in unit.entries]
-                # Encoding on the device uses the whole device, so run it for one tensor at a time.
+                # Encoding on the device uses the whole device, so encode one tensor at a time there.
                 in_order = map if self.engine.unpacks else packers.map
                 backing.tensors = list(in_order(packer.pack, unit.entries, values, came_from))
                 del values
@@ -166,23 +173,25 @@ class PackedTier(BlockTier):
                 pins.append(pinner.submit(self.store.arena.pin, backing.block))
             for pin in pins:
                 pin.result()
-        self.engine.trim()  # release the temporary memory of encoding, for the session's buffers
+        self.engine.trim()  # release the temporary memory of encoding, so that the session's buffers fit
         return self.backings
 
     def _start_moving(
         self, backing: PackedBacking | None, pool: ThreadPoolExecutor
     ) -> list[Future[torch.Tensor | None]]:
-        """Begin to move the unit's weights that will be packed to the device that encodes them; return a
-        future for each entry."""
+        """Begin to move the weights of the unit that will be packed to the device that encodes them. Returns
+        a future for each entry.
+        """
         return (
             [] if backing is None else [pool.submit(self._packer.move_value, e) for e in backing.unit.entries]
         )
 
-    # -- copies from the layout before
+    # -- host copies of units from the previous layout
 
     def _reuse_copy(self, backing: PackedBacking) -> bool:
-        """Use the unit's host copy from the previous layout, if there is one that fits. Return whether this
-        was done."""
+        """Use the unit's host copy from the previous layout, if there is a suitable one. Returns whether a
+        copy was used.
+        """
         copy = self.store.reuse(backing.unit, self._can_reuse)
         if copy is None:
             return False
@@ -201,8 +210,9 @@ class PackedTier(BlockTier):
         return not raw and not self.decoder_check.broken and self._fits_staging(copy.decoder.entries)
 
     def copy_of(self, backing: PinnedBacking) -> HostCopy | None:
-        """Return the unit's block as a host copy for the next layout, or None if the unit's tensors are not in
-        the block."""
+        """Return the unit's block as a host copy for the next layout, or None if the unit's tensors do not
+        use the block.
+        """
         assert isinstance(backing, PackedBacking)
         entries = backing.unit.entries
         if self._policy.keep_raw or len(backing.homes) != len(entries):
@@ -213,8 +223,9 @@ class PackedTier(BlockTier):
         return copy if self.store.is_current(copy) else None
 
     def _attach_packed(self, backing: PackedBacking) -> None:
-        """Turn the unit's tensors into managed tensors whose values are in the block; release the memory of
-        packed weights."""
+        """Turn the unit's tensors into managed tensors whose values are in the block. Release the memory of
+        packed weights.
+        """
         device_tensors = self._device_tensors
         for entry, packed in zip(backing.unit.entries, backing.tensors, strict=True):
             tensor = entry.tensor
@@ -244,12 +255,13 @@ class PackedTier(BlockTier):
         backing.encoded = backing.version() if self._policy.keep_raw else None
 
     def _fits_staging(self, entries: Iterable[AnyEntry]) -> bool:
-        """Return whether every entry fits in staging memory on its own; a larger unit is decoded in
-        pieces."""
+        """Return whether each entry fits in staging memory by itself. A unit that is larger as a whole is
+        decoded in pieces.
+        """
         return all(sizes(entry)[0] <= self._staging_bytes for entry in entries)
 
     def _build(self, backing: PackedBacking, pool: ThreadPoolExecutor | None = None) -> None:
-        """Copy the unit's bytes to a new, unpinned block, and let its tensors use the block."""
+        """Copy the unit's bytes to a new, unpinned block, and let the unit's tensors use the block."""
         unit = backing.unit
         laid = lay_out_tensors(unit.entries, backing.tensors)
         if laid.packs and not self._fits_staging(laid.entries):
@@ -267,8 +279,8 @@ class PackedTier(BlockTier):
             for target, source in pieces:
                 target.copy_(source)
         else:
-            # Copies run at the link's full rate only into pinned memory, and pinning is fast after the pages
-            # were touched.
+            # Copies from the device run at the link's full rate only into pinned memory. Pinning is fast once
+            # the pages have been touched.
             if on_device:
                 for job in prefault(block.data, pool):
                     job.result()
@@ -310,11 +322,12 @@ class PackedTier(BlockTier):
             self._origins.setdefault(id(tensor), self._device_tensors.origin_of(tensor))
             tensor.data = typed_view(piece, tensor)
 
-    # -- values
+    # -- values that the program writes to weights
 
     def replace(self, home: PackedHome, value: torch.Tensor) -> None:
-        """Give a packed weight another value, and copy its unit to a new block. Raise MemoryError, with the
-        previous value kept."""
+        """Store ``value`` as the value of a packed weight, and copy the weight's unit to a new block. Raises
+        MemoryError; the weight then keeps its previous value.
+        """
         packed, backing = home.packed, home.unit
         assert isinstance(backing, PackedBacking)
         with backing.runtime.lock, torch.inference_mode(False), torch.no_grad():
@@ -330,13 +343,15 @@ class PackedTier(BlockTier):
             backing.epoch += 1
             try:
                 self._rebuild(backing)
-            # there is no memory for a new block: keep the previous value, which the old block holds
+            # There is no memory for a new block. Keep the previous value, which the old block holds.
             except BaseException:
                 packed.header, packed.blob = before
                 raise
 
     def pack_anew(self) -> None:
-        """Encode units again whose plain weights changed since they were packed (`Packing.keep_raw` only)."""
+        """Encode units again whose plain weights have changed since they were packed. Applies only if
+        `Packing.keep_raw` is set.
+        """
         if not self._policy.keep_raw:
             return
         for backing in self.packed_units:
@@ -350,7 +365,9 @@ class PackedTier(BlockTier):
             backing.encoded = backing.version()
 
     def _rebuild(self, backing: PackedBacking) -> None:
-        """Copy the unit to a new block, pinned if the old one was, once no copy reads the old block."""
+        """Copy the unit to a new block, which is pinned if the old block was. Waits for copies that read the
+        old block.
+        """
         self.engine.synchronize()  # copies from the old block may be running
         pinned = backing.block.pinned
         self._build(backing)
@@ -359,11 +376,13 @@ class PackedTier(BlockTier):
         self.packed_residents.update(backing)
 
     def unpack(self, reader: SlotReader, backings: Sequence[Backing], pin: bool = True) -> Sequence[Backing]:
-        """Unpack these units on the host, so that they cross the link unpacked. Return those that failed,
-        unchanged.
+        """Decode the units ``backings`` on the host side, so that they are copied to the device unpacked.
+        Returns the backings that failed, which stay unchanged.
 
         Called between passes. Units are unpacked one after another, so at most one unit is in host memory
-        twice. ``pin``: pin a new block if the old one was pinned. Failures are mostly for want of memory.
+        twice. Failures are mostly caused by lack of memory.
+        ``reader``: copies a unit's decoded bytes back from the device.
+        ``pin``: pin each new block whose old block was pinned.
         """
         left: list[Backing] = []
         with ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool:
@@ -374,8 +393,8 @@ class PackedTier(BlockTier):
                     self._unpack(reader, backing, pin and backing.block.pinned, pool)
                 except Exception as error:
                     left.append(backing)
-                    # Log the error as text: a kept log record would keep the exception's frames, and with
-                    # them a slot.
+                    # Log only the error's text. A log record that holds the exception would keep its frames
+                    # alive, and with them a slot.
                     logger.warning("carom: unit %r stays packed: %s", backing.name, str(error))
         return_freed_memory()
         return left
@@ -383,7 +402,9 @@ class PackedTier(BlockTier):
     def _unpack(
         self, reader: SlotReader, backing: PackedBacking, pin: bool, pool: ThreadPoolExecutor
     ) -> None:
-        """Copy the unit's decoded bytes to a new block. If this fails, nothing was changed."""
+        """Copy the unit's decoded bytes to a new block, and use the new block. A failure leaves the unit
+        unchanged.
+        """
         block = self._unpacker.block(reader, backing, pin, pool)
         for index, (entry, packed) in enumerate(zip(backing.unit.entries, backing.tensors, strict=True)):
             piece = block.data[entry.offset : entry.offset + entry.nbytes]
@@ -398,13 +419,13 @@ class PackedTier(BlockTier):
     # -- packed bytes that stay on the device
 
     def stay_packed(self, backings: Sequence[Backing]) -> None:
-        """Keep the packed bytes of units on the device. Raise torch.OutOfMemoryError."""
+        """Keep the packed bytes of the units ``backings`` on the device. Raises torch.OutOfMemoryError."""
         if backings:
             self.packed_residents.keep(cast("Sequence[PackedBacking]", backings))
 
     @property
     def device_bytes(self) -> int:
-        """Device memory in bytes of packed residents."""
+        """Device memory in bytes of the units that stay on the device packed."""
         return self.packed_residents.nbytes
 
     def figures(self) -> TierFigures:
@@ -424,9 +445,12 @@ class PackedTier(BlockTier):
         self.packed_residents.close()
 
     def dress(self) -> None:
-        """Let packed weights be read (decoded) while the session is parked."""
+        """Let the values of packed weights be read (decoded) while the session is parked, that is, while it
+        uses no device memory.
+        """
         shelf = self.store.shelf
-        # A weight without a home was being packed when an error occurred: give such weights their bytes back.
+        # A weight without a home was being packed when an error occurred. Give such weights their plain bytes
+        # back.
         for key in [key for key, packed in shelf.items() if "_carom" not in packed.tensor.__dict__]:
             give_back({key: shelf.pop(key)}, self.engine.move)
         for packed in shelf.values():

@@ -1,5 +1,6 @@
-"""Defines `Packer`: decides which weights are packed, and encodes them on the device if it has room, else on
-the host."""
+"""Defines `Packer`: decides which weights are packed (compressed losslessly), and encodes them on the device
+if its memory suffices, otherwise on the host.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ from .packed_tensor import PackedTensor, pack
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 LEAST = 64 * KIB  # bytes; smaller tensors are not packed
 EXPECTED = (
-    # Expected packed fraction of Gaussian-like bf16 weights, with a small margin; staging memory is planned
-    # with this value.
+    # The expected packed fraction of bf16 weights with a Gaussian-like distribution, with a small margin. The
+    # size of staging memory is planned with this value.
     0.72
 )
 LEAST_SCRATCH = 4 * MIB
-# with less, tensors are moved to the device one at a time, since encoding would need too many steps
+# In bytes. With less scratch memory, tensors are moved to the device one at a time, because otherwise
+# encoding would need too many steps.
 ENOUGH_SCRATCH = 128 * MIB
 
 
@@ -34,9 +36,10 @@ ENOUGH_SCRATCH = 128 * MIB
 class Packing:
     """The settings of packing.
 
-    ``keep_raw``: weights keep their plain bytes too. ``auto``: whether packing pays is still being measured.
-    ``plain``: packing does not pay, and all weights cross unpacked. ``stay_on_device``: units may stay on the
-    device packed.
+    ``keep_raw``: weights keep their plain bytes as well.
+    ``auto``: it is still being measured whether packed weights make steps faster.
+    ``plain``: packed weights do not make steps faster, so all weights are copied to the device unpacked.
+    ``stay_on_device``: the packed bytes of units may stay on the device.
     """
 
     keep_raw: bool = False
@@ -51,7 +54,7 @@ def packs(entry: Entry) -> bool:
 
 
 def without_codec(units: Iterable[Unit]) -> list[str]:
-    """Return notes on large weights whose dtype no lossless codec supports."""
+    """Return notes for the report on large weights whose dtype no lossless codec supports."""
     found: dict[torch.dtype, list[Entry]] = {}
     for unit in units:
         for entry in unit.entries:
@@ -65,10 +68,11 @@ def without_codec(units: Iterable[Unit]) -> list[str]:
 
 
 class Packer:
-    """Encodes one session's weights while the session attaches.
+    """Encodes the weights of one session while the session is created.
 
-    ``shelf``: weights that are packed already, by the tensor's id. ``room``: bytes of device memory that may
-    be used meanwhile. ``largest``: bytes of the largest unit.
+    ``shelf``: weights that are packed already, by the tensor's id.
+    ``room``: bytes of device memory that encoding may use.
+    ``largest``: bytes of the largest unit.
     """
 
     def __init__(
@@ -81,9 +85,9 @@ class Packer:
         largest: int,
     ) -> None:
         self._engine, self._shelf, self._policy, self._decoder_check = engine, shelf, policy, decoder_check
-        # Device memory besides the scratch memory, in multiples of ``largest`` bytes: three if a unit is moved
-        # ahead (two units being moved, one being packed), otherwise two (one or two tensors being moved, and
-        # the packed tensors of their unit).
+        # Encoding needs device memory beside the scratch memory. With a unit moved ahead, it is three times
+        # ``largest`` bytes (two units being moved, one being packed). Otherwise it is twice ``largest`` bytes
+        # (one or two tensors being moved, and the packed tensors of their unit).
         self.moves_a_unit_ahead = not engine.unpacks or room - 3 * largest >= ENOUGH_SCRATCH
         self._largest = largest
         self.scratch_bytes = max(
@@ -91,14 +95,17 @@ class Packer:
         )  # bytes of temporary device memory
 
     def _packs(self, entry: Entry) -> bool:
-        """Return whether the entry's weight is to be packed now."""
+        """Return whether the entry's weight is to be packed now. False if it is packed already, or packing
+        was given up.
+        """
         if id(entry.tensor) in self._shelf or self._decoder_check.broken or self._policy.plain:
             return False
         return packs(entry)
 
     def move_value(self, entry: Entry) -> torch.Tensor | None:
-        """Return the weight's value on the device that encodes the weight, or None if the weight is not to be
-        packed now."""
+        """Return the weight's value on the device that encodes it, or None if the weight is not to be packed
+        now.
+        """
         if not self._packs(entry):
             return None
         value = entry.tensor.detach()
@@ -110,10 +117,10 @@ class Packer:
             return value.cpu()
 
     def move_values_one_ahead(self, unit: Unit, pool: Executor) -> Iterator[torch.Tensor | None]:
-        """Yield `move_value` of each entry; while one value is packed, the next is moved.
+        """Yield `move_value` of each entry. While the caller packs one value, the next is being moved.
 
         If a tensor takes more than half of the largest unit, values are moved one at a time, so that two
-        values never take more memory than that unit.
+        values never take more memory than the largest unit.
         """
         if any(2 * entry.nbytes > self._largest for entry in unit.entries):
             yield from map(self.move_value, unit.entries)
@@ -126,10 +133,10 @@ class Packer:
             yield value
 
     def pack(self, entry: Entry, value: torch.Tensor | None, origin: torch.device) -> PackedTensor | None:
-        """Return the entry's weight in packed form, with the blob on the device of ``value``, or None if it
-        stays unpacked.
+        """Return the entry's weight in packed form, with the blob on the device of ``value``, or None if the
+        weight stays unpacked.
 
-        ``origin``: the device that the weight returns to at the end.
+        ``origin``: the device to which the weight returns at the end.
         """
         tensor = entry.tensor
         known = self._shelf.get(id(tensor))
@@ -146,7 +153,7 @@ class Packer:
         return None if found is None else PackedTensor(tensor, layout, origin, *found)
 
     def unpacked(self, packed: PackedTensor | None) -> PackedTensor | None:
-        """Unpack a packed weight. Return None if the model's tensor still has its bytes."""
+        """Unpack a packed weight and return it. Returns None if the model's tensor still has its plain bytes."""
         if packed is None or id(packed.tensor) not in self._shelf:
             return None
         packed.unpack()

@@ -1,5 +1,9 @@
 """Defines `PinnedTier`: each streamed unit is in one pinned block of host memory, unpacked, and is fetched by
-one copy."""
+one copy.
+
+A unit is a group of tensors that are copied together. A slot is the device memory that holds a streamed unit
+while it is used. A backing represents the stored bytes of one unit.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,9 @@ class PinnedBacking(Backing):
         return self.block if self.block.data.numel() >= self.nbytes else None
 
     def fetch(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
-        """Enqueue one copy of the block to ``target`` after the events ``after``. Return its event."""
+        """Enqueue one copy of the block to ``target``, after the events ``after``. Returns the event of the
+        copy.
+        """
         engine, meter, unit, backward = link.engine, link.meter, self.unit, in_backward()
         event, marks = engine.copy_in(target, self.block.data, after, meter.timing)
         if engine.blocking and marks is not None:
@@ -52,10 +58,10 @@ class PinnedBacking(Backing):
 
     def release_block(self, unpin: bool) -> None:
         """Drop the reference to the block, and unpin the block if ``unpin``. The model's tensors, or a host
-        copy, keep the memory.
+        copy, may keep the block's memory.
 
-        Sessions are freed late, by the garbage collector. A reference kept until then would hold the weights
-        in memory twice when the module is laid out again.
+        This is done explicitly because the garbage collector frees sessions late. A reference kept until then
+        would keep the weights in memory twice when the module is laid out again.
         """
         if unpin:
             self.block.unpin()
@@ -66,9 +72,9 @@ class PinnedBacking(Backing):
 
 
 class BlockTier(Tier):
-    """Base class of tiers whose backings have a host block each.
+    """Base class of tiers in which each backing has a host block.
 
-    Blocks are guarded, pinned within a limit, and kept as host copies for the next layout.
+    The class guards the blocks, pins them within a limit, and keeps them as host copies for the next layout.
     """
 
     def __init__(self, engine: Engine, store: HostStore) -> None:
@@ -81,12 +87,14 @@ class BlockTier(Tier):
         return [backing for backing in self.backings if isinstance(backing, PinnedBacking)]
 
     def guard(self) -> None:
-        """Let the engine report operators that read a block while its unit streams."""
+        """Let the engine report operators that read a block while its unit streams. Such operators would use
+        host bytes by mistake.
+        """
         for backing in self.blocks:
             self.engine.guard(backing.block.data, backing.name)
 
     def undo(self) -> None:
-        """Restore the tensors, and keep each block as a host copy if the session keeps host copies."""
+        """Restore the model's tensors. Keep each block as a host copy if the session keeps host copies."""
         blocks = self.blocks
         for backing in blocks:
             self.engine.unguard(backing.block.data)
@@ -102,22 +110,23 @@ class BlockTier(Tier):
         self.backings = []
 
     def copy_of(self, backing: PinnedBacking) -> HostCopy | None:
-        """Return the unit's block as a host copy for the next layout, or None if the unit's tensors are not in
-        the block."""
+        """Return the unit's block as a host copy for the next layout, or None if the unit's tensors do not
+        use the block.
+        """
         raise NotImplementedError
 
 
 class PinnedTier(BlockTier):
-    """The tier of unpacked units in pinned host memory."""
+    """The store of unpacked units in pinned host memory."""
 
     def place(self, units: Sequence[Unit], runtime: Runtime, residents: ResidentPlacer) -> list[Backing]:
-        """Copy each unit to a block of its own in host memory, pin it, and let the unit's tensors use the
-        block.
+        """Copy each unit to a block of its own in host memory, pin the block, and let the unit's tensors use
+        it.
 
-        While one unit is copied, the next copy is begun and the previous block is pinned. A unit's old memory
-        is released before the next but one is copied, so the host holds the weights about once; pages of a
-        memory-mapped checkpoint are released after they were copied. A unit with a valid host copy from the
-        previous layout is not copied again.
+        While one unit is copied, the copy of the next unit has begun, and the previous block is being pinned.
+        Before the copy of a unit begins, the old memory of the unit two before it has been released, so the
+        host holds the weights about once. Pages of a memory-mapped checkpoint are released after they have
+        been copied. A unit with a valid host copy from the previous layout is not copied again.
         """
         arena = self.store.arena
         backings = [PinnedBacking(unit, runtime, index) for index, unit in enumerate(units)]
@@ -149,8 +158,7 @@ class PinnedTier(BlockTier):
         return self.backings
 
     def _reuse_copy(self, backing: PinnedBacking, residents: ResidentPlacer) -> bool:
-        """Use the unit's host copy from the previous layout, if there is a valid one. Return whether this was
-        done."""
+        """Use the unit's host copy from the previous layout, if it is valid. Returns whether it was used."""
         copy = self.store.reuse(backing.unit)
         if copy is None:
             return False
@@ -180,8 +188,9 @@ class PinnedTier(BlockTier):
         backing.note_trainable()
 
     def copy_of(self, backing: PinnedBacking) -> HostCopy | None:
-        """Return the unit's block as a host copy for the next layout, or None if the unit's tensors are not in
-        the block."""
+        """Return the unit's block as a host copy for the next layout, or None if the unit's tensors do not
+        use the block.
+        """
         if len(backing.homes) != len(backing.unit.entries):
             return None
         tensors = [entry.tensor for entry in backing.unit.entries]

@@ -1,9 +1,9 @@
-"""Defines `Placement`: moves a module's tensors to where a plan wants them (device memory or a tier), and
-moves them back.
+"""Defines `Placement`: moves a module's tensors to the memory that a plan assigns to them (device memory or a
+tier), and moves them back.
 
-`ResidentPlacer` moves residents to the device; the `Tier` stores streamed units. Changes to tensors (memory,
-class) are made here, changes to modules in `model.interpose`. Both are undone in the reverse order, also
-after a failure in between.
+Residents are tensors that stay on the device; `ResidentPlacer` moves them there. A `Tier` stores the streamed
+units. Tensors (their memory and class) are changed in this package, modules are changed in `model.interpose`.
+Both kinds of changes are undone in the reverse order, even if an error occurs halfway.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from .tier import Tier
 
 
 class Placement:
-    """The places of a carving's tensors under one plan; `undo` moves every tensor back."""
+    """The present memory of each tensor of a carving (a module divided into units) under one plan. `undo`
+    moves every tensor back.
+    """
 
     def __init__(self, engine: Engine, store: HostStore, tier: Tier) -> None:
         self.tier = tier
         self.residents = ResidentPlacer(engine, store, tier)
         self.notes: list[str] = []
-        # These methods only concern residents.
+        # Methods that concern only residents are those of the placer.
         self.keep, self.adapt = self.residents.keep, self.residents.adapt
         self.keep_matching_residents = self.residents.keep_matching_residents
         self.replaced, self.made_here = self.residents.replaced, self.residents.made_here
@@ -43,20 +45,22 @@ class Placement:
 
     @property
     def streamed(self) -> list[Backing]:
-        """The backings of the streamed units, in model order."""
+        """The backings of the streamed units (the objects that fetch them), in the order of the model."""
         return self.tier.backings
 
     def stream(self, units: Sequence[Unit], runtime: Runtime) -> list[Backing]:
-        """Store ``units`` in the tier, to be streamed by ``runtime``, and move the deferred residents to the
-        device."""
+        """Store ``units`` in the tier, from which ``runtime`` streams them. Move residents that were deferred
+        to the device.
+        """
         self.tier.place(units, runtime, self.residents)
         self.residents.place_remaining()
         return_freed_memory()
         return self.tier.backings
 
     def settled(self) -> None:
-        """Note that all tensors are in place, so that no tensor received from the previous layout is left to be
-        matched."""
+        """Note that all tensors are in place. Tensors on the device that the previous layout left there are
+        no longer matched after this.
+        """
         self.device_tensors.received.clear()
 
     # -- figures
@@ -68,7 +72,7 @@ class Placement:
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes that were copied to the device for residents of this placement."""
+        """Bytes that were copied to the device for the residents of this placement."""
         return self.residents.loaded_bytes
 
     @property
@@ -78,23 +82,25 @@ class Placement:
 
     @property
     def streamed_host_bytes(self) -> int:
-        """Bytes of the streamed units in slots."""
+        """Bytes of the streamed units when they are in slots (unpacked, with alignment)."""
         return self.tier.streamed_bytes
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of the streamed units that cross the link when all are fetched once."""
+        """Bytes that are copied over the link if every streamed unit is fetched once."""
         return self.tier.wire_bytes
 
     @property
     def came_on_device(self) -> bool:
-        """Whether streamed weights were on a device when the session attached, and have to return there."""
+        """Whether streamed weights were on a device when the session was created. They have to return there
+        at the end.
+        """
         return self.tier.came_on_device
 
     # -- moving tensors back
 
     def undo_keeping_residents(self) -> None:
-        """Undo the placement, but keep residents on the device, for the next placement to take over."""
+        """Undo the placement, but leave residents on the device, so that the next placement can use them."""
         left = self.device_tensors.hand_over()
         self.device_tensors.take_over([moved for moved in left if moved.tensor.is_inference()])
         self.undo()
@@ -108,7 +114,7 @@ class Placement:
 
 
 def wanted_residents(carving: Carving, plan: Plan) -> tuple[list[Unit], list[Unit]]:
-    """Return (resident units, streamed units) of a plan, each in model order."""
+    """Return (resident units, streamed units) of a plan, each in the order of the model."""
     resident = [unit for index, unit in enumerate(carving.units) if index in plan.resident]
     streamed = [unit for index, unit in enumerate(carving.units) if index not in plan.resident]
     return resident, streamed

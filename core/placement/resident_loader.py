@@ -1,9 +1,9 @@
-"""Defines `ResidentLoader`: loads a file's resident weights to the device lazily, with disk read-ahead from
-the start.
+"""Defines `ResidentLoader`: loads the weights of a file that stay on the device (residents), on first use,
+with disk read-ahead.
 
-A session can run at once, whatever the model's size. Until its bytes are loaded, a resident tensor has the
+A session can run at once, whatever the model's size. Until its bytes are loaded, a resident tensor has a
 class of `model.arriving_tensor`, which loads the bytes on first use. All code here runs under the streamer's
-lock, except the reader's threads, which take no lock.
+lock, except the reader's threads, which take no lock. A load is a group of tensors that are loaded together.
 """
 
 from __future__ import annotations
@@ -41,15 +41,20 @@ from .resident_loads import Load, PackedLoad
 logger = logging.getLogger("carom")
 _STAGING = 16 * MIB  # bytes of each pinned staging buffer between disk and device
 _BUFFERS = 4
-# bytes of one read call; small, because the cache's reader has buffers of its own at the same time
+# Bytes of one read call. The value is small, because the reader of the host cache has buffers of its own at
+# the same time.
 _CHUNK = 4 * MIB
-_SPANS = 4096  # reads kept for the timeline
+_SPANS = 4096  # number of latest reads that are kept for the timeline
 
 
 @dataclass(eq=False)
 class _Staged:
-    """A pinned staging buffer. ``item``, ``piece``: the piece that is read into the buffer. ``handles``: its
-    reads. ``copied``: the event of the last copy from the buffer to the device."""
+    """A pinned staging buffer in host memory.
+
+    ``item``, ``piece``: the load and its piece that is being read into the buffer.
+    ``handles``: the reads of the piece.
+    ``copied``: the event of the last copy from the buffer to the device.
+    """
 
     block: Block
     item: Load | None = None
@@ -59,15 +64,17 @@ class _Staged:
 
 
 class ResidentLoader:
-    """The queued loads of one layout's residents, in the order in which their units are expected.
+    """The queued loads of one layout's residents, in the order in which their units are expected to be used.
 
-    ``staging_bytes``: host memory of the staging buffers. ``read_bytes``: bytes read from disk.
-    ``late_seconds``: time that host threads waited. ``spans``: recent reads as (label, start, end, bytes).
+    ``staging_bytes``: host memory of the staging buffers.
+    ``read_bytes``: bytes read from disk.
+    ``late_seconds``: time that host threads waited.
+    ``spans``: recent reads as (label, start, end, bytes).
     """
 
     def __init__(self, engine: Engine, arena: HostArena) -> None:
         self._engine, self._arena = engine, arena
-        # replaced by the streamer's in `attach_streamer`
+        # Both are replaced by the streamer's in `attach_streamer`.
         self._lock, self._meter = threading.RLock(), Meter(engine)
         self._queue: deque[Load] = deque()
         self._pending: dict[int, Load] = {}
@@ -88,17 +95,17 @@ class ResidentLoader:
 
     @property
     def wanted(self) -> bool:
-        """Whether any bytes have to be read from disk."""
+        """Whether any load has to be read from disk."""
         return any(item.fresh for item in self._pending.values())
 
     @property
     def packs(self) -> bool:
-        """Whether any load could cross the link packed."""
+        """Whether any load could be copied to the device packed."""
         return any(item.wire is not None for item in self._pending.values())
 
     @property
     def waiting(self) -> bool:
-        """Whether any load is not on the device yet."""
+        """Whether any load is not complete on the device yet."""
         return bool(self._pending)
 
     def add(self, item: Load) -> None:
@@ -112,9 +119,9 @@ class ResidentLoader:
             mark_pending(tensor, functools.partial(self.load, item))
 
     def choose_buffers(self, budget: int, share: int, least: int = 0) -> tuple[int, int]:
-        """Return (bytes, count) of the staging buffers.
+        """Return (bytes, count) of the staging buffers to allocate.
 
-        Each buffer takes at most ``budget // share`` bytes, but at least ``least``. Return (0, 0) if this is
+        Each buffer takes at most ``budget // share`` bytes, but at least ``least``. Returns (0, 0) if that is
         less than one page.
         """
         largest = max((item.nbytes for item in self._pending.values()), default=0)
@@ -135,8 +142,10 @@ class ResidentLoader:
     ) -> None:
         """Begin to read through ``count`` staging buffers of ``size`` bytes.
 
-        ``reader``: makes a disk reader. ``on_finished``: called when everything is loaded and the buffers are
-        released. ``staging``: device memory from which packed bytes are decoded, None without.
+        ``reader``: makes a disk reader.
+        ``on_finished``: called when everything is loaded and the buffers are released.
+        ``staging``: device memory from which packed bytes are decoded, None if nothing is decoded on the
+        device.
         """
         self._on_finished, self._staging = on_finished, staging
         for item in list(self._queue):
@@ -161,15 +170,18 @@ class ResidentLoader:
             self._finish()
 
     def wrap_forwards(self) -> None:
-        """Wrap the forwards of modules whose weights are not loaded yet, so that each unit is loaded when one
-        of its modules runs."""
+        """Wrap the forwards of modules whose weights are not loaded yet. The wrapper loads a unit when one of
+        its modules runs.
+        """
         for item in self._pending.values():
             for module in item.modules:
                 self._wrapped.forward(module, resident_forward(self, item))
 
     def begin_pass(self, everything: bool) -> None:
-        """Load the residents that belong to no single unit, at the start of a root forward; everything from
-        the second forward on, or if ``everything``."""
+        """Load the residents that do not belong to a single unit. Called at the start of a root forward.
+
+        Everything is loaded from the second forward on, or if ``everything``.
+        """
         self._passes_begun += 1
         for item in list(self._pending.values()):
             if everything or self._passes_begun > 1 or not item.modules:
@@ -178,11 +190,13 @@ class ResidentLoader:
     # -- loading
 
     def load(self, item: Load) -> None:
-        """Wait until ``item`` is on the device. Raise WeightsError if reading fails; a later call tries
-        again."""
+        """Wait until ``item`` is on the device. Raises WeightsError if reading fails; a later call tries
+        again.
+        """
         if item.loaded:
             return
-        # Dispatch modes (fake tensors, operator counters, the simulated device) must not see our copies.
+        # Disable dispatch modes (fake tensors, operator counters, the simulated device), which must not see
+        # Carom's copies.
         if torch._C._len_torch_dispatch_stack():
             with _disable_current_modes():
                 self._load_locked(item)
@@ -190,8 +204,9 @@ class ResidentLoader:
             self._load_locked(item)
 
     def _load_locked(self, item: Load) -> None:
-        """Load ``item`` under the lock, and record the waiting time. Raise CaromError if the session was
-        closed."""
+        """Load ``item`` under the lock, and record the waiting time. Raises CaromError if the session was
+        closed.
+        """
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if item.loaded:
                 return
@@ -213,14 +228,14 @@ class ResidentLoader:
             if before is not None:
                 self._meter.waited(before, self._engine.mark(), item.name, managed_tensor.in_backward())
             if self._pending:
-                self._submit_reads()  # read ahead for the next load
+                self._submit_reads()  # read the next load ahead
             else:
                 self._finish()
 
     def _load_packed(self, item: Load, packed: PackedLoad) -> None:
-        """Load a packed item whole: copy its pieces to staging memory, and decode them.
+        """Load a packed item as a whole: copy its pieces to staging memory, and decode them.
 
-        Staging memory is reserved only during this call, so after a failure the load starts again from its
+        Staging memory is reserved only during this call. So after a failure the load starts again from its
         first piece.
         """
         assert self._staging is not None
@@ -242,8 +257,8 @@ class ResidentLoader:
         """Withdraw submitted pieces of other packed loads that would be copied before the last piece of
         ``item``.
 
-        The pieces of a packed load have to arrive in one call of `load`, so these other pieces are submitted
-        again later.
+        All pieces of a packed load have to be copied within one call of `load`. The withdrawn pieces are
+        submitted again later.
         """
         submitted = list(self._submitted)
         mine = [place for place, staged in enumerate(submitted) if staged.item is item]
@@ -254,10 +269,10 @@ class ResidentLoader:
         self._move_to_front(item)
 
     def _unpack(self, item: Load, packed: PackedLoad, copied: Any) -> Any:
-        """Verify the checksums of a load whose pieces are all in staging memory, and decode them. Return the
-        event that ends decoding.
+        """Verify the checksums of a load whose pieces are all in staging memory, and decode the pieces.
+        Returns the event at the end of decoding.
 
-        ``copied``: the event of the last piece's copy.
+        ``copied``: the event of the copy of the last piece.
         """
         assert self._staging is not None and packed.landing is not None
         self._staging.release_after(copied)
@@ -275,7 +290,7 @@ class ResidentLoader:
         self._queue.appendleft(item)
 
     def _submit_reads(self) -> None:
-        """Submit disk reads into every free staging buffer."""
+        """Submit disk reads for every free staging buffer."""
         assert self._reader is not None
         if self._direct is not None:
             return
@@ -326,12 +341,13 @@ class ResidentLoader:
         self._free.append(staged)
 
     def _span_recorder(self, began: float) -> Callable[[SubmittedRead], None]:
-        """Return a callback that records a read begun at ``began`` (perf_counter, seconds) for the
-        timeline."""
+        """Return a callback that records a finished read for the timeline. ``began``: when the read began
+        (perf_counter, seconds).
+        """
         return lambda handle: self.spans.append((handle.label, began, time.perf_counter(), handle.nbytes))
 
     def _copy_next_piece(self) -> None:
-        """Wait for the read of the piece that was submitted first, and copy the piece to the device."""
+        """Wait for the reads of the piece that was submitted first, and copy that piece to the device."""
         staged = self._submitted[0]
         item, piece = staged.item, staged.piece
         assert item is not None and piece is not None
@@ -347,8 +363,8 @@ class ResidentLoader:
                 to[piece.start : piece.start + piece.nbytes], source, after, False
             )
         except BaseException:
-            # Other submitted reads may fail likewise; withdraw them all, so that the next caller starts with
-            # new reads.
+            # Other submitted reads may fail in the same way. Withdraw all of them, so that the next call
+            # starts with new reads.
             for submitted in reversed(list(self._submitted)):
                 self._withdraw(submitted)
             self._move_to_front(item)
@@ -360,14 +376,15 @@ class ResidentLoader:
             event = staged.copied
             if item.packed is not None:
                 event = self._unpack(item, item.packed, event)
-            # Wait on the host for the copy: afterwards kernels on any stream may read the tensors without an
-            # event.
+            # Let the host wait for the copy. Kernels on any stream may then read the tensors without waiting
+            # for an event.
             self._engine.synchronize(event)
             self._mark_loaded(item)
 
     def _load_via_gpudirect(self, item: Load) -> None:
-        """Load ``item`` through GPUDirect Storage, with the next load submitted; on failure return, so that
-        the staging buffers are used."""
+        """Load ``item`` through GPUDirect Storage, with the reads of the next load submitted. After a
+        failure, return without an error, so that the staging buffers are used.
+        """
         assert self._direct is not None
         ahead = [other for other in self._queue if other is not item and other.pieces]
         try:
@@ -387,7 +404,7 @@ class ResidentLoader:
         self._mark_loaded(item)
 
     def _mark_loaded(self, item: Load) -> None:
-        """Give the tensors of ``item`` their own class again, now that their bytes are on the device."""
+        """Set the class of the tensors of ``item`` back to their own, now that their bytes are on the device."""
         with torch.inference_mode(False), torch.no_grad():
             for tensor in item.tensors:
                 clear_pending(tensor)
@@ -398,9 +415,9 @@ class ResidentLoader:
     # -- the end of a pass, and closing
 
     def end_pass(self) -> None:
-        """Remove the forward wrappers after a root forward succeeded, if everything is loaded.
+        """Remove the forward wrappers if everything is loaded. Called after a root forward has succeeded.
 
-        Wrappers stay during a pass, because a pass that fails for memory may run again.
+        Wrappers are not removed during a pass, because a pass that runs out of memory may run again.
         """
         if not self._pending:
             self._wrapped.undo()
@@ -428,7 +445,7 @@ class ResidentLoader:
         self._submitted.clear()
 
     def close(self) -> None:
-        """Give up pending loads and release all memory. Idempotent."""
+        """Abandon loads that are not complete, and release all memory. Idempotent."""
         with self._lock:
             self._closed = True
             self._wrapped.undo()
@@ -436,13 +453,13 @@ class ResidentLoader:
             for item in self._pending.values():
                 for tensor in item.tensors:
                     clear_pending(tensor)
-            # Remaining references to the session must not keep the device memory.
+            # Release the loads now: code that still refers to the session must not keep their device memory.
             self._pending.clear()
             self._queue.clear()
 
 
 def resident_forward(residents: ResidentLoader, item: Load) -> Callable[[Callable], Callable]:
-    """Return a wrapper for a forward that first loads ``item`` if its bytes are still on disk."""
+    """Return a wrapper for a module's forward that loads ``item`` first if its bytes are not on the device."""
     load_now = quiet(residents.load)
 
     def make(inner: Callable) -> Callable:

@@ -1,5 +1,8 @@
-"""Defines `Load` (resident tensors of a file that are loaded to one device buffer at once) and `PackedLoad`
-(its packed form)."""
+"""Defines `Load` and `PackedLoad`.
+
+A `Load` is a group of tensors of a file that stay on the device and are loaded together, into one device
+buffer. A `PackedLoad` is the state of a load that is copied to the device packed.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +22,32 @@ from .wire_format import WireFormat
 
 @dataclass(eq=False)
 class Load:
-    """Resident tensors in one device ``buffer`` of ``nbytes`` bytes, loaded together.
+    """Tensors that are loaded together into one device ``buffer`` of ``nbytes`` bytes.
 
-    ``modules``: the modules whose forward needs the tensors; empty if any forward may. ``arrived``: called
-    once the bytes are on the device.
+    ``modules``: the modules whose forward needs the tensors; empty if any forward may.
+    ``arrived``: called once the bytes are on the device.
     """
 
     name: str
     buffer: torch.Tensor
     nbytes: int
-    fresh: list[PlacedTensor]  # parts of the buffer that are read from the file
+    fresh: list[PlacedTensor]  # the tensors of the buffer that are read from the file
     tensors: list[torch.Tensor]
     modules: list[nn.Module]
     arrived: Callable[[], None]
     pieces: deque[CachePiece] = field(default_factory=deque)  # pieces whose reads are not submitted yet
     pieces_left: int = 0  # number of pieces that are not on the device yet
     loaded: bool = False
-    wire: WireFormat | None = None  # format in which the bytes can cross packed, None if they cannot
-    packed: PackedLoad | None = None  # set if the bytes do cross packed
+    wire: WireFormat | None = None  # the packed byte layout of the load, None if it cannot be copied packed
+    packed: PackedLoad | None = None  # set if the load is copied packed
 
     def cut(self, size: int, staging_bytes: int) -> None:
-        """Divide the load into pieces of at most ``size`` bytes; packed pieces if they all fit in
-        ``staging_bytes`` of device memory."""
+        """Divide the load into pieces of at most ``size`` bytes. The pieces are packed if all of them fit in
+        ``staging_bytes`` of device memory.
+        """
         wire = self.wire
         if wire is not None and wire.nbytes > staging_bytes:
-            wire = None  # too large for staging memory: the host decodes
+            wire = None  # too large for staging memory: the host decodes the tensors
         whole = (self.nbytes, self.fresh) if wire is None else (wire.nbytes, wire.placed)
         pieces = [piece for piece in cut([whole], size)[0] if piece.reads]
         self.pieces.extend(pieces)
@@ -54,13 +58,15 @@ class Load:
 
 @dataclass(eq=False)
 class PackedLoad:
-    """A load whose pieces are copied to staging memory packed, all in one call of `ResidentLoader.load`, and
-    decoded from there."""
+    """The state of a load whose packed pieces are copied to staging memory, all in one call of
+    `ResidentLoader.load`, and decoded from there.
+    """
 
     decoder: UnitDecoder
     nbytes: int
     pieces: list[CachePiece]
     checks: BlobChecks
-    found: dict[int, PieceChecksums] = field(default_factory=dict)  # checksums of the copied pieces, by rank
+    # checksums of the copied pieces, by the piece's number
+    found: dict[int, PieceChecksums] = field(default_factory=dict)
     landing: torch.Tensor | None = None
-    after: list[Any] = field(default_factory=list)  # events that the next copy to ``landing`` waits for
+    after: list[Any] = field(default_factory=list)  # events that the next copy to ``landing`` has to wait for

@@ -1,5 +1,6 @@
-"""Defines `ResidentPlacer`: moves the resident tensors of one layout to the device, and moves them back at
-the end."""
+"""Defines `ResidentPlacer`: moves the residents of one layout (the units and tensors that stay on the device)
+to the device, and back at the end.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +24,20 @@ from .tier import Tier
 
 
 class ResidentPlacer:
-    """The resident units and tensors of one layout: each large unit in a device buffer of its own, all small
-    ones in one buffer.
+    """The residents of one layout. Each large unit has a device buffer of its own, and all small units share
+    one buffer.
 
-    ``resident_bytes``: device memory, as the allocator reserves it. ``loaded_bytes``: bytes that were copied
-    to the device for this layout. ``adapter_bytes``: bytes of trainable tensors.
+    ``resident_bytes``: device memory, as the allocator reserves it.
+    ``loaded_bytes``: bytes that were copied to the device for this layout.
+    ``adapter_bytes``: bytes of trainable tensors.
     """
 
     def __init__(self, engine: Engine, store: HostStore, tier: Tier) -> None:
         self._engine, self._store, self._tier = engine, store, tier
         self.device_tensors = DeviceTensors(engine)
-        # resident units that are moved while other units are stored in the tier
+        # Resident units that are moved while streamed units are being stored in the tier.
         self._deferred: list[Unit] = []
-        self._small: list[Entry] = []  # their small tensors, which share one buffer
+        self._small: list[Entry] = []  # the small tensors of the deferred units, which share one buffer
         self._buffer_bytes = 0
         self.loaded_bytes = 0
         self.adapter_bytes = 0
@@ -48,12 +50,12 @@ class ResidentPlacer:
     # -- moving tensors to the device
 
     def keep(self, units: list[Unit], entries: list[Entry], defer: bool = False) -> None:
-        """Move resident units and entries to the device. Raise UnsupportedError for an inference-mode buffer
+        """Move resident units and entries to the device. Raises UnsupportedError for an inference-mode buffer
         on another device.
 
-        ``defer``: move units later, while streamed units are stored in the tier: large ones in
-        `placement_order`, small ones last. A memory-mapped file is then read once from start to end, and a
-        unit waits only for its own part of the file.
+        ``defer``: move units later, while streamed units are stored in the tier: large units in
+        `placement_order`, small units last. A memory-mapped file is then read once from start to end, and
+        each unit waits only for its own part of the file.
         """
         entries = self._tier.load(entries, "weights that stay by need", [])
         groups, alone = group_by_buffer(units, entries)
@@ -79,9 +81,10 @@ class ResidentPlacer:
     def placement_order(self, backings: Sequence[Backing]) -> list[tuple[Unit, Backing | None]]:
         """Return all streamed units and large resident units, in the order in which they are to be moved.
 
-        Units that leave the device come first, then all others by their address in memory, so that a mapped
-        file is read in one direction, right behind the system's read-ahead. The second item of a pair is the
-        unit's backing, or None for a resident unit (see `place_deferred`).
+        Units that leave the device come first. The others follow in the order of their addresses in memory,
+        so that a mapped file is read in one direction and the system's read-ahead is effective. The second
+        item of a pair is the unit's backing (its store in the tier), or None for a resident unit, which
+        `place_deferred` moves.
         """
         work: list[tuple[Unit, Backing | None]] = [(backing.unit, backing) for backing in backings]
         work += [(unit, None) for unit in self._deferred if unit.nbytes >= residents.SMALL_UNIT]
@@ -94,23 +97,26 @@ class ResidentPlacer:
         return work
 
     def place_deferred(self, unit: Unit) -> None:
-        """Move a large resident unit to the device; keep its host copy, if there is one, for when the unit
-        has to stream again."""
+        """Move a large resident unit to the device. If the unit has a host copy, keep it for the time when
+        the unit is streamed again.
+        """
         self._deferred = [other for other in self._deferred if other is not unit]
         if self.device_tensors.left_since_trim:
             self.device_tensors.left_since_trim = False
-            # merge the memory of tensors that left the device, so that a large buffer fits
+            # Merge the free memory that tensors left behind on the device, so that a large buffer fits.
             self._engine.trim()
         on_device = [self.device_tensors.holds(entry.tensor) for entry in unit.entries]
         copies, arena = self._store.copies, self._store.arena
         copy = None if all(on_device) else self._store.find(unit)
-        # Keep a host copy only if it is pinned: an unpinned one exceeds the budget for pinned memory.
+        # Keep a host copy only if it is pinned. An unpinned copy shows that the budget for pinned memory is
+        # exceeded.
         copy_is_current = (
             copy is not None
             and self._store.is_current(copy)
             and not any(on_device)
             and (copy.block.pinned or not arena.can_pin)
-            # on a device that shares host memory, the copy would hold the weight twice in the same memory
+            # On a device that shares host memory, the copy would hold the weight a second time in the same
+            # memory.
             and not self._engine.shares_host
         )
         self._move_into_shared_buffer(unit.entries, unit.modules)
@@ -124,8 +130,9 @@ class ResidentPlacer:
         shared_buffer.copy = copy
 
     def place_remaining(self) -> None:
-        """Move the deferred units that are not on the device yet: large units, then all small ones into one
-        buffer."""
+        """Move the deferred units that are not on the device yet: large units first, then all small units
+        into one buffer.
+        """
         for unit in [unit for unit in self._deferred if unit.nbytes >= residents.SMALL_UNIT]:
             self.place_deferred(unit)
         small, self._small = self._small, []
@@ -136,8 +143,7 @@ class ResidentPlacer:
                 self._store.copies.drop(unit)
 
     def _move_into_shared_buffer(self, entries: list[Entry], modules: list[nn.Module]) -> None:
-        """Copy tensors to one new device buffer; tensors that are on the device already stay where they
-        are."""
+        """Copy tensors to one new device buffer. Tensors that are already on the device stay where they are."""
         if not entries:
             return
         entries = self._tier.load(entries, entries[0].name, modules)
@@ -170,12 +176,14 @@ class ResidentPlacer:
             tensor.data = view
 
     def _take_origin(self, tensor: torch.Tensor) -> torch.device:
-        """Return the device that ``tensor`` returns to, and remove the tensor from the packed weights."""
+        """Return the device to which ``tensor`` returns at the end, and remove the tensor from the packed
+        weights.
+        """
         packed = self._store.take(tensor)
         return self._engine.locate(tensor) if packed is None else packed.origin
 
     def _address(self, tensor: torch.Tensor) -> int:
-        """Return the address of a tensor's bytes, 0 without storage."""
+        """Return the address of a tensor's bytes, 0 if the tensor has no storage."""
         packed = self._store.shelf.get(id(tensor))
         try:
             return (tensor if packed is None else packed.blob).data_ptr()
@@ -183,22 +191,23 @@ class ResidentPlacer:
             return 0
 
     def _leaves(self, unit: Unit) -> bool:
-        """Return whether a tensor of the unit is on the device and has to leave it."""
+        """Return whether a tensor of the unit is on the device and has to leave it, because the unit streams."""
         return any(id(entry.tensor) in self.device_tensors.leaving for entry in unit.entries)
 
     @cached_property
     def mapped(self) -> MappedFiles:
-        """The table of memory-mapped files, for releasing pages."""
+        """The table of memory-mapped files, which is used to release their pages."""
         return MappedFiles()
 
     def drop_pages(self, read: torch.Tensor) -> None:
-        """Release the page-cache pages of ``read`` if the tensor lies in a memory-mapped file: its bytes were
-        copied."""
+        """Release the page-cache pages of ``read``, whose bytes were copied, if the tensor is in a
+        memory-mapped file.
+        """
         if read.device.type == "cpu" and is_plain(read):
             self.mapped.release(read.data_ptr(), read.numel() * read.element_size())
 
     def adapt(self, entry: Entry) -> None:
-        """Move a trainable tensor, gradient included, to the device."""
+        """Move a trainable tensor and its gradient to the device."""
         self.adapter_bytes += self._move(entry.tensor)
 
     def _move(self, tensor: torch.Tensor) -> int:
@@ -216,8 +225,8 @@ class ResidentPlacer:
     # -- changes by the model
 
     def replaced(self, entries: dict[int, Entry]) -> None:
-        """Update the records of tensors that the model replaced: the new tensors are moved back in place of the
-        old ones.
+        """Update the records of tensors that the model replaced. At the end, the new tensors are moved back
+        instead of the previous ones.
 
         ``entries``: the new tensors, by the id of the tensor that each replaces.
         """
@@ -225,34 +234,37 @@ class ResidentPlacer:
         self.device_tensors.replaced(entries)
 
     def made_here(self, entry: Entry) -> None:
-        """Note a buffer that the model created: if it is on the device, it moves back at the end with the
-        others."""
+        """Record a buffer that the model created. If the buffer is on the device, `undo` moves it to the
+        device of the others.
+        """
         homes = {moved.origin for moved in self.device_tensors.moved} | self._tier.attached.came_from
         if len(homes) == 1:
             self.device_tensors.adopt_buffer(entry, homes.pop())
 
-    # -- from one layout to the next
+    # -- changing from one layout to the next
 
     def keep_matching_residents(
         self, units: list[Unit], entries: list[Entry], adapters: list[Entry], streamed: Sequence[Unit] = ()
     ) -> None:
-        """Keep the new plan's residents that are already on the device; move the others off before loading
-        anything."""
+        """Keep those residents of the new plan that are already on the device. Move the other tensors off the
+        device, before anything is loaded.
+        """
         groups, alone = group_by_buffer(units, entries)
         self._buffer_bytes += self.device_tensors.keep_matching(
             groups, [*alone, *adapters], streamed, self._use_host_copy
         )
 
     def _use_host_copy(self, members: list[Moved], shared_buffer: SharedBuffer | None) -> bool:
-        """Let tensors use their host copy, if it still holds their values, without copying from the device.
-        Return whether this was done."""
+        """Let tensors use their host copy, if it still holds their values, so that nothing is copied from the
+        device. Returns whether this was done.
+        """
         copies = self._store.copies
         if shared_buffer is None or shared_buffer.copy is None or copies is None:
             return False
         copy: HostCopy = shared_buffer.copy
         shared_buffer.copy = None
-        # A tensor that became trainable has a gradient on the device, and a host copy may be packed, so
-        # neither uses the copy.
+        # The host copy is not used for a tensor that became trainable (it has a gradient on the device), nor
+        # if the copy is packed.
         usable = all(
             shared_buffer.holds(moved.tensor) and not moved.tensor.requires_grad for moved in members
         )

@@ -1,5 +1,6 @@
-"""Defines `DeviceTensors`: the tensors that a placement has in device memory, which of them the next layout
-keeps, and their return."""
+"""Defines `DeviceTensors`: the tensors that a placement has in device memory. It selects those that the next
+layout keeps, and moves the others back.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +28,19 @@ class SharedBuffer:
     copy: HostCopy | None = None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor still lies in the buffer, and was not given other memory by the model."""
+        """Return whether the tensor is still in the buffer. False if the model has given the tensor other
+        memory.
+        """
         return self.start <= tensor.data_ptr() < self.start + max(1, self.nbytes)
 
 
 @dataclass(eq=False)
 class Moved:
-    """A tensor that was moved to the device, and the device ``origin`` that it returns to.
+    """A tensor that was moved to the device.
 
-    ``shared_buffer``: the buffer it lies in, None if it was moved alone. ``sites``: the places in modules of
-    a buffer that the model created.
+    ``origin``: the device to which the tensor returns.
+    ``shared_buffer``: the buffer that contains the tensor, None if it was moved alone.
+    ``sites``: for a buffer that the model created, its places in modules.
     """
 
     tensor: torch.Tensor
@@ -51,29 +55,30 @@ class DeviceTensors:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.moved: list[Moved] = []
-        self.leaving: dict[int, Moved] = {}  # taken over, and copied to the tier directly from the device
-        # ids of tensors taken over from the previous placement, until the layout is complete
+        # taken over from the previous placement; the tier copies them directly from the device
+        self.leaving: dict[int, Moved] = {}
+        # Ids of tensors that were taken over from the previous placement. Emptied once the layout is
+        # complete.
         self.received: set[int] = set()
         self.left_since_trim = False  # whether tensors left the device since the allocator was last trimmed
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor is on the device already."""
+        """Return whether the tensor is already on the device."""
         if id(tensor) in self.received:
             return True
-        # If the session's device is the CPU, slots and buffers are separate memory, so tensors are moved as
-        # on any device.
+        # If the session's device is the CPU, slots and buffers are separate memory in RAM, and tensors are
+        # copied there as on any device.
         engine = self._engine
         return engine.location.type != "cpu" and engine.locate(tensor) == engine.location
 
     def origin_of(self, tensor: torch.Tensor) -> torch.device:
-        """Return the device that a tensor which is to stream returns to at the end."""
+        """Return the device to which ``tensor``, which is about to be streamed, returns at the end."""
         left = self.leaving.get(id(tensor))
         return self._engine.locate(tensor) if left is None else left.origin
 
     @torch.inference_mode(False)
     def move_in(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Move one tensor to the device. Return its previous value, or None if it was on the device
-        already."""
+        """Move one tensor to the device. Returns its previous value, or None if it was already on the device."""
         engine = self._engine
         origin, before = engine.locate(tensor), tensor.detach()
         if origin == engine.location:
@@ -83,8 +88,8 @@ class DeviceTensors:
         return before
 
     def replaced(self, entries: dict[int, Entry]) -> None:
-        """Update the records of tensors that the model replaced: the new tensors are moved back in place of the
-        old ones.
+        """Update the records of tensors that the model replaced. At the end, the new tensors are moved back
+        instead of the previous ones.
 
         ``entries``: the new tensors, by the id of the tensor that each replaces.
         """
@@ -99,19 +104,25 @@ class DeviceTensors:
                     relocate(entry.tensor, self._engine.location, self._engine)
 
     def adopt_buffer(self, entry: Entry, origin: torch.device) -> None:
-        """Note a buffer that the model created: if it is on the device, it moves to ``origin`` at the end."""
+        """Record a buffer that the model created. If the buffer is on the device, it moves to ``origin`` at
+        the end.
+        """
         if self._engine.locate(entry.tensor) == self._engine.location != origin:
             self.moved.append(Moved(entry.tensor, origin, sites=entry.sites))
 
-    # -- from one placement to the next
+    # -- changing from one placement to the next
 
     def hand_over(self) -> list[Moved]:
-        """Return all tensors on the device, and forget them: the caller has to move them back."""
+        """Return the records of all tensors on the device, and delete them here. The caller has to move the
+        tensors back.
+        """
         left, self.moved = self.moved, []
         return left
 
     def take_over(self, left: list[Moved]) -> None:
-        """Take over tensors that are already on the device, and move them back at the end."""
+        """Record tensors that the previous placement left on the device. This object moves them back at the
+        end.
+        """
         self.moved += left
 
     @torch.inference_mode(False)
@@ -123,13 +134,16 @@ class DeviceTensors:
         streamed: Sequence[Unit],
         use_host_copy: Callable[[list[Moved], SharedBuffer | None], bool],
     ) -> int:
-        """Keep the taken-over tensors that the new layout wants in exactly the same grouping; move the others
-        off.
+        """Keep the taken-over tensors that the new layout groups in exactly the same way. Move the others off
+        the device.
 
-        This is done before anything is loaded. Tensors of units that are to stream (``streamed``) stay until
-        the tier copies them from the device. ``use_host_copy``: lets tensors use their host copy if it is
-        valid, and returns whether it is. Return the bytes of the buffers that stay, as the allocator reserves
-        them.
+        This is done before anything is loaded. Tensors of units that are about to be streamed (``streamed``)
+        stay on the device until the tier has copied them.
+        ``groups``: the tensors that share a device buffer in the new layout.
+        ``alone``: the tensors that have memory of their own in the new layout.
+        ``use_host_copy``: lets tensors use their host copy if it is valid, and returns whether it is.
+
+        Returns the bytes of the buffers that stay, as the allocator reserves them.
         """
         wanted = {frozenset(id(entry.tensor) for entry in shared_buffer) for shared_buffer in groups}
         single = {id(entry.tensor) for entry in alone}
@@ -159,28 +173,31 @@ class DeviceTensors:
                 elif not use_host_copy(members, shared_buffer):
                     self._move_off(members, leaving)
                 undecided.pop()
-        except BaseException:  # `undo` has to know every tensor that is still on the device
+        except BaseException:  # `undo` needs a record of every tensor that is still on the device
             known = {id(moved) for moved in (*self.moved, *self.leaving.values())}
             self.moved += [moved for members in undecided for moved in members if id(moved) not in known]
             raise
         return kept_bytes
 
     def _keep(self, members: list[Moved]) -> None:
-        """Keep tensors on the device for this layout."""
+        """Keep the tensors ``members`` on the device for this layout."""
         self.moved += members
         self.received |= {id(moved.tensor) for moved in members}
 
     def _move_off(self, members: list[Moved], leaving: set[int]) -> None:
-        """Move tensors of one buffer back, or leave them for the tier to copy from the device."""
+        """Move tensors of one buffer back, or leave them on the device until the tier has copied them.
+
+        ``leaving``: ids of the tensors that are about to be streamed.
+        """
         shared_buffer = members[0].shared_buffer
-        # Small tensors that share a buffer leave at once, because the buffer is freed only when all have
-        # left.
+        # Small tensors that share a buffer are moved off at once, because the buffer is freed only when all
+        # its tensors have left.
         streams_from_device = all(id(moved.tensor) in leaving for moved in members)
         streams_from_device = streams_from_device and (
             shared_buffer is None or shared_buffer.nbytes >= SMALL_UNIT
         )
         for moved in members:
-            # A tensor with a gradient moves back now, gradient included.
+            # A tensor with a gradient is moved back now, together with its gradient.
             if streams_from_device and not moved.tensor.is_inference() and not _has_gradient(moved.tensor):
                 self.leaving[id(moved.tensor)] = moved
                 self.left_since_trim = True
@@ -201,8 +218,8 @@ class DeviceTensors:
 
     def _return_to_origin(self, moved: Moved) -> None:
         """Move one tensor back to its original device."""
-        # An inference-mode tensor was created by the model and cannot be changed in place; replace it in its
-        # modules instead.
+        # The model created an inference-mode tensor itself, and such a tensor cannot be changed in place.
+        # Replace it in its modules instead.
         if moved.tensor.is_inference():
             if self._engine.locate(moved.tensor) != moved.origin:
                 returned = self._engine.move(moved.tensor, moved.origin)
@@ -212,16 +229,16 @@ class DeviceTensors:
             return
         if self._engine.locate(moved.tensor) != moved.origin:
             relocate(moved.tensor, moved.origin, self._engine)
-        else:  # the CPU is the session's device: copy the tensor out of the session's buffer
+        else:  # the session's device is the CPU: copy the tensor out of the session's buffer
             moved.tensor.data = moved.tensor.data.clone(memory_format=torch.preserve_format)
 
 
 def group_by_buffer(units: list[Unit], entries: list[Entry]) -> tuple[list[list[Entry]], list[Entry]]:
-    """Return (groups of entries that share a buffer, entries that are moved alone) of the tensors that are to
-    stay on the device.
+    """Return (groups of entries that share a buffer, entries that are moved alone), for all tensors that are
+    to stay on the device.
 
-    The last group holds all small tensors. A module buffer is moved alone: the model may resize it, which
-    needs a storage of its own.
+    The last group holds all small tensors. A buffer of a module (``register_buffer``) is moved alone, because
+    the model may resize it, which needs a storage of its own.
     """
     groups = [unit.entries for unit in units if unit.nbytes >= SMALL_UNIT]
     small = [entry for unit in units if unit.nbytes < SMALL_UNIT for entry in unit.entries]
@@ -239,7 +256,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def relocate(tensor: torch.Tensor, to: torch.device, engine: Engine) -> None:
-    """Move a tensor's value and gradient to the device ``to``; the object stays the same."""
+    """Move the value and the gradient of a tensor to the device ``to``. The tensor object stays the same."""
     grad = tensor.grad if tensor.is_leaf else None
     if grad is not None:
         tensor.grad = None

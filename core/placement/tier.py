@@ -1,8 +1,11 @@
-"""Defines `Tier`, the interface of the places where a layout's streamed units are stored (pinned host memory,
-packed host memory, a file).
+"""Defines `Tier`, the interface of the stores of a layout's streamed units: pinned host memory, packed host
+memory, or a file.
 
-A further tier is one subclass with `Tier.place` and a `Backing` with `Backing.fetch`. All other methods have
-defaults that suit units whose bytes are always in host memory.
+A unit is a group of tensors that are copied to the device together. Its backing is the object that fetches
+its bytes into a slot (the device memory that holds a streamed unit while it is used). Residents are tensors
+that stay on the device. The link is the connection between host and device. A tier of another kind is one
+subclass with `Tier.place`, and a subclass of `Backing` with `Backing.fetch`. All other methods have defaults
+that suit units whose bytes are always in host memory.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReadFigures:
-    """The report's figures of a session with weights from disk.
+    """The figures of disk reads for the report of a session with weights from disk.
 
-    The ``ram`` budget and the peak of its use, bytes read, seconds of reading, seconds of waiting for reads,
-    notes.
+    They are the ``ram`` budget and the peak of its use, bytes read, seconds of reading, seconds of waiting
+    for reads, and notes.
     """
 
     ram_budget_bytes: int
@@ -47,9 +50,12 @@ class ReadFigures:
 class TierFigures:
     """Bytes of a layout's streamed units, for the report.
 
-    ``streamed_bytes``: in slots. ``wire_bytes``: over the link. ``waiting_bytes``: host memory from which
-    units stream. ``packed_units``: number of units that cross packed. ``packed_resident_...``: units whose
-    packed bytes stay on the device. ``read``: figures of disk reads, None without a file.
+    ``streamed_bytes``: bytes of the units in slots.
+    ``wire_bytes``: bytes that are copied over the link to fetch all units once.
+    ``waiting_bytes``: host memory from which units are streamed.
+    ``packed_units``: number of units that are copied packed.
+    ``packed_resident_...``: figures of units whose packed bytes stay on the device.
+    ``read``: figures of disk reads, None if no weights come from a file.
     """
 
     streamed_bytes: int
@@ -66,15 +72,17 @@ class SlotReader(Protocol):
     """The streamer's interface for copying a unit's bytes back from the device."""
 
     def read_back(self, backing: Backing, block: Block, after_fetch: Callable[[], None]) -> None:
-        """Fetch the unit to a slot, call ``after_fetch``, and copy the slot to ``block``."""
+        """Fetch the unit to a slot, call ``after_fetch``, and copy the slot's bytes to ``block``."""
 
 
 class Tier:
-    """The store of one layout's streamed units, and the factory of their backings.
+    """The store of one layout's streamed units. Makes their backings.
 
-    ``notes``: for the report. ``left_device``: called when units whose packed bytes stayed on the device
-    cross the link from now on. ``reads_ahead``: whether units may have to be read from disk first
-    (`complete`, `expect`, `Backing.ready`).
+    ``notes``: notes for the report.
+    ``left_device``: called when units whose packed bytes stayed on the device have to be copied over the link
+    from now on.
+    ``reads_ahead``: whether units may have to be read from disk first (`complete`, `expect`,
+    `Backing.ready`).
     """
 
     reads_ahead = False
@@ -86,19 +94,21 @@ class Tier:
         self.notes: list[str] = []
         self.left_device: Callable[[], None] = lambda: None
 
-    # -- laying out, and taking back
+    # -- making and undoing a layout
 
     def place(self, units: Sequence[Unit], runtime: Runtime, residents: ResidentPlacer) -> list[Backing]:
-        """Make a backing for each unit, turn its tensors into managed tensors, and store the backings in
-        `backings`.
+        """Make a backing for each unit, turn the unit's tensors into managed tensors, and store the backings
+        in `backings`.
 
-        ``residents``: its units may be moved between the streamed ones (`ResidentPlacer.placement_order`), or
-        later.
+        ``runtime``: the streamer that will use the tensors.
+        ``residents``: the placer of residents. Its units may be moved between the streamed units
+        (`ResidentPlacer.placement_order`), or later.
         """
         raise NotImplementedError
 
     def load(self, entries: list[Entry], name: str, modules: list[nn.Module]) -> list[Entry]:
-        """Begin to load those of the resident ``entries`` whose values this tier stores; return the others.
+        """Begin to load those of ``entries`` whose values this tier stores to the device, where they stay.
+        Returns the other entries.
 
         ``modules``: the only modules whose forward needs the entries; empty if any forward may.
         """
@@ -110,28 +120,33 @@ class Tier:
         return 0
 
     def replaced(self, entries: dict[int, Entry]) -> None:
-        """Update the records of loaded tensors that the model replaced. ``entries``: the new tensors, by the id
-        of the tensor that each replaces."""
+        """Update the records of loaded tensors that the model replaced.
+
+        ``entries``: the new tensors, by the id of the tensor that each replaces.
+        """
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory in bytes from which fetches decode; known after `place`."""
+        """Device memory in bytes that fetches need for packed bytes before decoding. Known after `place`."""
         return 0
 
     def start(self, link: Link) -> None:
-        """Begin to serve fetches over ``link``, now that the slots exist."""
+        """Begin to serve fetches over ``link``. Called once the slots exist."""
 
     def close(self) -> None:
         """Release the resources that fetches need. Called after the last fetch, when no work is pending on the
         device."""
 
     def guard(self) -> None:
-        """Let operators that read host bytes of streamed units in a step raise an error, on engines that see
-        operators."""
+        """Let operators that read host bytes of streamed units in a step raise an error, if the engine can
+        observe operators.
+        """
 
     @property
     def came_on_device(self) -> bool:
-        """Whether streamed weights were on a device when the session attached, and have to return there."""
+        """Whether streamed weights were on a device when the session was created. They have to return there
+        at the end.
+        """
         return any(device.type != "cpu" for device in self.attached.came_from)
 
     def undo(self) -> None:
@@ -144,40 +159,42 @@ class Tier:
 
     @property
     def complete(self) -> bool:
-        """Whether all units are in host memory and stay there, so that nothing is read any more."""
+        """Whether all units are in host memory and stay there, so that nothing more is read."""
         return True
 
     def open(self) -> None:
-        """Prepare for a unit that is used without a forward of the root module."""
+        """Prepare for the use of a unit without a forward of the root module."""
 
     def expect(self, upcoming: Iterable[int]) -> None:
-        """Read ahead the units of these indexes, in this order."""
+        """Read the units with the indexes ``upcoming`` ahead, in this order."""
 
     @property
     def used_lately(self) -> AbstractSet[int]:
         """Indexes of recently used units, which read-ahead leaves out for now."""
         return frozenset()
 
-    # -- residents that are still on their way
+    # -- residents that are not loaded yet
 
     @property
     def arriving(self) -> bool:
-        """Whether resident weights are still to be loaded."""
+        """Whether any residents are not loaded yet."""
         return False
 
     def begin_pass(self, everything: bool) -> None:
-        """Load the residents that a root forward needs at its start; all of them if ``everything``."""
+        """Load the residents that a root forward needs at its start. Load all residents if ``everything``."""
 
     def end_pass(self) -> None:
-        """Note that a root forward succeeded."""
+        """Note that a root forward has succeeded."""
 
     def wrap_arriving(self) -> None:
         """Wrap forwards so that each resident unit is loaded when one of its modules runs."""
 
-    # -- values
+    # -- values that the program writes to weights, and packing
 
     def write(self, file_tensor: FileTensor, value: torch.Tensor) -> bool:
-        """Give a streamed weight of a file another value; return False if that needs a new layout."""
+        """Store ``value`` as the value of a streamed weight from a file. Returns False if that needs a new
+        layout.
+        """
         return False
 
     @property
@@ -186,22 +203,28 @@ class Tier:
         return False
 
     def pack_anew(self) -> None:
-        """Pack units again whose plain bytes changed. Called between passes."""
+        """Pack units again whose plain bytes have changed. Called between passes."""
 
     def unpack(self, reader: SlotReader, backings: Sequence[Backing], pin: bool = True) -> Sequence[Backing]:
-        """Unpack units on the host, so that they cross unpacked, and return those that failed. Called between
-        passes."""
+        """Decode units into host memory, so that they are copied to the device unpacked. Returns the backings
+        that failed. Called between passes.
+
+        ``reader``: copies a unit's decoded bytes back from the device.
+        ``pin``: pin each new block whose old block was pinned.
+        """
         return []
 
     def stay_packed(self, backings: Sequence[Backing]) -> None:
-        """Keep the packed bytes of units on the device. Raise torch.OutOfMemoryError."""
+        """Keep the packed bytes of the units ``backings`` on the device. Raises torch.OutOfMemoryError."""
 
     def dress(self) -> None:
-        """Let weights without bytes of their own be read while the session is parked."""
+        """Let the values of weights without plain bytes be read while the session is parked, that is, while
+        it uses no device memory.
+        """
 
     @property
     def decode_bytes_per_second(self) -> float | None:
-        """Measured decoding rate of the device in bytes of output per second, None if not measured."""
+        """Measured decoding rate of the device in bytes of output per second, None if it was not measured."""
         return None
 
     # -- memory
@@ -212,9 +235,9 @@ class Tier:
         return 0
 
     def make_host_room(self, nbytes: int) -> None:
-        """Release host memory by the bytes by which ``nbytes`` more would exceed the ``ram`` budget."""
+        """Release host memory so that ``nbytes`` more do not exceed the ``ram`` budget."""
 
-    # -- accounts
+    # -- figures
 
     @property
     def streamed_bytes(self) -> int:
@@ -223,7 +246,9 @@ class Tier:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of the units over the link, those included that stay on the device packed."""
+        """Bytes that are copied over the link to fetch all units once. Units that stay on the device packed
+        are counted too.
+        """
         return sum(backing.wire_bytes for backing in self.backings)
 
     def figures(self) -> TierFigures:

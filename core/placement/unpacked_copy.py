@@ -1,5 +1,7 @@
-"""Defines `Unpacker`: copies a packed unit's decoded bytes to a host block, decoded on the device (faster) or
-else on the host."""
+"""Defines `Unpacker`: copies the decoded bytes of a packed unit to a host block.
+
+The unit is decoded on the device, which is faster, or on the host if that fails.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,18 @@ logger = logging.getLogger("carom")
 
 
 class Unpacker:
-    """Decodes units to blocks between passes; a unit's packed and plain blocks are never pinned at the same
-    time."""
+    """Decodes units to host blocks, between passes. The packed and the plain block of a unit are never pinned
+    at the same time.
+    """
 
     def __init__(self, engine: Engine, arena: HostArena) -> None:
         self._engine, self._arena = engine, arena
 
     def block(self, reader: SlotReader, backing: PackedBacking, pin: bool, pool: ThreadPoolExecutor) -> Block:
         """Return a new block with the unit's decoded bytes. If ``pin``, the new block is pinned and the old
-        one unpinned.
+        block is unpinned.
 
-        On failure, mostly for want of memory, nothing was changed.
+        A failure, which is mostly lack of memory, leaves everything unchanged.
         """
         pinned = backing.block.pinned
         block = self._arena.allocate(backing.nbytes)
@@ -39,7 +42,7 @@ class Unpacker:
     def _fill(
         self, reader: SlotReader, backing: PackedBacking, block: Block, pin: bool, pool: ThreadPoolExecutor
     ) -> None:
-        """Decode the unit on the device and copy it to ``block``; on an error decode it on the host."""
+        """Decode the unit on the device and copy it to ``block``. After an error, decode it on the host."""
         if pin:
             for job in prefault(block.data, pool):
                 job.result()
@@ -58,7 +61,7 @@ class Unpacker:
                 piece.copy_(storage_bytes(packed.value()))
 
     def _exchange(self, old: Block, new: Block, pin: bool) -> None:
-        """Unpin ``old``, then pin ``new`` if ``pin``: pinning both could exceed the budget."""
+        """Unpin ``old``, then pin ``new`` if ``pin``. Pinning both at once could exceed the budget."""
         old.unpin()
         if pin and not new.pinned:
             self._arena.pin(new)

@@ -1,10 +1,11 @@
-"""Defines `WireFormat`: the byte layout in which a file's unit is cached in RAM and copied to the device,
-with tensors packed where possible.
+"""Defines `WireFormat`: the byte layout in which a file's unit is cached in RAM and copied to the device.
+Tensors are packed if possible.
 
-A tensor stays packed until it is on the device if a whole packed tensor of the file fills a whole tensor of
-the module and the codec is lossless. All others (norms, slices of fused or stacked tensors, lossy codecs) are
-decoded on the host by the reader. Headers of packed tensors are read once, when the session is made; the rest
-of a packed tensor is verified when it is read (`host.blob_checksums`).
+A slot is the device memory that holds a streamed unit while it is used. A tensor stays packed until it is on
+the device if a whole packed tensor of the file fills a whole tensor of the module, and the codec is lossless.
+All other packed tensors (slices of fused or stacked tensors, lossy codecs) are decoded on the host by the
+reader. Headers of packed tensors are read once, when the session is created. The rest of a packed tensor is
+verified when it is read (`host.blob_checksums`).
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ if TYPE_CHECKING:
     from .bound_checkpoint import FileTensor
 
 logger = logging.getLogger("carom")
-_CHECK_ELEMENTS = 8 * 4096 + 5  # elements in the test tensor: whole tiles and a remainder
+# number of elements in the test tensor: whole tiles of the decoder, and a remainder
+_CHECK_ELEMENTS = 8 * 4096 + 5
 
 
 @dataclass(frozen=True, eq=False)
 class WireFormat:
-    """The byte layout of a unit in the host cache and on the link, ``nbytes`` bytes long. ``placed``: the
-    unit's tensors and their positions in the layout.
+    """The byte layout of a unit in the host cache and in copies to the device. The layout is ``nbytes`` bytes
+    long.
 
-    ``blobs``: the packed tensors. ``decoder``: decodes the bytes into a slot; None if nothing is packed, and
-    the bytes are those of the slot.
+    ``placed``: the unit's tensors and their positions in the layout.
+    ``blobs``: the packed tensors.
+    ``decoder``: decodes the bytes into a slot. None if nothing is packed; the bytes are then those of the
+    slot.
     """
 
     nbytes: int
@@ -58,18 +62,18 @@ class WireFormat:
     )
 
     def without(self, tensors: frozenset[int]) -> tuple[list[tuple[int, int]], UnitDecoder | None]:
-        """Return (byte spans to copy, decoder) of the unit without some tensors, given by their positions in
-        ``placed``.
+        """Return (byte spans to copy, decoder) for the unit without the tensors at the positions ``tensors``
+        of ``placed``.
 
-        The spans include the padding behind each tensor. The decoder is None if nothing remains or nothing is
+        The spans include the padding after each tensor. The decoder is None if nothing remains or nothing is
         packed.
         """
         if tensors not in self._without:
             self._without.clear()
             spans = self._spans(tensors)
             gone = {self.placed[index].at for index in tensors}
-            # A raw tensor that was left out may still be decoded (from undefined bytes): its value is copied
-            # to the slot afterwards.
+            # An unpacked tensor that was left out may still be decoded, from undefined bytes. Its value is
+            # copied to the slot afterwards.
             left = [
                 entry
                 for entry in (self.decoder.entries if self.decoder is not None and spans else ())
@@ -79,7 +83,7 @@ class WireFormat:
         return self._without[tensors]
 
     def _spans(self, without: frozenset[int]) -> list[tuple[int, int]]:
-        """Return the merged byte spans of all tensors but those at the positions ``without``."""
+        """Return the merged byte spans of all tensors except those at the positions ``without``."""
         order = sorted(range(len(self.placed)), key=lambda index: self.placed[index].at)
         ends = [*(self.placed[index].at for index in order[1:]), self.nbytes]
         spans: list[tuple[int, int]] = []
@@ -94,14 +98,14 @@ class WireFormat:
 
 
 def plain_wire_format(unit: Unit, file_tensor_of: Callable[[torch.Tensor], FileTensor | None]) -> WireFormat:
-    """Return the format in which the unit's bytes lie as in its slot."""
+    """Return the layout in which the unit's bytes are exactly as in its slot."""
     return WireFormat(
         unit.nbytes, tuple(PlacedTensor(e.offset, _segments(e.tensor, file_tensor_of)) for e in unit.entries)
     )
 
 
 class WireFormats:
-    """A factory of wire formats: units whose tensors have a lossless header in ``headers`` are packed."""
+    """A factory of wire formats. Packs those tensors of a unit that have a lossless header in ``headers``."""
 
     def __init__(
         self,
@@ -111,8 +115,9 @@ class WireFormats:
         self._headers, self._stand_of = headers, file_tensor_of
 
     def __call__(self, unit: Unit) -> WireFormat:
-        """Return the unit's format with lossless tensors packed, or the plain format if packing saves no
-        bytes."""
+        """Return the unit's layout with lossless tensors packed, or the plain layout if packing saves no
+        bytes.
+        """
         headers, layout = self._lay_out(unit)
         if not layout.packs:
             return plain_wire_format(unit, self._stand_of)
@@ -128,8 +133,9 @@ class WireFormats:
         return WireFormat(layout.nbytes, tuple(placed), tuple(blobs), UnitDecoder(layout.entries))
 
     def nbytes(self, unit: Unit) -> int:
-        """Return the bytes of staging memory that the unit needs on the device, 0 if the unit crosses
-        unpacked."""
+        """Return the bytes of staging memory that the unit needs on the device, 0 if the unit is copied
+        unpacked.
+        """
         layout = self._lay_out(unit)[1]
         return layout.nbytes if layout.packs else 0
 
@@ -139,8 +145,8 @@ class WireFormats:
         headers = [
             None if file_tensor is None else self._headers.get(file_tensor) for file_tensor in file_tensors
         ]
-        # Page alignment as in the file: pages are read directly to their place, and adjacent tensors are one
-        # read.
+        # Align to pages, as in the file. Pages are then read directly to their place, and adjacent tensors
+        # are read at once.
         layout = lay_headers(unit.entries, headers, PAGE)
         if layout.nbytes >= unit.nbytes:
             headers = [None] * len(file_tensors)
@@ -154,11 +160,11 @@ def find_wire_formats(
     engine: Engine,
     workers: int = 4,
 ) -> tuple[WireFormats | None, str]:
-    """Return the wire formats for the tensors of ``file_tensors`` that ``engine``'s device can decode, and a
+    """Return the wire formats for those of ``file_tensors`` that the device of ``engine`` can decode, and a
     note for the report.
 
-    Return None in place of the formats if no tensor can stay packed. A damaged or unreadable header raises
-    nothing here: the error is raised when the tensor is needed.
+    The formats are None if no tensor can stay packed. A damaged or unreadable header raises no error here;
+    the error is raised when the tensor is needed.
     """
     packed = {
         file_tensor: _stored(file_tensor.bound.segments[0])
@@ -184,7 +190,7 @@ def _segments(
 ) -> tuple[Segment, ...]:
     """Return the segments of the file that fill ``tensor``."""
     file_tensor = file_tensor_of(tensor)
-    # tensors that the file lacks are resident, so the lookup cannot fail
+    # Tensors that the file lacks stay on the device, so a streamed tensor is always found.
     assert file_tensor is not None
     return file_tensor.bound.segments
 
@@ -206,8 +212,9 @@ def _stays_packed(file_tensor: FileTensor) -> bool:
 
 
 def _headers(packed: Mapping[FileTensor, TensorEntry], workers: int) -> dict[FileTensor, Header]:
-    """Return the valid headers whose dtype is the one that the module expects, read with ``workers``
-    threads."""
+    """Read the headers of packed tensors with ``workers`` threads. Return those that are valid and have the
+    dtype that the module expects.
+    """
     memory = torch.empty(len(packed), HEADER_BYTES, dtype=torch.uint8)
     found: dict[FileTensor, Header] = {}
     with DiskReader(ReaderPolicy(direct=False, workers=workers)) as reader:
@@ -231,8 +238,7 @@ def _headers(packed: Mapping[FileTensor, TensorEntry], workers: int) -> dict[Fil
 
 
 def _check_decoder(like: Header, engine: Engine) -> None:
-    """Decode a test tensor with the format of ``like`` on the device; raise RuntimeError if the bytes
-    differ."""
+    """Decode a test tensor in the format of ``like`` on the device. Raises RuntimeError if the bytes differ."""
     if engine.device.type == "cpu":
         return
     value = torch.linspace(-3, 3, _CHECK_ELEMENTS).to(like.kind.dtype)

@@ -2,12 +2,12 @@
 
 A unit is a group of weights that is copied to the device together. The history of accesses serves as the
 prediction. A training or sampling loop uses the same units again one period later, so a pointer follows the
-history one period behind the present, and the accesses recorded after the pointer are the expected ones.
-While each access matches the expected one, nothing is searched. After a mismatch (a "surprise") the pointer
-moves to the earlier position whose preceding accesses match the latest ones over the longest stretch. This
-covers the repeated calls of a sampler, the change from forward to backward, gradient accumulation, several
-forwards before one backward, and training alternating with sampling, without being told which of them is
-running. The module imports no torch and has no side effects.
+history one period behind the present, and the accesses recorded after the pointer are the expected ones. While
+each access matches the expected one, nothing is searched. After a mismatch (a "surprise") the pointer moves to
+the earlier position whose preceding accesses match the latest ones over the longest stretch. This covers the
+repeated calls of a sampler, the change from forward to backward, gradient accumulation, several forwards before
+one backward, and training alternating with sampling. The caller does not have to say which of these is running.
+The module imports no torch and has no side effects.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class AccessOrder:
     gradient.
 
     ``initial``: the unit indices in the order that is expected before any access was seen (the order of a
-    forward). The first backward is a surprise, because a backward runs in another order; until that order has
-    been seen once, nothing is expected, rather than a continuation of the forward. ``limit``: accesses
-    remembered; ``context``: accesses compared after a surprise.
+    forward). The first backward is a surprise, because a backward runs in another order. Until the predictor
+    has seen that order once, it expects no use during a backward. ``limit``: the number of accesses that are
+    remembered. ``context``: the number of accesses that are compared after a surprise.
     """
 
     def __init__(self, initial: Sequence[int], *, limit: int = 1 << 15, context: int = 512) -> None:
@@ -91,8 +91,8 @@ class AccessOrder:
         best, at, known = NEVER, self.at, self._positions
         for key in range(_KINDS * unit, _KINDS * unit + _KINDS):
             positions = known.get(key)
-            # The comparison with the last position is a cheap early exit: most units have only some kinds of
-            # use left.
+            # The comparison with the last position is a cheap early exit, because most units have no further
+            # use of some kinds.
             if positions and positions[-1] > at:
                 found = positions[bisect_right(positions, at)]
                 if found < best:
@@ -134,7 +134,7 @@ class AccessOrder:
             self._positions.setdefault(key, []).append(position)
 
     def _drop_oldest(self) -> None:
-        """Drop the oldest accesses from the history, except those from the pointer on."""
+        """Drop the oldest accesses from the history, but none at or after the pointer `at`."""
         drop = min(len(self._history) - self._limit, max(0, self.at))
         del self._history[:drop]
         self.at -= drop

@@ -5,14 +5,16 @@ The streamer copies weights to the device in units (groups of tensors), into slo
 The streamer issues copies in an order that depends on the order of use, the sizes of the units and the
 region, and never on measured times. Therefore `predict` can replay the same decisions with the same `Region`
 allocator, under the assumption that the access order has been learned, and compute times along the way. The
-model has one link, which copies in the order of issue, and one stream, which computes. A copy starts when the
+simulated machine has one link to the device, which copies in the order of issue, and one stream, which
+computes. A copy starts when the
 link is free and the last readers of the bytes it overwrites have finished. A use of a unit starts when the
 stream is free and the unit's copy has finished. On devices where copies block the host, the stream computes
 nothing during a copy.
 
 By default the host is assumed to issue work ahead of the device, which holds while the kernels of a unit take
 longer than their launches. With `LaunchSeconds`, no kernel or copy starts before the host has issued that
-work. The module imports no torch and has no side effects.
+work. A unit is *resident* if it stays on the device, and *streamed* if it is copied to a slot for its uses. The
+module imports no torch and has no side effects.
 """
 
 from __future__ import annotations
@@ -237,8 +239,8 @@ class _Simulation:
     wire_bytes: int = 0
     transfers: int = 0
     packed: Mapping[int, PackedTransfer] = field(default_factory=dict)
-    # Times when the two packed units copied last were unpacked, the older one first: the staging buffer holds
-    # two.
+    # Times when the last two packed units were unpacked, the older unit first. The staging buffer, to which
+    # packed bytes are copied, holds two units.
     staged: tuple[float, float] = (0.0, 0.0)
     unpacked: float = 0.0  # time when the latest unpacking ended
     at: int = -1  # number of the present use, counted over all steps
@@ -246,7 +248,7 @@ class _Simulation:
     # Unit -> step in which its trained bytes were last copied.
     renewed: dict[int, int] = field(default_factory=dict)
     slots: dict[int, _SimulatedSlot] = field(default_factory=dict)
-    # (first byte, end, time of the last read).
+    # Byte ranges of evicted slots: (first byte, end, time of the last read).
     freed: list[tuple[int, int, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -384,8 +386,8 @@ def predict(
 
     ``sizes``: bytes by unit; ``region_bytes``: size of the slot region. ``packed``: the units that are copied
     packed; the computing time that unpacking costs must already be part of ``workload``
-    (`Workload.with_added_seconds`). ``host``: seconds that Python takes to issue the uses; None: always less
-    than the device takes to compute them.
+    (`Workload.with_added_seconds`). ``host``: seconds that Python takes to issue the uses; None means that
+    the device never waits for Python.
 
     The figures are means over ``steps`` steps, after one step that fills the slots: slots of several sizes
     may lie at other offsets from step to step. Raises ValueError where a streamed unit is larger than the

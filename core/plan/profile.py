@@ -1,13 +1,14 @@
 """Computing times by tensor, derived from timings of a session's first steps.
 
-In a few early steps the meter records, for each streamed unit (a group of tensors that is copied together),
-how long the unit itself computed and how long the device computed between this unit and the next one. The
-time in between belongs to the resident units used there. That time is divided among them in the ratio of the
-times of streamed units of the same kind (same name except for numbers, and same size), or else in the ratio
-of their bytes. All times are then scaled to the median of the phase (forward or backward). The result,
-`TensorTimes`, is stored by tensor, so that it can be applied to any way of grouping the tensors into units.
-The result also contains the speed of the link, the order of use, and which tensors a backward recomputes. The
-module imports no torch and has no side effects.
+A unit is a group of tensors that is copied to the device together. A unit is *resident* if it stays on the
+device, and *streamed* if it is copied for its uses. A *turn* is one use of a streamed unit. In a few early
+steps the session's meter (core/metrics/meter.py) records for each turn how long the unit itself computed, and
+how long the device computed between this turn and the next one. The time between two turns belongs to the
+resident units used in between. It is divided among them in the ratio of the times of streamed units of the same
+kind (same name except for numbers, and same size), or else in the ratio of their bytes. All times are then
+scaled to the median of the phase (forward or backward). The result, `TensorTimes`, is stored by tensor, so that
+it can be applied to any way of grouping the tensors into units. The result also contains the speed of the link,
+the order of use, and which tensors a backward recomputes. The module imports no torch and has no side effects.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from .predict import LATENCY, Link, Workload
 
-MAX_CAROM_SHARE = 0.9  # Carom's own part of the host seconds is taken to be at most this share of them
+MAX_CAROM_SHARE = 0.9  # the share of the host seconds that Carom itself takes is assumed to be at most this
 # A step that waits for weights longer than this share of its seconds does not count as bound by the host.
 STALLED = 0.15
 
@@ -45,9 +46,9 @@ class UnitTiming(NamedTuple):
 class ForwardTiming(NamedTuple):
     """The timings of the streamed units in one forward.
 
-    ``turns``: one entry for each use of a unit; ``seconds``: duration of the forward; ``close``: of the later
-    half of the turns, the share with `UnitTiming.close`; ``use``: host seconds that Carom itself takes for
-    one turn.
+    ``turns``: one entry for each use of a unit; ``seconds``: duration of the forward; ``close``: the share of
+    turns with `UnitTiming.close` among the later half of the turns; ``use``: host seconds that Carom itself
+    takes for one turn.
     """
 
     turns: tuple[UnitTiming, ...]
@@ -131,7 +132,7 @@ class TensorTimes:
     held: Mapping[str, float]  # unit name -> share of the unit's seconds during which its slot is in use
     recompute_share: float  # seconds of a recomputation over seconds of the same tensors' forward
     seconds: float  # measured seconds of a step
-    # Where the host binds: its seconds, of which no copy or kernel hides any part.
+    # The host seconds, where the host binds (the device waits for Python to issue work); else None.
     host: HostSeconds | None = None
     # Tensor name -> share of the tensor's uses in which the device waits for Python, and seconds of such
     # waits that are contained in ``forward``.
@@ -354,8 +355,8 @@ def _forward_order(count: int, uses: Sequence[int]) -> list[int]:
 def _forward_seconds(
     units: Sequence[UnitTensors], order: Sequence[int], profile: StepProfile
 ) -> tuple[list[float], list[float]]:
-    """Return each unit's forward seconds, scaled to the forward's median, and the share of them its slot is
-    in use.
+    """Return each unit's forward seconds, scaled to the forward's median, and the share of these seconds
+    during which its slot is in use.
     """
     position_of = {units[unit].name: position for position, unit in enumerate(order)}
     inside: dict[int, list[float]] = defaultdict(list)  # streamed unit -> seconds of its own kernels
@@ -435,8 +436,8 @@ def _by_tensor(units: Sequence[UnitTensors], seconds: Sequence[float]) -> dict[s
 
 
 def _sum(seconds: Mapping[str, float], unit: UnitTensors) -> float:
-    """Return the sum of ``seconds`` over the unit's tensors; tensors without an entry count as much per byte
-    as the rest.
+    """Return the sum of ``seconds`` over the unit's tensors. A tensor without an entry counts with the mean
+    seconds per byte of the tensors that have one.
     """
     known = [name for name in unit.tensors if name in seconds]
     found = sum(seconds[name] for name in known)

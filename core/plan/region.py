@@ -69,13 +69,14 @@ class Region:
     def place(
         self, nbytes: int, uses: Sequence[float | None], later_than: float = -1
     ) -> tuple[int, list[Slot]] | None:
-        """Return the offset for a new slot of ``nbytes`` bytes and the slots to evict for it; None where it
-        does not fit.
+        """Return the offset for a new slot of ``nbytes`` bytes and the slots to evict for it; None if the new
+        slot does not fit.
 
         ``uses`` has one entry for each of `slots`: the number of accesses until the slot's unit is needed
-        again, or None where the slot must stay. Slots needed within ``later_than`` accesses must stay too. Of
-        all possible offsets, the one is chosen whose soonest-needed evicted slot is needed last (Belady's
-        rule); among equals the one that evicts the fewest bytes, then the lowest one.
+        again, or None where the slot must stay. Slots needed within ``later_than`` accesses must stay too. The
+        method chooses the offset at which the first evicted slot to be needed again is needed as late as
+        possible (Belady's rule). Among equal offsets it chooses the one that evicts the fewest bytes, and then
+        the lowest.
         """
         if nbytes > self.nbytes:
             return None

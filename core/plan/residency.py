@@ -1,12 +1,14 @@
 """A rule that decides which units stay on the device, and how many bytes the slot region gets, for a memory
 budget.
 
-The rule needs no measurements. Units that must be resident stay. Small units stay, because small copies do
-not reach the full rate of the link. The slot region gets space for three of the largest streamed units (two
-or one where the budget is short), or for as many bytes as a `Wish` asks for. The remaining budget keeps
-further units on the device, spread evenly over the order of use, so that each copy of a streamed unit has the
-same amount of computation to hide behind. Bytes left over enlarge the region. The result is a `Plan` that is
-exact to the byte, and the same input always gives the same plan.
+A unit is a group of tensors that is copied to the device together. A unit is *resident* if it stays on the
+device; the others are *streamed*, that is, copied for their uses to slots of a region of device memory. The
+rule needs no measurements. Units that must be resident stay. Small units stay, because small copies do not
+reach the full rate of the link. The slot region gets space for three of the largest streamed units (two or one
+where the budget is short), or for as many bytes as a `Wish` asks for. The remaining budget keeps further units
+on the device, spread evenly over the order of use, so that each copy of a streamed unit has the same amount of
+computation to hide behind. Bytes left over enlarge the region. The result is a `Plan` that is exact to the
+byte, and the same input always gives the same plan.
 
 A unit may stay *packed*: the device keeps its compressed bytes and unpacks them into a slot at each use, so
 that more units fit and no bytes of them are copied from the host. The module imports no torch and has no side
@@ -178,7 +180,8 @@ def plan_residency(
         staying.remove(index, raw)
         return False
 
-    # First come as many slots as fit, up to the wish; then the small units that belong to no block.
+    # First choose the number of slots: as many as fit, up to the wish. Then keep the small units that belong
+    # to no block.
     count = next((c for c in range(max(1, wish.slots), 1, -1) if rounded(c * sizes[largest]) <= available), 1)
     apart = [i for i, unit in enumerate(units) if unit.loose or (not unit.block and unit.nbytes < SMALL_UNIT)]
     beside = available - resident_cost([sizes[i] for i in apart], grain)

@@ -1,7 +1,9 @@
 """Search for the plan with the shortest predicted step, from computing times and the speed of the link.
 
-A plan decides which units (groups of weights that are copied together) stay on the device. The slot region
-gets the bytes that these residents leave, so a set of residents determines the plan. The candidates are:
+A plan decides which units (groups of weights that are copied together) stay on the device: the residents. The
+other units are streamed, that is, copied for their uses to slots of a region of device memory. The region gets
+the bytes that the residents leave, so a set of residents determines the plan. A resident is *raw* (unpacked) or
+*packed* (unpacked on the device at each use). The candidates are:
 
 - the residents that the rule of `residency.py` chooses;
 - residents spread over the order of use, for several sizes of the region. The spread is even by bytes, or by
@@ -160,7 +162,9 @@ class _Search:
     # -- candidates
 
     def spreads(self, kept: frozenset[int]) -> Iterator[frozenset[int]]:
-        """Yield candidate sets of residents that contain ``kept``, for several ways and sizes of the region.
+        """Yield sets of residents that contain ``kept``, for several sizes of the region.
+
+        For each size, several ways choose which further units stay.
 
         The caller must pass each candidate to `try_` before it asks for the next one.
         """
@@ -178,8 +182,8 @@ class _Search:
         if any(self.waits):
             ways.insert(4, partial(self.first, sorted(free, key=lambda u: -self.waits[u] / self.sizes[u])))
 
-        # `leaving` returns the candidate of one way beside a region of ``slots`` largest units, None if
-        # that does not fit.
+        # Return the residents that ``way`` chooses when the region has ``slots`` times the bytes of the
+        # largest unit; None if such a region does not fit.
         def leaving(slots: float, way: Callable[[int], frozenset[int]]) -> frozenset[int] | None:
             room = self.available - spent - round_up(int(slots * largest), self.grain)
             return kept | way(room) if room >= 0 else None
@@ -248,7 +252,7 @@ class _Search:
         return self.fill(chosen, free, room)
 
     def first(self, order: list[int], room: int) -> frozenset[int]:
-        """Return the units that fit into ``room`` bytes, tried in the sequence of ``order``."""
+        """Return units that fit into ``room`` bytes together, tried one after another in the given ``order``."""
         chosen: set[int] = set()
         for unit in order:
             size = self.cost(unit)
@@ -326,8 +330,8 @@ def _choose(
     kept = frozenset(
         index for index, unit in enumerate(units) if index in rule.resident and (unit.loose or not unit.block)
     )
-    # With a single slot, the unpacking of a unit waits until the unit before it was used. So require two
-    # slots, as `with_staging` in session/rule_planner.py does.
+    # With a single slot, a unit cannot be unpacked before the use of the preceding unit has ended. So require
+    # two slots, as `with_staging` in session/rule_planner.py does.
     slots = min(2, rule.slots) if two_slots or any(unpacking) else 1
     search = _Search(units, budget - fixed_bytes, grain, workload, link, work, unpacking, kept, slots, waits)
     search.try_({*rule.resident, *rule.packed})

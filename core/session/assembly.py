@@ -1,4 +1,8 @@
-"""`assemble`: makes the parts of a session and connects them. `attach_first`: makes a session's first layout."""
+"""`assemble`: makes the parts of a session and connects them. `attach_first`: makes a session's first layout.
+
+A layout assigns each weight of the module to device memory, or to host memory or a file from which it is
+streamed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ from .weight_pool import WeightPool
 
 @dataclass(frozen=True)
 class Parts:
-    """The objects that make up a session. The table in docs/architecture.md says what each is for."""
+    """The objects that make up a session. A table in docs/architecture.md describes each."""
 
     engine: Engine
     ledger: BudgetLedger
@@ -61,8 +65,8 @@ def assemble(
 ) -> Parts:  # fmt: skip
     """Return the connected parts of a session, without changing the module yet.
 
-    Arguments: as of `carom.stream`, already checked. ``backward``: whether backward passes go through the module even
-    though none of its weights train.
+    Arguments: those of `carom.stream`, already checked.
+    ``backward``: whether backward passes go through the module although none of its weights are trained.
     """
     engine = make_engine(device)
     waiting = settings.waiting_bytes(module) if weights is None and engine.shares_host else 0
@@ -129,13 +133,14 @@ def parts(session: Any) -> Parts:
 def attach_first(made: Parts, vram: Any) -> None:
     """Make a session's first layout.
 
-    If an automatic or shared budget does not suffice, begin with the least budget that works. ``vram``: as in
-    `carom.stream`. Raises BudgetError where the least budget is not available either, or a fixed budget is too small.
+    If an automatic or shared budget does not suffice, the session begins with the smallest budget that works.
+    ``vram``: as in `carom.stream`. Raises BudgetError if the smallest budget is not available either, or if a
+    fixed budget is too small.
     """
     ledger, manager, shared = made.ledger, made.manager, made.ledger.shared
     had = 0 if shared is None else shared.nbytes
-    # Other new sessions wait until this session is laid out, and get room afterwards. Running sessions do not wait: the
-    # bytes that this session is about to hold are reserved by a promise.
+    # Other new sessions wait until this session has its layout, and get memory afterwards. Running sessions
+    # do not wait: the bytes that this session is about to take are reserved in the ledger by a promise.
     with manager.lock, ledger.coming(shared), ledger.growing():
         try:
             with ledger.taking():
@@ -146,7 +151,8 @@ def attach_first(made: Parts, vram: Any) -> None:
                 ledger.promise(0 if shared is None else ledger.vram)
             manager.attach(manager.present())
         except BudgetError as error:
-            # The bytes that activations take are not known yet: begin with the least budget, if it is available.
+            # The bytes that activations need are not known yet. Begin with the smallest budget, if it is
+            # available.
             least = error.least_bytes or 0
             if (vram != "auto" and shared is None) or not least:
                 raise
@@ -159,7 +165,9 @@ def attach_first(made: Parts, vram: Any) -> None:
 
 
 def _budget_now(made: Parts, vram: Any) -> None:
-    """Set the VRAM budget to the bytes that ``vram`` stands for at this moment."""
+    """Set the VRAM budget to the number of bytes that ``vram`` (a percentage, for example) amounts to at this
+    moment.
+    """
     waiting, manager = made.weights.waiting_bytes or 0, made.manager
     budget, note = settings.within_dedicated(
         settings.vram_budget(vram, made.engine, waiting=waiting), made.engine, waiting

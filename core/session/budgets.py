@@ -1,4 +1,6 @@
-"""`Budgets`: the implementation of `Session.set_budget`. Impossible budgets leave the old budgets in effect."""
+"""`Budgets`: the implementation of `Session.set_budget`. A budget that is impossible raises an error, and the
+previous budgets stay in effect.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class Budgets:
         self._host_memory, self._raise_budget, self._policies = host_memory, raise_budget, policies
 
     def set(self, vram: int | str | SharedBudget | None, ram: int | str | None) -> None:
-        """Change the budgets, as `Session.set_budget`. None leaves a budget as it is."""
+        """Change the budgets as `Session.set_budget` describes. None leaves a budget as it is."""
         manager = self._manager
         ledger = manager.ledger
         with manager.lock, contextlib.ExitStack() as taking:
@@ -71,7 +73,8 @@ class Budgets:
                 mine = ledger.promised_bytes + ledger.kept_bytes if vram is ledger.shared else 0
             budget = settings.vram_budget(vram, engine, mine, waiting)
             budget, note = settings.within_dedicated(budget, engine, mine + waiting)
-            # Under a smaller budget choose residents among the present ones, so that no unit has to be loaded.
+            # Under a smaller budget, choose the units to keep on the device among those that are there, so
+            # that no unit has to be loaded.
             fell = budget < before.vram and not manager.phase.parked
             among = manager.layout.resident_names() if fell else None
             wanted = dataclasses.replace(wanted, vram=budget, note=note, residents_among=among, training=None)
@@ -82,9 +85,10 @@ class Budgets:
         return wanted
 
     def _follow(self, wanted: Wanted, vram: Any) -> Any:
-        """Let the budget follow the device, follow a shared budget, or be fixed, as ``vram`` asks for.
+        """Let the budget follow the device's free memory, follow a shared budget, or be fixed, depending on
+        ``vram``.
 
-        Return a function that restores the previous state.
+        Returns a function that restores the previous state.
         """
         manager, memory, raise_budget = self._manager, self._memory, self._raise_budget
         ledger = manager.ledger
@@ -109,11 +113,12 @@ class Budgets:
         ledger.set(wanted.vram)
         memory.begin(vram == "auto" or ledger.shared is not None)
         if ledger.governor is not None:
-            raise_budget.stop()  # the budget follows the device by itself
+            raise_budget.stop()  # the budget follows the device by itself, without RaiseBudget
         return restore
 
     def _change(self, wanted: Wanted, before: Wanted, restore: Any) -> None:
-        """Make the layout ``wanted``. If the device's memory does not suffice, make ``before`` again and raise.
+        """Make the layout ``wanted``. If the device's memory does not suffice, make the layout ``before``
+        again and raise the error.
 
         ``restore``: called before the layout ``before`` is made again.
         """
@@ -134,4 +139,4 @@ class Budgets:
             try:
                 raise failures[0]
             finally:
-                failures.clear()  # the error's traceback would keep this frame alive, and the frame the error
+                failures.clear()  # break the reference cycle between the error's traceback and this frame

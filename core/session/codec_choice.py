@@ -1,4 +1,6 @@
-"""`CodecChoice`: decides after the first steps whether weights should cross packed or unpacked ("plain")."""
+"""`CodecChoice`: decides after the first steps whether weights are copied to the device packed (losslessly
+compressed) or unpacked ("plain").
+"""
 
 from __future__ import annotations
 
@@ -15,33 +17,37 @@ from .layout import Layout, Wanted
 from .layout_manager import LayoutManager
 
 logger = logging.getLogger("carom")
-PLAIN_GAIN = 0.01  # share of a step's seconds that a layout with unpacked weights must save
-# Share of a step's seconds that such a layout may cost the device where the host is the bottleneck, because it
-# spares the host the launches of unpacking kernels.
+PLAIN_GAIN = 0.01  # a layout with unpacked weights must save at least this share of a step's seconds
+# The share of a step's seconds by which unpacked weights may lengthen the device's work where the host is the
+# bottleneck. They are still chosen then, because the host need not launch unpacking kernels.
 HOST_LOSS = 0.005
 
 
 @dataclass(frozen=True)
 class Later:
-    """The result of a choice that cannot be made yet.
+    """The answer of `CodecChoice.choose` if the choice cannot be made yet.
 
-    ``steps``: the number of steps after which a layout with unpacked weights has paid for itself; 0 if not known.
+    ``steps``: the number of steps after which a layout with unpacked weights has saved the time that the
+    change takes; 0 if not known.
     """
 
     steps: float = 0.0
 
 
 class CodecChoice:
-    """Chooses once for each session with ``codec="auto"``: all weights cross packed, or all cross unpacked."""
+    """Chooses once for each session with ``codec="auto"``: all weights are copied to the device packed, or
+    all unpacked.
+    """
 
     def __init__(self, manager: LayoutManager) -> None:
         self._manager = manager
 
     def choose(self, layout: Layout, wanted: Wanted, steps: float = math.inf) -> Wanted | Later | None:
-        """Return the request for a layout with unpacked weights, `Later`, or None to keep the present layout.
+        """Return the request for a layout with unpacked weights, `Later` if the choice has to wait, or None
+        to keep the present layout.
 
-        ``steps``: the number of steps so far. A layout with unpacked weights is postponed until it would have paid for
-        itself within this number of steps.
+        ``steps``: the number of steps so far. The change to unpacked weights is postponed until it would have
+        saved the time that it takes within this number of steps.
         """
         manager, placement, policy = self._manager, layout.placement, wanted.packing
         planner = manager.planner
@@ -66,7 +72,8 @@ class CodecChoice:
         work = learnt.workload(pieces, measured_planner.blocks(manager.module.root))
         sizes = [piece.nbytes for piece in pieces]
         plan = layout.plan
-        # The measured times contain the unpacking of units, so the prediction for the present layout includes it.
+        # The measured times include the unpacking of units, so the prediction for the present layout must
+        # include it too.
         present = predict(sizes, plan.resident, plan.region_bytes, work, link, packed=packed).seconds
         present = max(present, learnt.host_seconds(measured_planner.uses(work, plan)))
         unpacked = {name: nbytes for index in packed for name, nbytes in pieces[index].tensors.items()}
@@ -76,9 +83,11 @@ class CodecChoice:
         return self._plain(layout, plain, present, steps)
 
     def _plain(self, layout: Layout, wanted: Wanted, present: float, steps: float) -> Wanted | Later | None:
-        """Return ``wanted`` with unpacked weights if that makes a step shorter than ``present`` seconds.
+        """Return the request ``wanted`` with unpacked weights if that makes a step shorter than ``present``
+        seconds.
 
-        Otherwise return `Later` or None, as `choose`. ``steps``: the number of steps so far.
+        Otherwise returns `Later` or None, as `choose` does.
+        ``steps``: the number of steps so far.
         """
         manager = self._manager
         learnt, policy = wanted.profile, wanted.packing
@@ -102,7 +111,8 @@ class CodecChoice:
         if gain < least * present or streamed > wanted.ram:
             self._settle(settled)
             return None
-        # Where the host is the bottleneck, the prediction does not contain the host time that is saved.
+        # Where the host is the bottleneck, the predicted gain lacks the host time that is saved. So the
+        # change is not postponed.
         move = 2 * sum(unit.nbytes for unit in carving.units) / learnt.link.bytes_per_second
         pays = 0.0 if learnt.host_bound else move / gain
         if steps < pays:
@@ -117,6 +127,8 @@ class CodecChoice:
         return dataclasses.replace(wanted, packing=dataclasses.replace(settled, plain=True))
 
     def _settle(self, policy: Packing) -> None:
-        """Record that the choice was made, and weights continue to cross packed."""
+        """Record that the choice has been made, and that weights are still copied packed. ``policy``: the
+        packing settings.
+        """
         manager = self._manager
         manager.wanted = dataclasses.replace(manager.wanted, packing=policy)

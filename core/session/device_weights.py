@@ -1,4 +1,10 @@
-"""`DeviceWeights`: answers the budget ledger's questions about the device memory of a session's weights."""
+"""`DeviceWeights`: tells the budget ledger how much device memory a session's weights take, and what they can
+give up.
+
+Residents are weights that stay on the device. A slot is the device memory that holds a streamed unit (a group
+of weights) while it is used. A VBAR is a range of device addresses of comfy-aimdo, whose pages can lose their
+memory to other programs.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +22,14 @@ from .layout_manager import LayoutManager
 from .summary import Held
 from .weight_pool import WeightPool, whole_pages
 
-_ROUNDING = 1.03  # factor on a model's bytes, for the bytes that allocators round up
+_ROUNDING = 1.03  # factor on a model's bytes, because allocators round sizes up
 
 
 class DeviceWeights:
     """A `budget.ledger.Holder` for the layouts of a `LayoutManager`. All sizes are device bytes.
 
-    ``resize``: lays the weights out again for a budget in bytes; ``name``: the class name of the module, for messages.
+    ``resize``: makes a layout for a budget in bytes.
+    ``name``: the class name of the module, for messages.
     """
 
     def __init__(self, manager: LayoutManager, pool: WeightPool, resize: Callable[[int], None]) -> None:
@@ -32,11 +39,11 @@ class DeviceWeights:
         self.resize = resize
         self.name = manager.module.name
 
-    # -- figures for the ledger
+    # -- answers to the ledger
 
     @property
     def closed(self) -> bool:
-        """Whether no layout was made yet, or the session was closed."""
+        """Whether no layout has been made yet, or the session was closed."""
         return self._manager.unused
 
     @property
@@ -46,12 +53,14 @@ class DeviceWeights:
 
     @property
     def vbar(self) -> VbarSlots | None:
-        """The units' memory in a VBAR, None with torch's allocator."""
+        """The units' memory in a VBAR, None if torch's allocator is used."""
         return self._manager.vbar
 
     @property
     def held_bytes(self) -> int:
-        """Device memory that weights take now: residents, slots, staging buffer, packed residents."""
+        """Device memory that weights take now: residents, slots, staging buffer, and units that stay on the
+        device packed.
+        """
         layout, pooled = self._manager.layout, self.vbar
         if pooled is not None:
             return layout.placement.resident_bytes + pooled.held_bytes
@@ -62,7 +71,7 @@ class DeviceWeights:
 
     @property
     def pool_promise(self) -> int | None:
-        """The most bytes that residents and the VBAR take together, None where there is no VBAR."""
+        """The most bytes that residents and the VBAR may take together, None if there is no VBAR."""
         pooled = self.vbar
         return None if pooled is None else self._manager.layout.placement.resident_bytes + pooled.most_bytes
 
@@ -81,7 +90,9 @@ class DeviceWeights:
 
     @property
     def loading_bytes(self) -> int:
-        """An upper bound of the bytes that all of the module's weights take, before any layout was made."""
+        """An upper limit of the bytes that all of the module's weights take on the device. Used before any
+        layout was made.
+        """
         root = self._manager.module.root
         sizes = (t.numel() * t.element_size() for t in (*root.parameters(), *root.buffers()))
         return int(sum(round_up(size, 512) for size in sizes) * _ROUNDING)
@@ -106,9 +117,10 @@ class DeviceWeights:
 
     @property
     def waiting_bytes(self) -> int | None:
-        """Host bytes that are freed if the waiting weights move to a device that shares the host's memory.
+        """Host bytes that would be freed if the weights in host memory moved to a device that shares the
+        host's memory.
 
-        None for devices with their own memory, and for weights from files.
+        None for devices with memory of their own, and for weights from files.
         """
         manager = self._manager
         if not self._engine.shares_host or manager.module.checkpoint is not None:
@@ -119,11 +131,12 @@ class DeviceWeights:
 
     @property
     def movable(self) -> bool:
-        """Whether the session may move weights without being asked to.
+        """Whether the session may move weights to or off the device on its own initiative.
 
-        False for trainable weights under DistributedDataParallel: a weight that leaves the device and returns loses the
-        hook on its gradient accumulator, so gradients would no longer be averaged. False for a module whose streamed
-        weights were on the device at first: taking a layout back moves all of them to the device.
+        False for trainable weights under DistributedDataParallel: a weight that leaves the device and returns
+        loses the hook on its gradient accumulator, so gradients would no longer be averaged. False for a
+        module whose streamed weights were on the device originally: undoing a layout moves all of them to the
+        device.
         """
         layout = self._manager.layout
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -133,13 +146,14 @@ class DeviceWeights:
     def may_give(self) -> bool:
         """Whether residents may leave the device now.
 
-        True if weights are movable, no autograd graph needs them, and the last step's times were read.
+        True if weights are movable, no autograd graph needs them, and no backward of the last step is
+        outstanding.
         """
         layout = self._manager.layout
         return self.movable and layout.streamer.unreferenced and not layout.meter.awaiting
 
     def hold_idle(self, locks: contextlib.ExitStack) -> bool:
-        """Block passes of the session while ``locks`` are held; return False at once if a pass is running."""
+        """Block passes of the session while ``locks`` are held. Returns False at once if a pass is running."""
         manager = self._manager
         if not manager.lock.acquire(blocking=False):
             return False
@@ -152,10 +166,12 @@ class DeviceWeights:
         locks.callback(streamer.lock.release)
         return bool(streamer.idle)
 
-    # -- accounts
+    # -- reports to the ledger
 
     def account(self) -> None:
-        """Report the held bytes to the ledger, after tensors moved to or off the device, or the budget changed."""
+        """Report the bytes held to the ledger. Called after tensors moved to or off the device, or the budget
+        changed.
+        """
         pooled, ledger = self.vbar, self._ledger
         if pooled is None:
             ledger.note_held(self.held_bytes)
@@ -190,7 +206,11 @@ class DeviceWeights:
             )
 
     def move_watermark(self, budget: int) -> bool:
-        """Set the budget to ``budget`` bytes by moving the VBAR's watermark; return False if a new layout is needed."""
+        """Set the budget to ``budget`` bytes by moving the VBAR's watermark. Returns False if that needs a
+        new layout.
+
+        Pages of the VBAR above the watermark get no memory.
+        """
         pooled = self.vbar
         room = budget - self._manager.layout.placement.resident_bytes
         if pooled is None or not pooled.holds(room, whole=budget >= self.everything_bytes):
@@ -201,7 +221,7 @@ class DeviceWeights:
         return True
 
     def holdings(self) -> Held:
-        """Return the device bytes for the report, and the pool that they are in."""
+        """Return the device bytes that the session holds, and their pool (allocator), for the report."""
         manager, ledger, pooled = self._manager, self._ledger, self.vbar
         streamer = manager.layout.streamer
         if pooled is None:

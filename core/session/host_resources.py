@@ -1,4 +1,4 @@
-"""`HostResources`: the host memory of a session that outlives its layouts."""
+"""`HostResources`: the host memory of a session that is kept from one layout to the next."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from ..placement.packed_tensor import PackedTensor
 
 
 class HostResources:
-    """A session's host memory: pinned blocks, host copies of units, and packed weights.
+    """A session's host memory: pinned blocks, host copies of units, and packed (losslessly compressed)
+    weights.
 
-    ``arena``: allocates and pins blocks of host memory. ``shelf``: packed weights, by the id of the model's tensor.
-    ``copies``: blocks with units' bytes that the next layout can reuse.
+    ``arena``: allocates and pins blocks of host memory.
+    ``shelf``: packed weights, by the id of the model's tensor.
+    ``copies``: blocks with the bytes of units (groups of weights) that the next layout can use again.
     """
 
     def __init__(self, engine: Engine, ram: int) -> None:

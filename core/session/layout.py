@@ -1,4 +1,10 @@
-"""`Wanted`: a request for a layout. `Layout`: where a session's weights are now. `Outcome`: the result of a change."""
+"""`Wanted`: a request for a layout. `Layout`: the present memory of a session's weights. `Outcome`: the
+result of a change of layout.
+
+A unit is a group of weights that are copied to the device together. A layout keeps some units on the device
+(residents) and streams the others through slots, the device memory that units share in turn. The region is
+the device memory of all slots.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +26,16 @@ from ..streaming.streamer import Streamer
 
 @dataclass(frozen=True)
 class Wanted:
-    """The request that a layout is made for.
+    """A request for a layout.
 
-    ``vram``, ``ram``: budgets in bytes. ``packing``: how weights are packed, None where they wait and cross the link
-    unpacked. ``profile``: measured times to plan by, None to plan by the rule. ``residents_among``: names of the only
-    units, apart from small ones, that may stay on the device, None for any unit. ``stay``: names of tensors that must
-    stay on the device, with the reason. ``training``: where trainable weights are kept ("resident" or "stream"), None
-    where their size decides. ``note``: a sentence about these budgets for the report.
+    ``vram``, ``ram``: budgets in bytes.
+    ``packing``: how weights are packed, None if they are stored and copied to the device unpacked.
+    ``profile``: measured times on which the plan is based; None to plan by the rule (`rule_planner`).
+    ``residents_among``: names of the units that may stay on the device, apart from small units; None for any
+    unit.
+    ``stay``: names of tensors that must stay on the device, with the reason.
+    ``training``: how trainable weights are kept ("resident" or "stream"), None if their size decides.
+    ``note``: a sentence about these budgets for the report.
     """
 
     vram: int
@@ -40,20 +49,25 @@ class Wanted:
 
 
 class Outcome(Enum):
-    """The result of a change of layout. The module and the session are usable after each of them."""
+    """The result of a change of layout. The module and the session are usable after each result."""
 
     TOOK = auto()  # the wanted layout is in effect
-    FELL_BACK = auto()  # the device's memory did not suffice; the fallback is in effect
-    PARKED = auto()  # the session is parked and makes the wanted layout when it returns
+    FELL_BACK = auto()  # the device's memory did not suffice; a fallback layout is in effect
+    PARKED = auto()  # no layout is in effect; the next forward makes the wanted layout
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a session's weights are, and the objects that serve passes. Immutable: a new layout is a new object.
+    """The present memory of a session's weights, and the objects that serve passes. Immutable: a new layout
+    is a new object.
 
-    ``wanted``: the request that the layout was made for. ``carving``: the module's division into units. ``plan``: which
-    units stay on the device, and the size of the slot region. ``placement``: where each tensor is. ``streamer``: the
-    slots at run time. ``meter``: counted bytes and measured times. ``tree``: the module tree that the layout covers.
+    ``wanted``: the request for which the layout was made.
+    ``carving``: the division of the module into units.
+    ``plan``: which units stay on the device, and the size of the slot region.
+    ``placement``: the memory of each tensor.
+    ``streamer``: the slots at run time.
+    ``meter``: counted bytes and measured times.
+    ``tree``: the record of the module tree for which the layout was made.
     """
 
     wanted: Wanted
@@ -65,12 +79,14 @@ class Layout:
     tree: Tree
 
     def entries(self) -> list[Entry]:
-        """Return the entries of all tensors in the carving: of units, of required residents and of adapters."""
+        """Return the entries of all tensors in the carving: those of units, tensors that must stay on the
+        device, and adapters.
+        """
         units = [entry for unit in self.carving.units for entry in unit.entries]
         return units + [entry for entry, _ in self.carving.resident] + self.carving.adapters
 
     def resident_names(self) -> frozenset[str]:
-        """Return the names of the units that stay on the device, raw or packed."""
+        """Return the names of the units that stay on the device, unpacked or packed."""
         plan = self.plan
         return frozenset(
             unit.name
@@ -85,11 +101,15 @@ class Layout:
 
     @property
     def trains(self) -> bool:
-        """Whether any weight trains."""
+        """Return whether any weight is trained."""
         return bool(self.carving.adapters) or any(unit.trainable for unit in self.placement.streamed)
 
     def below(self, modules: set[int] | None) -> list[Backing]:
-        """Return the streamed units with a tensor in one of ``modules`` (ids of modules), or all of them for None."""
+        """Return the backings of the streamed units with a tensor in one of ``modules`` (ids of modules).
+        None: of all streamed units.
+
+        A backing is the object that copies a unit's bytes to the device.
+        """
         return [unit for unit in self.placement.streamed if modules is None or _lies_in(unit.unit, modules)]
 
 

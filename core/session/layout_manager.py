@@ -1,4 +1,11 @@
-"""`LayoutManager`: makes, changes and takes back the layouts of a session. Owns the session's `Phase` and `Layout`."""
+"""`LayoutManager`: makes, changes and undoes the layouts of a session. Owns the session's `Phase` and
+`Layout`.
+
+A layout assigns each weight to device memory, or to host memory or a file from which it is streamed. A
+session is parked while it has no layout and uses no device memory; its next forward makes a layout again. A
+unit is a group of weights that are copied to the device together. Residents stay on the device. A VBAR is a
+range of device addresses of comfy-aimdo, whose pages can lose their memory to other programs.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +50,19 @@ Fallback = Callable[[Wanted, BaseException], Wanted | None]
 
 
 def no_fallback(failed: Wanted, error: BaseException) -> Wanted | None:
-    """Return None: no other layout is tried."""
+    """Return None. The default for ``fallback`` in `LayoutManager.change`: no other layout is tried."""
     return None
 
 
 class LayoutManager:
-    """The only object that makes a session's layouts and takes them back.
+    """The only object that makes and undoes a session's layouts.
 
-    ``lock``: held by a thread while it changes the layout. ``wanted``: the request for the present or the next layout.
-    ``graphs``: one object for each forward whose backward may still come. ``leaving``: called before a layout is taken
-    back. ``laid_out``: called after a layout was made. ``write_streamed``: called when the model assigns new values
-    to a weight from a file.
+    ``lock``: held by a thread while it changes the layout.
+    ``wanted``: the request for the present or the next layout.
+    ``graphs``: one object for each forward whose backward may still be called.
+    ``leaving``: called before a layout is undone.
+    ``laid_out``: called after a layout was made.
+    ``write_streamed``: called when the model assigns new values to a weight from a file.
     """
 
     def __init__(
@@ -70,8 +79,8 @@ class LayoutManager:
         self.write_streamed: Callable[[FileTensor, torch.Tensor], None]
         self._phase = Phase.NEW
         self._layout: Layout | None = None
-        # The placement and streamer of the last layout, complete or not. They may hold tensors that could not be moved
-        # back to their original devices.
+        # The placement and streamer of the last layout, which may be incomplete. They may hold tensors that
+        # could not be moved back to their original devices.
         self._placement: Placement | None = None
         self._streamer: Streamer | None = None
 
@@ -87,7 +96,7 @@ class LayoutManager:
 
     @property
     def layout(self) -> Layout:
-        """The layout in effect, or the last one of a parked or closed session."""
+        """The layout in effect. For a parked or closed session, the last layout."""
         assert self._layout is not None
         return self._layout
 
@@ -98,46 +107,49 @@ class LayoutManager:
 
     @property
     def unused(self) -> bool:
-        """Whether no layout was made yet, or the session was closed."""
+        """Whether no layout has been made yet, or the session was closed."""
         return self._layout is None or self._phase is Phase.CLOSED
 
     @property
     def vbar(self) -> VbarSlots | None:
-        """The units' memory in a VBAR; None with torch's allocator."""
+        """The units' memory in a VBAR, None if torch's allocator is used."""
         return None if self._streamer is None else self._streamer.vbar
 
     @property
     def simple(self) -> bool:
-        """Whether all weights are plain tensors in memory, so that the next layout can reuse residents and host copies.
+        """Whether all weights are plain tensors in memory, so that the next layout can reuse residents and
+        host copies.
 
-        False for weights from files, weights in VBARs and quantised modules: each layout stores these anew.
+        False for weights from files, weights in VBARs and quantised modules: each layout stores these again.
         """
         return self.module.simple and self._pool.native is None
 
     @property
     def uses_vbars(self) -> bool:
-        """Whether layouts put resident weights into comfy-aimdo's VBARs."""
+        """Whether layouts put weights that stay on the device into VBARs."""
         return self._pool.native is not None
 
     @property
     def idle(self) -> bool:
-        """Whether a layout is in effect, no pass is under way, and no graph needs the layout's units."""
+        """Whether a layout is in effect, no pass is running, and no autograd graph needs the layout's units."""
         return self.attached and self.layout.streamer.idle and self.layout.streamer.unreferenced
 
     def present(self) -> Wanted:
-        """Return `wanted` with the VRAM budget that the ledger has now."""
+        """Return `wanted` with the present VRAM budget of the ledger."""
         return dataclasses.replace(self.wanted, vram=self.ledger.vram)
 
     def note_plan(self, plan: Plan) -> None:
-        """Replace the layout's plan by ``plan``, a more exact description of the present state. Nothing is moved."""
+        """Replace the layout's plan by ``plan``, a more exact description of the present state. No weights
+        are moved.
+        """
         self._layout = dataclasses.replace(self.layout, plan=plan)
 
     def note_tree(self) -> None:
-        """Record the module's present tree as the tree that the layout covers."""
+        """Record the module's present tree as the tree for which the layout was made."""
         self._layout = dataclasses.replace(self.layout, tree=Tree(self.module.root))
 
     def note_packed(self) -> None:
-        """Update the plan with the units that stay on the device packed now, and their bytes."""
+        """Update the plan with the units that now stay on the device packed, and with their bytes."""
         layout = self.layout
         streamed = zip(layout.streamed_indices(), layout.placement.streamed, strict=True)
         packed = frozenset(index for index, unit in streamed if unit.on_device)
@@ -150,7 +162,7 @@ class LayoutManager:
             raise CaromError("this session is closed; call carom.stream(module, ...) for a new one")
 
     def refuse_graphs(self) -> None:
-        """Raise UnsupportedError while a backward is under way, or an autograd graph needs the layout's units."""
+        """Raise UnsupportedError if a backward is running, or an autograd graph needs the layout's units."""
         if not self.attached:
             return
         streamer = self.layout.streamer
@@ -166,7 +178,7 @@ class LayoutManager:
     # -- changes
 
     def attach(self, wanted: Wanted) -> None:
-        """Make the session's first layout. If that raises an error, the module is left as it was."""
+        """Make the session's first layout. After an error, the module is as it was before."""
         self.wanted = wanted
         if self._phase is Phase.NEW:
             self._enter(Phase.LAYING_OUT)
@@ -176,15 +188,16 @@ class LayoutManager:
         self, wanted: Wanted, fallback: Fallback = no_fallback, *, reuse: bool = True,
         between: Callable[[], None] | None = None,
     ) -> Outcome:  # fmt: skip
-        """Take the present layout back, make the layout that ``wanted`` describes, and return the outcome.
+        """Undo the present layout, make the layout ``wanted``, and return the outcome.
 
-        ``fallback``: called when the device's memory does not suffice, and returns the next request to try, or None to
-        give up. ``reuse``: whether tensors on the device may stay there for the next layout. ``between``: called while
-        no layout is in effect; if the call raises an error, the next layout is made nevertheless, and the error is
-        raised then.
+        ``fallback``: called if the device's memory does not suffice; returns the next request to try, or None
+        to give up.
+        ``reuse``: whether tensors on the device may stay there for the next layout.
+        ``between``: called while no layout is in effect. If it raises an error, the next layout is made
+        nevertheless, and the error is raised afterwards.
 
-        If no layout can be made, the session is parked and the error is raised. The weights are then in host memory or
-        in their file, and the next forward tries again.
+        If no layout can be made, the session is parked and the error is raised. The weights are then in host
+        memory or in their file, and the next forward tries again.
         """
         late: BaseException | None = None
         outcome = Outcome.TOOK
@@ -201,14 +214,14 @@ class LayoutManager:
                 while True:
                     self.wanted = wanted
                     self.ledger.set(wanted.vram)
-                    # Release the allocator's cached blocks while they are free as a whole. Otherwise the allocator
-                    # could cut the new region out of the old region's block.
+                    # Release the allocator's cached blocks while they are free as a whole. Otherwise the
+                    # allocator could take the new region out of the block of the old region.
                     self.engine.trim()
                     try:
                         self._attach(wanted)
                         break
                     except OutOfMemory as error:
-                        following = fallback(self.wanted, error)  # `_attach` may have changed it
+                        following = fallback(self.wanted, error)  # `_attach` may have replaced self.wanted
                         if following is None:
                             raise
                         wanted, outcome = following, Outcome.FELL_BACK
@@ -220,7 +233,9 @@ class LayoutManager:
         return outcome
 
     def park(self, keep: bool = False) -> None:
-        """Release the device. ``keep``: keep pinned host copies of all weights for a quick return, where possible."""
+        """Release the device memory. ``keep``: keep pinned host copies of all weights if possible, for a
+        quick return.
+        """
         if self._phase.parked:
             return
         with self.ledger.laying_out():
@@ -235,7 +250,7 @@ class LayoutManager:
             if keep:
                 try:
                     self._copy_to_host()
-                except BaseException as error:  # weights are on the host, only unpinned
+                except BaseException as error:  # the weights are in host memory, but not pinned
                     self.host.copies.clear()
                     logger.warning("carom: parked without pinned copies: %s", str(error))
                     interrupted = None if isinstance(error, Exception) else error
@@ -247,7 +262,7 @@ class LayoutManager:
     def close(self, discard: bool = False) -> None:
         """Restore the module as it was before the session. After a failure the call may be repeated.
 
-        ``discard``: leave tensors on the device that are there.
+        ``discard``: leave tensors that are on the device there.
         """
         if self._phase is Phase.CLOSED:  # restore values for which memory was short in an earlier call
             self.module.unbind(self.host, self.engine)
@@ -257,7 +272,8 @@ class LayoutManager:
             placement.tier.unpack(self.layout.streamer, placement.streamed, pin=False)
         if placement is not None:
             if discard:
-                placement.device_tensors.hand_over()  # forget these tensors, so that they stay on the device
+                # drop the records of these tensors, so that they stay on the device
+                placement.device_tensors.hand_over()
             try:
                 self._take_down(reuse=False, keep=False)
             except BaseException:
@@ -275,9 +291,10 @@ class LayoutManager:
         self.module.unbind(self.host, self.engine)
 
     def shrunk(self, failed: Wanted) -> Wanted | None:
-        """Return ``failed`` with a smaller VRAM budget, after the device's memory did not suffice.
+        """Return ``failed`` with a smaller VRAM budget. Called if the device's memory did not suffice for
+        ``failed``.
 
-        None where the budget is fixed, or no smaller budget works.
+        Returns None if the budget is fixed, or no smaller budget works.
         """
         ledger = self.ledger
         memory = None if ledger.governor is None else ledger.memory()
@@ -286,7 +303,7 @@ class LayoutManager:
         smaller = ledger.governor.short(memory, failed.vram, ledger.least_bytes)
         return None if smaller is None else dataclasses.replace(failed, vram=smaller)
 
-    # -- building
+    # -- making a layout
 
     def _attach(self, wanted: Wanted) -> None:
         try:
@@ -308,7 +325,9 @@ class LayoutManager:
         logger.info("carom: %s", describe(layout.plan, len(layout.carving.units), self.engine.name))
 
     def _build(self, wanted: Wanted) -> Layout:
-        """Return the layout that ``wanted`` describes. If an error is raised, undo everything that was done for it."""
+        """Return the layout for the request ``wanted``. After an error, everything that was done for it is
+        undone.
+        """
         engine, module = self.engine, self.module
         self.host.begin_layout(
             wanted.ram, [note for note in (wanted.note, settings.device_note(engine)) if note]
@@ -347,8 +366,8 @@ class LayoutManager:
                 plan, packed = packed_residents.choose(plan, carving, placement, self.planner, engine.grain)
                 placement.tier.stay_packed(packed)
             placement.tier.guard()
-            # A wrapped forward of a resident would break the graph of compiled code, so a compiled module's residents
-            # are all loaded when a pass begins.
+            # A wrapped forward of a resident would break the graph of compiled code. So in a compiled module,
+            # all residents are loaded when a pass begins.
             module.hooks.wrap_units(streamer, placement.tier.arriving and not self.planner.compiled())
             return Layout(wanted, carving, plan, placement, streamer, meter, Tree(module.root))
         except BaseException:
@@ -356,19 +375,22 @@ class LayoutManager:
             raise
 
     def _make_placement(self, wanted: Wanted, carving: Carving, plan: Plan) -> Placement:
-        """Return a new placement, with the tier that the plan and the settings ask for."""
+        """Return a new placement, with the tier (the store of streamed units) that the plan and the settings
+        require.
+        """
         host, checkpoint = self.host, self.module.checkpoint
         store = HostStore(host.arena, host.copies if self.simple else None, host.shelf)
         source = None if checkpoint is None else FileSource(checkpoint, wanted.ram, self.write_streamed)
         tier = tiers.make_tier(tiers.TierWish(self.engine, store, carving, plan, source, wanted.packing))
         return Placement(self.engine, store, tier)
 
-    # -- taking back
+    # -- undoing a layout
 
     def _take_down(self, reuse: bool, keep: bool) -> None:
-        """Take the last layout back, complete or not. Idempotent.
+        """Undo the last layout, even if it is incomplete. Idempotent.
 
-        ``reuse``: leave tensors on the device, for the next layout to take over. ``keep``: keep host copies.
+        ``reuse``: leave tensors on the device, so that the next layout can use them.
+        ``keep``: keep host copies.
         """
         if self.attached:
             self.leaving()
@@ -390,7 +412,9 @@ class LayoutManager:
             self.host.copies.clear()
 
     def _copy_to_host(self) -> None:
-        """Make pinned host copies of all units by streaming all of them for a moment; leave nothing on the device."""
+        """Make pinned host copies of all units, by a temporary layout that streams all of them. Nothing stays
+        on the device.
+        """
         layout = self.layout
         placement = layout.placement
         try:
@@ -401,7 +425,7 @@ class LayoutManager:
         self.engine.trim()
 
     def _park_after_failure(self) -> None:
-        """Take an incomplete layout back, and park the session.
+        """Undo an incomplete layout, and park the session.
 
         Tensors that cannot be moved back now are moved by the next layout or by `close`.
         """
@@ -412,16 +436,20 @@ class LayoutManager:
             self._enter_parked(Phase.PARKED)
 
     def _enter_parked(self, phase: Phase) -> None:
-        """Enter ``phase``, with all weights on the host or in their file, and only the root's forward wrapped."""
+        """Enter the phase ``phase``. All weights are on the host or in their file, and only the root's
+        forward is wrapped.
+        """
         if self._placement is not None:
             self._placement.tier.dress()
-        self.module.hooks.wrap_root()  # the next forward brings the weights back
+        self.module.hooks.wrap_root()  # the next forward of the root makes a layout again
         self._enter(phase)
 
     # -- checks of a request
 
     def check(self, wanted: Wanted, keeps_ram: bool) -> None:
-        """Raise BudgetError if no layout for ``wanted`` is possible. ``keeps_ram``: the RAM budget does not change."""
+        """Raise BudgetError if no layout for ``wanted`` is possible. ``keeps_ram``: whether the RAM budget
+        stays the same.
+        """
         carving, plan = self.planner.plan(wanted, self._layout)
         checkpoint = self.module.checkpoint
         if checkpoint is not None:
@@ -429,7 +457,7 @@ class LayoutManager:
             checkpoint.require_ram(wanted.ram, streamed, plan.staging_bytes, keeps_ram)
 
     def try_plan(self, wanted: Wanted) -> Plan | None:
-        """Return the plan for ``wanted``, None where the budget is too small."""
+        """Return the plan for ``wanted``, or None if the budget is too small."""
         try:
             return self.planner.plan(wanted, self._layout)[1]
         except BudgetError:

@@ -16,11 +16,14 @@ from .root_hooks import RootHooks
 
 
 class ManagedModule:
-    """The module that a session streams, and the session's changes to the module that outlive a layout.
+    """The module that a session streams, and the session's changes to the module that are kept from one
+    layout to the next.
 
-    ``root``: the module. ``checkpoint``: the weights file that the module is bound to, or None. ``quantized``: the
-    module's quantised weights, flattened so that their inner tensors are streamed; None for a module with a weights
-    file. ``hooks``: the wrapped forwards.
+    ``root``: the module.
+    ``checkpoint``: the weights file that the module is bound to, or None.
+    ``quantized``: the module's quantised weights, flattened so that their inner tensors are streamed; None
+    for a module with a weights file.
+    ``hooks``: the wrapped forwards.
     """
 
     def __init__(self, root: nn.Module, hooks: RootHooks) -> None:
@@ -34,9 +37,10 @@ class ManagedModule:
         return type(self.root).__name__
 
     def bind(self, weights: Any, engine: Engine, keep_packed: bool) -> None:
-        """Bind the module to the file ``weights``, or flatten its quantised weights where ``weights`` is None.
+        """Bind the module to the file ``weights``, or flatten its quantised weights if ``weights`` is None.
 
-        ``keep_packed``: let the file's packed tensors cross packed. Raises WeightsError and UnsupportedError.
+        ``keep_packed``: copy packed tensors of the file to the device packed. Raises WeightsError and
+        UnsupportedError.
         """
         if weights is None:
             self.quantized = FlattenedWeights(self.root)
@@ -51,7 +55,9 @@ class ManagedModule:
         return self.checkpoint is None and not len(self.quantized or ())
 
     def unbind(self, host: HostResources, engine: Engine) -> None:
-        """Restore the module's own tensors and forwards. Idempotent, and repeatable after memory ran short."""
+        """Restore the module's own tensors and forwards. Idempotent. After an error for lack of memory, the
+        call may be repeated.
+        """
         self.hooks.remove()
         give_back(host.shelf, engine.move)
         if self.checkpoint is not None:
@@ -60,7 +66,7 @@ class ManagedModule:
             self.quantized.close()
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """Return the parameter or buffer ``name`` (a dotted path), None where the module has no such tensor."""
+        """Return the parameter or buffer ``name`` (a dotted path), or None if the module has no such tensor."""
         path, _, leaf = name.rpartition(".")
         try:
             module = self.root.get_submodule(path)

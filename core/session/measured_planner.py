@@ -1,6 +1,10 @@
-"""The measured planner: from the times of the first steps, find a faster layout and decide whether to change to it.
+"""The measured planner: searches for a faster layout with the times of the first steps, and decides whether
+to change to it.
 
-A layout is described here by its carving and its plan.
+In this module a layout is described by its carving (the division of the module into units) and its plan
+(which units stay on the device, as residents, and the size of the slot region). A unit is a group of weights
+that are copied together. A slot is the device memory that holds a streamed unit. The grain is the number of
+bytes to whose multiples the device's allocator rounds up.
 """
 
 from __future__ import annotations
@@ -23,24 +27,28 @@ from . import rule_planner
 
 NOTHING = "no layout is predicted to be 3 % faster"
 HOST = "the host binds: the device waits for Python to issue its work, and no layout is predicted to spare it 3 %"
-WORTH = 0.03  # share of a step's seconds that a new layout must save
-# Smaller units must take less than this share of the best predicted seconds so far: they cost more host time.
+WORTH = 0.03  # a new layout must save at least this share of a step's seconds
+# Smaller units are chosen only if their predicted seconds are below this share of the best prediction so far,
+# because they take more host time.
 FINER = 0.99
-# Seconds to make hooks, slots and plans of a layout whose weights are all in host memory already. An estimate.
+# An estimate of the seconds for the hooks, slots and plan of a new layout, if all weights are in host memory
+# already.
 SETTLING = 0.1
-# Bytes/s at which weights are placed in the host's pinned memory, when they leave the device or were never packed.
-# An estimate: the record host-samples has layout changes of gigabytes that took 1.4 and 0.9 s; a change takes
-# longer where host memory is used for the first time.
+# An estimate of the bytes/s at which weights are copied to pinned host memory, when they leave the device or
+# were never packed. In the record host-samples, changes of layout of some gigabytes took 1.4 and 0.9 s. A
+# change takes longer if host memory is used for the first time.
 HOSTING = 1.5e9
-TRUSTED = 0.25  # largest error of the prediction for the present layout, as a share of the measured step
+# largest trusted error of the prediction for the present layout, as a share of the measured step
+TRUSTED = 0.25
 
 
 @dataclass(frozen=True)
 class Advice:
     """A proposed layout (``carving``, ``plan``), with its predicted benefit and cost.
 
-    ``now``: predicted seconds of a step with the present layout; ``saves``: predicted seconds by which the proposed
-    layout shortens a step; ``move``: seconds that the change of layout takes.
+    ``now``: predicted seconds of a step with the present layout.
+    ``saves``: predicted seconds by which the proposed layout shortens a step.
+    ``move``: seconds that the change of layout takes.
     """
 
     carving: Carving
@@ -48,8 +56,9 @@ class Advice:
     now: float
     saves: float
     move: float
-    reason: str  # why the layout should not be changed, "" where a change is worthwhile
-    understood: bool  # whether the measured seconds of a step are close to the prediction
+    reason: str  # why the layout should not be changed, "" if a change is worthwhile
+    # whether the prediction for the present layout is close to the measured seconds of a step
+    understood: bool
     searched: bool = False  # whether ``plan`` is the result of a search; otherwise it is the present plan
     vram: int = 0  # the budget in bytes that the search used
 
@@ -60,7 +69,7 @@ class Advice:
 
 
 def pieces(carving: Carving) -> list[UnitTensors]:
-    """Return the units of ``carving`` as `learn` takes them: names, and bytes by tensor."""
+    """Return the units of ``carving`` in the form that `learn` takes: names, and bytes by tensor."""
     return [
         UnitTensors(unit.name, {entry.name: entry.nbytes for entry in unit.entries}, _trains(unit))
         for unit in carving.units
@@ -77,9 +86,11 @@ def _trains(unit: Unit) -> int:
 def decide_with(
     module: nn.Module, settings: rule_planner.Settings, grain: int, learnt: TensorTimes
 ) -> tuple[Carving, Plan]:
-    """Return the carving and plan with the shortest predicted step, or the rule's where none fits the budget.
+    """Return the carving and plan with the shortest predicted step, or those of the rule if none fits the
+    budget.
 
-    Arguments and errors: as of `rule_planner.decide`. ``learnt``: the measured times.
+    Arguments and errors: those of `rule_planner.decide`.
+    ``learnt``: the measured times.
     """
     limits: list[int | None] = [None]
     if settings.granularity == "auto" and not rule_planner.compiled(module):
@@ -110,14 +121,15 @@ def decide_with(
         except BudgetError:
             continue
         seconds = found.predicted_seconds or 0.0
-        # The link was measured with packed bytes. A plan without staging memory copies raw bytes, so its steps would
-        # take longer than predicted.
+        # The link's rate was measured with packed bytes. A plan without staging memory copies unpacked bytes,
+        # so its steps would take longer than predicted.
         plain = settings.packs and not found.staging_bytes and not found.all_resident
         if plain and best is not None and best[1].staging_bytes:
             continue
         if best is None or seconds < FINER * fastest or (was_plain and not plain):
             best, fastest, was_plain = (carving, found), seconds, plain
-    # Where no limit fits, the rule tries finer units, or raises BudgetError with the least budget that works.
+    # If no limit on the size of units fits, the rule tries smaller units, or raises BudgetError with the
+    # smallest budget that works.
     return best or rule_planner.decide(module, settings, grain)
 
 
@@ -136,13 +148,17 @@ def advise(
     steps: float = math.inf,
     copies: bool = False,
 ) -> Advice:
-    """Return whether a change from the present layout (``carving``, ``plan``) is worthwhile, and to which layout.
+    """Return whether a change from the present layout (``carving``, ``plan``) is worthwhile, and to which
+    layout.
 
-    ``learnt``: the measured times, without the seconds of unpacking where ``settings`` contains the rate of
-    unpacking. ``steps``: the number of steps so far. ``copies``: whether streamed units keep their blocks of host
-    memory through the change.
-    No search is made while even the fastest step that any layout allows would not have paid for the change within
-    ``steps`` steps. ``saves`` of the returned advice is then the saving of that fastest step.
+    ``learnt``: the measured times, without the seconds of unpacking if ``settings`` contains the rate of
+    unpacking.
+    ``steps``: the number of steps so far.
+    ``copies``: whether streamed units keep their blocks of host memory through the change.
+
+    A lower limit for the seconds of a step is computed first, which no layout can go below. If even that
+    saving would not have paid for the change within ``steps`` steps, no search is made. ``saves`` of the
+    returned advice is then this largest possible saving.
     """
     sizes = [unit.nbytes for unit in carving.units]
     parts = pieces(carving)
@@ -154,7 +170,8 @@ def advise(
         else 0.0
         for index, unit in enumerate(units)
     ]
-    # The link's rate in ``learnt`` counts raw bytes, so units that cross packed are passed with their raw sizes.
+    # The link's rate in ``learnt`` counts unpacked bytes, so units that are copied packed are passed with
+    # their unpacked sizes.
     here = {
         index: PackedTransfer(0 if index in plan.packed else sizes[index], seconds)
         for index, seconds in enumerate(decoding)
@@ -166,11 +183,12 @@ def advise(
     beside = work.with_added_seconds(taken) if any(taken) else work
     now = predict(sizes, plan.resident, plan.region_bytes, beside, learnt.link, packed=here).seconds
     now = max(now, learnt.host_seconds(uses(work, plan)))
-    # Residents may be packed: scale the available bytes by the best ratio of packed to raw bytes.
+    # Units may stay on the device packed. So enlarge the available bytes by the best ratio of unpacked to
+    # packed bytes.
     dense = min((unit.packed / unit.nbytes for unit in units if rate and unit.packed), default=1.0)
     available = int((settings.vram - plan.staging_bytes - plan.fixed_bytes) / dense)
     floor = floor_seconds(sizes, available, work, learnt.link)
-    # A new layout copies streamed units within host memory, and pins them, whatever else changes.
+    # A new layout copies streamed units within host memory and pins them, even if they stay streamed.
     move = 2 * sum(sizes) / learnt.link.bytes_per_second
     if abs(now - learnt.seconds) > TRUSTED * learnt.seconds:
         reason = (
@@ -186,7 +204,7 @@ def advise(
     new_carving, new = decide_with(module, settings, grain, learnt)
     then = new.predicted_seconds
     saves = 0.0 if then is None else now - then
-    if copies:  # streamed units keep their blocks: only the fixed cost of a layout remains
+    if copies:  # streamed units keep their blocks, so only the fixed cost of a layout remains
         move = min(move, SETTLING)
     move += _crossing(carving, plan, new_carving, new) / learnt.link.bytes_per_second
     move += _leaving(carving, plan, new_carving, new) / HOSTING
@@ -197,7 +215,9 @@ def advise(
 
 
 def _residents(carving: Carving, plan: Plan) -> dict[frozenset[str], int]:
-    """Return the bytes of each unit that is resident unpacked, by the set of its tensors' names."""
+    """Return the bytes of each unit that stays on the device unpacked, by the set of the names of its
+    tensors.
+    """
     return {
         frozenset(entry.name for entry in carving.units[index].entries): carving.units[index].nbytes
         for index in plan.resident
@@ -205,17 +225,19 @@ def _residents(carving: Carving, plan: Plan) -> dict[frozenset[str], int]:
 
 
 def _crossing(carving: Carving, plan: Plan, new_carving: Carving, new: Plan) -> int:
-    """Return the bytes of residents that leave the device or move to it.
+    """Return the bytes of units that move to or off the device between the two layouts.
 
-    A unit that is resident in both layouts, with the same tensors, does not move.
+    A unit that is on the device in both layouts, with the same tensors, does not move.
     """
     before, after = _residents(carving, plan), _residents(new_carving, new)
     return sum((before | after)[unit] for unit in before.keys() ^ after.keys()) + new.packed_bytes
 
 
 def _leaving(carving: Carving, plan: Plan, new_carving: Carving, new: Plan) -> int:
-    """Return the bytes that need new host memory: of raw residents that leave the device, and of streamed units whose
-    tensors were grouped differently before.
+    """Return the bytes for which the change needs new host memory.
+
+    These are unpacked residents that leave the device, and streamed units whose tensors were grouped
+    differently before.
     """
     after = _residents(new_carving, new)
     staying = {name for tensors in after for name in tensors}

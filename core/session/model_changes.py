@@ -1,6 +1,8 @@
-"""`ModelChanges`: follows a module tree that changes while the module streams.
+"""`ModelChanges`: adapts the layout to a module tree that changes while the module is streamed.
 
-Such changes are adapters and weights that are added or removed, and tensors that the model replaces.
+The changes are adapters and weights that are added or removed, and tensors that the model replaces. A layout
+assigns each weight to device memory, or to host memory or a file from which it is streamed. A unit is a group
+of weights that are copied to the device together.
 """
 
 from __future__ import annotations
@@ -22,16 +24,23 @@ logger = logging.getLogger("carom")
 
 
 class ModelChanges:
-    """Follows changes of a session's module tree. Called when a forward of the root module begins, never in a pass."""
+    """Adapts a session to changes of its module tree. Called when a forward of the root module begins, never
+    during a pass.
+    """
 
     def __init__(self, manager: LayoutManager) -> None:
         self._manager = manager
         self._no_room_for: tuple[int, Any] | None = (
-            None  # a VRAM budget in bytes, and the names of the weights that did not fit into it
+            # the VRAM budget in bytes at the last attempt, and the names of the weights that did not fit
+            None
         )
 
     def keep_resident(self) -> None:
-        """Keep weights resident from now on that passes found to be slow when streamed, if the budget has room."""
+        """Keep the weights on the device from now on that forwards reported in `Runs.to_stay`, if the budget
+        has room.
+
+        Examples are weights that the model writes to, and weights of which the model keeps views.
+        """
         manager = self._manager
         with manager.lock:
             wanted, vram = manager.present(), manager.ledger.vram
@@ -47,11 +56,11 @@ class ModelChanges:
             manager.change(following, reuse=False)
 
     def adopt(self) -> None:
-        """Bring the layout in line with a module tree that changed.
+        """Adapt the layout to a module tree that has changed.
 
-        New adapters, and new tensors that fit into the budget, move to the device within the present layout. Weights
-        that were replaced or removed, quantised weights that changed, and new tensors that do not fit, need a new
-        layout.
+        New adapters, and new tensors that fit into the budget, move to the device within the present layout.
+        A new layout is needed for weights that were replaced or removed, quantised weights that changed, and
+        new tensors that do not fit.
         """
         manager = self._manager
         with manager.lock:
@@ -107,9 +116,11 @@ class ModelChanges:
             self._lay_out_for_training()
 
     def _lay_out_for_training(self) -> None:
-        """Make a layout for training once the first adapters have been added, where training needs a larger region.
+        """Make a layout for training after the first adapters were added, if training needs a larger slot
+        region.
 
-        With a backward in each step, units kept in slots at the turns of a step save more time than residents.
+        With a backward in each step, units that stay in slots between the forward and the backward save more
+        time than residents do.
         """
         manager = self._manager
         plan, wanted = manager.layout.plan, manager.present()
@@ -121,28 +132,30 @@ class ModelChanges:
             manager.change(wanted, reuse=False)
 
     def follow(self) -> None:
-        """Note the tensors that the model replaced or created since the last forward began.
+        """Record the tensors that the model replaced or created since the last forward began.
 
-        Called before a layout is taken back.
+        Called before a layout is undone.
         """
         self._follow_replaced()
         layout = self._manager.layout
         known = {id(entry.tensor) for entry in layout.entries()}
-        with contextlib.suppress(CaromError):  # tensors that cannot be managed must not stop the layout's end
+        # a tensor that cannot be managed must not prevent the layout from being undone
+        with contextlib.suppress(CaromError):
             for entry in () if layout.tree.lent() else layout.tree.entries():
                 if entry.is_buffer and not entry.trainable and id(entry.tensor) not in known:
                     layout.placement.made_here(entry)
 
     def _follow_replaced(self) -> None:
-        """Let the layout's entries refer to the tensors with which the model replaced resident tensors.
+        """Let the layout's entries refer to the new tensors with which the model replaced tensors on the
+        device.
 
-        A buffer (statistics, a cache) may be replaced by one of another shape or dtype. Other tensors are followed only
-        if shape and dtype are the same.
+        A buffer (statistics, a cache) may be replaced by a buffer of another shape or dtype. For other
+        tensors, shape and dtype must be the same.
         """
         manager = self._manager
         layout, checkpoint = manager.layout, manager.module.checkpoint
         replaced: dict[int, Entry] = {}
-        before = []  # the replaced tensors, kept alive so that their ids stay unique during the comparison
+        before = []  # keeps the replaced tensors alive, so that their ids stay unique during the comparison
         known: set[int] = set()
         for entry, _ in layout.carving.resident:
             old = entry.tensor
@@ -166,7 +179,7 @@ class ModelChanges:
             layout.placement.replaced(replaced)
 
     def _note_replaced(self) -> None:
-        """Mark buffers in units that the model replaced, so that the next layouts keep them resident."""
+        """Record buffers in streamed units that the model replaced. The next layouts keep them on the device."""
         for unit in self._manager.layout.carving.units:
             for entry in unit.entries:
                 if entry.is_buffer:
@@ -175,9 +188,10 @@ class ModelChanges:
                         self._stay(entry.name)
 
     def _is_models_own(self, entry: Entry) -> None:
-        """Stop counting a buffer against the budget that the model creates as it runs: it is like an activation.
+        """Exclude a buffer from the VRAM budget if the model creates it as it runs, because it is then like
+        an activation.
 
-        The next layouts keep the buffer resident. Parameters are left as they are.
+        The next layouts keep the buffer on the device. Parameters are left as they are.
         """
         if entry.is_buffer:
             entry.counted = False
@@ -190,9 +204,9 @@ class ModelChanges:
 
 
 def _stands_now(entry: Entry) -> torch.Tensor | None:
-    """Return the tensor that the module tree holds now in the place of ``entry``.
+    """Return the tensor that the module tree now holds at the places (sites) of ``entry``.
 
-    None where the place is empty, or where the entry has several places that hold different tensors.
+    Returns None if a place is empty, or if the places hold different tensors.
     """
     found: torch.Tensor | None = entry.sites[0].table.get(entry.sites[0].name)
     return found if all(site.table.get(site.name) is found for site in entry.sites) else None

@@ -1,4 +1,6 @@
-"""The choice of the units that stay on the device packed, once the packed bytes of each unit are known."""
+"""The choice of the units (groups of weights) that stay on the device packed. Made once the packed bytes of
+each unit are known.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,22 @@ from ..placement.placement import Placement
 from ..plan.residency import Plan, choose_packed
 from .planner import Planner
 
-_LEAST_PACKED = 0.9  # share of the bytes planned to stay packed that must be reached
+_LEAST_PACKED = 0.9  # at least this share of the bytes that the plan keeps packed must be kept packed
 
 
 class NotPacked(CaromError):
-    """Raised when fewer bytes of weights can stay on the device packed than the plan counts on."""
+    """Raised if the weights that can stay on the device packed have fewer bytes than the plan requires."""
 
 
 def choose(
     plan: Plan, carving: Carving, placement: Placement, planner: Planner, grain: int
 ) -> tuple[Plan, list[Backing]]:
-    """Return ``plan`` with the units that can stay packed, and the backings of these units.
+    """Return ``plan`` restricted to the packed units that fit on the device, and the backings of these units.
 
-    ``grain``: bytes to whose multiples the device's allocator rounds up. Raises NotPacked if too few bytes of the units
-    in ``plan.packed`` can stay packed.
+    A backing is the object that copies a unit's bytes to the device.
+    ``grain``: the bytes to whose multiples the device's allocator rounds up.
+
+    Raises NotPacked if too few bytes of the units in ``plan.packed`` can stay packed.
     """
     known = {id(unit): index for index, unit in enumerate(carving.units)}
     indexed = [(known[id(unit.unit)], unit) for unit in placement.streamed]

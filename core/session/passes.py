@@ -21,8 +21,9 @@ from .recovery import Recovery
 class Passes:
     """The `root_forward.PassListener` of a session.
 
-    Before a pass, a parked module returns to the device, changes of the module tree are followed, and policies are
-    asked for another layout. ``graphs``: one object for each forward whose backward may still come.
+    Before a pass, a parked session (which uses no device memory) gets a layout again, the layout is adapted
+    to changes of the module tree, and policies are asked whether they want another layout.
+    ``graphs``: one object for each forward whose backward may still be called.
     """
 
     def __init__(
@@ -40,16 +41,18 @@ class Passes:
 
     @property
     def backward(self) -> bool:
-        """Whether backward passes go through the module even though none of its weights train."""
+        """Whether backward passes go through the module although none of its weights are trained."""
         return self._manager.planner.backward
 
     @property
     def watches(self) -> bool:
-        """Whether passes may run again, so that `before` and `passed` have to be called for each of them."""
+        """Whether passes may run again after running out of memory, so that `before` and `passed` have to be
+        called for each pass.
+        """
         return self._recovery.watches
 
     def ready(self) -> bool:
-        """Prepare for a pass, with another layout where one is due. Return False if the session is closed."""
+        """Prepare for a pass. Makes another layout if one is due. Returns False if the session is closed."""
         manager = self._manager
         with manager.lock:
             if manager.phase.parked:
@@ -61,7 +64,7 @@ class Passes:
             with streamer.lock:
                 if (
                     streamer.idle
-                ):  # during a pass the module tree holds views of slots, and no weight may move
+                ):  # during a pass, the module tree holds views of slots and no weight may move
                     if layout.wanted.packing is not None and layout.wanted.packing.keep_raw:
                         layout.placement.tier.pack_anew()
                     if layout.tree.changed():
@@ -73,13 +76,13 @@ class Passes:
             return True
 
     def unpark(self) -> None:
-        """Bring a parked module back to the device."""
+        """Make a layout for a parked session, so that the module can run on the device again."""
         manager = self._manager
         with manager.lock:
             if not manager.phase.parked:
                 return
             try:
-                manager.planner.forget_least()  # the module may have new tensors since it was parked
+                manager.planner.forget_least()  # the module may have new tensors since the session was parked
                 manager.ledger.return_to_device()
                 manager.change(manager.present(), lambda failed, error: manager.shrunk(failed))
             finally:
@@ -87,9 +90,10 @@ class Passes:
             self._policies.plan_next()
 
     def begins(self, compiling: bool, before: PassSnapshot | None = None) -> tuple[Streamer | None, Any]:
-        """Begin a pass, and return the streamer and a context manager for the duration of the pass.
+        """Begin a pass. Returns the streamer, and a context manager that encloses the pass.
 
-        (None, None) if the session is closed. ``before``: the snapshot that `before` returned for the pass.
+        Returns (None, None) if the session is closed.
+        ``before``: the snapshot that `before` returned for the pass.
         """
         manager = self._manager
         managed_tensor.refuse_transforms(manager.module.name)
@@ -110,18 +114,22 @@ class Passes:
         return streamer, manager.engine.step()
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
-        """Return a snapshot of the state before a pass, where the pass may have to run again; else None."""
+        """Return a snapshot of the module's state and inputs before a pass that may have to run again,
+        otherwise None.
+        """
         return self._recovery.before(args, kwargs)
 
     def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
-        """Hold fewer weights on the device after a pass ran out of memory. Return whether the pass may run again."""
+        """Reduce the weights on the device after a pass ran out of memory. Returns whether the pass may run
+        again.
+        """
         found = self._recovery.recover(error, before)
         if self._manager.attached:
             self._policies.at = 0
         return found
 
     def passed(self, args: tuple, kwargs: dict, before: PassSnapshot | None) -> None:
-        """Note that a pass succeeded. ``before``: the snapshot that `before` returned for the pass."""
+        """Record that a pass has succeeded. ``before``: the snapshot that `before` returned for the pass."""
         if before is not None:
             self._memory.went_well(before)
         if self._raise_budget.room is not None:

@@ -1,4 +1,7 @@
-"""`Phase`: the state of a session, and `advance`: the check of a change of state."""
+"""`Phase`: the state of a session, and `advance`: the check of a change of state.
+
+A layout assigns each weight to device memory, or to host memory or a file from which it is streamed.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,23 @@ from enum import Enum, auto
 class Phase(Enum):
     """The state of a session's weights."""
 
-    NEW = auto()  # no layout was made yet
-    LAYING_OUT = auto()  # a layout is being taken back or made
+    NEW = auto()  # no layout has been made yet
+    LAYING_OUT = auto()  # a layout is being undone or made
     ATTACHED = auto()  # the present layout serves passes
-    PARKED = auto()  # the device is released; the next forward makes a layout again
-    ASIDE = auto()  # parked, with pinned host copies of all weights for a quick return
+    PARKED = auto()  # the session uses no device memory; the next forward makes a layout again
+    ASIDE = auto()  # like PARKED, with pinned host copies of all weights for a quick return
     CLOSED = auto()  # the module is restored; the session is over
 
     @property
     def parked(self) -> bool:
-        """Whether the device is released while the module still belongs to the session."""
+        """Whether the session uses no device memory, and the module still belongs to the session."""
         return self in (Phase.PARKED, Phase.ASIDE)
 
     @property
     def settled(self) -> bool:
-        """Whether no layout is partly made, so that module and session are in a consistent state."""
+        """Whether no layout is partly made or partly undone, so that module and session are in a consistent
+        state.
+        """
         return self in (Phase.ATTACHED, Phase.PARKED, Phase.ASIDE, Phase.CLOSED)
 
 
@@ -37,7 +42,9 @@ _NEXT = {
 
 
 def advance(present: Phase, following: Phase) -> Phase:
-    """Return ``following`` if a session may go from ``present`` to that phase. Raises RuntimeError otherwise."""
+    """Return ``following`` if a session may change from the phase ``present`` to it. Otherwise raise
+    RuntimeError.
+    """
     if following not in _NEXT[present]:
         raise RuntimeError(f"a session cannot go from {present.name} to {following.name}")
     return following

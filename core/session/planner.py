@@ -1,4 +1,9 @@
-"""`Planner`: makes the carving and the plan for a `Wanted`, by the rule or by measured times."""
+"""`Planner`: makes the carving and the plan for a request (`Wanted`), by the rule or by measured times.
+
+A carving is the division of a module into units (groups of weights that are copied together). A plan tells
+which units stay on the device, and the size of the slot region (the device memory through which the other
+units stream).
+"""
 
 from __future__ import annotations
 
@@ -23,15 +28,16 @@ from .managed_module import ManagedModule
 from .measured_planner import Advice
 
 logger = logging.getLogger("carom")
-_REMEMBERED = 8  # the most searched plans that are remembered
+_REMEMBERED = 8  # most results of searches that are remembered
 
 
 class Planner:
     """Makes plans for one session's module. Remembers the results of searches, which take tenths of a second.
 
-    ``granularity`` and ``training``: as in `carom.stream`. ``backward``: whether backward passes go through the module
-    even though none of its weights train (other code keeps the adapters). ``decode_rate``: bytes of output per second
-    at which the device unpacks, None where that was not measured.
+    ``granularity``, ``training``: as in `carom.stream`.
+    ``backward``: whether backward passes go through the module although none of its weights are trained
+    (other code keeps the adapters).
+    ``decode_rate``: bytes of output per second at which the device unpacks, None if not measured.
     """
 
     def __init__(
@@ -51,7 +57,8 @@ class Planner:
         """Return the carving and the plan for ``wanted``.
 
         ``present``: the present layout, whose carving may be used again; None before the first layout. Raises
-        BudgetError with the least budget that works, and UnsupportedError for tensors that cannot be managed.
+        BudgetError with the smallest budget that works, and UnsupportedError for tensors that cannot be
+        managed.
         """
         root, grain = self._module.root, self._engine.grain
         chosen = self.settings(wanted)
@@ -64,7 +71,8 @@ class Planner:
         ):
             with contextlib.suppress(BudgetError):
                 return present.carving, rule_planner.plan_within(present.carving, chosen, grain)
-        # Two models that run alternately ask for the same budgets again and again, so a search is remembered.
+        # Two models that run alternately request the same budgets again and again, so results of searches are
+        # remembered.
         known = self._searched.get(_key(wanted))
         if known is not None and known[0] is wanted.profile and carving_matches(known[1], root):
             return known[1], known[2]
@@ -82,14 +90,15 @@ class Planner:
     def settings(self, wanted: Wanted, measured: bool = False) -> rule_planner.Settings:
         """Return the inputs of the planning functions for ``wanted``.
 
-        ``measured``: whether measured times are known, even where ``wanted`` has no profile. Units may stay on the
-        device packed only if times are known.
+        ``measured``: whether measured times are known although ``wanted`` has no profile. Units may stay on
+        the device packed only if times are known.
         """
         checkpoint = self._module.checkpoint
         filed = None if checkpoint is None else checkpoint.wires
         policy = wanted.packing
         packs = policy is not None and not policy.plain
-        # Packing a unit that could stay raw takes time and host memory. Do so only if measured times show a benefit.
+        # Packing a unit that could stay on the device unpacked takes time and host memory. Do this only if
+        # measured times show a benefit.
         stays_packed = (
             policy is not None
             and policy.stay_on_device
@@ -106,11 +115,13 @@ class Planner:
         )  # fmt: skip
 
     def wire_bytes(self, unit: Unit) -> int:
-        """Return the bytes that ``unit`` packs to, 0 where it does not pack."""
+        """Return the bytes of ``unit`` when packed, or 0 if it cannot be packed."""
         return wire_bytes(unit, self._host.shelf, self._host.copies, packer.EXPECTED, packer.LEAST)
 
     def least_bytes(self, wanted: Wanted, present: Layout) -> int:
-        """Return the smallest VRAM budget in bytes that works with the module's tensors, as of layout ``present``."""
+        """Return the smallest VRAM budget in bytes that works with the module's tensors in the layout
+        ``present``.
+        """
         if self._least is None or self._least[0].placement is not present.placement:
             chosen = self.settings(wanted)
             if chosen.training is None and present.carving.adapters:
@@ -126,23 +137,26 @@ class Planner:
         return self._least[1]
 
     def forget_least(self) -> None:
-        """Let the next `least_bytes` be computed anew, because the module's tensors may have changed."""
+        """Let the next call of `least_bytes` compute the budget again, because the module's tensors may have
+        changed.
+        """
         self._least = None
 
     def compiled(self) -> bool:
-        """Return whether any part of the module is compiled."""
+        """Return whether any part of the module is compiled by torch.compile."""
         return rule_planner.compiled(self._module.root)
 
     # -- measured times
 
     def profile(self, layout: Layout) -> TensorTimes | None:
-        """Return the profile of the steps under ``layout``, None where the steps give none.
+        """Return the measured times of the steps under ``layout`` (a profile), or None if the steps do not
+        suffice.
 
-        The link's rate in the profile counts raw bytes, also where weights cross packed.
+        The link's rate in the profile counts unpacked bytes, even if weights are copied packed.
         """
         placement, measured = layout.placement, layout.meter.profile()
         if self._module.checkpoint is not None:
-            return None  # predictions do not cover the rate of reading from a drive
+            return None  # predictions do not include the rate of reads from a drive
         if measured is None or layout.plan.all_resident or self._engine.blocking:
             return None
         learnt = learn(
@@ -157,17 +171,19 @@ class Planner:
     def advise(
         self, layout: Layout, wanted: Wanted, copies: bool, steps: float = math.inf
     ) -> tuple[Advice, TensorTimes] | None:
-        """Return the advice whether to change from ``layout`` to a faster layout, and the profile that it is based on.
+        """Return the advice whether to change from ``layout`` to a faster layout, and the profile on which it
+        is based.
 
-        None where the steps give no profile. ``wanted``: a request with the budget to plan for. ``copies``, ``steps``:
-        as in `measured_planner.advise`.
+        Returns None if the steps give no profile.
+        ``wanted``: a request with the budget for the plan.
+        ``copies``, ``steps``: as in `measured_planner.advise`.
         """
         learnt = self.profile(layout)
         if learnt is None:
             return None
         self.backward = self.backward or learnt.train
         chosen = self.settings(wanted, measured=True)
-        if chosen.unpacking and not learnt.host_bound:  # layouts differ in the units they unpack
+        if chosen.unpacking and not learnt.host_bound:  # the layouts may differ in the units that they unpack
             units = [unit.unit for unit in layout.placement.streamed if unit.packed]
             names = {entry.name: entry.nbytes for unit in units for entry in unit.entries}
             learnt = learnt.without_unpacking(chosen.unpacking, names, learnt.link)
@@ -178,10 +194,11 @@ class Planner:
         return advice, learnt
 
     def understood_profile(self, layout: Layout, wanted: Wanted, copies: bool) -> TensorTimes | None:
-        """Return the profile of the steps so far, or None where the profile cannot be relied on.
+        """Return the profile of the steps so far, or None if it cannot be relied on.
 
-        The profile is returned only if the prediction for the present layout is close to the measured seconds, and the
-        steps were of the session's kind (training or inference). ``wanted``, ``copies``: as in `advise`.
+        The profile is relied on if the prediction for the present layout is close to the measured seconds,
+        and the steps were of the session's kind (training or inference).
+        ``wanted``, ``copies``: as in `advise`.
         """
         try:
             found = self.advise(layout, wanted, copies, steps=0)
@@ -194,6 +211,8 @@ class Planner:
 
 
 def _key(wanted: Wanted) -> tuple[Any, ...]:
-    """Return the properties of ``wanted`` that a search depends on, apart from the profile, as a dictionary key."""
+    """Return a dictionary key of those properties of ``wanted`` that a search depends on, apart from the
+    profile.
+    """
     policy = wanted.packing and dataclasses.replace(wanted.packing, auto=False)
     return wanted.vram, policy, frozenset(wanted.stay)

@@ -1,4 +1,9 @@
-"""`PolicyRunner`: asks a session's policies between steps, in order, and makes the first layout that a policy wants."""
+"""`PolicyRunner`: asks a session's policies between steps, in order, and makes the first layout that a policy
+requests.
+
+A policy (policies/policy.py) is an object that decides whether another layout is wanted. A layout assigns
+each weight to device memory, or to host memory or a file.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +19,9 @@ from .policies.policy import Observation, Policy, clock_of
 
 
 class PolicyRunner:
-    """Asks policies between steps. Costs one comparison a step as long as no policy is due.
+    """Asks policies between steps. As long as no policy is due, a step costs one comparison.
 
-    ``at``: the number of measured steps from which on `look` has to be called.
+    ``at``: the number of measured steps after which `look` has to be called.
     """
 
     def __init__(
@@ -27,12 +32,14 @@ class PolicyRunner:
         self.at: float = 0
 
     def plan_next(self) -> None:
-        """Compute anew the step at which to call `look`, after a policy was started, stopped or asked."""
+        """Compute the step at which `look` has to be called next. Called after a policy was started, stopped
+        or asked.
+        """
         settled = self._manager.layout.meter.settled
         self.at = min((policy.next_step(settled) for policy in self._policies), default=math.inf)
 
     def look(self) -> None:
-        """Ask the policies that are due, and change to the first layout that one of them wants."""
+        """Ask the policies that are due, and change to the first layout that a policy requests."""
         manager = self._manager
         if not self._weights.movable:
             self.at = math.inf
@@ -44,19 +51,20 @@ class PolicyRunner:
                 if self._memory.urgent:
                     locks.enter_context(manager.ledger.growing())
                 elif not manager.ledger.may_grow(locks):
-                    # Another session is moving gigabytes of weights. Skip the policy instead of waiting for that.
+                    # Another session is moving gigabytes of weights, and holds the lock. Skip this policy
+                    # instead of waiting.
                     due.remove(self._memory)
             seen = Observation(manager, clock)
             for policy in due:
                 seen.wanted = (
                     manager.present()
-                )  # the policy before may have changed the budget without a layout
+                )  # a previous policy may have changed the budget without a new layout
                 wanted = policy.decide(seen)
                 if wanted is None:
                     continue
                 try:
                     outcome = manager.change(wanted, policy.fallback)
-                except BaseException:  # the session is parked: return with the RAM budget that worked before
+                except BaseException:  # the session is parked: restore the RAM budget that worked before
                     manager.wanted = dataclasses.replace(manager.wanted, ram=seen.wanted.ram)
                     raise
                 policy.took(outcome)

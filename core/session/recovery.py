@@ -1,4 +1,4 @@
-"""`Recovery`: lets a pass run again, with fewer weights on the device, after the pass ran out of device memory."""
+"""`Recovery`: lets a pass that ran out of device memory run again, with fewer weights on the device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from .policies.raise_budget import RaiseBudget
 
 
 class Recovery:
-    """Handles passes that ran out of device memory, where the pass can be repeated.
+    """Handles passes that ran out of device memory, if the pass can be repeated.
 
-    A budget that follows the device is lowered (`DeviceMemory`). A budget that a host application set, and that rose
-    since, is lowered to the application's value again (`RaiseBudget`).
+    A budget that follows the device's free memory is lowered (`DeviceMemory`). A budget that a host
+    application set and that has been raised since is lowered to the application's value again
+    (`RaiseBudget`).
     """
 
     def __init__(self, memory: DeviceMemory, raise_budget: RaiseBudget) -> None:
@@ -20,17 +21,21 @@ class Recovery:
 
     @property
     def watches(self) -> bool:
-        """Whether any pass may run again: the budget follows the device, or may rise above a host's budget."""
+        """Whether any pass may run again: the budget follows the device, or may rise above the budget of a
+        host application.
+        """
         return self._memory.governor is not None or self._raise_budget.room is not None
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
-        """Return a snapshot of the state before a pass, or None where the pass will not run again."""
+        """Return a snapshot of the module's state and inputs before a pass, or None if the pass will not run
+        again.
+        """
         if self._raise_budget.room is not None:
             return self._raise_budget.before(args, kwargs)
         return self._memory.before(args, kwargs)
 
     def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
-        """Hold fewer weights on the device after ``error``. Return whether the pass may run again."""
+        """Reduce the weights on the device after ``error``. Returns whether the pass may run again."""
         if not isinstance(error, OutOfMemory):
             return False
         if self._raise_budget.room is not None:

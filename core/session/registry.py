@@ -19,7 +19,7 @@ _sessions: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.
 
 
 def enter(session: Session) -> None:
-    """Register ``session`` for all modules of its tree, as the tree is now."""
+    """Register ``session`` for all modules that its tree contains at this moment."""
     for part in session.module.modules():
         _sessions[part] = weakref.ref(session)
 
@@ -49,7 +49,7 @@ def refuse_streamed(module: nn.Module) -> None:
 
 
 def session_of(module: nn.Module) -> Session | None:
-    """Return the open session that streams ``module``, None where there is none."""
+    """Return the open session that streams ``module``, or None if there is none."""
     found = _sessions.get(module)
     session = None if found is None else found()
     return None if session is None or session.closed else session

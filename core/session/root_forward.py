@@ -1,4 +1,9 @@
-"""The wrappers of a session's root module: of its forward, its ``_apply``, and its state dict."""
+"""The wrappers of a session's root module (the module that it streams): of the forward, of ``_apply``, and of
+the state dict.
+
+A pass is one forward of the root module. A slot is the device memory that holds a streamed unit (a group of
+weights) while it is used.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +27,9 @@ OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryErro
 
 
 class PassListener(Protocol):
-    """The interface that the root's wrapped forward calls around each pass.
+    """The interface of the object that the root's wrapped forward calls before and after each pass.
 
-    ``graphs``: one object for each forward whose backward may still come.
+    ``graphs``: one object for each forward whose backward may still be called.
     """
 
     graphs: WeakSet[Any]
@@ -35,30 +40,37 @@ class PassListener(Protocol):
 
     @property
     def backward(self) -> bool:
-        """Whether backward passes go through the module even though none of its weights train."""
+        """Whether backward passes go through the module although none of its weights are trained."""
 
     @property
     def watches(self) -> bool:
-        """Whether passes may run again, so that `before` and `passed` have to be called for each of them."""
+        """Whether passes may run again after running out of memory, so that `before` and `passed` have to be
+        called for each pass.
+        """
 
     def begins(self, compiling: bool, before: PassSnapshot | None) -> tuple[Streamer | None, Any]:
-        """Begin a pass, and return the streamer and a context manager for the duration of the pass.
+        """Begin a pass. Returns the streamer, and a context manager that encloses the pass.
 
-        (None, None): the forward runs without streaming. ``before``: the snapshot that `before` returned for the pass.
+        Returns (None, None) if the forward has to run without streaming.
+        ``before``: the snapshot that `before` returned for the pass.
         """
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
-        """Return a snapshot of the state before a pass, where the pass may have to run again; else None."""
+        """Return a snapshot of the module's state and inputs before a pass that may have to run again,
+        otherwise None.
+        """
 
     def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
-        """Hold fewer weights on the device after a pass ran out of memory. Return whether the pass may run again."""
+        """Reduce the weights on the device after a pass ran out of memory. Returns whether the pass may run
+        again.
+        """
 
     def passed(self, args: tuple, kwargs: dict, before: PassSnapshot | None) -> None:
-        """Note that a pass succeeded. ``before``: the snapshot that `before` returned for the pass."""
+        """Record that a pass has succeeded. ``before``: the snapshot that `before` returned for the pass."""
 
 
 class Movable(Protocol):
-    """The interface of a session that ``.to()`` and similar methods of the root use."""
+    """The interface of a session that is used by ``.to()`` and similar methods of the root module."""
 
     module: nn.Module  # the root
 
@@ -68,20 +80,20 @@ class Movable(Protocol):
 
     @property
     def put_aside(self) -> bool:
-        """Whether the module is parked, with host copies of all weights for a quick return."""
+        """Whether the session is parked with host copies of all weights, for a quick return to the device."""
 
     def dtypes(self) -> set[torch.dtype]:
         """Return the dtypes of the module's tensors."""
 
     def park(self) -> None:
-        """Release the device."""
+        """Release the device memory of the session."""
 
     def unpark(self) -> None:
-        """Bring the module back to the device."""
+        """Move the weights to the device again."""
 
 
 class _Graph:
-    """A gradient hook on a forward's results.
+    """A gradient hook on the results of a forward.
 
     The hook is in the listener's ``graphs`` until a backward begins or the autograd graph is freed.
     """
@@ -96,18 +108,21 @@ class _Graph:
 
 
 def _notice_backward(listener: PassListener, streamer: Streamer, given: Any, result: Any) -> None:
-    """Register hooks that notice a backward through ``result``, or note that no backward is possible.
+    """Register hooks on ``result`` that notice the start of a backward, or record that no backward is
+    possible.
 
-    ``given``: the forward's arguments. The hooks are needed also where all units are resident.
+    The hooks are needed even if no unit is streamed.
+    ``given``: the forward's arguments.
     """
     leaves = tree_leaves(result)
     begins = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     noted = _Graph(listener, streamer)
     for leaf in begins:
-        # A tensor without grad_fn outlives the forward, so a hook on it does not show that a graph still exists.
+        # A tensor without grad_fn outlives the forward, so a hook on it does not show whether a graph still
+        # exists.
         leaf.register_hook(noted if leaf.grad_fn is not None else lambda _: streamer.backward.begins())
-    # A backward is still possible if the result is an object that tree_leaves does not look into, if other code keeps
-    # the adapters that train, or if the loss is stored elsewhere.
+    # A backward is still possible if the result contains an object that tree_leaves does not look into, if
+    # other code keeps the adapters that are trained, or if the loss is stored elsewhere.
     if begins or (listener.backward and not all(isinstance(leaf, torch.Tensor) for leaf in leaves)):
         return
     if not any(
@@ -136,7 +151,7 @@ def root_forward(listener: PassListener) -> Callable[[Callable], Callable]:
         @untraced
         def run(before: PassSnapshot | None, args: Any, kwargs: Any) -> Any:
             streamer, watch = begin(compiling() is not None, before)
-            if streamer is None:  # closed by another thread meanwhile
+            if streamer is None:  # another thread has closed the session meanwhile
                 return inner(*args, **kwargs)
             failed = True
             try:
@@ -173,8 +188,8 @@ def root_forward(listener: PassListener) -> Callable[[Callable], Callable]:
 class Apply:
     """The replacement of the root's ``_apply``, which .to(), .cuda(), .half() and similar methods call.
 
-    A move to the CPU parks the session, and a move to the session's device brings the module back. Raises
-    UnsupportedError for another dtype or another device.
+    A move to the CPU parks the session (it then uses no device memory), and a move to the session's device
+    moves the weights to the device again. Raises UnsupportedError for another dtype or another device.
     """
 
     def __init__(self, session: Movable) -> None:
@@ -208,9 +223,11 @@ class Apply:
 
 
 class TrueValues:
-    """A state dict hook of the root: replaces views of slots in the state dict by the weights' host tensors.
+    """A state dict hook of the root. Replaces views of slots in the state dict by the host tensors of the
+    weights.
 
-    ``names``: the home of each streamed tensor, by the tensor's name in the root.
+    ``names``: the home (the object that reads the host value) of each streamed tensor, by the tensor's name
+    in the root.
     """
 
     def __init__(self, streamer: Streamer | None, names: dict[str, Home]) -> None:
@@ -222,7 +239,7 @@ class TrueValues:
 
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
         if self._streamer is not None:
-            try:  # until here the state dict holds views of slots, and other units wait for these slots
+            try:  # until here the state dict holds views of slots, for which other units wait
                 self._streamer.replace_slot_views(
                     state, {prefix + name: home for name, home in self._names.items()}
                 )

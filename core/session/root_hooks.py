@@ -17,8 +17,9 @@ from .root_forward import Apply, Movable, PassListener, TrueValues, root_forward
 class RootHooks:
     """The wrapped forwards and hooks in a session's module tree.
 
-    The root stays wrapped from the first layout until the session closes. Units, residents and state dicts are wrapped
-    while a layout is in effect. `listen` must be called first.
+    The root (the module that the session streams) stays wrapped from the first layout until the session
+    closes. The forwards of units and the state dict are wrapped while a layout is in effect. `listen` must be
+    called before the other methods.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -29,17 +30,18 @@ class RootHooks:
         self._owner: object = None
 
     def listen(self, listener: PassListener, movable: Movable, owner: object) -> None:
-        """Let ``listener`` be called around passes, and ``movable`` for moves of the module.
+        """Set the objects to call: ``listener`` around each pass, and ``movable`` when the module is moved to
+        another device.
 
-        ``owner`` is referenced as long as the root is wrapped, so that a session lives as long as the module.
+        ``owner`` is referenced as long as the root is wrapped, so that a session lives as long as its module.
         """
         self._listener, self._movable, self._owner = listener, movable, owner
 
     def wrap_root(self) -> None:
-        """Wrap the root's forward and ``_apply``, unless these are wrapped already.
+        """Wrap the root's forward and ``_apply``, unless they are wrapped already.
 
-        The root stays wrapped while a layout is replaced or the session is parked, so that a thread that calls the root
-        in the meantime waits.
+        The root stays wrapped while a layout is replaced or the session is parked. So a thread that calls the
+        root meanwhile waits for the layout.
         """
         if self._root:
             return
@@ -49,11 +51,12 @@ class RootHooks:
     def wrap_units(self, streamer: Streamer, arriving: bool) -> None:
         """Wrap the forwards of streamed units and of the root, and register state dict hooks.
 
-        ``arriving``: wrap also residents that are not read from their file yet.
+        ``arriving``: whether to wrap also modules whose weights stay on the device but have not been read
+        from their file yet.
         """
         if not stands_first(
             self._module
-        ):  # other code wrapped the root since: wrap the units first, and then the root again
+        ):  # other code has wrapped the root meanwhile: wrap the units first, and then the root again
             self._root.undo()
         for unit in streamer.units:
             for module in unit.unit.modules:
@@ -68,7 +71,7 @@ class RootHooks:
         ]
 
     def unwrap_units(self) -> None:
-        """Remove all wrappers and hooks of a layout; the root's forward stays wrapped. Idempotent."""
+        """Remove all wrappers and hooks of a layout. The root's forward stays wrapped. Idempotent."""
         self._units.undo()
         for hook in self._state:
             hook.remove()
@@ -80,7 +83,9 @@ class RootHooks:
 
 
 def _names(root: nn.Module, streamed: list[StreamedUnit]) -> dict[str, Home]:
-    """Return the homes of all streamed tensors, by each name that the tensor has in ``root``."""
+    """Return the homes (the objects that read host values) of all streamed tensors, by every name of the
+    tensor in ``root``.
+    """
     paths = {id(module): path for path, module in root.named_modules()}
     return {
         f"{paths[id(site.module)]}.{site.name}".lstrip("."): home

@@ -1,9 +1,13 @@
-"""The rule-based planner: carve a module into units and plan residency under a budget, without measured times.
+"""The rule-based planner: divides a module into units and decides which of them stay on the device, without
+measured times.
 
-A block of the model is the natural unit: one copy and one wait serve everything inside the block. Large blocks
-are nevertheless split into parts, as long as each part is still copied at the full link rate, because smaller
-units shorten the time in which the device waits: the region holds more units, a copy starts as soon as a part
-has been used, and the number of resident bytes can be chosen in finer steps. (Measured: docs/units.md.)
+A unit is a group of weights that are copied to the device together. A block of the model is the natural unit:
+one copy and one wait serve everything inside the block. Large blocks are nevertheless split into parts, as
+long as each part is still copied at the full rate of the link (the connection between host and device).
+Smaller units shorten the time in which the device waits, for three reasons: the slot region (the device
+memory through which units stream) holds more units, a copy starts as soon as a part has been used, and the
+number of bytes that stay on the device can be chosen in finer steps. docs/units.md has the measurements. The
+grain is the number of bytes to whose multiples the device's allocator rounds up.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from ..placement.packer import EXPECTED, packs
 from ..plan.region import ALIGN
 from ..plan.residency import SMALL_UNIT, Plan, UnitSize, Wish, plan_residency, resident_cost, round_up
 
-COARSE = 256 * MIB  # bytes; unit size where the host is the bottleneck: fewer units cost less host time
+COARSE = 256 * MIB  # bytes; unit size if the host is the bottleneck, because fewer units take less host time
 PART = 128 * MIB  # bytes; copies of a quarter of this size still reach 98 % of the link rate (measured)
 
 
@@ -31,14 +35,18 @@ PART = 128 * MIB  # bytes; copies of a quarter of this size still reach 98 % of 
 class Settings:
     """The inputs of a planner, apart from the module.
 
-    ``vram``: budget in bytes. ``granularity``, ``training``: as in `stream`. ``stay``: names of tensors that must
-    be resident, with the reason. ``from_file``: returns a true value for a tensor whose bytes come from a weights
-    file (None: no weights file). ``packs``: whether to reserve staging memory, in which packed weights are
-    unpacked. ``among``: names of the only units, apart from small ones, that may stay (None: any unit).
-    ``wires``: returns the bytes that a unit packs to (0: the unit does not pack); None where units may not stay
-    packed on the device. ``unpacking``: bytes of output per second at which the device unpacks (None: not
-    measured). ``staged``: returns the staging bytes that a unit takes (0: none); None where these are not known.
-    ``trains``: whether backward passes are known to go through the module, whatever they train.
+    ``vram``: budget in bytes.
+    ``granularity``, ``training``: as in `stream`.
+    ``stay``: names of tensors that must stay on the device, with the reason.
+    ``from_file``: returns whether a tensor's bytes come from a weights file; None if there is no weights
+    file.
+    ``packs``: whether to reserve staging memory, in which packed weights are unpacked.
+    ``among``: names of the units that may stay on the device, apart from small units; None for any unit.
+    ``wires``: returns the bytes of a unit when packed, 0 if the unit cannot be packed; None if units may not
+    stay on the device packed.
+    ``unpacking``: bytes of output per second at which the device unpacks, None if not measured.
+    ``staged``: returns the staging bytes that a unit takes, 0 for none; None if these are not known.
+    ``trains``: whether backward passes are known to go through the module, whatever weights they train.
     """
 
     vram: int
@@ -46,7 +54,7 @@ class Settings:
     training: str | None
     stay: dict[str, str]
     from_file: Callable[[torch.Tensor], Any] | None = None
-    packs: bool = False  # whether weights cross packed
+    packs: bool = False  # whether weights are copied to the device packed
     among: frozenset[str] | None = None
     wires: Callable[[Unit], int] | None = None
     unpacking: float | None = None
@@ -55,14 +63,14 @@ class Settings:
 
 
 def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, Plan]:
-    """Return a carving of ``module`` and the plan for that carving.
+    """Return a carving of ``module`` (its division into units) and the plan for that carving.
 
-    ``grain``: bytes to whose multiples the device's allocator rounds up. Raises BudgetError with the least budget
-    that works, and UnsupportedError for tensors that cannot be managed.
+    ``grain``: the bytes to whose multiples the device's allocator rounds up. Raises BudgetError with the
+    smallest budget that works, and UnsupportedError for tensors that cannot be managed.
     """
     limits = _limits(module, settings)
     error: BudgetError | None = None
-    # Trainable weights stay resident if they fit into the budget, and are streamed otherwise.
+    # Trainable weights stay on the device if they fit into the budget. Otherwise they are streamed.
     for training in ("resident", "stream") if settings.training is None else (settings.training,):
         for limit in limits:
             carving = cut(module, replace(settings, training=training), limit)
@@ -82,8 +90,8 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
                 if error is None or (reason.least_bytes or 0) < (error.least_bytes or 0):
                     error = reason.with_traceback(None)
                 continue
-            # With a single slot no copy overlaps computing: go on to the next finer limit, as long as one is left.
-            # Do so too where packed weights found no staging memory.
+            # With a single slot, no copy overlaps computing. Go on to the next smaller limit if there is one.
+            # Do the same if packed weights found no staging memory.
             crosses = plan.staging_bytes > 0 or limit is not None or compiled(module)
             if (plan.slots >= 2 and crosses) or plan.all_resident or limit == limits[-1]:
                 return carving, plan
@@ -99,7 +107,9 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
 
 
 def _adapters_too_large(nbytes: int, vram: int) -> BudgetError:
-    """Return the error for trainable weights of ``nbytes`` bytes, which must stay resident but exceed the budget."""
+    """Return the error for trainable weights of ``nbytes`` bytes that must stay on the device but exceed the
+    budget.
+    """
     return BudgetError(
         f"vram={format_size(vram)} is too small: trainable weights of {format_size(nbytes)} stay resident; the least budget "
         f"that works is {nbytes} bytes",
@@ -108,26 +118,29 @@ def _adapters_too_large(nbytes: int, vram: int) -> BudgetError:
 
 
 def _limits(module: nn.Module, settings: Settings) -> list[int | None]:
-    """Return the limits on a unit's bytes that `decide` tries, in order; None: blocks are not split."""
+    """Return the limits on the bytes of a unit that `decide` tries, in order. None stands for blocks that are
+    not split.
+    """
     if settings.granularity != "auto":
         return [None]
     finest: list[int | None] = [settings.vram // 3, settings.vram // 6, 1]
-    if compiled(module):  # a compiled part runs best when it is not split
+    if compiled(module):  # compiled code runs fastest in one piece, so do not split it
         return [None, *finest]
     parts: list[int | None] = [PART, *(n for n in finest if n is not None and n < PART)]
-    # Packed bytes wait for a staging buffer, not for a slot, so whole blocks cause no gaps between copies. A training
-    # step uses each unit three times, and each use costs host time, so fewer units are better there.
+    # Packed bytes wait for a staging buffer and not for a slot, so whole blocks cause no gaps between copies.
+    # A training step uses each unit three times, and each use takes host time, so fewer units are better in
+    # training.
     return [None, *parts] if settings.packs and _trains(cut(module, settings, None), settings) else parts
 
 
 def plan_within(carving: Carving, settings: Settings, grain: int) -> Plan:
-    """Return the rule's plan for the units of an existing ``carving``. Raises BudgetError."""
+    """Return the plan of the rule for the units of an existing ``carving``. Raises BudgetError."""
     given = problem(carving, settings, grain)
     return with_staging(carving, settings, grain, functools.partial(by_rule, given, carving, settings, grain))
 
 
 def compiled(module: nn.Module) -> bool:
-    """Return whether ``module`` or any of its submodules is compiled."""
+    """Return whether ``module`` or any of its submodules is compiled by torch.compile."""
     return any(
         getattr(part, "_compiled_call_impl", None) is not None or "_orig_mod" in part._modules
         for part in module.modules()
@@ -135,9 +148,9 @@ def compiled(module: nn.Module) -> bool:
 
 
 def cut(module: nn.Module, settings: Settings, limit: int | None) -> Carving:
-    """Return ``module`` carved into units, split to at most ``limit`` bytes where splitting is possible.
+    """Return ``module`` divided into units, each of at most ``limit`` bytes where it can be split.
 
-    ``limit=None``: no unit is split for its size.
+    With ``limit=None``, no unit is split because of its size.
     """
     stream_trainable = settings.training == "stream"
 
@@ -156,10 +169,11 @@ def cut(module: nn.Module, settings: Settings, limit: int | None) -> Carving:
 
 @dataclass(frozen=True)
 class Problem:
-    """The properties of a carving that a planner depends on.
+    """The properties of a carving (a module divided into units) that a planner depends on.
 
-    ``units``: the sizes of the units, in order of use; ``fixed``: device bytes of tensors that must stay resident;
-    ``wish``: the size of the slot region to aim for.
+    ``units``: the sizes of the units, in order of use.
+    ``fixed``: device bytes of tensors that must stay on the device.
+    ``wish``: the preferred size of the slot region.
     """
 
     units: list[UnitSize]
@@ -172,7 +186,8 @@ def problem(carving: Carving, settings: Settings, grain: int) -> Problem:
     wires = settings.wires if settings.packs else None
     counted = [entry.nbytes for entry, _ in carving.resident if entry.counted]
     fixed = resident_cost([round_up(nbytes, ALIGN) for nbytes in counted], grain)
-    # The small parts of a split block (norms, biases) are better kept on the device than copied.
+    # The small parts of a split block (norms, biases) are kept on the device, which is better than copying
+    # them.
     least = min(SMALL_UNIT, carving.largest // 8)
     units = [
         UnitSize(
@@ -194,12 +209,13 @@ def with_staging(
     plan: Callable[[int, bool], Plan],
     rule: Callable[[int, bool], Plan] | None = None,
 ) -> Plan:
-    """Return the plan that ``plan(vram, packed)`` makes, with staging memory for packed weights where possible.
+    """Return the plan that ``plan(vram, packed)`` makes, with staging memory for packed weights if possible.
 
-    Staging memory is reserved if ``settings.packs`` is set, some units stream, and the budget has room for the
-    staging memory: for two of the largest packed units, so that one is copied while the other is unpacked, or
-    else for one. Only with staging memory may units stay packed on the device (``packed``).
-    ``rule``: a fast substitute for ``plan``, where ``plan`` is a slow search. ``rule`` tells which staging size
+    Staging memory is reserved if ``settings.packs`` is set, some units stream, and the budget has room for
+    it. It holds two of the largest packed units if possible, so that one is copied while the other is
+    unpacked; otherwise it holds one. Units may stay on the device packed (``packed``) only with staging
+    memory.
+    ``rule``: a fast substitute for ``plan`` if ``plan`` is a slow search. It determines which staging size
     works before ``plan`` is called.
     """
     quick = rule or plan
@@ -218,10 +234,11 @@ def with_staging(
 
 
 def _staging(carving: Carving, settings: Settings, grain: int) -> list[int]:
-    """Return the staging sizes in bytes that fit the budget, the best first.
+    """Return the staging sizes in bytes that fit into the budget, the best first.
 
-    The best size holds two packed units, so that one is copied while the other is unpacked. A unit whose halves can
-    cross one after the other (`Staging.pieces`) counts once. The smaller size holds one packed unit.
+    The best size holds two packed units, so that one is copied while the other is unpacked. For a unit whose
+    halves can be copied one after the other (`Staging.pieces`), it holds only one unit. The smaller size
+    always holds one packed unit.
     """
     if settings.staged is None:
         units = [unit for unit in carving.units if any(map(packs, unit.entries))]
@@ -235,9 +252,9 @@ def _staging(carving: Carving, settings: Settings, grain: int) -> list[int]:
 
 
 def _wire(unit: Unit) -> int:
-    """Return the estimated packed bytes of ``unit``, for a unit that was not packed yet.
+    """Return an estimate of the packed bytes of ``unit``, which was not packed yet.
 
-    Only bfloat16 tensors are counted as packed: other dtypes gain less, and how much varies.
+    Only bfloat16 tensors are counted as packed, because other dtypes shrink less, and by how much varies.
     """
     sizes = [
         int(entry.nbytes * EXPECTED)
@@ -256,26 +273,33 @@ def _halves(unit: Unit) -> bool:
 def by_rule(
     given: Problem, carving: Carving, settings: Settings, grain: int, vram: int, packed: bool
 ) -> Plan:
-    """Return the rule's plan for ``given`` under ``vram`` bytes. Raises BudgetError.
+    """Return the plan of the rule for ``carving`` under a budget of ``vram`` bytes. Raises BudgetError.
 
-    ``packed``: whether units may stay on the device in packed form.
+    ``given``: the properties of ``carving``.
+    ``packed``: whether units may stay on the device packed.
     """
     among = settings.among
     names = {unit.name: index for index, unit in enumerate(carving.units)}
-    # The names are from an earlier carving: where this one has other units, any unit may stay.
+    # The names are those of an earlier carving. If the present carving lacks any of these units, any unit may
+    # stay on the device.
     chosen = {names[name] for name in among} if among is not None and among <= names.keys() else None
     return plan_residency(given.units, vram, given.fixed, given.wish, grain, chosen, packed)
 
 
 def _wish(carving: Carving, settings: Settings) -> Wish:
-    """Return the size to aim for when sizing the slot region.
+    """Return the preferred size of the slot region.
 
-    For blocks that are split: three blocks in training, because bytes that are kept in slots at a turn are as good
-    as resident. Two thirds of a block for forward passes alone, because predicted steps of a DiT and of Flux get
-    shorter down to that size, for any budget. Half of a block where weights cross packed, because packed weights
-    wait for the staging buffer, not for a slot.
-    For whole blocks: three slots in training. Two slots for forward passes alone, and for large blocks that cross
-    packed: other device bytes are as useful for residents, which cost no host time.
+    If blocks are split, the size is:
+    - in training, three blocks, because bytes that stay in slots between the forward and the backward are as
+      useful as bytes that stay on the device;
+    - for forward passes alone, two thirds of a block, because predicted steps of a DiT and of Flux get
+      shorter down to that size, whatever the budget;
+    - for forward passes alone with weights that are copied packed, half of a block, because packed weights
+      wait for the staging buffer and not for a slot.
+
+    If blocks are whole, the size is three slots in training. It is two slots for forward passes alone, and
+    for large blocks that are copied packed, because the remaining device bytes are better used for units that
+    stay on the device, which take no host time.
     """
     if not carving.split_bytes:
         large = settings.packs and carving.largest > PART

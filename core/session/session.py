@@ -32,37 +32,43 @@ def stream(
     host: str = "auto",
     training: str | None = None,
 ) -> Session:
-    """Run ``module`` on ``device`` with at most ``vram`` bytes of weights on the device; the others wait on the host.
+    """Run ``module`` on ``device`` with at most ``vram`` bytes of weights on the device. The other weights
+    stay in host memory or in a file.
 
-    Return a `Session`. The module is used as before, and `Session.close` restores it (so does the end of a ``with``
-    block). Weights are streamed in units: each unit is copied to the device before the unit's forward runs.
+    Returns a `Session`. The module is used as before. `Session.close`, or the end of a ``with`` block,
+    restores it. Weights are streamed in units: each unit (a group of weights) is copied to the device before
+    the unit's forward runs.
 
     ``module``: a module on the CPU, on the device, or on ``meta`` with ``weights``.
-    ``weights``: a .safetensors file, a folder of shards, its index.json, or a `Weights`. Values are read from there,
-    through a host cache of at most ``ram`` bytes, and are frozen. While its unit does not run, such a parameter is a
-    ``meta`` tensor, and `Session.read` returns its value.
-    ``device``: a device, or a `SimulatedDevice`. Default: the current accelerator, or the CPU where there is none.
+    ``weights``: a .safetensors file, a folder of shards, its index.json, or a `Weights`. Values are read from
+    the file, through a host cache of at most ``ram`` bytes, and are frozen. While its unit does not run, such
+    a parameter is a ``meta`` tensor, and `Session.read` returns its value.
+    ``device``: a device, or a `SimulatedDevice`. Default: the current accelerator, or the CPU if there is
+    none.
     ``vram``: the budget for weights on the device: bytes, "8GiB", "8GB", "50%" (of the free memory), a
-    `SharedBudget`, which bounds several sessions together, or "auto". "auto" starts with 70 % of the device's free
-    memory, less 1 GiB. After the first steps the budget follows the memory that steps leave free, with headroom, and
-    falls when memory runs short.
-    ``ram``: the budget for pinned host memory: bytes, "8GiB", "8GB", "50%" (of the available memory), or "auto" (80 %
-    of the available memory, or less where a container allows less). Weights that do not fit are streamed from
-    pageable memory, more slowly. With ``weights`` this is the budget of the cache.
-    ``granularity``: the size of units: "block", "phase", "layer", or "auto" (blocks, split where two would not fit).
-    ``codec``: "raw", "lossless" (bf16, fp16, fp32 and fp8 weights wait and cross the link packed, and are unpacked on
-    the device, bit for bit), or "auto" (lossless where Triton runs). While its unit does not run, a packed parameter
-    has no bytes of its own; operators and `Session.read` get its value.
-    ``pool``: "torch" (torch's allocator), "aimdo" (comfy-aimdo's VBARs: resident weights leave the device when other
-    memory is needed, and weights cross unpacked), or "auto" (aimdo where comfy-aimdo is installed, supported and not
-    used by other code, and weights are not packed). Where aimdo is unavailable, torch's allocator is used, and
-    `Report.pool_reason` says why.
-    ``host``: "raw" (while its unit does not run, a streamed parameter is its raw host tensor, even if it crosses
-    packed: host memory then holds both forms) or "auto".
-    ``training``: "resident" or "stream" for trainable weights. None keeps trainable weights resident, unless they
-    alone exceed the budget: then they are streamed, and their gradients are delivered to host memory.
+    `SharedBudget`, which limits several sessions together, or "auto". "auto" starts with 70 % of the device's
+    free memory, minus 1 GiB. After the first steps the budget follows the memory that steps leave free, minus
+    a reserve, and falls when memory runs short.
+    ``ram``: the budget for pinned host memory: bytes, "8GiB", "8GB", "50%" (of the available memory), or
+    "auto" (80 % of the available memory, or less if a container allows less). Weights that do not fit are
+    streamed from pageable memory, which is slower. With ``weights`` this is the budget of the host cache.
+    ``granularity``: the size of units: "block", "phase", "layer", or "auto" (blocks, split if two would not
+    fit).
+    ``codec``: "raw" (weights are not packed), "lossless" (bf16, fp16, fp32 and fp8 weights are stored and
+    copied to the device packed, and are unpacked there, bit for bit), or "auto" (lossless if Triton works).
+    While its unit does not run, a packed parameter has no bytes of its own; operators and `Session.read` get
+    its value.
+    ``pool``: "torch" (torch's allocator), "aimdo" (address ranges of comfy-aimdo, VBARs: resident weights,
+    which stay on the device, can lose their memory when other memory is needed, and weights are copied
+    unpacked), or "auto" (aimdo if comfy-aimdo is installed, supported and not used by other code, and weights
+    are not packed). If aimdo is unavailable, torch's allocator is used, and `Report.pool_reason` tells why.
+    ``host``: "raw" (while its unit does not run, a streamed parameter is its plain host tensor, even if it is
+    copied packed; host memory then holds both forms) or "auto".
+    ``training``: "resident" or "stream" for trainable weights. None keeps trainable weights on the device,
+    unless they alone exceed the budget. They are then streamed, and their gradients are delivered to host
+    memory.
 
-    Raises BudgetError (with the least budget that works), UnsupportedError, WeightsError and PinError.
+    Raises BudgetError (with the smallest budget that works), UnsupportedError, WeightsError and PinError.
     """
     return Session(
         module, device=device, vram=vram, ram=ram, weights=weights, granularity=granularity,
@@ -71,7 +77,8 @@ def stream(
 
 
 class Session:
-    """A module attached to a device. Made by `stream`. As a context manager, the session closes at the end.
+    """A module that is streamed to a device. Made by `stream`. As a context manager, the session closes at
+    the end of the block.
 
     ``module``: the streamed module.
     """
@@ -80,10 +87,10 @@ class Session:
         self, module: nn.Module, *, device: Any, vram: int | str | SharedBudget, ram: int | str, weights: Any, granularity: str,
         codec: str, pool: str, host: str, training: str | None, backward: bool = False,
     ) -> None:  # fmt: skip
-        """Attach ``module``; arguments and errors: as of `stream`.
+        """Make the first layout of ``module``. Arguments and errors: those of `stream`.
 
-        ``backward``: whether backward passes will go through the module even though none of its weights train (other
-        code keeps the adapters).
+        ``backward``: whether backward passes will go through the module although none of its weights are
+        trained (other code keeps the adapters).
         """
         settings.check(module, weights, granularity, codec, pool, host, training)
         registry.refuse_streamed(module)
@@ -108,13 +115,14 @@ class Session:
             self._end()
             raise
 
-    # -- the end
+    # -- closing
 
     def close(self, *, discard: bool = False) -> None:
         """Restore the module's tensor objects, classes and devices, with the present values. Idempotent.
 
-        ``discard``: leave tensors on the device that are there, for a module that is about to be dropped. Moving them
-        to their original devices could take as much host memory as the device has.
+        ``discard``: leave tensors that are on the device there. To be used for a module that is about to be
+        dropped: moving the tensors to their original devices could take as much host memory as the device
+        has.
         """
         with self._manager.lock:
             if self._manager.phase is not Phase.CLOSED:
@@ -122,9 +130,12 @@ class Session:
             self._end(discard)
 
     def _end(self, discard: bool = False) -> None:
-        """Undo the session's changes to its module, and leave shared budgets. After a failure it may be repeated."""
+        """Undo the session's changes to its module, and leave shared budgets. After a failure the call may be
+        repeated.
+        """
         self._manager.close(discard)
-        self._parts.memory.end()  # not before: other sessions may use the freed memory from here on
+        # done only now, because other sessions may use the freed memory after this call
+        self._parts.memory.end()
         self._manager.finish()
         registry.leave(self)
 
@@ -141,19 +152,20 @@ class Session:
     # -- budgets
 
     def set_budget(self, vram: int | str | SharedBudget | None = None, ram: int | str | None = None) -> None:
-        """Change the budgets between steps; arguments as of `stream`. None leaves a budget as it is.
+        """Change the budgets between steps. Arguments: those of `stream`. None leaves a budget as it is.
 
-        Raises BudgetError with the least budget that works, and UnsupportedError between a forward and its backward.
-        The old budgets then stay in effect. If making the layout fails for another reason, the session is parked, and
-        the next forward tries again.
+        Raises BudgetError with the smallest budget that works, and UnsupportedError between a forward and its
+        backward. The previous budgets then stay in effect. If the new layout cannot be made for another
+        reason, the session is parked (it uses no device memory), and the next forward tries again.
         """
         self._parts.budgets.set(vram, ram)
 
     def prioritize(self) -> None:
         """Let other sessions on the same device or shared budget give up memory before this session does.
 
-        If this session is short of memory, the others give way at its next step. No effect on sessions with a fixed
-        budget in bytes, unless their resident weights are in a comfy-aimdo pool.
+        If this session is short of memory, the others give up memory at its next step. The call has no effect
+        on sessions with a fixed budget in bytes, unless the weights that they keep on the device are in a
+        comfy-aimdo pool.
         """
         with self._manager.lock:
             self._need_open()
@@ -173,19 +185,22 @@ class Session:
 
     @property
     def parked(self) -> bool:
-        """Whether the device is released. The next forward moves the module to the device again."""
+        """Whether the session uses no device memory. The next forward moves weights to the device again."""
         return self._manager.phase.parked
 
     @property
     def put_aside(self) -> bool:
-        """Whether the module was parked with ``keep=True``, so that a move to the CPU has nothing left to do."""
+        """Whether the session was parked with ``keep=True``. A move of the module to the CPU then has nothing
+        to do.
+        """
         return self._manager.phase is Phase.ASIDE
 
     def park(self, keep: bool = False) -> None:
-        """Release the device. The module stays attached and returns to the device at its next forward.
+        """Release the session's device memory. The module's next forward moves weights to the device again.
 
-        ``keep``: keep streamed weights pinned in host memory, and copy residents to pinned memory too (packed, where
-        they are packed), so that the return takes no longer than the copies to the device.
+        ``keep``: keep streamed weights pinned in host memory, and copy the weights on the device to pinned
+        memory too (packed, if they are packed). The return then takes no longer than the copies to the
+        device.
         """
         with self._manager.lock:
             self._need_open()
@@ -194,7 +209,7 @@ class Session:
                 self._manager.park(keep)
 
     def unpark(self) -> None:
-        """Move a parked module to the device again."""
+        """Move the weights of a parked session to the device again."""
         self._parts.passes.unpark()
 
     def unpin(self) -> None:
@@ -207,10 +222,11 @@ class Session:
     # -- values
 
     def refresh(self, module: nn.Module | None = None) -> None:
-        """Fetch host weights again at their next use, because their values changed without the session noticing.
+        """Copy host weights to the device again at their next use. To be called after their values changed
+        without the session noticing.
 
-        ``module``: only weights of this submodule and of modules below it (None: all weights). Resident weights exist
-        only on the device, so changes to them need no refresh.
+        ``module``: only weights of this submodule and of modules below it; None for all weights. Weights that
+        stay on the device exist only there, so changes to them need no refresh.
         """
         self._need_open()
         self._parts.tensors.refresh(module)
@@ -228,13 +244,14 @@ class Session:
         self._need_open()
         self._parts.tensors.write(name, tensor)
 
-    # -- measured times and unused memory
+    # -- changes of layout by measured times and free memory
 
     def tune(self) -> bool:
-        """Change to a layout planned by the measured times so far, if a step is predicted to be 3 % faster with it.
+        """Search for a layout by the measured times so far, and change to it if a step is predicted to be at
+        least 3 % faster.
 
-        Return whether the layout changed. To be called between steps. A session also changes its layout by itself once
-        the steps so far would have paid for the change.
+        Returns whether the layout changed. Must be called between steps. A session also changes its layout by
+        itself, once the change would have paid for itself within the steps so far.
         """
         manager = self._manager
         with manager.lock:
@@ -258,25 +275,32 @@ class Session:
         most: float = math.inf,
         given: Callable[[tuple, dict], Inputs] = lambda args, kwargs: (args, kwargs),
     ) -> None:
-        """Let the budget rise by the device memory that passes leave free, whenever a faster layout is made anyway.
+        """Let the budget rise by the device memory that passes leave free, whenever a faster layout is made
+        for other reasons.
 
-        To be called again whenever the budget was set. ``base``: the host application's budget in bytes, to which the
-        budget falls after a pass ran out of memory (default: the present budget); ``keep``: the least device bytes to
-        leave free; ``most``: bytes that the budget never exceeds. ``given``: returns the arguments that a pass reads,
-        without those that are called only outside the pass. The budget rises only if these arguments are tensors and
-        plain values, so that the pass can run again.
+        To be called again whenever the budget was set.
+        ``base``: the host application's budget in bytes, to which the budget falls after a pass ran out of
+        memory (default: the present budget).
+        ``keep``: the least device bytes to leave free.
+        ``most``: the largest budget in bytes.
+        ``given``: returns the arguments that a pass reads, without callables that are called only outside the
+        pass. The budget rises only if these arguments are tensors and plain values, so that the pass can run
+        again.
 
-        Raises UnsupportedError if the budget follows the device already (``vram="auto"``, or a `SharedBudget`).
+        Raises UnsupportedError if the budget follows the device already (``vram="auto"``, or a
+        `SharedBudget`).
         """
         with self._manager.lock:
             self._parts.raise_budget.follow(base, keep, most, given)
 
     def expect_anew(self) -> None:
-        """Note that other programs used the device's memory: the next passes may run out of memory again."""
+        """Record that other programs used the device's memory, so that the next passes may run out of memory
+        again.
+        """
         self._parts.raise_budget.expect_other_passes()
 
     def forget_room(self) -> None:
-        """Prevent further rises of the budget above the host application's budget for the rest of the session."""
+        """Let the budget no longer rise above the host application's budget for the rest of the session."""
         self._parts.raise_budget.forget()
 
     @property
@@ -288,7 +312,7 @@ class Session:
     def beyond(self) -> float:
         """The most bytes by which the budget may exceed the host application's budget.
 
-        The number falls when a pass runs out of memory.
+        The number falls whenever a pass runs out of memory.
         """
         return self._parts.raise_budget.beyond_bytes
 
@@ -297,7 +321,7 @@ class Session:
         """The present budget in bytes."""
         return self._parts.ledger.vram
 
-    # -- accounts
+    # -- state and figures
 
     @property
     def device(self) -> torch.device:
@@ -319,14 +343,16 @@ class Session:
         return {entry.tensor.dtype for entry in self._manager.layout.entries()}
 
     def report(self) -> Report:
-        """Return the session's figures; of a closed session, the last figures. Waits for the device."""
+        """Return the session's figures. For a closed session, these are the last figures. Waits for the
+        device.
+        """
         with self._manager.lock:
             return self._final if self._manager.phase is Phase.CLOSED else self._report()
 
     def stall_share(self) -> float | None:
         """Return the share of the last measured steps' seconds in which computing waited for weights.
 
-        None where nothing was measured. The call does not wait for the device.
+        Returns None if nothing was measured. The call does not wait for the device.
         """
         return stall_share(self._manager.layout)
 

@@ -22,14 +22,15 @@ from ..placement.packer import Packing
 from .rule_planner import compiled
 from .weight_pool import WeightPool
 
-DEDICATED = 0.95  # share of a GPU's free memory that a budget may take where more would spill to host memory
+# share of a GPU's free memory that a budget may take if allocations beyond it would use host memory
+DEDICATED = 0.95
 GRANULARITIES = ("auto", "block", "phase", "layer")
 
 
 def check(
     module: Any, weights: Any, granularity: str, codec: str, pool: str, host: str, training: str | None
 ) -> None:
-    """Raise UnsupportedError for an unknown setting, or for one that this version does not support."""
+    """Raise UnsupportedError for an unknown setting, or for a setting that this version does not support."""
 
     def choose(setting: str, value: Any, allowed: tuple, later: tuple = ()) -> None:
         if value in later:
@@ -41,7 +42,7 @@ def check(
         raise UnsupportedError(f"carom.stream takes an nn.Module, not {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError("a scripted module hides its forwards; stream the eager module")
-    collect(module)  # refuses tensors that have no shape yet
+    collect(module)  # raises UnsupportedError for tensors that have no shape yet
     if weights is not None and not isinstance(weights, (str, os.PathLike, Weights)):
         raise UnsupportedError(
             f"weights={type(weights).__name__}: name a .safetensors file, a folder of them or an index.json"
@@ -60,14 +61,15 @@ def check(
 def packing(
     codec: str, host: str, weights: Any, engine: Engine, module: nn.Module, pool: WeightPool
 ) -> Packing | None:
-    """Return how weights are packed, None where they cross the link unpacked.
+    """Return how weights are packed, or None if they are copied to the device unpacked.
 
-    Where weights are packed, a VBAR pool is refused, except that ``pool="aimdo"`` with ``codec="auto"`` keeps the
-    pool and leaves weights unpacked. Raises UnsupportedError for settings that cannot be combined.
+    Packed weights cannot be in a VBAR (an address range of comfy-aimdo). So if weights are packed, the pool
+    changes to torch's allocator. With ``pool="aimdo"`` and ``codec="auto"``, the pool stays and weights are
+    not packed. Raises UnsupportedError for settings that cannot be combined.
     """
     found = _packing(codec, host, weights, engine)
     if found is not None and found.auto and compiled(module):
-        return None  # guards of compiled code read weights, whose values a packed parameter does not hold
+        return None  # the guards of compiled code read weights, and a packed parameter has no values to read
     if found is not None and pool.native is not None:
         if pool.asked == "aimdo" and codec == "auto":
             return None
@@ -89,10 +91,11 @@ def _packing(codec: str, host: str, weights: Any, engine: Engine) -> Packing | N
 
 
 def vram_budget(value: int | str | SharedBudget, engine: Engine, mine: int = 0, waiting: int = 0) -> int:
-    """Return the VRAM budget in bytes that ``value`` stands for.
+    """Return the VRAM budget in bytes that ``value`` (a percentage, for example) amounts to.
 
-    ``mine``: device bytes that the session holds already and may use again; ``waiting``: for a device that shares
-    the host's memory, the host bytes that weights give back when they move to the device. Raises BudgetError.
+    ``mine``: device bytes that the session holds already and may use again.
+    ``waiting``: for a device that shares the host's memory, the host bytes that are freed when weights move
+    to the device. Raises BudgetError.
     """
     if isinstance(value, SharedBudget):
         return min(value.nbytes, value.free_bytes + mine)
@@ -104,10 +107,11 @@ def vram_budget(value: int | str | SharedBudget, engine: Engine, mine: int = 0, 
 
 
 def waiting_bytes(module: nn.Module) -> int:
-    """Return the host bytes that ``module``'s weights give back when they move to a device that shares host memory.
+    """Return the host bytes that are freed when the weights of ``module`` move to a device that shares the
+    host's memory.
 
-    Only storages of a single tensor are counted. Pages of a mapped file are not counted, because the system can
-    reclaim them anyway. Return 0 where mapped files cannot be recognised.
+    Only storages that a single tensor uses are counted. Pages of a mapped file are not counted, because the
+    system can reclaim them anyway. Returns 0 if mapped files cannot be recognised.
     """
     mapped = MappedFiles()
     if not mapped.supported:
@@ -123,10 +127,12 @@ def waiting_bytes(module: nn.Module) -> int:
 
 
 def within_dedicated(budget: int, engine: Engine, mine: int = 0) -> tuple[int, str]:
-    """Return ``budget``, limited to the GPU's own free memory on Windows, and a note on the limit ("" if none).
+    """Return ``budget``, limited to the GPU's own free memory on Windows, and a note on the limit ("" if
+    there is none).
 
-    A program that asks Windows (WDDM) for more memory than the GPU has free gets no error but shared host memory,
-    which is accessed at the link's rate. ``mine``: device bytes that the session holds already and may use again.
+    If a program requests more memory than the GPU has free, Windows (WDDM) raises no error but provides
+    shared host memory, which is as slow as the link between host and device.
+    ``mine``: device bytes that the session holds already and may use again.
     """
     if engine.device.type != "cuda" or not on_windows():
         return budget, ""
@@ -140,7 +146,7 @@ def within_dedicated(budget: int, engine: Engine, mine: int = 0) -> tuple[int, s
 
 
 def device_note(engine: Engine) -> str:
-    """Return a note on a property of the device that limits streaming, "" where there is none.
+    """Return a note on a property of the device that limits streaming, or "" if there is none.
 
     Such properties are: no streams, memory shared with the host, and an untested backend.
     """
@@ -156,9 +162,11 @@ def device_note(engine: Engine) -> str:
 
 
 def ram_budget(value: int | str, on_device: int = 0, waiting: int = 0) -> int:
-    """Return the RAM budget in bytes: the limit of pinned memory, or of the host cache of weights from disk.
+    """Return the RAM budget in bytes: the limit of pinned memory, or of the host cache if weights come from
+    disk.
 
-    ``on_device``: where the device shares the host's memory, the bytes that weights on the device take, else 0;
+    ``on_device``: if the device shares the host's memory, the bytes that weights on the device take,
+    otherwise 0.
     ``waiting``: as in `vram_budget`. Raises BudgetError.
     """
     if value == "auto":
@@ -171,8 +179,9 @@ def ram_beside_device(
 ) -> int:
     """Return the RAM budget in bytes, for a session with ``vram`` bytes of weights on the device.
 
-    Where the device shares the host's memory, weights on the device reduce the RAM budget, except the ``held`` bytes
-    that the session holds on the device already. Raises BudgetError.
+    If the device shares the host's memory, weights on the device reduce the RAM budget, except the ``held``
+    bytes that the session already has on the device.
+    ``waiting``: as in `vram_budget`. Raises BudgetError.
     """
     if not engine.shares_host:
         return ram_budget(value)
@@ -183,7 +192,8 @@ def ram_beside_device(
 
 def _auto_ram() -> int:
     """Return the bytes of host memory that weights may take with ``ram="auto"``."""
-    # `host_memory` respects a container's limit. Where little is left, take a quarter nevertheless.
+    # `host_memory` respects the limit of a container. If little memory is available, take a quarter of it
+    # nevertheless.
     available = _available()
     return min(int(available * 0.8), max(host_memory().usable, available // 4))
 

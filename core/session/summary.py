@@ -1,4 +1,8 @@
-"""`make_report`: collects a session's figures in a `Report`; `describe`: describes a plan in one sentence."""
+"""`make_report`: collects a session's figures in a `Report`. `describe`: describes a plan in one sentence.
+
+Residents are units (groups of weights) that stay on the device. Slots are the device memory through which the
+other units stream.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,11 @@ PACKED = "packed on the device, unpacked at each use"
 class Held:
     """The device memory that a session holds, in bytes.
 
-    ``budget_bytes``: the budget; ``peak_bytes``: the most that was held of the budget; ``slot_bytes``: the slot
-    region now; ``staging_bytes``: the staging buffer now; ``pooled_bytes``: residents in a comfy-aimdo pool;
+    ``budget_bytes``: the budget.
+    ``peak_bytes``: the most bytes of the budget that were held.
+    ``slot_bytes``: the slot region now.
+    ``staging_bytes``: the staging buffer now.
+    ``pooled_bytes``: residents in a comfy-aimdo pool.
     ``pool``, ``pool_reason``: the pool in use ("torch" or "aimdo"), and the reason for that choice.
     """
 
@@ -31,14 +38,14 @@ class Held:
     pool: str = "torch"
     pool_reason: str = ""
     packed_bytes: int = 0  # packed bytes of the units that stay on the device packed
-    packed_raw_bytes: int = 0  # unpacked bytes of these units
+    packed_raw_bytes: int = 0  # bytes of these units when unpacked
     packed_units: int = 0  # the number of these units
 
 
 def stall_share(layout: Layout) -> float | None:
     """Return the share of the last measured steps' seconds in which computing waited for weights.
 
-    None where nothing was measured. The call does not wait for the device.
+    Returns None if nothing was measured. The call does not wait for the device.
     """
     with layout.streamer.lock:
         found = layout.meter.medians()
@@ -48,9 +55,11 @@ def stall_share(layout: Layout) -> float | None:
 
 
 def make_report(held: Held, layout: Layout, arena: HostArena, device: str) -> Report:
-    """Return the report over the steps under ``layout`` so far. Waits for the device.
+    """Return the report on the steps so far under ``layout``. Waits for the device.
 
-    ``held``: device bytes; ``arena``: the session's host memory; ``device``: the engine's name.
+    ``held``: the device bytes.
+    ``arena``: the session's host memory.
+    ``device``: the engine's name.
     """
     carving, plan, placement, meter = layout.carving, layout.plan, layout.placement, layout.meter
     with layout.streamer.lock:
@@ -119,7 +128,9 @@ def make_report(held: Held, layout: Layout, arena: HostArena, device: str) -> Re
 
 
 def _effective(figures: Medians) -> float | None:
-    """Return the link's effective rate: raw bytes of weights per second of copying. None where nothing was measured."""
+    """Return the effective rate of the link: unpacked bytes of weights per second of copying. Returns None if
+    nothing was measured.
+    """
     if figures.link_bytes_per_second is None or not figures.wire_bytes:
         return None
     return figures.link_bytes_per_second * figures.raw_bytes / figures.wire_bytes
@@ -128,7 +139,7 @@ def _effective(figures: Medians) -> float | None:
 def _stages(figures: Medians, disk_rate: float | None) -> dict[str, float]:
     """Return the seconds of a step that each stage ("compute", "link", "disk") would take by itself.
 
-    The stage with the most seconds is the bottleneck. The result is empty where nothing was measured.
+    The stage with the most seconds is the bottleneck. The result is empty if nothing was measured.
     """
     if figures.compute_seconds is None:
         return {}

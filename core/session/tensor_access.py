@@ -21,14 +21,16 @@ class TensorAccess:
         manager.write_streamed = self._write_streamed
 
     def refresh(self, module: nn.Module | None) -> None:
-        """Fetch host weights below ``module`` again at their next use, as `Session.refresh`."""
+        """Copy host weights of ``module`` and below to the device again at their next use, as
+        `Session.refresh` describes.
+        """
         manager = self._manager
         if manager.attached:
             below = None if module is None else {id(m) for m in module.modules()}
             manager.layout.streamer.refresh(manager.layout.below(below))
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a copy of the tensor ``name`` on the CPU, as `Session.read`."""
+        """Return a copy of the tensor ``name`` on the CPU, as `Session.read` describes."""
         module = self._manager.module
         quantised = None if module.quantized is None else module.quantized.read(name)
         if quantised is not None:
@@ -44,7 +46,7 @@ class TensorAccess:
         return tensor.detach().cpu().clone()
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Set the tensor ``name`` to the values of ``tensor``, as `Session.write`."""
+        """Set the tensor ``name`` to the values of ``tensor``, as `Session.write` describes."""
         manager = self._manager
         target = self._tensor(name)
         if target.shape != tensor.shape or target.dtype != tensor.dtype:
@@ -66,9 +68,9 @@ class TensorAccess:
             target.copy_(tensor)
 
     def _write_streamed(self, stand: FileTensor, tensor: torch.Tensor) -> None:
-        """Set a weight from a file to the values of ``tensor``, which are kept in RAM within the RAM budget.
+        """Set the weight ``stand``, which comes from a file, to the values of ``tensor``.
 
-        The file is not changed.
+        The values are kept in RAM, within the RAM budget. The file is not changed.
         """
         manager = self._manager
         with manager.lock:
@@ -79,11 +81,14 @@ class TensorAccess:
                 stand.change(tensor)
                 return
             if not manager.layout.placement.tier.write(stand, tensor):
-                # The tier has no room for the value: make a new layout, with a smaller cache.
+                # Host memory has no room for the value beside the cache. Make a new layout, with a smaller
+                # cache.
                 manager.change(manager.present(), reuse=False, between=lambda: stand.change(tensor))
 
     def _need_room(self, stand: FileTensor) -> None:
-        """Raise BudgetError if a parked session could not return once host memory holds a new value of ``stand``."""
+        """Raise BudgetError if a new value of ``stand`` in host memory would leave too little for a parked
+        session to make a layout.
+        """
         manager = self._manager
         checkpoint, layout = manager.module.checkpoint, manager.layout
         assert checkpoint is not None

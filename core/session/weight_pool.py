@@ -1,7 +1,11 @@
-"""`WeightPool`: the memory of a session's resident weights, from torch's allocator or in comfy-aimdo's VBARs.
+"""`WeightPool`: the memory of the weights that stay on the device (residents), from torch's allocator or in
+comfy-aimdo's VBARs.
 
-With torch's allocator a resident unit is always on the device. With comfy-aimdo every unit has its own range of a VBAR
-(`streaming.vbar_slots`), and the budget is the VBAR's watermark, so that another budget needs no new layout.
+A VBAR is a range of device addresses. Its pages can lose their memory to other programs, and only pages below
+an address, the watermark, may get memory. A unit is a group of weights that are copied together. With torch's
+allocator, a resident unit is always on the device. With comfy-aimdo, every unit has its own range of a VBAR
+(`streaming.vbar_slots`), and the budget determines the VBAR's watermark. So another budget needs no new
+layout.
 """
 
 from __future__ import annotations
@@ -23,14 +27,16 @@ from ..streaming.streamer import Streamer
 from ..streaming.vbar_slots import VbarSlots
 
 logger = logging.getLogger("carom")
-_TINY = 8  # a resident unit smaller than the largest unit by this factor is not put into the VBAR
+_TINY = 8  # resident units smaller than the largest unit by this factor are not put into the VBAR
 
 
 class WeightPool:
-    """The pool that the argument ``pool`` of `carom.stream` asks for, or torch's where that pool is unavailable.
+    """The pool that the argument ``pool`` of `carom.stream` asks for, or torch's allocator if that pool is
+    unavailable.
 
-    ``asked``: the argument; ``native``: comfy-aimdo, None where torch's allocator is used; ``reason``: the reason for
-    the pool in use, for the report.
+    ``asked``: the argument.
+    ``native``: comfy-aimdo, None if torch's allocator is used.
+    ``reason``: why the pool in use was chosen, for the report.
     """
 
     def __init__(self, engine: Engine, asked: str) -> None:
@@ -61,11 +67,14 @@ class WeightPool:
     def divide(
         self, carving: Carving, plan: Plan, ram: int, from_file: bool
     ) -> tuple[list[Unit], list[Unit]]:
-        """Return two lists, each in order: units in torch's allocator, and units that are streamed or in the VBAR.
+        """Return two lists, each in order: the units in torch's allocator, and the units that are streamed or
+        in the VBAR.
 
-        ``ram``: bytes of host memory that may be pinned; ``from_file``: whether weights come from a file. Raises
-        NativeError if no unit could leave the device, or if host memory has no room for the units that may have to
-        leave.
+        ``ram``: bytes of host memory that may be pinned.
+        ``from_file``: whether weights come from a file.
+
+        Raises NativeError if no unit could leave the device, or if host memory has no room for the units that
+        may have to leave the device.
         """
         resident, streamed = wanted_residents(carving, plan)
         if self.native is None:
@@ -88,9 +97,9 @@ class WeightPool:
         self, carving: Carving, plan: Plan, units: list[Unit], meter: Meter, tier: Tier, ledger: BudgetLedger,
         resident_bytes: int,
     ) -> Streamer:  # fmt: skip
-        """Return the streamer of ``units``. ``resident_bytes``: device memory that residents take already.
+        """Return the streamer of ``units``. ``resident_bytes``: device memory that residents already take.
 
-        Raises NativeError if the VBAR has no room for a slot.
+        Raises NativeError if the VBAR has no room for a slot (the device memory that holds a streamed unit).
         """
         engine, region = self._engine, plan.region_bytes
         if self.native is None:
@@ -98,7 +107,8 @@ class WeightPool:
         number = {id(unit): index for index, unit in enumerate(carving.units)}
         resident = [i for i, unit in enumerate(units) if number[id(unit)] in plan.resident]
         room = ledger.vram - resident_bytes
-        if ledger.governor is not None:  # the budget is automatic: raise it at least to a slot of whole pages
+        # the budget is automatic: raise it to at least one slot of whole pages
+        if ledger.governor is not None:
             room = max(room, whole_pages(max(unit.nbytes for unit in units)))
             if not ledger.claim(max(ledger.vram, resident_bytes + room)):
                 raise NativeError(f"no page of {format_size(vbar.PAGE)} is left of {ledger.shared}")

@@ -1,10 +1,12 @@
-"""Defines `Backward`: re-acquires units in backward passes through saved-tensor handles, and sends weight
-gradients to the host.
+"""Defines `Backward`: fetches units again in backward passes, when autograd asks for saved tensors, and sends
+weight gradients to the host.
 
-One `Backward` serves one streamer, under the streamer's lock. A backward pass is registered at its first call
-of any method here; autograd reports its end through a callback, and destroys the callback uncalled if the
-pass fails. Within a pass each thread reads one unit at a time. A slot stays in use until autograd has dropped
-every view of the slot that autograd was given.
+A unit is a group of streamed tensors. A slot is the device memory that holds a unit while it is used. A
+handle is the object that autograd saves in place of a view of a slot. One `Backward` serves one streamer,
+under the streamer's lock. A backward pass is registered at its first call of any method here. Autograd calls
+a callback at the end of the pass; if the pass fails, autograd destroys the callback without a call. Within a
+pass, each thread reads one unit at a time. A slot stays in use until autograd has dropped every view of the
+slot that it was given.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class _SlotUse:
     streams: set
     thread: int
     views: list[weakref.ref] = field(default_factory=list)
-    # False while the unit was only recomputed, and no gradient has asked for a saved tensor yet
+    # False while the unit has only been recomputed, and no node has asked for a saved tensor to compute
+    # gradients.
     gradients_began: bool = True
 
     @property
@@ -54,18 +57,20 @@ class _SlotUse:
 
 
 class _EndCallback:
-    """An end-of-pass callback for autograd; its destruction without a call means that the pass failed."""
+    """A callback that autograd calls at the end of a backward pass. If it is destroyed without a call, the
+    pass has failed.
+    """
 
     def __init__(self, backward: Backward, task: int) -> None:
         self._backward, self._task, self._called = backward, task, False
 
     def __call__(self) -> None:
-        """Report that the backward pass ended."""
+        """Report that the backward pass has ended."""
         self._called = True
         self._backward.end_pass(self._task)
 
     def __del__(self) -> None:
-        """Report a failed backward pass if the callback was never called."""
+        """Report that the backward pass has failed, if the callback was never called."""
         if not self._called:
             self._backward.fail_pass(self._task)
 
@@ -76,7 +81,8 @@ class Backward:
     def __init__(self, streamer: Streamer, landings: GradientBuffers) -> None:
         self._streamer, self._gradient_buffers = streamer, landings
         self._tasks: set[int] = set()  # ids (autograd graph tasks) of the passes in progress
-        self._current_uses: dict[int, _SlotUse] = {}  # by thread id: the unit that the thread reads now
+        # by thread id: the use of the unit that the thread reads now
+        self._current_uses: dict[int, _SlotUse] = {}
         self._ending_uses: list[_SlotUse] = []
 
     @property
@@ -86,7 +92,7 @@ class Backward:
 
     @property
     def has_uses(self) -> bool:
-        """Whether slots are in use by a backward pass, or not yet known to be unused."""
+        """Whether a backward pass uses slots, or has used slots whose uses are not yet known to be over."""
         return bool(self._current_uses or self._ending_uses)
 
     def other_pass_active(self) -> bool:
@@ -95,7 +101,8 @@ class Backward:
 
     def slots_used_by(self, thread: int) -> int:
         """Return the number of slots that ``thread`` reads, or has read while autograd still holds views of
-        them."""
+        these slots.
+        """
         return (thread in self._current_uses) + sum(use.thread == thread for use in self._ending_uses)
 
     def use_count(self, slot: Slot) -> int:
@@ -105,13 +112,15 @@ class Backward:
     # -- a pass
 
     def begins(self) -> None:
-        """Register the pass whose gradient reached the root module's result."""
+        """Register the backward pass whose gradient has reached the root module's result."""
         with self._streamer.lock:
             self.register_pass()
 
     def register_pass(self) -> None:
-        """Register the current backward pass, if it is new, and queue a callback for its end. Called under
-        the streamer's lock."""
+        """Register the current backward pass if it is not registered yet, and queue a callback for its end.
+
+        Must be called under the streamer's lock.
+        """
         task = graph_task()
         if task == -1 or task in self._tasks or self._streamer.closed:
             return
@@ -121,7 +130,7 @@ class Backward:
         torch.autograd.Variable._execution_engine.queue_callback(_EndCallback(self, task))
 
     def end_pass(self, task: int) -> None:
-        """End the pass ``task``: wait for its gradients, and add them to ``.grad`` on the host."""
+        """End the pass with the id ``task``: wait for its gradients, and add them to ``.grad`` on the host."""
         streamer = self._streamer
         with streamer.lock:
             self._close_pass(task)
@@ -134,8 +143,9 @@ class Backward:
         landed.add_up(streamer.runs.show_host_tensors)
 
     def fail_pass(self, task: int) -> None:
-        """End the failed pass ``task`` without gradients; slots whose views autograd still holds stay
-        protected."""
+        """End the failed pass with the id ``task`` without gradients. Slots of which autograd still holds
+        views are not reused yet.
+        """
         streamer = self._streamer
         with streamer.lock:
             self._gradient_buffers.forget(task)
@@ -148,7 +158,9 @@ class Backward:
                 streamer.meter.abandon()
 
     def _close_pass(self, task: int) -> None:
-        """Remove the pass ``task``, and end its uses of slots where autograd holds no view any more."""
+        """Remove the pass with the id ``task``, and end its uses of slots of which autograd holds no view any
+        more.
+        """
         self._tasks.discard(task)
         if not self._tasks:
             for thread in list(self._current_uses):
@@ -158,8 +170,9 @@ class Backward:
     def _drop_proxies(self) -> None:
         """Let the next forward create new `Deliver` nodes for trainable weights.
 
-        Autograd runs the newest node first. A node that is older than a forward would run after all of that
-        forward's backward, and the gradients of all weights would wait for it in device memory.
+        In a backward pass, autograd runs the newest ready node first. If a node was older than a forward, it
+        would run after the whole backward of that forward, and until then the gradients of all weights would
+        occupy device memory.
         """
         if not self._streamer.runs.active:
             for unit in self._streamer.units:
@@ -169,8 +182,9 @@ class Backward:
     # -- handles
 
     def handle(self, saved: torch.Tensor) -> managed_tensor.Handle:
-        """Return the handle that autograd keeps in place of ``saved``, a view of a slot. Raise CaromError if
-        the slot was reused."""
+        """Return the handle that autograd keeps in place of ``saved``, a view of a slot. Raises CaromError if
+        the slot was reused.
+        """
         offset = saved.data_ptr() - self._streamer.low
         slot = self._streamer.region.slot_at(offset)
         if slot is None:
@@ -181,11 +195,11 @@ class Backward:
         return managed_tensor.Handle(self, unit, unit.in_graphs.token(), saved, offset - slot.offset)
 
     def continue_use(self, slot: Slot) -> bool:
-        """Keep ``slot`` in use after a run of its unit, and return True, if the run was a recomputation in
-        this thread's backward pass.
+        """Keep ``slot`` in use after a run of its unit if the run was a recomputation in this thread's
+        backward pass. Returns whether it was.
 
-        The unit's gradients are computed next. So no event has to be recorded and no other unit prefetched
-        before they are computed.
+        The next computation of the thread is that of the unit's gradients, which read the same slot. So no
+        event has to be recorded, and no other unit has to be prefetched, before the gradients are computed.
         """
         thread = threading.get_ident()
         if graph_task() not in self._tasks or thread in self._current_uses or self._streamer.closed:
@@ -196,8 +210,9 @@ class Backward:
         return True
 
     def unpack(self, handle: managed_tensor.Handle) -> torch.Tensor:
-        """Return the saved tensor of ``handle`` for an autograd node, as a view of the re-acquired unit's
-        slot."""
+        """Fetch the unit of ``handle`` again, and return the saved tensor as a view of the unit's slot.
+        Called for an autograd node.
+        """
         streamer = self._streamer
         with streamer.lock:
             self.register_pass()
@@ -217,14 +232,17 @@ class Backward:
             use.views.append(weakref.ref(view))
             streamer.engine.read(view)
         if torch.is_grad_enabled():
-            # With create_graph=True this node may save slot views itself, which have to become handles too.
-            # Autograd gives each node thread-local state of its own, so these hooks end with the node.
+            # With create_graph=True this node may save slot views itself, which have to be replaced by
+            # handles too. Autograd gives each node a thread-local state of its own, so these hooks end with
+            # the node.
             managed_tensor.push_handles(streamer)
         return view
 
     def take_finished_uses(self, unit: StreamedUnit | None) -> list[tuple[Slot, set]]:
-        """Return (slot, streams that read the slot) of every use that is over. ``unit``: the unit that this
-        thread reads next."""
+        """Remove the uses that are over, and return (slot, streams that read the slot) for each.
+
+        ``unit``: the unit that this thread reads next.
+        """
         if self._current_uses:
             thread = threading.get_ident()
             use = self._current_uses.get(thread)
@@ -246,12 +264,14 @@ class Backward:
     # -- gradients of trainable streamed weights
 
     def deliver(self, home: Home, gradient: torch.Tensor) -> None:
-        """Begin to copy a gradient to the host; `end_pass` waits for all copies of the pass at once."""
+        """Begin to copy ``gradient``, of the weight of ``home``, to the host. `end_pass` waits for all copies
+        of the pass at once.
+        """
         with self._streamer.lock:
             self.register_pass()
             self._gradient_buffers.send(home, gradient, graph_task())
 
     def close(self) -> None:
-        """Forget all uses of slots."""
+        """Drop the records of all uses of slots."""
         self._current_uses.clear()
         self._ending_uses.clear()

@@ -1,8 +1,10 @@
-"""Defines `Runs`: puts views of a unit's slot into its modules while the unit's forward runs, and into single
-operators' arguments.
+"""Defines `Runs`: while a unit's forward runs, its modules hold views of the unit's slot; single operators
+get such views as arguments.
 
-One `Runs` serves one streamer, under the streamer's lock. `Runs` also knows which threads are in a step, and
-copies values that the model writes to weights in a slot back to the host.
+A unit is a group of streamed tensors. A slot is the device memory that holds a unit while it is used. The
+root is the module that the session streams. One `Runs` serves one streamer, under the streamer's lock. `Runs`
+also tells which threads are in a step (a forward or backward pass), and copies values that the model wrote to
+weights in a slot back to the host.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class _ThreadState(threading.local):
-    """The state of each thread's runs."""
+    """The state of the forwards that run on one thread."""
 
     def __init__(self) -> None:
-        self.runs = 0  # number of running forwards of units and root modules
-        self.entered: list[tuple[StreamedUnit, Slot]] = []  # running units
+        self.runs = 0  # number of running forwards of units and of the root
+        self.entered: list[tuple[StreamedUnit, Slot]] = []  # units whose forward is running, with their slots
         self.operator_slots = 0  # number of slots used by operators
         self.roots: list[
             tuple[int, int]
@@ -45,16 +47,17 @@ class _ThreadState(threading.local):
 class Runs:
     """The running forwards of one streamer's units and root module.
 
-    ``to_stay``: names of weights that the next layout should keep resident, with the reasons.
+    ``to_stay``: names of weights that the next layout should keep on the device, with the reasons.
     """
 
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
-        self._unit_runs = 0  # number of running unit forwards, all threads
+        self._unit_runs = 0  # number of running unit forwards in all threads
         self._operator_slots = 0  # number of slots used by operators outside a unit's forward
         self._roots = 0  # number of running root forwards
         self._local = _ThreadState()
-        # ids of threads that see the host tensors; these threads may briefly keep views of slots
+        # Ids of threads that see host tensors instead of slots. These threads may keep views of slots for a
+        # short time.
         self._hosts: set[int] = set()
         self.to_stay: dict[str, str] = {}
 
@@ -85,15 +88,16 @@ class Runs:
         return self._local.runs > 0 and not self._local.show_host_tensors
 
     def show_host_tensors(self, on: bool) -> None:
-        """Let this thread see the host tensors even in a step, while ``on`` is True (for a state dict or an
-        optimizer hook)."""
+        """Let this thread see the host tensors even in a step, while ``on`` is True. Used for state dicts and
+        optimizer hooks.
+        """
         self._local.show_host_tensors = on
         (self._hosts.add if on else self._hosts.discard)(threading.get_ident())
 
-    # -- the root's forward
+    # -- the root module's forward
 
     def root_begins(self) -> None:
-        """Note that the root's forward starts on this thread."""
+        """Record that the root's forward starts on this thread."""
         streamer = self._streamer
         with streamer.lock:
             if not managed_tensor.in_backward():
@@ -105,19 +109,23 @@ class Runs:
             self._local.runs += 1
 
     def no_backward(self) -> None:
-        """Note that the root's forward on this thread has no result from which a backward could start."""
+        """Record that the root's forward on this thread has no result from which a backward could start."""
         with self._streamer.lock:
             if self._roots == 1 and not self._streamer.backward.running:
                 self._streamer.meter.no_backward()
 
     def root_ends(self, failed: bool) -> None:
-        """Note that the root's forward ended, and clean up the thread's unfinished unit runs."""
+        """Record that the root's forward has ended, and end the runs of units that this thread has not
+        finished.
+
+        ``failed``: whether the forward raised an error.
+        """
         streamer, thread_state = self._streamer, self._local
         with streamer.lock:
             self._roots -= 1
             entered, thread_state.runs = thread_state.roots.pop() if thread_state.roots else (0, 0)
-            # A KeyboardInterrupt may occur between any two lines, so restore all units that this thread had
-            # entered.
+            # A KeyboardInterrupt may occur between any two lines, so restore all units whose forward this
+            # thread had entered.
             for unit, slot in reversed(thread_state.entered[entered:]):
                 self._leave(unit, slot)
             if streamer.held:
@@ -141,10 +149,10 @@ class Runs:
     # -- a unit's own forward
 
     def enter(self, unit: StreamedUnit) -> tuple[Slot, bool]:
-        """Acquire the unit's slot and put its views into the modules, for a run of the unit's forward.
-        `leave` reverses this.
+        """Acquire the unit's slot and put views of it into the unit's modules. Called before the unit's
+        forward; `leave` undoes this.
 
-        Return the slot, and whether gradients are recorded.
+        Returns the slot, and whether gradients are recorded.
         """
         streamer = self._streamer
         began = time.perf_counter() if streamer.meter.profiling else None
@@ -177,7 +185,9 @@ class Runs:
         return slot, gradient
 
     def leave(self, unit: StreamedUnit, slot: Slot, gradient: bool) -> None:
-        """Take the slot's views out of the modules after the unit's forward, and release the slot."""
+        """Put the host tensors back into the unit's modules, and release the slot. Called after the unit's
+        forward.
+        """
         meter = self._streamer.meter
         began = time.perf_counter() if meter.profiling else None
         self._local.runs -= 1
@@ -189,11 +199,11 @@ class Runs:
             meter.add_host_seconds(time.perf_counter() - began)
 
     def _leave(self, unit: StreamedUnit, slot: Slot, gradient: bool = False) -> None:
-        """Do the work of `leave` under the lock; nothing if the run was cleaned up already."""
+        """Do the work of `leave` under the lock. Do nothing if the run was removed already."""
         entered = self._local.entered
         if (unit, slot) not in entered:
-            return  # an interrupted pass removed this run already
-        entered.reverse()  # remove the most recent matching run
+            return  # the run was removed already, when an interrupted pass ended
+        entered.reverse()  # search from the end, so that the most recent run of the unit is removed
         entered.remove((unit, slot))
         entered.reverse()
         unit.depth -= 1
@@ -229,18 +239,20 @@ class Runs:
                 if homes[index].trainable:
                     if gradient:
                         ours = self._differentiable(homes[index], unit.proxies[index], ours)
-                    # autocast would cache casts of such leaves, and with them the slot's views
+                    # Under autocast do not set this: autocast would cache casts of such leaves, and with them
+                    # the slot's views.
                     elif not autocast:
-                        # modules read requires_grad even under no_grad (torch's attention)
+                        # Modules such as torch's attention read requires_grad even under no_grad.
                         ours.requires_grad_(True)
                 table[name] = ours
                 swapped_in.append((table, name, ours, host))
 
     def _differentiable(self, home: Home, proxy: WeightProxy, view: torch.Tensor) -> torch.Tensor:
-        """Return the output of the weight's `Deliver` node with the data of ``view``.
+        """Return the differentiable tensor that represents a trainable weight: the output of the weight's
+        `Deliver` node, with the data of ``view``.
 
-        The tensor is created at the first use, and later runs return the same tensor. If the weight is in
-        another slot by then, the tensor's ``data`` is pointed there.
+        The tensor is created at the first use, and later runs return the same tensor. If the weight has moved
+        to another slot since, the tensor's ``data`` is set to ``view``.
         """
         tensor = proxy.tensor
         if tensor is None:
@@ -253,11 +265,11 @@ class Runs:
         return tensor
 
     def write_back(self, slot: Slot, uncounted_writes: bool = False) -> None:
-        """Copy values that the model wrote to weights in the slot to the host tensors.
+        """Copy values that the model wrote to weights in the slot back to the host tensors.
 
-        ``uncounted_writes``: an operator that writes to some arguments ran, and may have written without
-        raising the version counter (as ``_foreach`` operators do under a dispatch mode). Raise
-        UnsupportedError for weights that stream from a file.
+        ``uncounted_writes``: an operator that writes to some of its arguments has run, and may have written
+        without raising the version counter (as ``_foreach`` operators do under a dispatch mode). Raises
+        UnsupportedError if the model wrote to weights that stream from a file.
         """
         unit, views = slot.unit, slot.views
         if views is None or not (
@@ -275,7 +287,8 @@ class Runs:
         for home, proxy, view in zip(unit.homes, unit.proxies, views.tensors, strict=True):
             if proxy.tensor is not None and proxy.tensor.numel():
                 view, proxy.version = proxy.tensor, proxy.tensor._version
-            # The slot's tensors share one version counter, so compare each tensor's bytes.
+            # The slot's tensors share one version counter, which does not tell which tensor was written. So
+            # compare the bytes of each tensor.
             with _disable_current_modes(), torch.no_grad():
                 if view.shape != home.host.shape or view.dtype != home.host.dtype:
                     continue
@@ -298,7 +311,9 @@ class Runs:
     # -- single operators
 
     def run_operator(self, func: Callable, args: tuple, kwargs: dict, found: list[Any]) -> Any:
-        """Run one operator with slot views in place of the streamed tensors ``found`` among its arguments."""
+        """Run the operator ``func`` with slot views in place of ``found``, the streamed tensors among its
+        arguments.
+        """
         streamer = self._streamer
         gradient = torch.is_grad_enabled()
         managed_tensor.refuse_transforms(found[0]._carom.unit.name)
@@ -332,20 +347,20 @@ class Runs:
             finally:
                 managed_tensor.pop_handles()
         finally:
-            # drop all views, so that only the result can keep the slot in use
+            # Drop all views here, so that only the operator's result can keep the slot in use.
             replaced, args, kwargs, view = {}, (), {}, None
             with streamer.lock:
                 self._local.operator_slots -= len(slots)
                 self._operator_slots -= len(slots)
                 try:
                     for unit, slot in slots.values():
-                        if unit.depth == 0:  # otherwise the end of the unit's forward writes back
+                        if unit.depth == 0:  # if the unit's forward is running, its end writes back
                             self.write_back(slot, uncounted_writes)
                 finally:
                     streamer.release_all([(slot, None) for _, slot in slots.values()])
 
     def close(self) -> None:
-        """Put the host tensors back into all modules."""
+        """Put the host tensors back into the modules of all units."""
         for unit in self._streamer.units:
             _swap_out(unit)
             unit.depth = 0
@@ -354,14 +369,14 @@ class Runs:
 
 
 def _unit_of(home: Home) -> StreamedUnit:
-    """Return the run-time unit of a managed tensor's home."""
+    """Return the `StreamedUnit` that contains the weight of ``home``."""
     return cast("Streamer", home.runtime).units[cast("Backing", home.unit).index]
 
 
 def _swap_out(unit: StreamedUnit) -> None:
     """Put the host tensors back into the unit's modules in place of slot views."""
     for table, name, ours, host in unit.swapped_in:
-        if table.get(name) is ours:  # a tensor that the module replaced during the run is left
+        if table.get(name) is ours:  # leave a tensor with which the module replaced the view during the run
             table[name] = host
         if ours.requires_grad and ours.is_leaf:
             ours.requires_grad_(False)
@@ -370,8 +385,10 @@ def _swap_out(unit: StreamedUnit) -> None:
 
 
 def restore_weight_lists(unit: StreamedUnit, hosts: dict[int, Any]) -> None:
-    """Put host tensors back into lists of weights that modules keep themselves (as LSTMs do). ``hosts``: by
-    the view's id."""
+    """Put host tensors back into lists of weights that modules themselves keep (as LSTMs do).
+
+    ``hosts``: the host tensors, by the id of the view that represents each.
+    """
     for module in {id(s.module): s.module for home in unit.homes for s in home.entry.sites}.values():
         for kept in vars(module).values():
             if type(kept) is list:

@@ -1,7 +1,7 @@
-"""Defines `GradientBuffers`: pinned host buffers that gradients of trainable streamed weights are copied
-into.
+"""Defines `GradientBuffers`: pinned host buffers into which the gradients of trainable streamed weights are
+copied.
 
-Each weight has two buffers at most, used in turn.
+Each weight has at most two buffers, which are used in turn.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _PendingCopy:
-    """A gradient on its way from the device to the host buffer ``landing``."""
+    """A gradient that is being copied from the device to the host buffer ``landing``."""
 
     home: Home
     landing: torch.Tensor
     event: Any  # reached when the copy is done
-    task: int  # id of the gradient's backward pass
+    task: int  # id of the backward pass that computed the gradient
 
 
 class Buffer:
-    """A pinned host buffer for one weight's gradients: ``tensor``, over the bytes of ``block``."""
+    """A pinned host buffer for the gradients of one weight.
+
+    ``tensor``: a tensor that uses the memory of ``block``.
+    """
 
     def __init__(self, tensor: torch.Tensor, block: Block) -> None:
         self._tensor_list, self.block = [tensor], block
@@ -44,7 +47,7 @@ class Buffer:
         return self._tensor_list[0]
 
     def kept_elsewhere(self) -> bool:
-        """Return whether other code holds the tensor, or another tensor over its memory."""
+        """Return whether other code holds the tensor, or another tensor that uses its memory."""
         return not alone(self._tensor_list) or storage_uses(self.tensor) != self._uses
 
 
@@ -54,8 +57,8 @@ class ArrivedGradients(list[_PendingCopy]):
     def add_up(self, show_host_tensors: Callable[[bool], None]) -> None:
         """Sum the gradients of each weight, and add each sum to ``.grad`` once, as autograd does.
 
-        ``show_host_tensors`` is called with True before and False after each addition, so that hooks see the
-        host's values.
+        ``show_host_tensors`` is called with True before and with False after each addition, so that the
+        user's gradient hooks see the host tensors.
         """
         sums: dict[int, tuple[Home, torch.Tensor]] = {}
         for copy in self:
@@ -64,8 +67,8 @@ class ArrivedGradients(list[_PendingCopy]):
             else:
                 sums[id(copy.home)] = copy.home, copy.landing
         for home, gradient in sums.values():
-            # The thread is in a backward pass, where weights are seen in their slots; an optimizer in a hook
-            # has to update the host tensors.
+            # The thread is in a backward pass, where operators on a weight use its slot. An optimizer that
+            # runs in a hook has to update the host tensors instead.
             show_host_tensors(True)
             try:
                 accumulate(home.tensor, gradient)
@@ -74,8 +77,9 @@ class ArrivedGradients(list[_PendingCopy]):
 
 
 class GradientBuffers:
-    """Pinned host buffers for gradients, and the copies that are on their way. Called under the streamer's
-    lock."""
+    """Pinned host buffers for gradients, and the copies to them that are not done yet. Must be called under
+    the streamer's lock.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -85,18 +89,22 @@ class GradientBuffers:
         self._blocks: list[Block] = []
 
     def start(self, arena: HostArena) -> None:
-        """Allocate future buffers from ``arena``."""
+        """Set ``arena`` as the allocator of the buffers."""
         self._arena = arena
 
     def send(self, home: Home, gradient: torch.Tensor, task: int) -> None:
-        """Enqueue the copy of a gradient of pass ``task`` to the host, without waiting."""
+        """Enqueue the copy of a gradient to the host, without waiting.
+
+        ``home``: the home of the weight (the object that reads and writes its value on the host).
+        ``task``: the id of the backward pass.
+        """
         landing = self._free_buffer(home)
         with torch.no_grad():
             event = self._engine.copy_out(landing, gradient.detach().to(landing.dtype))
         self._pending.append(_PendingCopy(home, landing, event, task))
 
     def arrive(self, task: int) -> ArrivedGradients:
-        """Wait for all gradients of pass ``task``, and return them."""
+        """Wait for all gradients of the pass with the id ``task``, and return them."""
         landed = ArrivedGradients(copy for copy in self._pending if copy.task == task)
         self.forget(task)
         for event in {id(copy.event): copy.event for copy in landed}.values():
@@ -104,12 +112,13 @@ class GradientBuffers:
         return landed
 
     def forget(self, task: int) -> None:
-        """Drop the gradients of pass ``task``."""
+        """Drop the gradients of the pass with the id ``task``."""
         self._pending = [copy for copy in self._pending if copy.task != task]
 
     def _free_buffer(self, home: Home) -> torch.Tensor:
-        """Return a buffer that no pending copy, ``.grad`` or other code uses; allocate a buffer if there is
-        none."""
+        """Return a buffer of the weight that no pending copy, ``.grad`` or other code uses. Allocates a
+        buffer if there is none.
+        """
         taken = {copy.landing.data_ptr() for copy in self._pending}
         buffers = self._buffers.setdefault(home, [])
         for buffer in list(buffers):
@@ -118,7 +127,8 @@ class GradientBuffers:
             if not buffer.kept_elsewhere():
                 return buffer.tensor
             if home.tensor.grad is None or home.tensor.grad.data_ptr() != buffer.tensor.data_ptr():
-                buffers.remove(buffer)  # other code keeps an earlier gradient and owns the memory now
+                # other code keeps an earlier gradient in this buffer, and owns the memory from now on
+                buffers.remove(buffer)
                 buffer.block.unpin()
         buffers.append(self._new_buffer(home))
         return buffers[-1].tensor
@@ -135,7 +145,7 @@ class GradientBuffers:
             )
 
     def close(self) -> None:
-        """Drop pending copies and unpin the buffers; gradients in ``.grad`` keep their memory."""
+        """Drop pending copies and unpin the buffers. Gradients in ``.grad`` keep their memory."""
         self._pending.clear()
         self._buffers.clear()
         for block in self._blocks:

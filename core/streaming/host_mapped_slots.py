@@ -1,10 +1,12 @@
-"""Defines `HostMappedSlots`: kernels read a unit directly from pinned host memory, where no room is left in
-the slot region.
+"""Defines `HostMappedSlots`: kernels read a unit directly from pinned host memory, if the slot region has no
+room for the unit.
 
-A model may need more units at once than the region holds: one operator uses several, or the model keeps a
-view of a weight beyond its unit's forward. Every kernel that reads such a unit reads over the link, which is
-slow. The unit takes no device memory, and the same kernels compute the same bits. The units that fill the
-region stay resident from the next layout on, if the budget allows.
+A unit is a group of streamed tensors. A slot is the memory that holds a unit while it is used, normally in
+the region, one range of device memory. A model may need more units at once than the region holds: one
+operator uses several units, or the model keeps a view of a weight beyond its unit's forward. Every kernel
+that reads a unit in host memory reads it over the link between host and device, which is slow. But the unit
+takes no device memory, and the same kernels compute the same bits. If the budget allows, the next layout
+keeps the units that fill the region on the device for good.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ NOWHERE = -1  # the offset of a slot outside the region
 
 @dataclass(frozen=True)
 class _Known:
-    """Views of a unit's bytes in host memory, valid while `ManagedUnit.version` returns ``version``.
-    ``copied``: the block is a copy that was made for these views."""
+    """Views of a unit's bytes in host memory, valid as long as `ManagedUnit.version` returns ``version``.
+
+    ``copied``: whether the memory is a copy that was made for these views.
+    """
 
     version: int
     views: Views
@@ -38,7 +42,7 @@ class _Known:
 
 
 class HostMappedSlots:
-    """Slots of one streamer that lie in host memory. Called under the streamer's lock."""
+    """The slots of one streamer that are in host memory. Must be called under the streamer's lock."""
 
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
@@ -46,17 +50,20 @@ class HostMappedSlots:
         self._known: dict[int, _Known] = {}
 
     def start(self, arena: HostArena) -> None:
-        """Allocate host memory from ``arena`` for units without plain bytes on the host (packed units, units
-        of files)."""
+        """Set ``arena`` as the allocator for copies of units that have no plain bytes on the host (packed
+        units, units of files).
+        """
         self._arena = arena
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that hold copies made for such slots."""
+        """Bytes of host memory that hold copies made for these slots."""
         return sum(known.block.data.numel() for known in self._known.values() if known.copied)
 
     def slot(self, unit: StreamedUnit) -> Slot | None:
-        """Return a slot over the unit's bytes in host memory, or None if the device cannot address them."""
+        """Return a slot in host memory with the unit's bytes, or None if the device cannot address host
+        memory.
+        """
         views = self._views(unit)
         if views is None:
             return None
@@ -67,13 +74,14 @@ class HostMappedSlots:
         return slot
 
     def _views(self, unit: StreamedUnit) -> Views | None:
-        """Return views of the unit's present bytes in host memory, or None if the device cannot address
-        them."""
+        """Return views of the unit's present bytes in host memory, or None if the device cannot address that
+        memory.
+        """
         known = self._known.get(unit.index)
         if known is not None and known.version == unit.version():
             return known.views
         with torch.inference_mode(False), torch.no_grad():
-            if known is not None:  # kernels may still read the outdated copy
+            if known is not None:  # kernels may still be reading the outdated copy
                 self._streamer.engine.synchronize()
                 del self._known[unit.index]
             plain = unit.backing.plain_block()
@@ -105,8 +113,11 @@ class HostMappedSlots:
 
 
 def no_room(streamer: Streamer, unit: StreamedUnit, stuck: list[Slot]) -> BudgetError:
-    """Return the BudgetError for a unit that finds no room beside the slots ``stuck`` and that the device
-    cannot read from host memory."""
+    """Return the BudgetError for a unit that has no room in the region and that the device cannot read from
+    host memory.
+
+    ``stuck``: the slots that cannot be evicted from the region.
+    """
     region, engine = streamer.region, streamer.engine
     needed = unit.nbytes + sum(other.nbytes for other in stuck)
     least = streamer.fixed_bytes + round_up(needed, engine.grain)

@@ -1,14 +1,15 @@
 """Defines `PassSnapshot`: decides whether a forward that ran out of memory may run again, and restores its
 inputs.
 
-A pass may run again only if everything that it could have changed is as before. Only passes without gradients
-are considered. Attributes, buffers and parameters of the module tree are recorded in a session's first
-passes, after a change of layout, and for inputs of a new size, because these are the passes in which memory can
-run short for the first time; later passes compare with the latest record. Inputs with a version counter must be
-unwritten. Inference-mode inputs have no counter: they are copied before the pass and copied back. The contents
-of lists and dicts are put back (a UNet pops what a ControlNet passed), and so are random states. A pass is not
-run again if its arguments hold other objects than tensors and plain values (a growing cache, for instance), or
-if it changed attributes, their contents or buffers of a module.
+A pass (a forward of the root module) may run again only if everything that it could have changed is as
+before. Passes that record gradients never run again. Attributes, buffers and parameters of the module tree
+are recorded in three cases: in a session's first passes, after a change of layout, and for inputs of a new
+size. Memory can run short for the first time in these cases. Other passes compare with the latest record.
+Inputs with a version counter must not have been written to. Inference-mode inputs have no version counter, so
+they are copied before the pass, and the copies are written back. The contents of lists and dicts are restored
+(a UNet pops what a ControlNet passed), and so are the states of random generators. A pass is not run again if
+its arguments contain other objects than tensors and plain values (a growing cache, for instance), or if it
+changed attributes of a module, their contents, or buffers.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ from torch.utils._pytree import tree_leaves
 
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 LIMIT = 64 << 20  # bytes of inference-mode inputs that may be copied in passes that record the module tree
-STEADY_LIMIT = 8 << 20  # the same limit in later passes
+STEADY_LIMIT = 8 << 20  # the same limit in other passes
 _HOLD = (dict, list, OrderedDict, defaultdict, deque)  # containers whose contents can be restored
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _DEPTH, _MOST, _MOST_SEEN = (
     4,
     64,
     10_000,
-)  # how far `_describe` looks: levels, entries of a container, objects
+)  # limits of `_describe`: levels, entries of a container, objects
 _PACKAGE = __name__.partition(".core.")[0] + "."
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def sizes(args: tuple, kwargs: dict) -> tuple[Hashable, ...]:
-    """Return the shapes of all tensors in a pass's arguments; the memory that a pass needs beside weights
-    follows from them."""
+    """Return the shapes of all tensors in the arguments of a pass. The memory that a pass needs beside
+    weights depends on these shapes.
+    """
     found: list[Hashable] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
@@ -50,10 +52,10 @@ def sizes(args: tuple, kwargs: dict) -> tuple[Hashable, ...]:
 
 
 def repeats(read: Any, limit: int = LIMIT) -> bool:
-    """Return whether a pass with the arguments ``read`` may run twice.
+    """Return whether a pass may run twice, as far as the arguments ``read`` that it reads are concerned.
 
-    All leaves must be tensors or plain values. ``limit``: bytes of inference-mode tensors, which have to be
-    copied.
+    All leaves must be tensors or plain values.
+    ``limit``: the most bytes of inference-mode tensors, which have to be copied.
     """
     leaves = tree_leaves(read)
     if not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
@@ -63,8 +65,9 @@ def repeats(read: Any, limit: int = LIMIT) -> bool:
 
 
 class ModuleState:
-    """A record of the parts of a module that a forward may change: attributes and their contents, and versions
-    of buffers and plain parameters."""
+    """A record of those parts of a module that a forward may change: attributes and their contents, and
+    version counters of buffers and plain parameters.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         seen: set[int] = set()
@@ -90,16 +93,18 @@ class ModuleState:
 
 
 def _is_plain(parameter: nn.Parameter | None) -> bool:
-    """Return whether Carom never writes to the parameter: it neither streams nor is being loaded from a
-    file."""
+    """Return whether Carom never writes to the parameter. Carom writes to parameters that stream or are being
+    loaded from a file.
+    """
     return type(parameter) is nn.Parameter
 
 
 class PassSnapshot:
-    """The inputs and the module's state before one pass.
+    """The inputs of one pass, and the state of the module before the pass.
 
-    ``read``: the arguments that the pass reads, if not all. ``state``: the module's record from an earlier
-    pass, if there is one. ``possible``: whether the pass could run again.
+    ``read``: the arguments that the pass reads, if it does not read all.
+    ``state``: the record of the module from an earlier pass, if there is one.
+    ``possible``: whether the pass could run again.
     """
 
     def __init__(
@@ -125,11 +130,13 @@ class PassSnapshot:
         self._device_random = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def update_module_state(self, module: nn.Module) -> None:
-        """Record the module again after the session changed the layout. The pass did not make this change."""
+        """Record the module again. Called after the session has changed the layout, because the pass did not
+        cause that change.
+        """
         self.state = ModuleState(module)
 
     def restore(self) -> bool:
-        """Restore inputs, containers and random states. Return False if the pass must not run again."""
+        """Restore inputs, containers and random states. Returns False if the pass must not run again."""
         if not self.possible or any(tensor._version != version for tensor, version in self._versions):
             return False
         if not self.state.unchanged:
@@ -146,8 +153,9 @@ class PassSnapshot:
 
 
 def _contents(arguments: Any) -> list[Callable[[], None]]:
-    """Return functions that restore the present contents of every list and dict in ``arguments``, at any
-    depth."""
+    """Return a function for each list and dict in ``arguments``, at any depth, that restores its present
+    contents.
+    """
     found: list[Callable[[], None]] = []
     left, seen = [arguments], set[int]()
     while left:
@@ -170,9 +178,10 @@ def _refill(container: Any, fill: Callable, content: Any) -> None:
 
 
 def shape(module: nn.Module, seen: set[int]) -> dict[str, Any]:
-    """Return a description of a module's own attributes that differs after a forward changed one of them.
+    """Return a description of a module's own attributes. If a forward changes an attribute, a new description
+    differs.
 
-    ``seen``: ids of the objects that were described already; each is described once.
+    ``seen``: ids of the objects that were described already. Each object is described once.
     """
     tables = [(*map(id, part.values()),) for part in (module._parameters, module._buffers)]
     return {"": tables} | {
@@ -184,10 +193,11 @@ def shape(module: nn.Module, seen: set[int]) -> dict[str, Any]:
 
 
 def _describe(value: Any, depth: int, seen: set[int]) -> Any:
-    """Return plain values as they are, tensors by version, and containers and objects by their contents.
+    """Return a description of ``value``: plain values as they are, tensors by version counter, containers and
+    objects by their contents.
 
-    Other modules, functions and Carom's own objects are described by identity, and so is everything that lies
-    more than ``depth`` levels deep. Of large containers the first `_MOST` entries are described.
+    Other modules, functions and Carom's own objects are described by identity, and so is everything that is
+    nested more than ``depth`` levels deep. Of large containers, the first `_MOST` entries are described.
     """
     if isinstance(value, PLAIN):
         return (value,)

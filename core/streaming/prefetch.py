@@ -1,8 +1,10 @@
-"""Defines `Prefetcher`: fetches units into slots before they are needed, as far as no unit that is needed
-sooner is evicted (Belady's rule).
+"""Defines `Prefetcher`: fetches units into slots before they are needed, as long as this evicts no unit that
+is needed sooner (Belady's rule).
 
-Each decision follows from the order of use and the contents of the region, which repeat in every step.
-Decisions are therefore cached and replayed, which saves host time for every unit of every step.
+A unit is a group of streamed tensors. A slot is the device memory that holds a unit while it is used. The
+region is the device memory of all slots. Each decision follows from the order of use and the contents of the
+region, which repeat in every step. Decisions are therefore cached and replayed, which saves host time for
+every unit of every step.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ _key: Callable[[Slot], int] = attrgetter("key")
 
 
 class _Fill(NamedTuple):
-    """A prefetch of ``unit`` to ``offset`` in the region.
+    """A prefetch of ``unit`` to the offset ``offset`` in the region.
 
-    ``victims``: positions in the region's slot order of the slots to evict. ``distance``: number of uses
-    until the unit is needed.
+    ``victims``: the slots to evict, by their positions in the region's list of slots.
+    ``distance``: number of uses of units until this unit is needed.
     """
 
     unit: StreamedUnit
@@ -39,36 +41,37 @@ class _Fill(NamedTuple):
 
 
 class _Decision(NamedTuple):
-    """The prefetches that followed from one state of order and region."""
+    """The prefetches that follow from one state of the order of use and the region."""
 
     fills: tuple[_Fill, ...]
-    stuck: int | None  # distance of the unit that found no room, None if every unit did
-    after: tuple[int, ...]  # keys of the region's slots afterwards
+    stuck: int | None  # distance of the unit for which there was no room, None if all units found room
+    after: tuple[int, ...]  # keys of the region's slots after the prefetches
 
 
 class Prefetcher:
-    """The prefetches of one streamer, under its lock.
+    """The prefetches of one streamer, under the streamer's lock.
 
-    ``remembers``: whether decisions depend on the order and the region alone, so that they can be cached.
+    ``remembers``: whether decisions depend only on the order of use and the region, so that they can be
+    cached.
     ``replayed``: number of decisions taken from the cache.
     """
 
     def __init__(self, streamer: Streamer, caches_decisions: bool) -> None:
         self._streamer = streamer
         self._remembers = caches_decisions
-        # Where prefetching last ended for lack of room: the order's epoch, the position of the unit that
-        # found no room, and the slot that had to stay.
+        # Where prefetching last stopped for lack of room: the epoch of the order, the position of the unit
+        # for which there was no room, and the slot that could not be evicted.
         self._stuck: tuple[int, int, Slot | None] | None = None
         self._decisions: dict[Any, _Decision] = {}
         self._layout_key: tuple[int, ...] | None = None  # keys of the region's slots; None if outdated
         self._epoch = -1  # epoch of the order for which decisions are cached
         self.replayed = 0
-        # True while slots are filled. The garbage collector may end a use meanwhile; the end of that use must
-        # not start a prefetch.
+        # True while slots are being filled. The garbage collector may end a use of a slot during that time,
+        # and the end of that use must not start another prefetch.
         self.filling = False
 
     def changed(self) -> None:
-        """Note that the region's contents changed, so there may be room again."""
+        """Note that the region's contents have changed, so that prefetching may find room again."""
         self._stuck = self._layout_key = None
 
     def close(self) -> None:
@@ -78,8 +81,9 @@ class Prefetcher:
         self.changed()
 
     def still_stuck(self, released: Slot) -> bool:
-        """Return whether prefetching would end where it ended last time, although ``released`` is free
-        now."""
+        """Return whether prefetching would stop at the same unit as last time, although ``released`` is no
+        longer in use.
+        """
         if self._stuck is None:
             return False
         order = self._streamer.order
@@ -89,10 +93,10 @@ class Prefetcher:
         return self._place_of(released) <= place and (spared is None or self._place_of(spared) <= place)
 
     def uses(self, guarded: Slot | None = None) -> list[float | None]:
-        """Return for each slot of the region the number of uses until its unit is needed again, None for
-        slots that must stay.
+        """Return for each slot of the region the number of uses until its unit is needed again, or None for a
+        slot that must not be evicted.
 
-        ``guarded``: a slot that must stay although it is unused.
+        ``guarded``: a slot that must not be evicted although it is unused.
         """
         order = self._streamer.order
         at, epoch = order.at, order.epoch
@@ -115,7 +119,7 @@ class Prefetcher:
         return slot.next_place
 
     def prefetch(self) -> None:
-        """Fetch the units that are needed next, as far as the region has room."""
+        """Fetch the units that are needed next, as many as the region has room for."""
         if self.filling:
             return
         self.filling = True
@@ -128,8 +132,8 @@ class Prefetcher:
         """Replay the cached decision for the present state, or make and cache a new decision."""
         streamer = self._streamer
         self._stuck = None
-        # In a backward pass a recomputed unit is used again for its gradients, whether or not the learnt
-        # order has this use yet.
+        # In a backward pass, a recomputed unit is used again to compute its gradients, even if the learnt
+        # order does not contain this use yet. So its slot must not be evicted.
         guarded = streamer.last.slot if streamer.last is not None and managed_tensor.in_backward() else None
         order, period = streamer.order, streamer.order.period
         if not self._remembers or streamer.awaiting_optimizer or not period:
@@ -156,7 +160,7 @@ class Prefetcher:
             self._replay(known, guarded)
 
     def _replay(self, known: _Decision, guarded: Slot | None) -> None:
-        """Do the prefetches of a cached decision."""
+        """Carry out the prefetches of a cached decision."""
         streamer = self._streamer
         at, epoch, slots = streamer.order.at, streamer.order.epoch, streamer.region.slots
         for unit, offset, victims, distance in known.fills:
@@ -167,7 +171,7 @@ class Prefetcher:
             self._stuck = epoch, at + known.stuck, guarded
 
     def _decide(self, guarded: Slot | None) -> _Decision:
-        """Decide and do the prefetches for the present state."""
+        """Make and carry out the decision for the present state."""
         streamer = self._streamer
         region, units, order = streamer.region, streamer.units, streamer.order
         room, seen = region.nbytes, set()
@@ -184,7 +188,8 @@ class Prefetcher:
             if unit.slot is not None or not streamer.ready(unit):
                 continue
             # Do not fetch a later unit before an earlier unit whose bytes are still being read from disk. The
-            # later unit would take the earlier unit's place, be evicted unused, and cross the link twice.
+            # later unit would take the place of the earlier unit, be evicted without a use, and be copied
+            # twice.
             if not unit.backing.ready():
                 return self._decided(fills, None)
             uses = uses or self.uses(guarded)
@@ -195,7 +200,7 @@ class Prefetcher:
             fills.append(_Fill(unit, offset, tuple(map(region.slots.index, victims)), distance))
             slot = streamer.fill(unit, offset, victims)
             slot.next_place, slot.epoch = order.at + distance, order.epoch
-            # The new slot takes the positions of its victims in the region's slot order.
+            # The new slot takes the positions of the evicted slots in the region's list of slots.
             at = region.slots.index(slot)
             uses[at : at + len(victims)] = [distance]
         else:
@@ -204,7 +209,10 @@ class Prefetcher:
         return self._decided(fills, distance)
 
     def _decided(self, fills: list[_Fill], stuck: int | None) -> _Decision:
-        """Return the decision that these prefetches make, and update the region's key."""
+        """Return the decision that consists of these prefetches, and update the key of the region.
+
+        ``stuck``: distance of the unit for which there was no room, None if all units found room.
+        """
         self._layout_key = tuple(map(_key, self._streamer.region.slots))
         return _Decision(tuple(fills), stuck, self._layout_key)
 
@@ -216,10 +224,11 @@ def fetch_order(
     now: StreamedUnit | None,
     used_lately: AbstractSet[int],
 ) -> list[int]:
-    """Return the indexes of the units that will be fetched, in the order of their need.
+    """Return the indexes of the units that have to be fetched, in the order in which they are needed.
 
     Units that will still be in their slots at their next use come last, because that use needs no fetch.
-    ``now``: a unit that is needed at once, None if none is. ``used_lately``: indexes that are left out.
+    ``now``: a unit that is needed at once, None if there is none.
+    ``used_lately``: indexes that are left out.
     """
     first: list[int] = []
     later: list[int] = []
@@ -227,7 +236,7 @@ def fetch_order(
     if now is not None:
         first, near, room = [now.index], {now.index}, room - now.nbytes
     for index in order.upcoming():
-        if index == before:  # one slot serves the recomputation and the gradients
+        if index == before:  # the recomputation and the gradients of a unit use the same slot
             continue
         before = index
         if index in used_lately:

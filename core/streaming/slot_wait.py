@@ -1,16 +1,18 @@
-"""Defines `SlotWaiters`: host threads that wait until another thread releases a slot, with a deadline."""
+"""Defines `SlotWaiters`: host threads that wait, with a deadline, until another thread releases a slot
+(device memory for a streamed unit).
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 
-_PATIENCE = 20.0  # seconds that a thread waits for another thread's slot
-_POLL = 0.001  # seconds between checks of views that other threads keep
+_PATIENCE = 20.0  # seconds that a thread waits for a slot that other threads use
+_POLL = 0.001  # seconds between checks whether other threads have dropped their views
 
 
 class SlotWaiters:
-    """The threads of one streamer that wait for a slot. Called under the streamer's ``lock``."""
+    """The threads of one streamer that wait for a slot. Must be called under the streamer's ``lock``."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._freed = threading.Condition(lock)
@@ -18,8 +20,9 @@ class SlotWaiters:
         self._used: dict[int, int] = {}  # by waiting thread: the number of slots that the thread itself uses
 
     def new_deadline(self) -> float:
-        """Return the time (of `time.monotonic`, seconds) at which a thread that begins to wait now gives
-        up."""
+        """Return the time (`time.monotonic`, in seconds) at which a thread that begins to wait now has to
+        give up.
+        """
         return time.monotonic() + _PATIENCE
 
     def slot_freed(self) -> None:
@@ -28,15 +31,16 @@ class SlotWaiters:
             self._freed.notify_all()
 
     def wait_for_slot(self, mine: int, used: int, views_may_be_dropped: bool, deadline: float) -> bool:
-        """Wait until another thread releases a slot; return False if waiting cannot help or the deadline has
+        """Wait until another thread releases a slot. Returns False if waiting cannot help or the deadline has
         passed.
 
-        ``mine``: number of slots that this thread uses. ``used``: number of slots that all threads use.
-        ``views_may_be_dropped``: another thread keeps a view (in the traceback of a checkpoint's early stop,
-        for instance) that it may drop at any time without a notification.
+        ``mine``: number of slots that this thread uses.
+        ``used``: number of slots that all threads use.
+        ``views_may_be_dropped``: another thread keeps a view of a slot (for instance in the traceback of a
+        checkpoint's early stop), and may drop the view at any time without a notification.
         """
         left = max(0.0, deadline - time.monotonic())
-        # Slots of this thread, and of threads that wait themselves, are not released by waiting.
+        # Waiting helps only if a thread that does not itself wait uses a slot.
         if used - mine > sum(self._used.values()):
             thread = threading.get_ident()
             self._used[thread] = mine
@@ -50,7 +54,7 @@ class SlotWaiters:
         return False
 
     def _sleep(self, seconds: float) -> bool:
-        """Wait for a notification, at most ``seconds``. Return whether there was one."""
+        """Wait for a notification, at most ``seconds``. Returns whether there was a notification."""
         self._sleeping += 1
         try:
             return self._freed.wait(seconds)

@@ -1,9 +1,11 @@
-"""Defines `Streamer`: fetches streamed units into device slots, orders copies and kernels by events, and
-prefetches.
+"""Defines `Streamer`: fetches streamed units into device slots ahead of their use, and orders copies and
+kernels by events.
 
-Host threads enter under one lock, and no call waits for the device except where stated. Each slot is read
-only on streams that wait for the event of its copy, and is overwritten only by a copy that waits for the
-events of its last reads, on whichever stream these were issued (backward and recomputation run on autograd's
+A unit is a group of tensors that are copied together. A slot is the device memory that holds a unit while it
+is used. The region is the device memory of all slots. All methods that change slots run under one lock, and
+no call waits for the device, except where a docstring or a comment says so. Kernels that read a slot run only
+on streams that wait for the event of the slot's copy. A copy overwrites a slot only after the events of the
+slot's last reads, on whichever streams these reads were issued (backward and recomputation run on autograd's
 threads).
 """
 
@@ -45,19 +47,21 @@ _OFFSET_BITS = 48
 class Streamer:
     """The slots of one layout's streamed units, in one region of device memory.
 
-    ``tier``: stores the units and makes their backings. ``vbar``: the VBAR in which units may stay on the
-    device beside the slots, None without comfy-aimdo. ``held``: slots whose views the model keeps beyond the
-    unit's forward. ``last``: the unit that was used last in a forward.
+    ``tier``: the store of the units, which makes their backings (the objects that copy a unit's bytes).
+    ``vbar``: the range of device addresses (VBAR) in which units may stay on the device beside the slots,
+    None without comfy-aimdo.
+    ``held``: slots of which the model keeps views beyond the unit's forward.
+    ``last``: the unit that was used last in a forward.
     """
 
-    # Whether prefetch decisions may be cached if they depend only on the order of use and the region.
+    # Whether prefetch decisions may be cached, where they depend only on the order of use and the region.
     caches_decisions = True
 
     def __init__(
         self, engine: Engine, region_bytes: int, meter: Meter, tier: Tier, vbar: VbarSlots | None = None
     ) -> None:
         self.engine, self.meter, self.tier, self.vbar = engine, meter, tier, vbar
-        self.staging: Staging | None = None  # set if units cross packed
+        self.staging: Staging | None = None  # set if units are copied packed
         self.units: list[StreamedUnit] = []
         self.lock = threading.RLock()
         self.slot_waiters = SlotWaiters(self.lock)
@@ -70,17 +74,17 @@ class Streamer:
         self.held: list[Slot] = []
         self.last: StreamedUnit | None = None  # last unit used in a forward; None after a use for gradients
         self.prefetcher = Prefetcher(self, self.caches_decisions and vbar is None and not tier.reads_ahead)
-        # True between a backward that produced gradients on the host and the next forward
+        # True from the end of a backward that put gradients into host memory to the next forward.
         self.awaiting_optimizer = False
         self._gradient_buffers = GradientBuffers(engine)
         self.backward = Backward(self, self._gradient_buffers)
         self.runs = Runs(self)
-        # Bound methods are stored once, because they are called for every operator and every saved tensor.
+        # Bound methods are stored once, because they are looked up for every operator and every saved tensor.
         self.computing, self.in_forward = self.runs.computing, self.runs.in_forward
         self.run_operator, self.handle = self.runs.run_operator, self.backward.handle
         self.host_mapped = HostMappedSlots(self)
         self.link = self._link(None)
-        self.fixed_bytes = 0  # device memory of the plan outside the region
+        self.fixed_bytes = 0  # device memory that the plan reserves outside the region
 
     @property
     def device(self) -> torch.device:
@@ -88,8 +92,9 @@ class Streamer:
         return self.engine.device
 
     def start(self, arena: HostArena) -> None:
-        """Allocate the region for the tier's units, and start the tier. Gradient buffers will come from
-        ``arena``."""
+        """Allocate the region for the tier's units, and start the tier. ``arena``: the allocator of gradient
+        buffers.
+        """
         self._gradient_buffers.start(arena)
         self.host_mapped.start(arena)
         self.units = [StreamedUnit(backing) for backing in self.tier.backings]
@@ -108,20 +113,21 @@ class Streamer:
         if staging_bytes:
             self.staging = Staging(self.engine, staging_bytes)
             self.link = self._link(self.staging)
-        # The allocator may reuse memory that kernels of other streams still read: wait before the first copy
-        # into the region.
+        # The region may be memory that kernels of other streams still read, because the allocator reuses it.
+        # Wait before the first copy into the region.
         self.engine.synchronize()
         self.tier.start(self.link)
 
     # -- using units
 
     def acquire(self, unit: StreamedUnit, backward: bool = False) -> Slot:
-        """Return the unit's slot, readable on the current stream from now on; each call is paired with
-        `release`.
+        """Return the unit's slot, which kernels on the current stream may read from now on. Every call is
+        paired with `release`.
 
-        Raise BudgetError if every slot is in use and the device cannot read the unit from host memory.
+        ``backward``: whether the slot is used to compute gradients. Raises BudgetError if every slot is in
+        use and the device cannot read the unit from host memory.
         """
-        # Dispatch modes (fake tensors, operator counters) must not see our copies.
+        # Disable dispatch modes (fake tensors, operator counters), which must not see Carom's copies.
         if torch._C._len_torch_dispatch_stack():
             with _disable_current_modes():
                 return self._acquire(unit, backward)
@@ -156,7 +162,8 @@ class Streamer:
                     self.meter.unit_begins(unit.name, came, self.engine.mark())
                 else:
                     self.wait(slot)
-                if not foreseen:  # otherwise the last release has already prefetched all that fits
+                # if the use was foreseen, the last release has already prefetched all that fits
+                if not foreseen:
                     self._prefetch()
             except BaseException:
                 slot.users -= 1
@@ -165,7 +172,7 @@ class Streamer:
             return slot
 
     def used_on(self, slot: Slot) -> None:
-        """Note that a slot in use is now used for gradients. Called under the lock."""
+        """Record that a slot in use is now used to compute gradients. Must be called under the lock."""
         if self.vbar is not None and self.vbar.has(slot):
             return
         self.last = None
@@ -173,8 +180,9 @@ class Streamer:
             self._prefetch()
 
     def release(self, slot: Slot, streams: set | None = None) -> None:
-        """Release one use of the slot, after the kernels that read it were issued on ``streams`` (default:
-        the current stream)."""
+        """End one use of the slot. Called after the kernels that read it have been issued on ``streams``
+        (default: the current stream).
+        """
         if self.vbar is not None and self.vbar.has(slot):
             self.vbar.release(slot, streams)
             return
@@ -187,7 +195,7 @@ class Streamer:
                     reads[stream] = engine.record(stream, reads.get(stream))
             except BaseException:
                 # Without an event of the last reads, the slot may be overwritten only when the device is
-                # idle.
+                # idle, so wait for that.
                 with contextlib.suppress(Exception):
                     self.engine.synchronize()
                 raise
@@ -205,13 +213,14 @@ class Streamer:
                         self.held.append(slot)
                 else:
                     slot.state = SlotState.KEPT
-                # Do not prefetch where prefetching would end as it did last time. But while units are still read from
-                # disk, a read may have ended since, and the tier has to be told of every use.
+                # Do not prefetch if prefetching would stop at the same unit as last time. But while units are
+                # still being read from disk, prefetch anyway: a read may have ended since, and the tier has
+                # to be told of every use.
                 if not (self.tier.complete and self.prefetcher.still_stuck(slot)):
                     self._prefetch()
 
     def release_all(self, uses: Sequence[tuple[Slot, set | None]]) -> None:
-        """Release all these uses, even if one fails; raise the first error."""
+        """Release the slots of all ``uses``, even if a release fails. Raises the first error afterwards."""
         failure: BaseException | None = None
         for slot, streams in uses:
             try:
@@ -222,8 +231,11 @@ class Streamer:
             raise failure
 
     def kept_by_model(self, slot: Slot) -> bool:
-        """Return whether the model keeps a view of the slot, after lists of weights and wrapper objects have
-        dropped theirs."""
+        """Return whether the model keeps a view of the slot.
+
+        Views in modules' lists of weights and in cached wrapper objects are dropped first, because they are
+        Carom's own.
+        """
         views, homes = slot.views, slot.unit.homes
         if views.around is not None:  # wrapper objects of quantised weights may cache views
             views.around.clear()
@@ -233,11 +245,11 @@ class Streamer:
         return views.kept_elsewhere()
 
     def views(self, slot: Slot) -> Views:
-        """Return the unit's tensors in ``slot``."""
+        """Return views of the unit's tensors in ``slot``."""
         return slot.views or self._make_views(slot)
 
     def _make_views(self, slot: Slot) -> Views:
-        """Return the unit's tensors at the slot's offset, made once for each offset."""
+        """Return views of the unit's tensors at the slot's offset. They are made once for each offset."""
         unit = slot.unit
         found = unit.views.get(slot.offset)
         if found is None:
@@ -249,7 +261,7 @@ class Streamer:
         return found
 
     def wait(self, slot: Slot) -> None:
-        """Let the current stream wait for the event of the slot's copy."""
+        """Let the current stream wait for the event of the copy to the slot."""
         stream = self.engine.stream()
         if stream in slot.waited:
             return
@@ -264,12 +276,12 @@ class Streamer:
     # -- fetching
 
     def _check_open(self, unit: StreamedUnit) -> None:
-        """Raise CaromError if the session was closed."""
+        """Raise CaromError if the session was closed. The message names ``unit``."""
         if self.closed:
             raise CaromError(f"unit {unit.name!r} is needed, but its session was closed")
 
     def _fetch(self, unit: StreamedUnit) -> Slot:
-        """Fetch a unit that is needed now, evicting any slots that are not in use."""
+        """Fetch a unit that is needed now. Slots that are not in use may be evicted for it."""
         if self.vbar is not None:
             self.vbar.pin_region()
         if not self.tier.complete:
@@ -293,8 +305,9 @@ class Streamer:
             self.prefetcher.filling = False
 
     def _outside_region(self, unit: StreamedUnit) -> Slot:
-        """Return a slot in host memory for a unit that finds no room in the region. Raise BudgetError if the
-        device cannot read it."""
+        """Return a slot in host memory for a unit that finds no room in the region. Raises BudgetError if the
+        device cannot read host memory.
+        """
         slot = self.host_mapped.slot(unit)
         stuck = [other for other in self.region.slots if other.users or other.state is SlotState.HELD]
         if slot is None:
@@ -307,7 +320,9 @@ class Streamer:
         return slot
 
     def _wait_for_slot(self, deadline: float) -> bool:
-        """Wait until another thread releases a slot; return False if waiting cannot help."""
+        """Wait until another thread releases a slot. Returns False if waiting cannot help or ``deadline`` has
+        passed.
+        """
         mine = self.runs.slots_used_by_thread() + self.backward.slots_used_by(threading.get_ident())
         views_may_be_dropped = bool(self.held) and (
             self.runs.other_thread_active() or self.backward.other_pass_active()
@@ -315,8 +330,9 @@ class Streamer:
         return self.slot_waiters.wait_for_slot(mine, self.region.users, views_may_be_dropped, deadline)
 
     def fill(self, unit: StreamedUnit, offset: int, victims: list[Slot]) -> Slot:
-        """Evict ``victims``, and enqueue the fetch of ``unit`` into a new slot at ``offset`` of the
-        region."""
+        """Evict ``victims``, and enqueue the fetch of ``unit`` into a new slot at ``offset`` in the region.
+        Returns the slot.
+        """
         for victim in victims:
             self.evict(victim)
         slot = Slot(unit, offset, unit.nbytes, unit.version(), unit.index << _OFFSET_BITS | offset)
@@ -329,7 +345,9 @@ class Streamer:
         return slot
 
     def _link(self, staging: Staging | None) -> Link:
-        """Return the copy path from host to device, for backings."""
+        """Return the objects with which backings copy from host to device. ``staging``: memory for packed
+        bytes, None if none are.
+        """
         return Link(
             self.engine, self.meter, self.lock, staging,
             upcoming=lambda: self.order.upcoming(),
@@ -339,7 +357,9 @@ class Streamer:
         )  # fmt: skip
 
     def read_back(self, backing: Backing, block: Block, after_fetch: Callable[[], None]) -> None:
-        """Fetch the unit to a slot, call ``after_fetch``, and copy the slot to ``block``."""
+        """Fetch the unit to a slot, call ``after_fetch``, and copy the slot's bytes to ``block``. Waits for
+        the device.
+        """
         unit = self.units[backing.index]
         slot = self.acquire(unit)
         try:
@@ -350,8 +370,9 @@ class Streamer:
             self.release(slot)
 
     def evict(self, slot: Slot) -> None:
-        """Remove the slot from the region; later copies into its range wait for the events of its last
-        reads."""
+        """Remove the slot from the region. Later copies into its memory wait for the events of its last
+        reads.
+        """
         self.prefetcher.changed()
         self._freed.add(slot)  # recorded first, so that a KeyboardInterrupt in between cannot lose the events
         self.region.remove(slot)
@@ -360,7 +381,11 @@ class Streamer:
         self.engine.freed(self.memory, slot.offset, slot.end)
 
     def ready(self, unit: StreamedUnit) -> bool:
-        """Return whether the unit may be prefetched: its host bytes do not change before its next use."""
+        """Return whether the unit may be prefetched.
+
+        False if the unit is in the VBAR and needs no slot, or if an optimizer is about to change its host
+        bytes.
+        """
         if self.vbar is not None and self.vbar.at_home(unit):
             return False
         return not (self.awaiting_optimizer and unit.backing.trainable)
@@ -374,21 +399,22 @@ class Streamer:
             self._expect(None)
 
     def _expect(self, unit: StreamedUnit | None) -> None:
-        """Tell the tier in which order units will be fetched. ``unit``: the unit that is needed now, None if
-        none is.
+        """Tell the tier in which order units will be fetched.
 
-        Units whose slots will serve their next use come last, because they are fetched again only in a later
-        round.
+        Units whose slots will still hold them at their next use come last, because they have to be fetched
+        only later.
+        ``unit``: the unit that is needed now, None if there is none.
         """
         if self.tier.complete:
             return
         self.tier.expect(fetch_order(self.order, self.region, self.units, unit, self.tier.used_lately))
 
-    # -- uses that end
+    # -- uses of slots that end
 
     def end_finished_uses(self, unit: StreamedUnit | None = None) -> None:
-        """End uses of slots that are over: uses of a backward that turns to ``unit``, and slots whose views
-        were dropped."""
+        """End uses of slots that are over: those of a backward pass that goes on to ``unit``, and those of
+        slots whose views were dropped.
+        """
         self.release_all(self.backward.take_finished_uses(unit))
         if self.held:
             gone = [slot for slot in self.held if not self.views(slot).kept_elsewhere()]
@@ -403,9 +429,10 @@ class Streamer:
             self.vbar.unpin_idle()
 
     def evict_trainable(self) -> None:
-        """Evict unused slots of trainable weights, because an optimizer is about to change the host weights.
+        """Evict unused slots of trainable weights, because an optimizer is about to change the weights on the
+        host.
 
-        The host waits for copies of these weights that are in progress.
+        Waits for copies of these weights that are in progress.
         """
         self.awaiting_optimizer = True
         slots = self.region.slots if self.vbar is None else [*self.region.slots, *self.vbar.slots]
@@ -415,7 +442,9 @@ class Streamer:
                 self.evict(slot)
 
     def free_all(self) -> None:
-        """End all uses of slots by forwards, which have failed. Backward passes end their own uses."""
+        """End all uses of slots by forwards. Called after the forwards have failed. Uses by backward passes
+        are not changed.
+        """
         self.prefetcher.changed()
         self.prefetcher.filling = False
         for slot in self.region.slots if self.vbar is None else [*self.region.slots, *self.vbar.slots]:
@@ -434,17 +463,21 @@ class Streamer:
 
     @property
     def idle(self) -> bool:
-        """Whether no pass is running, so that tensors may be laid out anew."""
+        """Whether no pass is running, so that the layout may be changed."""
         return not (self.runs.active or self.backward.running)
 
     @property
     def unreferenced(self) -> bool:
-        """Whether no autograd graph is left that holds handles of the present units."""
+        """Whether no autograd graph holds handles of the units of this layout."""
         return not any(unit.in_graphs for unit in self.units)
 
     def replace_slot_views(self, state: dict[str, Any], names: dict[str, Home]) -> None:
-        """Replace views of slots in a state dict, taken while units run, by the values of the host
-        tensors."""
+        """Replace slot views in the state dict ``state``, which was made while units run, by the values of
+        the host tensors.
+
+        ``names``: the home (the object that reads the host value) of each streamed tensor, by the tensor's
+        name.
+        """
         with self.lock:
             for name, home in names.items():
                 tensor = state.get(name)
@@ -454,21 +487,23 @@ class Streamer:
     # -- host bytes that change
 
     def refresh(self, backings: Sequence[Backing] | None = None) -> None:
-        """Mark copies of units (default: all) in slots as outdated."""
+        """Mark the copies of units in slots as outdated. ``backings``: of which units (default: all)."""
         with self.lock:
             for backing in self.tier.backings if backings is None else backings:
                 backing.epoch += 1
 
-    # -- end
+    # -- closing
 
     def _write_back_held(self) -> None:
-        """Copy values to the host that the model wrote through slot views which the model still keeps."""
+        """Copy values to the host that the model wrote through slot views which it still keeps."""
         for slot in self.held:
             with contextlib.suppress(UnsupportedError):
                 self.runs.write_back(slot)
 
     def close(self) -> None:
-        """Wait for the device and release the region. Running forwards keep their views alive."""
+        """Wait for the device and release the region. Memory of running forwards is freed when their views
+        are dropped.
+        """
         with self.lock:
             self.engine.synchronize()
             if not self.closed:
@@ -494,7 +529,7 @@ class Streamer:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return the tensor's data pointer, 0 without storage."""
+    """Return the address of the tensor's bytes, 0 if the tensor has no storage."""
     try:
         return tensor.data_ptr()
     except RuntimeError:  # tensor subclasses without storage

@@ -1,5 +1,9 @@
-"""Defines `StreamedUnit`, the run-time state of a streamed unit: its slot, its views in the region, its
-tensors in modules."""
+"""Defines `StreamedUnit`, the run-time state of a streamed unit: its slot, its views of the slot, and the
+places of its tensors in modules.
+
+A unit is a group of tensors that are copied together. A slot is the device memory that holds a unit while it
+is used. The region is the device memory of all slots.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,13 @@ from ..placement.backing import Backing
 from ..plan.region import Slot
 
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
-_VIEW_SETS = 64  # slot positions for which a unit keeps its views
+_VIEW_SETS = 64  # number of slot positions for which a unit keeps its views
 
 
 class WeightProxy:
-    """The tensor that stands for one trainable weight in forwards that record gradients: the result of
-    `Deliver`, or None.
+    """The holder of the tensor that represents one trainable weight in forwards that record gradients.
 
+    ``tensor``: the result of `Deliver`, or None.
     ``version``: the tensor's version counter when the host tensor last had the same value.
     """
 
@@ -40,12 +44,12 @@ class WeightProxy:
 
 
 def _references(proxy: Any) -> tuple[int, int]:
-    """Return the numbers of Python references and of torch references to a proxy's tensor."""
+    """Return the number of Python references and the number of torch references to the tensor of a proxy."""
     return sys.getrefcount(proxy.tensor), proxy.tensor._use_count()
 
 
 def _unshared_references() -> tuple[int, int]:
-    """Return the numbers of references to a tensor that only its proxy holds."""
+    """Return the numbers of references to a tensor that only its proxy holds, measured on an example."""
     proxy = WeightProxy()
     proxy.tensor = torch.zeros(1, requires_grad=True) * 1
     return _references(proxy)
@@ -56,29 +60,34 @@ _UNSHARED = _unshared_references()
 
 @dataclass(eq=False)
 class Views:
-    """The views of a unit's tensors in the memory of a slot. The views are made once for each offset, and
-    reused for later slots of the unit at that offset. ``tensors`` are in the order of the unit's homes."""
+    """The views of a unit's tensors in the memory of a slot.
 
-    base: torch.Tensor  # uint8, exactly the unit's bytes, if possible with a storage of its own
-    # the same memory for our copies: writing to it does not raise the version that autograd checks
+    The views are made once for each offset in the region, and reused for later slots of the unit at that
+    offset.
+    ``tensors``: in the order of the unit's homes.
+    """
+
+    base: torch.Tensor  # uint8, exactly the unit's bytes, with a storage of its own if possible
+    # The same memory, as the target of Carom's copies. Writing to it does not raise the version that autograd
+    # checks.
     target: torch.Tensor
     tensors: list[torch.Tensor]
     uses: int | None  # the storage's reference count while only Carom holds it
-    addresses: list[int] = field(default_factory=list)  # the tensors' addresses when made
-    # views requested by saved-tensor handles, by place
+    addresses: list[int] = field(default_factory=list)  # the addresses of the tensors when they were made
+    # Views that saved-tensor handles asked for, by place (dtype, shape, strides, byte offset).
     saved: dict[tuple, torch.Tensor] = field(default_factory=dict)
     around: WrapperCache | None = (
         None  # wrapper objects over the tensors, if they belong to a quantised weight
     )
-    kept_version: int = 0  # `version` when the host tensors last had the same values
+    kept_version: int = 0  # value of `version` when the host tensors last had the same values
 
     @property
     def version(self) -> int:
-        """The version counter that all tensors share, raised by every write of the model."""
+        """The version counter that all tensors share. Every write of the model raises it."""
         return self.base._version
 
     def moved(self) -> bool:
-        """Return whether a tensor's data was replaced."""
+        """Return whether the model replaced a tensor's data by other memory."""
         return list(map(_address, self.tensors)) != self.addresses
 
     def written(self, proxies: list[WeightProxy]) -> bool:
@@ -88,7 +97,7 @@ class Views:
         return any(proxy.tensor is not None and proxy.tensor._version != proxy.version for proxy in proxies)
 
     def view(self, place: tuple) -> torch.Tensor:
-        """Return the view at a handle's place (dtype, shape, strides, byte offset), from a cache."""
+        """Return the view at the place of a handle (dtype, shape, strides, byte offset). Views are cached."""
         found = self.saved.get(place)
         if found is None:
             found = self.saved[place] = _view(self.base, place)
@@ -97,7 +106,7 @@ class Views:
         return found
 
     def kept_elsewhere(self) -> bool:
-        """Return whether other code holds one of the tensors, or another tensor over their storage."""
+        """Return whether other code holds one of the tensors, or another tensor that uses their storage."""
         if self.uses is not None and (storage_uses(self.base) or 0) > self.uses:
             return True
         return not alone(self.tensors) if self.around is None else self.around.has_other_references()
@@ -113,10 +122,10 @@ def _view(base: torch.Tensor, place: tuple) -> torch.Tensor:
 
 @functools.cache
 def _uses_of_a_view() -> int:
-    """Return by how much one view from `_view` raises the reference count of its storage.
+    """Return by how much one view made by `_view` raises the reference count of its storage.
 
-    This is measured on a separate tensor: in a slot, autograd on another thread creates and drops views at
-    the same time, without holding Python's GIL.
+    The increase is measured on a separate tensor, because autograd may create and drop views of a slot on
+    another thread at the same time, without holding Python's GIL.
     """
     with _disable_current_modes():
         base = torch.zeros(16, dtype=torch.uint8, device="cpu")
@@ -130,10 +139,12 @@ def _uses_of_a_view() -> int:
 class StreamedUnit:
     """The run-time state of a streamed unit.
 
-    ``backing``: the unit's bytes in its tier. ``depth``: number of running forwards; the slot's views are in
-    the modules while this is above zero. ``sites``: (table, name, index of the home) of each place of a
-    tensor in the modules. ``swapped_in``: (table, name, view, host tensor) of the places that hold a view
-    now. ``differentiable``: the views in the modules send gradients of trainable weights to the host.
+    ``backing``: the unit's bytes in its tier (its store).
+    ``depth``: number of running forwards of the unit. While it is above zero, the modules hold views of the
+    slot.
+    ``sites``: (table, name, index of the home) of each place of a tensor in the modules.
+    ``swapped_in``: (table, name, view, host tensor) of the places that hold a view now.
+    ``differentiable``: whether the views in the modules send gradients of trainable weights to the host.
     """
 
     def __init__(self, backing: Backing) -> None:
@@ -154,7 +165,7 @@ class StreamedUnit:
         self.differentiable = False
 
     def empty_proxies(self) -> None:
-        """Release the slot memory of weight proxies, and drop proxies that other code keeps."""
+        """Release the slot memory of the weights' proxies, and drop proxies whose tensor other code keeps."""
         for proxy in self.proxies:
             if proxy.tensor is None:
                 continue
@@ -164,7 +175,7 @@ class StreamedUnit:
                 proxy.tensor.data = torch.empty(0, dtype=proxy.tensor.dtype, device=proxy.tensor.device)
 
     def remember(self, offset: int, views: Views) -> None:
-        """Keep ``views`` for later slots at ``offset``; beyond 64 positions, drop the oldest."""
+        """Keep ``views`` for later slots at ``offset``. Beyond 64 offsets, the oldest views are dropped."""
         while len(self.views) >= _VIEW_SETS:
             oldest = next(iter(self.views))
             del self.views[oldest]
@@ -172,8 +183,9 @@ class StreamedUnit:
 
 
 def make_views(unit: StreamedUnit, base: torch.Tensor) -> Views:
-    """Return the unit's tensors over ``base``, its bytes in a slot. They are normal tensors, usable for
-    training and inference."""
+    """Return views of the unit's tensors in ``base``, the unit's bytes in a slot. The views are normal
+    tensors, usable for training and inference.
+    """
     with torch.inference_mode(False), torch.no_grad():
         tensors: list[torch.Tensor] = []
         for home in unit.homes:

@@ -1,5 +1,8 @@
-"""Defines `unit_forward`, the wrapper of a streamed unit's forward that acquires and releases the unit's
-slot."""
+"""Defines `unit_forward`, the wrapper of a streamed unit's forward, which acquires and releases the unit's
+slot.
+
+A slot is the device memory that holds a unit (a group of streamed tensors) while it is used.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from .unit import StreamedUnit
 
 
 def unit_forward(unit: StreamedUnit, runs: Runs) -> Callable[[Callable], Callable]:
-    """Return a wrapper that enters the unit's slot before a forward and leaves it afterwards, also after
-    exceptions."""
-    # Outside torch.compile, `forward` calls the methods directly. The wrappers that `quiet` makes, which keep
-    # the methods out of torch.compile, cost time in every call.
+    """Return a wrapper for forwards of the unit's modules. It calls `Runs.enter` before the forward and
+    `Runs.leave` afterwards, also after exceptions.
+    """
+    # Outside torch.compile, `forward` calls these methods directly. Under torch.compile, it calls wrappers
+    # made by `quiet`, which the compiler does not trace but which take time in every call.
     enter, leave = runs.enter, runs.leave
     quiet_enter, quiet_leave = quiet(enter), quiet(leave)
 

@@ -1,12 +1,14 @@
-"""Defines `VbarSlots`: each unit has a fixed place (its home) in a VBAR of comfy-aimdo, and streams through
-slots when the home has no memory.
+"""Defines `VbarSlots`: each unit has a fixed range (its home) in a VBAR of comfy-aimdo. A unit streams
+through slots while its home has no memory.
 
-A VBAR is a range of device addresses whose pages can be taken away when other programs need memory. The VBAR
-begins with the slot region, which is pinned for good; homes follow in order of priority. Only pages below the
-watermark may get memory. A unit whose home ends below the watermark stays at home. The unit's bytes are copied
-once; later the pages' signature shows whether the pages still hold the bytes. The pages are pinned while the
-unit is in use. A unit whose home lost its memory streams like any other, from the same host bytes, until the
-session raises the watermark again.
+A VBAR is a range of device addresses whose memory pages can be taken away when other programs need memory. (A
+home in this module is a range of a VBAR, not a `model.home.Home`.) A unit is a group of tensors that are
+copied together. The VBAR begins with the slot region, the device memory through which units stream. Its pages
+are pinned permanently: they cannot be taken away. The homes follow in order of priority. Only pages below an
+address, the watermark, may get memory. A unit whose home ends below the watermark stays at home: its bytes
+are copied there once, and later the signature of the pages shows whether they still hold the bytes. The pages
+of a home are pinned while the unit is in use. A unit whose home lost its memory streams like any other, from
+the same host bytes, until the session raises the watermark again.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryErro
 
 
 class VbarSlots:
-    """The homes of one streamer's units in ``bar``, with at most ``room`` bytes of pages. Called under the
-    streamer's lock."""
+    """The homes of one streamer's units in the VBAR ``bar``. Their pages take at most ``room`` bytes. Must be
+    called under the streamer's lock.
+    """
 
     def __init__(self, engine: Engine, bar: Bar, homes: VbarRanges, room: int) -> None:
         self._engine = engine
@@ -42,12 +45,12 @@ class VbarSlots:
         self._room = room // vbar.PAGE * vbar.PAGE
         self._region = PooledRegion(0, 0, [])
         self._region_pinned = False
-        self._pins: list[Slot] = []  # slots of homes whose pages are pinned
-        # signatures of the pages when filled, by the unit's index
+        self._pins: list[Slot] = []  # slots (at home) of units whose pages are pinned
+        # Signatures of the pages of each home when the unit was copied there, by the unit's index.
         self._signatures: dict[int, tuple[int, ...]] = {}
         self._losses = 0
         self._trouble = ""
-        self._watermark = self._allowed  # homes that end below it may have memory, as far as is known
+        self._watermark = self._allowed  # the watermark as last known
         bar.set_watermark(self._watermark)
 
     @property
@@ -67,38 +70,45 @@ class VbarSlots:
         return self.streamer.lock
 
     def join(self, streamer: Streamer) -> list[StreamedUnit]:
-        """Serve ``streamer``, whose units are known. Return the units that stream at first."""
+        """Attach these homes to ``streamer``, which has its units already. Returns the units that stream at
+        first.
+        """
         self._streamer = streamer
         return self.away
 
     def make_region(self, nbytes: int, largest: int) -> PooledRegion:
-        """Return the slot region of ``nbytes`` in front of the homes."""
+        """Create and return the slot region of ``nbytes`` in front of the homes. ``largest``: bytes of the
+        largest unit.
+        """
         self._region = PooledRegion(nbytes, largest, [start for start, _ in self._homes.places.values()])
         return self._region
 
     def has(self, slot: Slot) -> bool:
-        """Return whether the slot is a home."""
+        """Return whether the slot is a unit's home, and not in the slot region."""
         return slot.offset >= self._region.nbytes
 
     @property
     def _allowed(self) -> int:
-        """The highest watermark, in bytes, with which the VBAR's pages stay within the room."""
+        """The highest watermark, in bytes, with which the VBAR's pages take at most the room."""
         return min(self._bar.nbytes, self._room + self._unbacked_bytes)
 
     @property
     def _unbacked_bytes(self) -> int:
-        """Bytes in front of the homes that have no memory yet."""
+        """Bytes of the slot region while it has no memory yet. They are in front of the homes, and do not
+        count against the room.
+        """
         return self._homes.begin if self._homes.later and not self._region_pinned else 0
 
     def reserve(self) -> torch.Tensor:
-        """Return the VBAR's memory as a tensor, slots first. Raise torch.OutOfMemoryError if no page is
-        free."""
+        """Return the VBAR's memory as a tensor, with the slot region first. Raises torch.OutOfMemoryError if
+        no page is free.
+        """
         bar = self._bar
         assert isinstance(bar, Bar)
         if not self._homes.later:
             self.pin_region()
             return self._engine.at(bar.address, bar.nbytes, bar)
-        # The device of an address can be determined only while the address has memory.
+        # torch can determine the device of an address only while the address has memory.
         if bar.fault(0, 1) is None:
             raise OutOfMemory(f"carom: no page of {vbar.PAGE} bytes is free on {self._engine.name}")
         memory = self._engine.at(bar.address, bar.nbytes, bar)
@@ -109,8 +119,9 @@ class VbarSlots:
         return memory
 
     def pin_region(self) -> None:
-        """Pin memory for the slot region for good; homes lose memory if the room does not hold both. Raise
-        torch.OutOfMemoryError."""
+        """Pin memory for the slot region permanently. Homes lose memory if the room does not suffice for
+        both. Raises torch.OutOfMemoryError.
+        """
         if self._region_pinned:
             return
         self._region_pinned = True
@@ -124,8 +135,11 @@ class VbarSlots:
         self.note_losses()
 
     def _retry_pinning(self) -> bool:
-        """Raise a watermark that past memory pressure left below the slots, and try to pin the slots once more.
-        Return whether the slots are pinned."""
+        """Raise the watermark if past memory pressure left it below the end of the slot region, and try again
+        to pin the region.
+
+        Returns whether the region is pinned.
+        """
         self._bar.prioritize()
         pages = -(-self._homes.region_bytes // vbar.PAGE) * vbar.PAGE
         self._bar.set_watermark(max(pages, -(-self._watermark // vbar.PAGE) * vbar.PAGE))
@@ -144,17 +158,17 @@ class VbarSlots:
 
     @property
     def held_bytes(self) -> int:
-        """Device memory in bytes that the VBAR has now."""
+        """Device memory in bytes that the VBAR takes now."""
         return self._bar.loaded_bytes
 
     @property
     def most_bytes(self) -> int:
-        """Device memory in bytes that the VBAR may have at most."""
+        """Device memory in bytes that the VBAR may take at most."""
         return max(0, self._allowed - self._unbacked_bytes)
 
     @property
     def now_bytes(self) -> int:
-        """The part of `most_bytes` that memory pressure of other programs has left."""
+        """The part of `most_bytes` that the VBAR may use under the present memory pressure of other programs."""
         return max(0, -(-self._watermark // vbar.PAGE) * vbar.PAGE - self._unbacked_bytes)
 
     @property
@@ -168,7 +182,7 @@ class VbarSlots:
         return self._trouble
 
     def losses(self) -> int:
-        """Return how many times memory pressure has taken homes since the last call."""
+        """Return how many times memory pressure has taken memory from homes since the last call."""
         with self.lock:
             self.note_losses()
             found, self._losses = self._losses, 0
@@ -176,32 +190,37 @@ class VbarSlots:
 
     @property
     def reduced(self) -> bool:
-        """Whether memory pressure has taken homes that would fit in the room."""
+        """Whether memory pressure has taken memory from homes that fit in the room."""
         return self._watermark < self._allowed
 
     def holds(self, room: int, whole: bool) -> bool:
-        """Return whether a room of ``room`` bytes can be kept without a new layout; ``whole``: the room would
-        hold every unit."""
+        """Return whether a room of ``room`` bytes needs no new layout. ``whole``: whether the room would hold
+        every unit.
+        """
         if whole and self._region_pinned and self._homes.nbytes > room // vbar.PAGE * vbar.PAGE:
-            return False  # a layout without slots would hold every unit
+            return False  # a new layout would need no slots, and could hold every unit
         return room // vbar.PAGE * vbar.PAGE >= self._homes.region_bytes
 
     def prioritize(self) -> None:
-        """Let other VBARs of this process lose memory first, and allow all homes within the room again.
-        Between passes only."""
+        """Let other VBARs of this process lose memory before this VBAR, and allow memory for all homes within
+        the room again.
+
+        Must be called between passes.
+        """
         self.rise(self._room)
         with self.lock:
             self._bar.prioritize()
             self._bar.set_watermark(-(-self._watermark // vbar.PAGE) * vbar.PAGE)
 
     def deprioritize(self) -> None:
-        """Let this VBAR lose memory before others of this process."""
+        """Let this VBAR lose memory before the other VBARs of this process."""
         with self.lock:
             self._bar.deprioritize()
 
     def limit(self, room: int) -> None:
-        """Set the room to ``room`` bytes of pages: homes lose memory or may get memory again. Between passes
-        only."""
+        """Set the room to ``room`` bytes of pages. Homes lose memory, or may get memory again. Must be called
+        between passes.
+        """
         with self.lock:
             self._room = room // vbar.PAGE * vbar.PAGE
             if self._allowed < self._watermark:
@@ -210,8 +229,9 @@ class VbarSlots:
                 self.rise(room)
 
     def rise(self, room: int) -> None:
-        """Raise the watermark, so that more homes may have memory, within ``room`` bytes of pages and the
-        limit. Called between passes only."""
+        """Raise the watermark so that more homes may have memory, within ``room`` bytes of pages and within the
+        limit that `limit` set. Must be called between passes.
+        """
         with self.lock:
             top = min(self._allowed, room // vbar.PAGE * vbar.PAGE + self._unbacked_bytes)
             if top > self._watermark:
@@ -220,15 +240,17 @@ class VbarSlots:
                 self._bar.set_watermark(top)
 
     def _lower_watermark(self, top: int) -> None:
-        """Lower the watermark to ``top`` bytes, and evict the slots of unpinned homes that end above the
-        watermark."""
+        """Lower the watermark to ``top`` bytes. Evict the slots of unpinned homes that end above the
+        watermark.
+        """
         self._watermark = min(self._watermark, top)
         self._bar.set_watermark(-(-self._watermark // vbar.PAGE) * vbar.PAGE)
         self._forget_lost()
 
     def note_losses(self) -> None:
-        """Compare the watermark with the last known watermark, and record the homes that memory pressure
-        took."""
+        """Compare the watermark with its last known value, and record the homes that lost their memory to
+        memory pressure.
+        """
         now = self._watermark if isinstance(self._bar, _ClosedBar) else self._bar.watermark
         if now < self._watermark:
             self._watermark = now
@@ -248,8 +270,9 @@ class VbarSlots:
     # -- using units
 
     def acquire(self, unit: StreamedUnit, backward: bool) -> Slot | None:
-        """Return the unit's slot at home, in use and readable on the current stream, or None if the unit has
-        to stream."""
+        """Return the unit's slot at home, in use and readable on the current stream. Returns None if the unit
+        has to stream.
+        """
         slot = self._home_of(unit)
         if slot is None:
             return None
@@ -267,7 +290,9 @@ class VbarSlots:
         return slot
 
     def _home_of(self, unit: StreamedUnit) -> Slot | None:
-        """Return the unit's slot at home, pinned and filled, or None if the unit has to stream."""
+        """Return the unit's slot at home, pinned and with the unit's bytes. Returns None if the unit has to
+        stream.
+        """
         streamer = self.streamer
         if streamer.held or streamer.backward.has_uses:
             streamer.end_finished_uses(unit)
@@ -275,7 +300,7 @@ class VbarSlots:
         if slot is not None and not self.has(slot):
             if not self.at_home(unit) or slot.users or slot.state is SlotState.HELD:
                 return None
-            self.streamer.evict(slot)  # the home has memory again
+            self.streamer.evict(slot)  # this slot is in the region, and the home has memory again
             slot = None
         if slot is not None and slot in self._pins:
             if slot.users or slot.version == unit.version():
@@ -285,8 +310,9 @@ class VbarSlots:
         return self._fill_home(unit)
 
     def _fill_home(self, unit: StreamedUnit) -> Slot | None:
-        """Pin the unit's home and copy the unit there, unless the pages still hold its bytes. Return None if
-        there is no memory."""
+        """Pin the unit's home, and copy the unit there unless the pages still hold its bytes. Returns None if
+        there is no memory.
+        """
         start, end = self._homes.places[unit.index]
         slot = unit.slot
         if slot is None or slot not in self._pins:
@@ -294,7 +320,7 @@ class VbarSlots:
             if signature is None:
                 return None
             if signature != self._signatures.get(unit.index):
-                self.note_losses()  # the pages are new, so other homes may have lost theirs
+                self.note_losses()  # the pages are new, so other homes may have lost their pages
             elif slot is not None and slot.version == unit.version():
                 self._pins.append(slot)
                 return slot
@@ -307,7 +333,8 @@ class VbarSlots:
             tier = self.streamer.tier
             if not tier.complete:
                 tier.open()
-                # The learnt order holds only units that stream, so other units are read ahead in model order.
+                # The learnt order contains only units that stream. So read the units at home ahead in the
+                # order of the model.
                 following = [other.index for other in self.units[unit.index + 1 :] if other.slot is None]
                 tier.expect([unit.index, *following])
             slot = self.streamer.fill(unit, start, [])
@@ -319,22 +346,24 @@ class VbarSlots:
         return slot
 
     def _fault(self, start: int, end: int) -> tuple[int, ...] | None:
-        """Pin the pages of a home. Return their signature, or None if there is no memory."""
+        """Pin the pages from ``start`` to ``end``. Returns the signature of the pages, or None if there is no
+        memory.
+        """
         try:
             signature = self._bar.fault(start, end)
-        except NativeError as error:  # happens when memory is short: the unit streams from now on
+        except NativeError as error:  # memory is short: the unit streams from now on
             self._trouble, signature = str(error), None
         if signature is None:
             self.note_losses()
-            # The pages are below the watermark but were refused. Lower the watermark, so that this home is not
-            # tried again.
+            # Memory for the pages was refused although they are below the watermark. Lower the watermark, so
+            # that this home is not tried again.
             if self._watermark >= end:
                 self._losses += 1
                 self._lower_watermark(start)
         return signature
 
     def release(self, slot: Slot, streams: set | None = None) -> None:
-        """Release one use of a slot at home, as `Streamer.release` does for others."""
+        """Release one use of a slot at home, as `Streamer.release` does for slots in the region."""
         streamer = self.streamer
         with streamer.lock:
             try:
@@ -342,7 +371,7 @@ class VbarSlots:
                     slot.reads[stream] = self._engine.record(stream, slot.reads.get(stream))
             except BaseException:
                 # Without an event of the last reads, the slot may be overwritten only when the device is
-                # idle.
+                # idle, so wait for that.
                 self._engine.synchronize()
                 raise
             finally:
@@ -358,8 +387,9 @@ class VbarSlots:
             self.unpin_idle()
 
     def unpin_idle(self) -> None:
-        """Unpin unused homes, so that pressure may take them; comfy-aimdo waits for the device before it takes
-        pages."""
+        """Unpin unused homes, so that memory pressure may take their pages. comfy-aimdo waits for the device
+        before it takes pages.
+        """
         idle = [slot for slot in self._pins if slot.users == 0 and slot.state is not SlotState.HELD]
         for slot in idle:
             self._pins.remove(slot)
@@ -370,7 +400,7 @@ class VbarSlots:
     # -- end
 
     def close(self) -> None:
-        """Release the pages now, except those under views that other code keeps."""
+        """Release the pages now, except pages of which other code keeps views."""
         self._region.homes.clear()
         bar, self._bar = self._bar, _ClosedBar()
         self._region_pinned = False
@@ -385,8 +415,9 @@ class VbarSlots:
 
 
 class _ClosedBar:
-    """A substitute without memory that takes the place of a VBAR after closing. From then on only tensors over
-    the VBAR keep the VBAR alive."""
+    """A substitute for a closed VBAR, without memory. After this replaces the VBAR, only tensors that use the
+    VBAR's memory keep it alive.
+    """
 
     nbytes = loaded_bytes = watermark = 0
 

@@ -1,6 +1,8 @@
-"""`DeviceMemory`: the policy for ``vram="auto"``: the budget follows the device memory that passes leave free.
+"""`DeviceMemory`: the policy for ``vram="auto"``: the VRAM budget follows the device memory that passes leave
+free.
 
-`budget.device_governor` contains the rule.
+The governor in `budget.device_governor` computes the budget. A pass is one forward of the root module. A
+layout assigns each weight to device memory, or to host memory or a file from which it is streamed.
 """
 
 from __future__ import annotations
@@ -25,17 +27,19 @@ from .policy import Observation, StepClock
 
 logger = logging.getLogger("carom")
 _SECONDS = 0.25  # seconds between two readings of the device's memory, after the first steps
-_SIZES = 64  # the most input sizes that are remembered
-_LOOKED_OVER = 8  # the first steps of a layout, in which each pass takes a snapshot of the module's state
-_OFTEN = 2 * _LOOKED_OVER  # the first steps, with a reading at every step: enough for the budget to settle
+_SIZES = 64  # most input sizes that are remembered
+_LOOKED_OVER = 8  # number of first steps of a layout in which each pass records the module's state
+# number of first steps in which memory is read at every step, enough for the budget to settle
+_OFTEN = 2 * _LOOKED_OVER
 
 
 class DeviceMemory:
-    """The policy that lets a session's VRAM budget follow the device's memory. Does nothing until `begin` is called.
+    """The policy that lets a session's VRAM budget follow the device's memory. It does nothing until `begin`
+    is called.
 
-    ``improve``: adds the measured times so far to the request for a layout that is made anyway. ``resized``: called
-    after a layout was made for another budget, without measured times. ``asked``: the sizes of the inputs whose passes
-    ran without running out of memory.
+    ``improve``: adds the measured times so far to the request for a layout that is made in any case.
+    ``resized``: called after a layout was made for another budget without measured times.
+    ``asked``: the input sizes of passes that did not run out of memory.
     """
 
     def __init__(
@@ -46,20 +50,22 @@ class DeviceMemory:
         self._manager, self._weights, self._ledger = manager, weights, manager.ledger
         self._improve, self._resized = improve, resized
         self._looked = -math.inf
-        self.failed = False  # the last step ran out of memory
-        # Whether the last pass recorded gradients. The value is kept until a failed pass has been dealt with.
+        self.failed = False  # whether the last step ran out of memory
+        # Whether the last pass recorded gradients. After a pass that ran out of memory, the value is kept
+        # until the budget has been lowered.
         self._recording = False
         self.asked: set[Hashable] = set()
         self._asking: Hashable = ()
-        self._steady: ModuleState | None = None  # the state that the layout's passes found and left unchanged
+        # the recorded state of the module, which the layout's passes do not change
+        self._steady: ModuleState | None = None
 
     @property
     def governor(self) -> Governor | None:
-        """The rule that computes the budget, None where the budget is fixed."""
+        """The object that computes the budget, None if the budget is fixed."""
         return self._ledger.governor
 
     def begin(self, auto: bool) -> None:
-        """Let the budget follow the device's memory if ``auto`` is set; otherwise leave the budget fixed."""
+        """Let the budget follow the device's memory if ``auto`` is true. Otherwise leave the budget fixed."""
         self.end()
         manager, ledger = self._manager, self._ledger
         memory = ledger.memory() if auto else None
@@ -87,13 +93,17 @@ class DeviceMemory:
             ledger.mates = None
 
     def share(self, shared: SharedBudget | None) -> None:
-        """Set the shared budget that bounds this session and others; None for none. To be followed by `begin`."""
+        """Set the shared budget that limits this session and others, None for none. `begin` must be called
+        afterwards.
+        """
         self._ledger.shared = shared
 
     # -- between steps
 
     def next_step(self, settled: int) -> float:
-        """Return 0 while the budget follows the device, so that `due` is asked at every step; else infinity."""
+        """Return 0 while the budget follows the device, so that `due` is called at every step; otherwise
+        infinity.
+        """
         return math.inf if self.governor is None else 0
 
     def due(self, clock: StepClock) -> bool:
@@ -105,11 +115,15 @@ class DeviceMemory:
 
     @property
     def urgent(self) -> bool:
-        """Whether the last step ran out of memory, so that this step waits for other sessions that change layouts."""
+        """Whether the last step ran out of memory. This step then waits for other sessions that are changing
+        their layouts.
+        """
         return self.failed
 
     def decide(self, seen: Observation) -> Wanted | None:
-        """Return a request with another budget, where memory ran short or stayed unused for a while; else None."""
+        """Return a request with another budget if memory ran short, or was unused for a while; otherwise
+        None.
+        """
         governor = self.governor
         self._looked = seen.clock.now
         if governor is None or seen.memory is None or not seen.unreferenced:
@@ -128,18 +142,18 @@ class DeviceMemory:
         return wanted
 
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
-        """Return ``failed`` with a smaller budget, None where no smaller budget works."""
+        """Return ``failed`` with a smaller budget, or None if no smaller budget works."""
         return self._manager.shrunk(failed)
 
     def took(self, outcome: Outcome) -> None:
-        """Return the allocator's unused memory to the device, after a layout for another budget was made."""
+        """Return unused memory of the allocator to the device, after a layout for another budget was made."""
         self._manager.engine.trim()
         if self._manager.wanted.profile is None:
             self._resized()
         self._answered()
 
     def resize(self, budget: int) -> None:
-        """Make a layout for ``budget`` bytes, or for fewer bytes where the device's memory does not suffice."""
+        """Make a layout for ``budget`` bytes, or for fewer bytes if the device's memory does not suffice."""
         wanted = self._resize_to(budget, Observation.now(self._manager))
         if wanted is not None:
             self.took(self._manager.change(wanted, self.fallback))
@@ -147,7 +161,8 @@ class DeviceMemory:
     def _resize_to(self, budget: int, seen: Observation) -> Wanted | None:
         """Set the budget to ``budget`` bytes, and return the request for a layout with that budget.
 
-        None where a move of the VBAR's watermark is enough.
+        Returns None if it is enough to move the VBAR's watermark, the limit below which pages of a VBAR may
+        get memory.
         """
         ledger = self._ledger
         before = ledger.vram
@@ -160,12 +175,13 @@ class DeviceMemory:
         if moved:
             self._manager.engine.trim()
             return None
-        # Under a smaller budget choose residents among the present ones, so that no unit has to be loaded.
+        # Under a smaller budget, choose the units to keep on the device among those that are there, so that
+        # no unit has to be loaded.
         among = seen.layout.resident_names() if ledger.vram < before else None
         return dataclasses.replace(seen.wanted, vram=ledger.vram, residents_among=among)
 
     def _budget(self, governor: Governor, seen: Observation) -> int | None:
-        """Return the budget in bytes that the governor wants now, None to keep the present one."""
+        """Return the budget in bytes that the governor requests now, or None to keep the present budget."""
         ledger, memory = self._ledger, seen.memory
         assert memory is not None
         held, least = seen.held_bytes, seen.least_bytes
@@ -184,7 +200,9 @@ class DeviceMemory:
         return budget
 
     def _answered(self) -> None:
-        """Note that a step that ran out of memory, if there was one, has been dealt with."""
+        """Record that the budget has been lowered after a step that ran out of memory, if there was such a
+        step.
+        """
         if self.failed and self._ledger.shared is not None:
             self._ledger.shared.fall()
         self.failed = False
@@ -192,14 +210,17 @@ class DeviceMemory:
     # -- passes that run out of memory
 
     def begins(self) -> None:
-        """Note whether the pass that begins records gradients.
+        """Record whether the pass that begins records gradients.
 
-        If the failure of an earlier pass has not been dealt with yet, keep that this pass recorded gradients.
+        If an earlier pass ran out of memory and the budget has not been lowered yet, the record of that pass
+        is kept.
         """
         self._recording = torch.is_grad_enabled() or (self.failed and self._recording)
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
-        """Return a snapshot of the state before a pass, or None where the pass will not run again."""
+        """Return a snapshot of the module's state and inputs before a pass, or None if the pass will not run
+        again.
+        """
         governor = self.governor
         if governor is None or torch.is_grad_enabled():
             return None
@@ -217,23 +238,25 @@ class DeviceMemory:
         if len(self.asked) >= _SIZES:
             self.asked.clear()
         self.asked.add(self._asking)
-        with self._manager.lock:  # another thread may be changing the layout to give its own session memory
+        # another thread may be changing this session's layout to give memory to its own session
+        with self._manager.lock:
             return PassSnapshot(self._manager.module.root, args, kwargs)
 
     def went_well(self, before: PassSnapshot) -> None:
-        """Note that a pass with the snapshot ``before`` succeeded.
+        """Record that a pass with the snapshot ``before`` has succeeded.
 
-        If the pass left the module's state unchanged, later passes use that state instead of taking a snapshot each.
+        If the pass left the module's state unchanged, later passes compare with that state and do not record
+        it again.
         """
         if self.governor is not None and before.state is not self._steady:
             self._steady = before.state if before.state.unchanged else None
 
     def forget_state(self) -> None:
-        """Forget the module's recorded state, because the next layout changes the module."""
+        """Drop the recorded state of the module, because the next layout changes the module."""
         self._steady = None
 
     def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
-        """Hold fewer weights on the device after a pass ran out of memory. Return whether the pass may run again."""
+        """Lower the budget after a pass ran out of memory. Returns whether the pass may run again."""
         governor, manager = self.governor, self._manager
         if governor is None:
             return False
@@ -250,7 +273,8 @@ class DeviceMemory:
             budget = self._budget(governor, seen)
             if budget is None or not before.restore():
                 return False
-            # The failed pass's frames would keep its activations alive, and weights that have to leave the device.
+            # The frames of the failed pass would keep its activations alive, and weights that have to leave
+            # the device.
             traceback.clear_frames(error.__traceback__)
             self.resize(budget)
             self._answered()

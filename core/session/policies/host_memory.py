@@ -1,8 +1,9 @@
-"""`HostMemory`: the policy for ``ram="auto"``: frees host memory when the machine or its container runs short.
+"""`HostMemory`: the policy for ``ram="auto"``: frees host memory if the machine or its container runs short
+of it.
 
-With weights from files the RAM cache shrinks. Weights that exist only in host memory stay there. Host copies of
-resident units, which are kept for the next layout, are freed, and so are packed copies of weights that are also kept
-unpacked.
+If weights come from files, the RAM cache shrinks. Weights that exist only in host memory stay there. Two
+kinds of host memory are freed: host copies of units that stay on the device (kept for the next layout), and
+packed copies of weights that are also kept unpacked.
 """
 
 from __future__ import annotations
@@ -22,23 +23,25 @@ from .policy import Observation, StepClock
 
 logger = logging.getLogger("carom")
 _SECONDS = 1.0  # seconds between two readings of the host's memory
-_STEPS = 16  # steps between two checks of host memory, where no weights come from files
+_STEPS = 16  # steps between two checks of host memory if no weights come from files
 
 
 class HostMemory:
-    """The policy that lets a session's RAM follow the host's free memory. Does nothing until `begin` is called.
+    """The policy that lets a session's RAM budget follow the host's free memory. It does nothing until
+    `begin` is called.
 
-    ``governor``: the rule that computes the RAM budget, None where the budget is fixed.
+    ``governor``: the object that computes the RAM budget, None if the budget is fixed.
     """
 
     def __init__(self, manager: LayoutManager) -> None:
         self._manager = manager
         self.governor: HostGovernor | None = None
         self._looked = -math.inf
-        self._step = 0  # the measured step from which `due` is asked, where no weights come from files
+        # number of measured steps after which `due` has to be called, if no weights come from files
+        self._step = 0
 
     def begin(self, auto: bool) -> None:
-        """Let the RAM budget follow the host's memory if ``auto`` is set; otherwise leave the budget fixed."""
+        """Let the RAM budget follow the host's memory if ``auto`` is true. Otherwise leave the budget fixed."""
         manager, wanted = self._manager, self._manager.wanted
         self.governor = None
         self._looked = time.monotonic()
@@ -50,16 +53,18 @@ class HostMemory:
             if both or manager.engine.pinner is not None:
                 self.governor = HostGovernor(wanted.ram, min(memory.keep, memory.free))
         else:
-            # If little memory is left free even at first, keep no more than that free later.
+            # If little memory is free at the beginning, do not require more free memory later.
             self.governor = HostGovernor(wanted.ram, min(memory.keep, max(0, memory.free - wanted.ram)))
 
     def next_step(self, settled: int) -> float:
-        """Return the measured step from which to ask `due`: every step for a file's cache, else every 16 steps."""
+        """Return the measured step from which `due` has to be called: every step for the cache of a file,
+        otherwise every 16 steps.
+        """
         if self.governor is None:
             return math.inf
         if self._manager.module.checkpoint is not None:
             return 0
-        self._step = min(self._step, settled + _STEPS)  # steps are counted anew in a new layout
+        self._step = min(self._step, settled + _STEPS)  # a new layout counts its steps from 0
         return self._step
 
     def due(self, clock: StepClock) -> bool:
@@ -91,11 +96,11 @@ class HostMemory:
         return dataclasses.replace(seen.wanted, ram=budget)
 
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
-        """Return ``failed`` with a smaller VRAM budget, None where no smaller budget works."""
+        """Return ``failed`` with a smaller VRAM budget, or None if no smaller budget works."""
         return self._manager.shrunk(failed)
 
     def took(self, outcome: Outcome) -> None:
-        """Do nothing: `decide` did everything that is needed."""
+        """Do nothing, because `decide` does everything that is needed."""
 
     def _least_ram(self, layout: Layout) -> int:
         """Return the smallest RAM budget in bytes that works with ``layout``."""
@@ -108,10 +113,10 @@ class HostMemory:
         return 0
 
     def _in_memory(self, governor: HostGovernor, seen: Observation) -> Wanted | None:
-        """Free host copies where host memory is short, for weights that are not read from files.
+        """Free host memory if it is short, for weights that do not come from files.
 
-        Where weights are kept both packed and unpacked, return a request for a layout without the packed copies.
-        Otherwise unpin host copies of residents at once, and return None.
+        If weights are kept both packed and unpacked, returns a request for a layout without the packed
+        copies. Otherwise host copies of units on the device are unpinned at once, and None is returned.
         """
         arena, wanted = self._manager.host.arena, seen.wanted
         limit = governor.read(seen.host_memory.free, arena.pinned_bytes, wanted.ram, 0)
@@ -123,7 +128,7 @@ class HostMemory:
             )
             return dataclasses.replace(wanted, packing=None)
         before = arena.pinned_bytes
-        self._manager.engine.synchronize()  # copies from these blocks may be under way
+        self._manager.engine.synchronize()  # copies from these blocks may still be running
         self._manager.host.copies.unpin_resident_copies(before - limit)
         if arena.pinned_bytes != before:
             logger.info(

@@ -1,4 +1,6 @@
-"""`Neighbours`: the policy that lets rarely used sessions on the same memory give up memory to this session."""
+"""`Neighbours`: the policy that asks rarely used sessions on the same device or shared budget to give up
+memory to this session.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +12,28 @@ from .policy import Observation, StepClock
 
 
 class Neighbours:
-    """Counts the steps of a session and of its neighbours, the sessions on the same memory.
+    """Counts the steps of a session and of its neighbours, which are the sessions on the same device or
+    shared budget.
 
-    Where this session is short of memory, a neighbour that is used much less is asked to give up memory.
+    If this session is short of memory, a neighbour that is used much less is asked to give up memory.
     """
 
     def __init__(self, ledger: BudgetLedger) -> None:
         self._ledger = ledger
 
     def next_step(self, settled: int) -> float:
-        """Return 0 while the budget follows the device, because every step is counted; else infinity."""
+        """Return 0 while the budget follows the device, because every step is counted; otherwise infinity."""
         return math.inf if self._ledger.governor is None else 0
 
     def due(self, clock: StepClock) -> bool:
-        """Return whether other sessions use the same memory, and the last step's times were read."""
+        """Return whether the session has neighbours, and no backward of the last step is outstanding."""
         mates = self._ledger.mates
         return mates is not None and len(mates.members) > 1 and not clock.awaiting
 
     def decide(self, seen: Observation) -> Wanted | None:
-        """Count a step, and let a neighbour give up memory where this session is short. Return None in every case."""
+        """Count a step, and let a neighbour give up memory if this session is short of it. Always returns
+        None.
+        """
         self._ledger.count_use()
         return None
 

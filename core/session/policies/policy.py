@@ -1,4 +1,8 @@
-"""`Policy`: the interface of an object that may ask for another layout between steps. `Observation`: its input."""
+"""`Policy`: the interface of an object that may request another layout between steps. `Observation`: the
+state that it decides on.
+
+A layout assigns each weight to device memory, or to host memory or a file from which it is streamed.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,11 @@ from ..layout_manager import LayoutManager
 class StepClock:
     """The progress of a layout's steps.
 
-    ``steps``: the number of steps begun; ``settled``: the number of steps measured; ``awaiting``: whether the last
-    step's times were not read yet; ``now``: the host's clock in seconds; ``virtual``: whether the device's clock is
-    simulated, so that the host's seconds mean nothing.
+    ``steps``: the number of steps begun.
+    ``settled``: the number of steps measured.
+    ``awaiting``: whether the backward of the last forward may still follow.
+    ``now``: the host's clock in seconds.
+    ``virtual``: whether the device's clock is simulated, so that the host's seconds have no meaning.
     """
 
     steps: int
@@ -32,10 +38,12 @@ class StepClock:
 
 
 class Observation:
-    """The state of a session between two steps. Each figure is read at most once, for all policies that are due.
+    """The state of a session between two steps. Each figure is read at most once, for all policies that are
+    due.
 
-    ``layout``: the layout in effect; ``wanted``: the present request, with the present budget; ``clock``: the progress
-    of the layout's steps.
+    ``layout``: the layout in effect.
+    ``wanted``: the request for the layout, with the present budget.
+    ``clock``: the progress of the layout's steps.
     """
 
     def __init__(self, manager: LayoutManager, clock: StepClock) -> None:
@@ -52,7 +60,7 @@ class Observation:
 
     @cached_property
     def memory(self) -> Memory | None:
-        """The device memory as the session may use it; None where the device's memory is unknown."""
+        """The device memory as far as the session may use it. None if the device's memory is unknown."""
         return self._ledger.memory()
 
     @cached_property
@@ -90,10 +98,10 @@ def clock_of(manager: LayoutManager) -> StepClock:
 
 
 class Policy(Protocol):
-    """An object that decides between steps whether another layout is wanted. A policy uses no other policy."""
+    """An object that decides between steps whether another layout is wanted. Policies do not use each other."""
 
     def next_step(self, settled: int) -> float:
-        """Return the number of measured steps from which on `due` has to be asked.
+        """Return the number of measured steps after which `due` has to be called.
 
         ``settled``: the number of steps measured so far.
         """
@@ -102,10 +110,14 @@ class Policy(Protocol):
         """Return whether `decide` has to be called now."""
 
     def decide(self, seen: Observation) -> Wanted | None:
-        """Return the request for another layout, None to keep the present layout."""
+        """Return the request for another layout, or None to keep the present layout."""
 
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
-        """Return the next request to try where the device's memory did not suffice for ``failed``, None to give up."""
+        """Return the next request to try if the device's memory did not suffice for ``failed``, or None to
+        give up.
+
+        ``error``: the error that was raised.
+        """
 
     def took(self, outcome: Outcome) -> None:
-        """Note the outcome of the change to the layout that `decide` asked for."""
+        """Record the outcome of the change to the layout that `decide` requested."""

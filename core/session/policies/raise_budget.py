@@ -1,8 +1,9 @@
 """`RaiseBudget`: raises a budget that a host application set, by the device memory that passes leave free.
 
-A host application such as ComfyUI sets the budget before it has seen a pass. `budget.budget_raise` contains the rule. The
-budget rises only together with a layout that is made anyway, and only where a pass can be repeated. If a pass then runs
-out of memory nevertheless, the pass runs again with the host application's budget.
+A host application such as ComfyUI sets the budget before it has observed a pass (a forward of the root
+module). `budget.budget_raise` computes by how much the budget may rise. The budget rises only when a layout
+is made in any case, and only if passes can be repeated. If a pass then runs out of memory, it runs again with
+the host application's budget. A review is a search for a faster layout (`Replan`).
 """
 
 from __future__ import annotations
@@ -25,20 +26,23 @@ from ..layout_manager import LayoutManager
 
 logger = logging.getLogger("carom")
 _OFTEN, _SECONDS = 16, 0.25  # memory is read at each of the first 16 steps, and then every 0.25 seconds
-_RETRIED = 4  # the first steps of a layout, whose passes may run again even for known input sizes
-_WORTH = 0.03  # share of the streamed bytes: fewer additional bytes are not worth a search
+_RETRIED = 4  # number of first steps of a layout whose passes may run again, whatever their input sizes
+_WORTH = 0.03  # share of the streamed bytes; a search is not worthwhile for fewer additional bytes
 
 Inputs = tuple[tuple, dict]
 
 
 class RaiseBudget:
-    """Lets a host application's budget rise by the memory that passes leave free. Does nothing before `follow`.
+    """Lets the budget of a host application rise by the memory that passes leave free. It does nothing before
+    `follow`.
 
-    ``ready``: prepares for a pass, with a new layout where one is due. ``reconsider``: asks for a review of the layout
-    at the next step; ``thought_over``: returns whether the layout was reviewed already; ``grows_now``: returns whether
-    a review is due before the next pass.
-    ``room``: the rule for the additional bytes, None before `follow`; ``base``: bytes of the host application's budget;
-    ``asked``: the sizes of the inputs whose passes ran without running out of memory.
+    ``ready``: prepares for a pass, with a new layout if one is due.
+    ``reconsider``: requests a review of the layout at the next step.
+    ``thought_over``: returns whether the layout has been reviewed already.
+    ``grows_now``: returns whether a review is due before the next pass.
+    ``room``: computes the additional bytes, None before `follow`.
+    ``base``: bytes of the host application's budget.
+    ``asked``: the input sizes of passes that did not run out of memory.
     """
 
     def __init__(
@@ -52,13 +56,13 @@ class RaiseBudget:
         self._given: Callable[[tuple, dict], Inputs] = lambda args, kwargs: (args, kwargs)
         self._looked = -math.inf
         self.asked: set[Hashable] = set()
-        # The placement that was reviewed a second time, because passes had left memory free.
+        # The placement of the layout that was reviewed a second time because passes had left memory free.
         self._reconsidered: Placement | None = None
 
     def follow(
         self, base: int | None, keep: int, most: float, given: Callable[[tuple, dict], Inputs]
     ) -> None:
-        """Let the budget rise by the memory that passes leave free, as `Session.follow_room`."""
+        """Let the budget rise by the memory that passes leave free, as `Session.follow_room` describes."""
         manager = self._manager
         ledger = manager.ledger
         if ledger.governor is not None:
@@ -68,23 +72,25 @@ class RaiseBudget:
             )
         if base is None or base >= ledger.vram:
             base = ledger.vram
-        else:  # a host application may offer fewer bytes than the least budget that works
+        else:  # the host application's budget may be smaller than the smallest budget that works
             base = min(max(base, ledger.least_bytes), ledger.vram)
         self.base, self._given = base, given
         if self.room is None or (self.room.keep, self.room.most) != (keep, most):
             self.room = BudgetRaise(keep, most)
 
     def stop(self) -> None:
-        """Stop following free memory, because the budget follows the device from now on."""
+        """Stop raising the budget, because it follows the device's free memory from now on."""
         self.room = None
 
     def expect_other_passes(self) -> None:
-        """Note that other programs used the device's memory since the last pass: passes may have to run again."""
+        """Record that other programs have used the device's memory since the last pass, so that passes may
+        have to run again.
+        """
         if self.room is not None:
             self.asked.clear()
 
     def laid_out(self) -> None:
-        """Forget the readings of free memory, because a new layout was made."""
+        """Drop the readings of free memory, because a new layout was made."""
         if self.room is not None:
             self.room.begin_anew()
 
@@ -98,7 +104,9 @@ class RaiseBudget:
 
     @property
     def beyond_bytes(self) -> float:
-        """The most bytes by which the budget may exceed `base`; fewer after a pass ran out of memory."""
+        """The most bytes by which the budget may exceed `base`. The number falls whenever a pass runs out of
+        memory.
+        """
         return 0 if self.room is None or self.room.none else self.room.beyond
 
     @property
@@ -107,32 +115,36 @@ class RaiseBudget:
         return self.room is not None and self.room.unsure
 
     def weights_moved(self) -> None:
-        """Return memory to the device that the allocator keeps after weights were moved.
+        """Return memory that the allocator keeps to the device. Called after weights were moved.
 
-        Passes do not need that memory, and readings of free memory would miss it. Does nothing without `follow`.
+        Passes do not need that memory, and it would be missing in readings of free memory. Does nothing
+        before `follow`.
         """
         if self.room is not None:
             self._manager.engine.trim()
 
     def forget(self) -> None:
-        """Prevent further rises of the budget above `base` for the rest of the session."""
+        """Let the budget no longer rise above `base` for the rest of the session."""
         if self.room is not None:
             self.room.none = True
 
     def worth(self, spare: int) -> bool:
-        """Return whether ``spare`` additional bytes are worth a search for another layout."""
+        """Return whether ``spare`` additional bytes make a search for another layout worthwhile."""
         return spare > _WORTH * sum(unit.nbytes for unit in self._manager.layout.placement.streamed)
 
     # -- passes
 
     def passed(self, args: tuple, kwargs: dict) -> None:
-        """Read the device memory that a pass left free, where a reading is due. ``args``, ``kwargs``: of the pass."""
+        """Read the device memory that a pass left free, if a reading is due. ``args``, ``kwargs``: the
+        arguments of the pass.
+        """
         room, manager = self.room, self._manager
         if room is None or not manager.attached:
             return
         now, layout = time.monotonic(), manager.layout
         often = layout.meter.steps <= _OFTEN or manager.engine.virtual_clock
-        often = often or (room.unsure and not self._thought_over())  # a review waits for readings
+        # a review of the layout waits for the readings
+        often = often or (room.unsure and not self._thought_over())
         if room.none or not (often or now - self._looked >= _SECONDS):
             return
         self._looked = now
@@ -143,14 +155,15 @@ class RaiseBudget:
             room.begin_anew()
             return
         room.passed(memory, sizes(*given))
-        # If the layout was reviewed before these additional bytes were known, review it once more.
+        # If the layout was reviewed before these additional bytes were known, request one more review.
         placement = layout.placement
         if self._thought_over() and self._reconsidered is not placement and self.worth(self.spare_bytes):
             self._reconsidered = placement
             self._reconsider()
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
-        """Return a snapshot of the state before a pass that may have to run again, None for other passes.
+        """Return a snapshot of the module's state and inputs before a pass that may have to run again,
+        otherwise None.
 
         A pass may have to run again if the budget is above `base`, or may rise above it before this pass.
         """
@@ -166,14 +179,14 @@ class RaiseBudget:
         if known and not (grows or gradient):
             return None
         if gradient or not repeats(given):
-            room.begin_anew()  # the budget does not rise for passes that cannot be repeated
+            room.begin_anew()  # the budget must not rise before passes that cannot be repeated
             self._cannot_repeat(room)
             return None
-        self._ready()  # a layout made later would look like a change of the module by the pass
+        self._ready()  # a layout made after the snapshot would look like a change by the pass
         if ledger.vram <= self.base:
             return None
         before = PassSnapshot(self._manager.module.root, args, kwargs, read=given)
-        if not before.possible:  # there is no memory for copies of the pass's inputs
+        if not before.possible:  # there is not enough memory for copies of the pass's inputs
             self._cannot_repeat(room)
             return None
         if len(self.asked) >= SIZES:
@@ -182,17 +195,17 @@ class RaiseBudget:
         return before
 
     def _cannot_repeat(self, room: BudgetRaise) -> None:
-        """Lower the budget to `base` for a pass that cannot run again.
+        """Lower the budget to `base`, because the next pass cannot run again.
 
-        Such passes may alternate with others, and each change of budget needs a new layout. So this counts as a failure
-        of the additional bytes, which are not tried again after two failures.
+        Such passes may alternate with others, and each change of budget needs a new layout. So this is
+        counted as a failure of the additional bytes. After two failures, these bytes are not tried again.
         """
         beyond = self._manager.ledger.vram - self.base
         if beyond > 0 and self._go_back("a pass could not be run again"):
             room.failed(beyond)
 
     def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
-        """Lower the budget to `base` after a pass ran out of memory. Return whether the pass may run again."""
+        """Lower the budget to `base` after a pass ran out of memory. Returns whether the pass may run again."""
         room, manager = self.room, self._manager
         assert room is not None
         self.asked.clear()
@@ -204,12 +217,14 @@ class RaiseBudget:
         # If the session is parked because a layout did not fit, the pass has not begun: no state has to be restored.
         if not manager.phase.parked and (before is None or not before.restore()):
             return False
-        # The failed pass's frames would keep its activations alive, and weights that have to leave the device.
+        # The frames of the failed pass would keep its activations alive, and weights that have to leave the
+        # device.
         traceback.clear_frames(error.__traceback__)
         return self._go_back("a pass ran out of memory")
 
     def _go_back(self, why: str) -> bool:
-        """Make a layout for the budget `base`; return False if the layout cannot change now, or `base` is not smaller.
+        """Make a layout for the budget `base`. Returns False if the layout cannot change now, or if `base` is
+        not smaller than the budget.
 
         ``why``: the reason, for the log.
         """
@@ -223,11 +238,12 @@ class RaiseBudget:
                 return False
             before, after = format_size(ledger.vram), format_size(base)
             logger.info("carom: %s beside %s of weights: back to %s, the host's budget", why, before, after)
-            # With a profile the residents are chosen by measured times. Otherwise choose among the present residents.
+            # With a profile, the units to keep on the device are chosen by measured times. Without, choose
+            # among those that are there.
             among = layout.resident_names() if manager.wanted.profile is None else None
             ledger.set(base)
             wanted = dataclasses.replace(manager.present(), residents_among=among)
-            if manager.phase.parked:  # the next pass makes this layout
+            if manager.phase.parked:  # the session is parked, and the next pass makes this layout
                 manager.wanted = wanted
                 return True
             manager.change(wanted, lambda failed, error: manager.shrunk(failed))

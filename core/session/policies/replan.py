@@ -1,4 +1,9 @@
-"""`Replan`: the policy that asks for a layout planned by measured times, where the change will pay for itself."""
+"""`Replan`: the policy that requests a layout planned by measured times, if the time that the change takes
+will be saved again.
+
+A layout assigns each weight to device memory, or to host memory or a file from which it is streamed. To
+review a layout is to search for a faster one.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +21,21 @@ from ..measured_planner import Advice
 from .policy import Observation, StepClock
 
 logger = logging.getLogger("carom")
-FIRST = 4  # measured steps (without a session's first two) after which the layout is reviewed
-_LAST = 64  # measured steps after which a layout that was not worth a change is not reviewed again
-_UNSURE = 8  # the most steps to wait until readings of free memory agree
-_AGAIN = 8  # steps until the next attempt, where an attempt was not possible
+FIRST = 4  # number of measured steps (without a session's first two) after which the layout is reviewed
+_LAST = 64  # after this number of measured steps, a layout that was kept at a review is not reviewed again
+_UNSURE = 8  # most steps to wait until readings of free memory agree
+_AGAIN = 8  # number of steps until the next attempt, if an attempt was not possible
 
 
 class Replan:
     """Reviews a layout after its first measured steps: searches for a faster layout.
 
-    ``spare_bytes``: returns the bytes by which the budget may rise; ``unsure``: returns whether these are not known
-    yet; ``worth``: returns whether a number of additional bytes is worth a search; ``forget_spare``: called when a
-    layout with the additional bytes did not fit; ``taken``: called when a layout that this policy asked for is in
-    effect. ``at``: the number of measured steps after which the layout is reviewed; infinite where no review is due.
+    ``spare_bytes``: returns the additional bytes, by which the budget may rise.
+    ``unsure``: returns whether the additional bytes are not known yet.
+    ``worth``: returns whether a number of additional bytes makes a search worthwhile.
+    ``forget_spare``: called if a layout with the additional bytes did not fit.
+    ``taken``: called when a layout that this policy requested is in effect.
+    ``at``: the number of measured steps after which the layout is reviewed, infinite if no review is due.
     """
 
     def __init__(
@@ -41,23 +48,24 @@ class Replan:
         self._spare_bytes, self._unsure, self._worth = spare_bytes, unsure, worth
         self._forget_spare, self._taken = forget_spare, taken
         self.at: float = FIRST
-        # The result of a search: the placement of the layout then in effect, the advice, and the profile it is based
-        # on. Kept until the change would have paid for itself.
+        # The result of a search: the placement of the layout that was in effect, the advice, and the profile
+        # (measured times) on which it is based. Kept until the change would have paid for itself.
         self._found: tuple[Placement, Advice, TensorTimes] | None = None
-        self._waited = 0  # steps for which a change waited until the additional bytes are known
-        self._before: Wanted | None = None  # the request before the one that this policy returned last
+        self._waited = 0  # number of steps for which a change has waited for the additional bytes to be known
+        # the request that was in effect when this policy last returned a request
+        self._before: Wanted | None = None
 
     def begin_anew(self) -> None:
-        """Review the next layout after its first measured steps."""
+        """Let the next layout be reviewed after its first measured steps."""
         self.at = FIRST
 
     def reconsider(self) -> None:
-        """Review the layout at the next step."""
+        """Let the layout be reviewed at the next step."""
         self.at = self._manager.layout.meter.settled
 
     @property
     def thought_over(self) -> bool:
-        """Whether the present layout was reviewed and is kept, so that no further review is due."""
+        """Whether the present layout has been reviewed and is kept, so that no further review is due."""
         return self.at == math.inf
 
     @property
@@ -74,9 +82,10 @@ class Replan:
         return clock.settled >= self.at
 
     def decide(self, seen: Observation) -> Wanted | None:
-        """Return the request for a layout that is predicted to be faster, if the change would have paid for itself.
+        """Return the request for a layout that is predicted to be faster, if the change would have paid for
+        itself within the steps so far.
 
-        None while the change would not have paid for itself within the steps so far, or where no layout is faster.
+        Otherwise, or if no layout is faster, returns None.
         """
         manager, clock, layout = self._manager, seen.clock, seen.layout
         self.at = math.inf
@@ -94,20 +103,23 @@ class Replan:
             except Exception as error:  # advice is optional: after an error the session goes on as before
                 logger.warning("carom: the steps so far cannot be planned with: %s", str(error))
                 return None
-            if advised is None:  # no profile: the latest steps were of another kind
+            # the latest steps were of another kind (training or inference), so there is no profile
+            if advised is None:
                 self.at = clock.settled + max(_AGAIN, clock.settled // 4)
                 return None
             found = (layout.placement, *advised)
         advice = found[1]
         if advice.reason:
-            if not advice.understood:  # the prediction does not match: other work disturbed the steps
+            # the prediction is wrong for the present layout, probably because other work disturbed the steps
+            if not advice.understood:
                 self.at = 2 * clock.settled + 2
-            elif clock.settled < _LAST:  # times of the first steps vary most: review again later
+            # the times of the first steps vary most, so review the layout again later
+            elif clock.settled < _LAST:
                 self.at = 4 * clock.settled
             return None
         self._found = found if advice.searched else None
         if clock.steps >= advice.steps and self._unsure() and self._waited < _UNSURE:
-            self._waited += 1  # free memory is not known yet: the layout could get additional bytes
+            self._waited += 1  # free memory is not known yet, and the layout could get additional bytes
             self.at = clock.settled + 1
         elif clock.steps < advice.steps:
             self.at = clock.settled + advice.steps - clock.steps
@@ -118,23 +130,24 @@ class Replan:
         return None
 
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
-        """Return the previous request, whose layout did fit; None where that failed too."""
+        """Return the previous request, whose layout fitted, or None if that request failed too."""
         before, self._before = self._before, None
         if before is not None:
             self._forget_spare()
         return before
 
     def took(self, outcome: Outcome) -> None:
-        """Note that the layout that this policy asked for, or its fallback, is in effect."""
+        """Record that the layout that this policy requested, or its fallback, is in effect."""
         self._before = None
         self._taken()
 
     # -- reviews on request
 
     def best(self, layout: Layout, wanted: Wanted) -> Wanted | None:
-        """Return the request for a layout that is predicted to be 3 % faster, None where no layout is.
+        """Return the request for a layout that is predicted to be at least 3 % faster, or None if there is
+        none.
 
-        The steps so far are not required to be enough for the change to pay for itself.
+        The steps so far need not suffice for the change to pay for itself.
         """
         chosen = self._codec.choose(layout, wanted)
         if isinstance(chosen, Wanted):
@@ -145,9 +158,10 @@ class Replan:
         return self._take_advice(*advised, self._manager.present())
 
     def improve(self, seen: Observation, wanted: Wanted) -> Wanted:
-        """Return ``wanted`` with the profile of the steps so far, for a layout that is made anyway.
+        """Return ``wanted`` with the profile (measured times) of the steps so far, for a layout that is made
+        in any case.
 
-        Return ``wanted`` unchanged where the profile cannot be relied on.
+        Returns ``wanted`` unchanged if the profile cannot be relied on.
         """
         manager = self._manager
         profile = manager.planner.understood_profile(seen.layout, wanted, manager.simple)
@@ -159,7 +173,9 @@ class Replan:
     # -- implementation
 
     def _advise(self, layout: Layout, wanted: Wanted, steps: float) -> tuple[Advice, TensorTimes] | None:
-        """Return the planner's advice, and its profile, for the present budget plus the bytes by which it may rise."""
+        """Return the planner's advice and the profile on which it is based, for the present budget plus the
+        additional bytes.
+        """
         manager = self._manager
         more = dataclasses.replace(wanted, vram=wanted.vram + self._spare_bytes())
         advised = manager.planner.advise(layout, more, manager.simple, steps)
@@ -171,7 +187,8 @@ class Replan:
     def _stands(self, found: tuple[Placement, Advice, TensorTimes]) -> bool:
         """Return whether the result ``found`` of an earlier search still applies.
 
-        It applies to the same layout and kind of step, unless more free memory makes a new search worthwhile.
+        It applies to the same layout and kind of step, unless more free memory has made a new search
+        worthwhile.
         """
         placement, advice, learnt = found
         layout = self._manager.layout
@@ -184,11 +201,12 @@ class Replan:
     def _take_advice(self, advice: Advice, learnt: TensorTimes, wanted: Wanted) -> Wanted:
         logger.info("carom: a step is predicted to be %.3g s faster with another layout", advice.saves)
         vram = max(wanted.vram, advice.vram)
-        # The restriction to earlier residents was for the layout after a falling budget. Drop it here.
+        # The restriction to units that were on the device was meant for the layout after the budget fell.
+        # Drop it here.
         following = dataclasses.replace(wanted, vram=vram, profile=learnt, residents_among=None)
         self._manager.planner.remember(
             following, advice.carving, advice.plan
-        )  # so that the plan is not searched for once more
+        )  # remembered so that planning this request does not repeat the search
         return self._take(following)
 
     def _take(self, wanted: Wanted) -> Wanted:

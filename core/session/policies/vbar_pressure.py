@@ -1,4 +1,9 @@
-"""`VbarPressure`: the policy for a session whose VBAR loses units to other memory, and gets these back later."""
+"""`VbarPressure`: the policy for a session whose VBAR loses units to other memory. It gets the units back
+later.
+
+A VBAR is a range of device addresses of comfy-aimdo. Only pages below an address, the watermark, may get
+memory. A unit is a group of weights that are copied to the device together.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +21,20 @@ _SECONDS = 0.25  # seconds between two readings of the device's memory
 
 
 class VbarPressure:
-    """Follows a session's VBAR, from which comfy-aimdo takes pages when other memory is needed ("pressure").
+    """Reacts to memory pressure on a session's VBAR: comfy-aimdo takes pages from the VBAR when other memory
+    is needed.
 
-    The policy moves the VBAR's watermark and never asks for a new layout.
+    The policy moves the VBAR's watermark and never requests a new layout.
     """
 
     def __init__(self, manager: LayoutManager, weights: DeviceWeights) -> None:
         self._manager, self._weights = manager, weights
-        # For a fixed budget: decides when lost units return. None before the first loss.
+        # For a fixed budget, decides when lost units get their memory back. None before the first loss.
         self._regrowth: Regrowth | None = None
         self._looked = -math.inf
 
     def next_step(self, settled: int) -> float:
-        """Return 0 if units are in a VBAR, so that `due` is asked at every step; else infinity."""
+        """Return 0 if units are in a VBAR, so that `due` is called at every step; otherwise infinity."""
         return math.inf if self._weights.vbar is None else 0
 
     def due(self, clock: StepClock) -> bool:
@@ -36,9 +42,9 @@ class VbarPressure:
         return self._weights.vbar is not None
 
     def decide(self, seen: Observation) -> Wanted | None:
-        """Record the units that the VBAR lost, and raise the watermark after memory was free for a while.
+        """Record the units that the VBAR lost, and raise the watermark once memory has been free for a while.
 
-        Return None in every case.
+        Always returns None.
         """
         pooled, ledger = self._weights.vbar, self._manager.ledger
         if pooled is None:
@@ -46,7 +52,8 @@ class VbarPressure:
         if pooled.losses():
             logger.info("carom: other memory was needed: %d units stream now", len(pooled.away))
             self._weights.follow_vbar(pooled)
-            if ledger.governor is not None:  # lower the budget; the governor raises it again later
+            # lower the budget; the governor (vram="auto") raises it again later
+            if ledger.governor is not None:
                 ledger.governor.gave()
                 ledger.set(min(ledger.vram, seen.layout.placement.resident_bytes + pooled.now_bytes))
                 return None
@@ -67,8 +74,8 @@ class VbarPressure:
         return None
 
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
-        """Return None, because this policy never asks for a layout."""
+        """Return None, because this policy never requests a layout."""
         return None
 
     def took(self, outcome: Outcome) -> None:
-        """Do nothing, because this policy never asks for a layout."""
+        """Do nothing, because this policy never requests a layout."""
