@@ -207,7 +207,7 @@ def main() -> int:
     cuda = torch.cuda.is_available()
     if not cuda:
         torch.set_num_threads(1)  # with tensors of a few kB, threads would mostly wait for each other
-    record = recording.new_record("carom auto", sys.argv[1:]) | found
+    record = (recording.new_record("carom auto", sys.argv[1:]) if args.json else {}) | found
     if "aimdo" in args.parts:
         record["aimdo"] = aimdo(cuda)
     base = case.Case(engine="carom", d=args.d, device="cuda" if cuda else "cpu")

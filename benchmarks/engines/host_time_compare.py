@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..results.provenance import ProvenanceError, checkout_commit
 from .record import new_record, write_record
 
 DEPTH, WIDTH, STEPS, WARMUP = 24, 64, 60, 10
@@ -97,17 +98,6 @@ def measure(checkout: Path, case: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def commit(checkout: Path) -> str:
-    """Return the short hash of the commit of ``checkout``, or "unknown"."""
-    done = subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or "unknown"
-
-
 def main() -> None:
     """Measure both checkouts in turns and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -117,6 +107,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the samples to this file")
     options = parser.parse_args()
     checkouts = {"before": options.before.resolve(), "after": options.after.resolve()}
+    record: dict[str, Any] = {}
+    if options.json:
+        record = new_record("carom host time of two checkouts", sys.argv[1:])
+        record["commits"] = {name: checkout_commit(path) for name, path in checkouts.items()}
+        for name, path in checkouts.items():
+            if record["commits"][name] is None:
+                raise ProvenanceError(
+                    f"{name.upper()} {path} is no git checkout: name a clone or a git worktree"
+                )
     samples: dict[str, dict[str, list[Any]]] = {case: {name: [] for name in checkouts} for case in CASES}
     for number in range(options.rounds):
         for case in CASES:
@@ -138,12 +137,7 @@ def main() -> None:
         print(f"{case:22} {row['before']['median']:7.1f} us  {row['after']['median']:7.1f} us  ratio {row['ratio']['median']:.3f}"
               f" ({row['ratio']['q1']:.3f} to {row['ratio']['q3']:.3f})")  # fmt: skip
     if options.json:
-        record = new_record("carom host time of two checkouts", sys.argv[1:])
-        record |= {
-            "commits": {name: commit(path) for name, path in checkouts.items()},
-            "cases": rows,
-            "samples": samples,
-        }
+        record |= {"cases": rows, "samples": samples}
         write_record(record, options.json)
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import re
 import statistics
 import sys
@@ -60,6 +59,7 @@ def load_checkout() -> dict:
         "core.device.simulated",
         "benchmarks.engines.case",
         "benchmarks.engines.dit",
+        "benchmarks.engines.record",
     )
     return {name.rpartition(".")[2]: importlib.import_module(f"carom.{name}") for name in names}
 
@@ -269,6 +269,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="where the record goes")
     args = parser.parse_args()
     lib = load_checkout()
+    fresh = lib["record"].new_record("carom predict", sys.argv[1:]) if args.json else {}
     tokens = [int(count) for count in args.tokens.split(",")]
     device = args.device
     if device == "simulated":
@@ -321,10 +322,7 @@ def main() -> int:
         "rows": rows,
     }
     if args.json:
-        path = Path(args.json)
-        draft = path.with_name(path.name + ".part")
-        draft.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        draft.replace(path)
+        lib["record"].write_record(fresh | record, Path(args.json))
     print(table(rows))
     print(f"probe {probe_seconds:.1f} s, all {record['seconds']:.0f} s")
     return 0

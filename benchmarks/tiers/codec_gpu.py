@@ -288,6 +288,8 @@ def main() -> int:
         parser.error("torch sees no GPU; TRITON_INTERPRET=1 in the environment runs the checks without one")
     start = time.monotonic()
     modules = load_checkout()
+    record = importlib.import_module("carom.benchmarks.engines.record")
+    kept = record.new_record("carom codec", sys.argv[1:]) if arguments.json else {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     wrong = differences(modules, device, device == "cpu", arguments.file)
     print(
@@ -303,8 +305,6 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     rows += timings(modules, arguments.mib, start + arguments.seconds)
     if arguments.json:
-        record = importlib.import_module("carom.benchmarks.engines.record")
-        kept = record.new_record("carom codec", sys.argv[1:])
         record.write_record(kept | {"rows": rows}, arguments.json)
     print(f"done in {time.monotonic() - start:.0f} s")
     return 0

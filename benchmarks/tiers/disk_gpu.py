@@ -67,8 +67,10 @@ class Run:
         self._memory = module("benchmarks.tiers.disk_parts").memory
         record = module("benchmarks.engines.record")
         self._write = record.write_record
-        self.record = record.new_record("disk_gpu", sys.argv[1:])
-        del self.record["cases"]
+        self.record: dict = {}
+        if args.record is not None:
+            self.record = record.new_record("disk_gpu", sys.argv[1:])
+            del self.record["cases"]
 
     def keep(self, interrupted: bool = True) -> None:
         if self.args.record is not None:

@@ -109,6 +109,8 @@ def main() -> None:
     if args.record is not None and not args.record.absolute().parent.is_dir():
         parser.error(f"--record {args.record}: there is no folder for it; make it, or name another")
     index, rawio, reader, tuners = load_checkout()
+    record = importlib.import_module("carom.benchmarks.engines.record")
+    fresh = record.new_record("disk_read", sys.argv[1:]) if args.record is not None else {}
     scratch = None
     try:
         if args.file is None:
@@ -154,8 +156,6 @@ def main() -> None:
     raw = max(rate for name, rate in rates.items() if name.startswith("plain"))
     found = {"bytes": size, "rounds": args.rounds, "bytes_per_second": rates, "raw": raw}
     if args.record is not None:
-        record = importlib.import_module("carom.benchmarks.engines.record")
-        fresh = record.new_record("disk_read", sys.argv[1:])
         del fresh["cases"]
         record.write_record({**fresh, "interrupted": False, "result": found}, args.record)
     if args.json:

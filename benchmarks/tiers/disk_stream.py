@@ -152,16 +152,6 @@ def started(command: list[str], name: str) -> dict:
     return {**result, "peak_rss_bytes_from_outside": peak} if result else result
 
 
-def keep(path: Path, tool: str, result: dict) -> None:
-    """Write a record: the result with commit, date and machine."""
-    from importlib import import_module
-
-    record = import_module("carom.benchmarks.engines.record")
-    found = record.new_record(tool, sys.argv[1:])
-    del found["cases"]
-    record.write_record({**found, "result": result}, path)
-
-
 def watch(process: subprocess.Popen) -> int:
     """Wait for the process and return the most resident bytes found by looks every 20 ms."""
     import psutil
@@ -229,6 +219,8 @@ def main() -> None:
     from importlib import import_module
 
     size = import_module("carom.core.common.sizes").parse_size(args.size, setting="--size")
+    record = import_module("carom.benchmarks.engines.record")
+    fresh = record.new_record("disk_stream", sys.argv[1:]) if args.record is not None else {}
     args.blocks = max(1, size // (16 * args.width**2))
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="carom-disk-stream-") as name:
         folder = Path(name)
@@ -243,7 +235,8 @@ def main() -> None:
             result["unpacked"] = part("run-unpacked", args, folder)
     print(json.dumps(result, indent=1))
     if args.record is not None:
-        keep(args.record, "disk_stream", result)
+        del fresh["cases"]
+        record.write_record({**fresh, "result": result}, args.record)
 
 
 if __name__ == "__main__":

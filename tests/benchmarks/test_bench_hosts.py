@@ -265,7 +265,7 @@ def _run(script: str, out: Path, *arguments: str) -> dict:
         *arguments,
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=580, env={**os.environ, "CAROM_COMMIT": "test"}
+        command, capture_output=True, text=True, timeout=580, env={**os.environ, "CAROM_COMMIT": "0123abc"}
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(out.read_text())
@@ -277,7 +277,7 @@ def test_tiny_run_in_the_real_comfyui(tmp_path):
     record = _run("comfy_gpu.py", tmp_path / "r.json", "--steps", "3", "--loaders", "stock,raw")
     stock, raw = record["runs"]
     assert stock["second"]["hash"] == raw["second"]["hash"] and raw["second"]["class"] == "CaromModelPatcher"
-    assert raw["second"]["report"]["streamed_bytes"] > 0 and record["commit"] == "test"
+    assert raw["second"]["report"]["streamed_bytes"] > 0 and record["commit"] == "0123abc"
 
 
 @pytest.mark.skipif(
