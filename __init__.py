@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .core.session.session import Session, stream
     from .optim import OptimizerInBackward
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # pyproject.toml has the same, which ComfyUI's registry reads
 
 __all__ = [
     "BudgetError",
