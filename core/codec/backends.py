@@ -9,6 +9,9 @@ import torch
 
 log = logging.getLogger(__name__)
 
+# The names of the Triton kernels that unpack weights, as a profiler shows them.
+DECODE_KERNELS = frozenset(("_decode", "_dequantize"))
+
 
 @functools.cache
 def triton_works() -> bool:

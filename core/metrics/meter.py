@@ -9,15 +9,19 @@ A unit is a group of weights that are copied together.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from ..device.engine import Engine
 from ..plan.profile import ForwardTiming, StepProfile, UnitTiming
+from ..plan.roofline import PhaseWork, roofline_seconds
+from .kernel_times import Kernel, StepSplit, kernel_times
 from .report import Span
 
 _KEPT_STEPS = 64  # number of latest steps over which medians are taken
@@ -42,8 +46,27 @@ class _Copy:
 
 
 @dataclass
+class _Use:
+    """One use of a unit in a forward, with the events ``came``, ``went_on`` and ``left`` (see UnitTiming).
+
+    ``idle``: whether the device had finished the unit before by the time at which the host reached this one.
+    ``close``: whether the device had begun this unit's kernels by the time at which the host had issued the
+    last of them. In both cases the device was waiting for the host.
+    """
+
+    name: str
+    came: Any
+    went_on: Any
+    left: Any = None
+    idle: bool = False
+    close: bool = False
+
+
+@dataclass
 class _Step:
-    """The counts and events of one step. Events are recorded on the device; times are host times in seconds."""
+    """The counts and events of one step. Events are recorded on the device; times are host times in seconds
+    (`time.perf_counter`).
+    """
 
     begin: Any
     gradient: bool  # whether a backward may follow the forward
@@ -52,6 +75,8 @@ class _Step:
     turn: Any = None  # event recorded where the backward begins
     forwards: int = 1
     clock: float = field(default_factory=time.perf_counter)  # host time when the step began
+    turn_clock: float = math.inf  # host time when the backward began
+    end_clock: float = math.inf  # host time when the step ended
     transfers: int = 0
     wire_bytes: int = 0
     raw_bytes: int = 0
@@ -59,12 +84,7 @@ class _Step:
     copies: list[_Copy] = field(default_factory=list)
     decodes: list[tuple[Any, Any]] = field(default_factory=list)
     waits: list[tuple[Any, Any, str, bool]] = field(default_factory=list)
-    # For each use of a unit in the forward: name, events `came`, `went_on` and `left` (see UnitTiming), and
-    # the value in `close`.
-    turns: list[list[Any]] = field(default_factory=list)
-    # For each use of a unit, whether the device had begun the unit's kernels by the time at which the host
-    # had issued the last of them. If so, the device was waiting for the host.
-    close: list[bool] = field(default_factory=list)
+    uses: list[_Use] = field(default_factory=list)
     spent: float = 0.0  # host seconds that Carom's code took before and after the units' forwards
 
 
@@ -75,6 +95,8 @@ class StepFigures:
     ``raw_bytes``: bytes of the copied weights when unpacked.
     ``wire_bytes``: bytes that were copied (packed or not).
     ``copied_bytes``: bytes of those copies that were timed.
+    ``late_seconds``: seconds of the forward in which the device had finished one unit and the host had not
+    reached the next; None where units were not timed.
     ``..._by_phase``: pairs (forward, backward).
     """
 
@@ -91,6 +113,7 @@ class StepFigures:
     disk_bytes: int
     compute_by_phase: tuple[float, float]
     bytes_by_phase: tuple[int, int]
+    late_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +121,8 @@ class Medians:
     """Medians over the latest steps of the latest kind (inference or training). None where nothing was
     measured.
 
-    ``roofline_seconds``: seconds of a step if computing, copies and disk reads overlapped perfectly.
+    ``roofline_seconds``: the roofline of a step (core/plan/roofline.py).
+    ``split``: the parts of a step.
     ``hidden_fraction``: share of the copies' seconds during which the device did not wait for copies.
     """
 
@@ -116,6 +140,7 @@ class Medians:
     transfers: float = 0
     disk_bytes: float = 0
     host_bound: bool = False
+    split: StepSplit | None = None
 
 
 class Meter:
@@ -145,6 +170,9 @@ class Meter:
         # host, and a real device clock.
         self.watches_host = not engine.blocking and not engine.virtual_clock
         self._mark_seconds: float | None = None  # host seconds that recording one event takes
+        self._profile_next = False  # whether the next step is to be timed for `kernels_ran`
+        self._last_step: _Step | None = None  # the last step with figures
+        self._split: StepSplit | None = None  # of the last step that ran under the profiler
 
     # -- called by the streamer while a step runs
 
@@ -159,7 +187,8 @@ class Meter:
             self._close()
         # Recording events takes host time, so only the first steps and some later steps are timed. Bytes are
         # always counted.
-        self.timing = self._steps < _TIMED_FIRST or self._steps % _TIMED_EVERY < 2
+        self.timing = self._steps < _TIMED_FIRST or self._steps % _TIMED_EVERY < 2 or self._profile_next
+        self._profile_next = False
         self._steps += 1
         self.profiling = self.timing and self._kinds[gradient] in _PROFILED
         if self.profiling and self.watches_host and self._mark_seconds is None:
@@ -178,7 +207,7 @@ class Meter:
     def forward_ends(self) -> None:
         """Record the end of the root's forward. This ends the step, unless a backward may follow."""
         if self._open is not None:
-            self._open.end = self._engine.mark()
+            self._open.end, self._open.end_clock = self._engine.mark(), time.perf_counter()
             if not self._open.gradient:
                 self._close()
 
@@ -186,12 +215,12 @@ class Meter:
         """Record the start of the backward."""
         self.profiling = False
         if self._open is not None and self._open.turn is None:
-            self._open.turn = self._engine.mark()
+            self._open.turn, self._open.turn_clock = self._engine.mark(), time.perf_counter()
 
     def backward_ends(self) -> None:
         """Record the end of the backward, which ends the step."""
         if self._open is not None:
-            self._open.end = self._engine.mark()
+            self._open.end, self._open.end_clock = self._engine.mark(), time.perf_counter()
             self._close()
 
     def abandon(self) -> None:
@@ -231,19 +260,22 @@ class Meter:
         the unit's weights.
         """
         if self._open is not None:
-            self._open.turns.append([name, came, went_on, None, False])
+            uses = self._open.uses
+            use = _Use(name, came, went_on)
+            if self.watches_host and uses and uses[-1].left is not None:
+                use.idle = self._engine.done(uses[-1].left)
+            uses.append(use)
 
     def unit_ends(self, name: str, left: Any) -> None:
         """Record the end of a unit's forward. ``left``: an event after the unit's kernels."""
         if self._open is not None:
-            for turn in reversed(self._open.turns):
-                if turn[0] == name and turn[3] is None:
-                    turn[3] = left
+            for use in reversed(self._open.uses):
+                if use.name == name and use.left is None:
+                    use.left = left
                     if self.watches_host:
                         # The host has just issued the unit's last kernel. If the device has already begun the
                         # unit, the device has nothing else queued, so it waits for the host.
-                        turn[4] = self._engine.done(turn[2])
-                        self._open.close.append(turn[4])
+                        use.close = self._engine.done(use.went_on)
                     return
 
     def add_host_seconds(self, seconds: float) -> None:
@@ -259,10 +291,10 @@ class Meter:
         Seconds of recording events that only steps with timed units record are subtracted.
         """
         copies = sum(not copy.backward for copy in step.copies)
-        decodes = min(len(step.decodes), max(copies, len(step.turns)))
+        decodes = min(len(step.decodes), max(copies, len(step.uses)))
         waits = sum(not backward for *_, backward in step.waits)
-        marks = 3 * len(step.turns) + 2 * (copies + decodes + waits)
-        return max(0.0, step.spent - marks * (self._mark_seconds or 0.0)) / len(step.turns)
+        marks = 3 * len(step.uses) + 2 * (copies + decodes + waits)
+        return max(0.0, step.spent - marks * (self._mark_seconds or 0.0)) / len(step.uses)
 
     def _close(self) -> None:
         """End the present step, and convert the steps whose events have completed to figures."""
@@ -287,7 +319,12 @@ class Meter:
             # Events on another stream, or of a unit that is used after the root's forward, may complete later
             # than `step.end`.
             and all(done(after) for _, after, _, _ in step.waits)
-            and all(done(mark) for turn in step.turns for mark in turn[1:4] if mark is not None)
+            and all(
+                done(mark)
+                for use in step.uses
+                for mark in (use.came, use.went_on, use.left)
+                if mark is not None
+            )
         )
 
     def _read(self, step: _Step) -> StepFigures:
@@ -302,20 +339,26 @@ class Meter:
         copies = [(copy, max(0.0, between(copy.started, copy.done))) for copy in step.copies]
         if step.timed:
             self._timeline_step = step, seconds
-        if step.turns:
+        late = None
+        if step.uses:
             at = lambda event: between(step.begin, event)  # noqa: E731
-            turns = tuple(
-                UnitTiming(name, at(came), at(went_on), at(left), close)
-                for name, came, went_on, left, close in step.turns
-                if left is not None
+            timings = tuple(
+                UnitTiming(use.name, at(use.came), at(use.went_on), at(use.left), use.close)
+                for use in step.uses
+                if use.left is not None
             )
             # If the device was idle when the step began, it waits for the host at first in any case. So use
             # only the second half of the step.
-            late = step.close[len(step.close) // 2 :]
-            close = sum(late) / len(late) if late else 0.0
-            use = self._use_seconds(step)
-            self._profiled.append((step.turn is not None, ForwardTiming(turns, forward, close, use)))
+            ended = [use.close for use in step.uses if use.left is not None]
+            recent = ended[len(ended) // 2 :]
+            close = sum(recent) / len(recent) if recent else 0.0
+            forward_timing = ForwardTiming(timings, forward, close, self._use_seconds(step))
+            self._profiled.append((step.turn is not None, forward_timing))
             self._copies = tuple((copy.nbytes, time) for copy, time in copies)
+            late = sum(
+                max(0.0, between(before.left, use.came)) for before, use in pairwise(step.uses) if use.idle
+            )
+        self._last_step = step
         return StepFigures(
             train=step.turn is not None,
             seconds=seconds,
@@ -333,6 +376,47 @@ class Meter:
                 sum(copy.nbytes for copy, _ in copies if not copy.backward),
                 sum(copy.nbytes for copy, _ in copies if copy.backward),
             ),
+            late_seconds=late,
+        )
+
+    # -- the kernels of a step
+
+    def profile_next(self) -> None:
+        """Time the next step, which will run under the profiler, whatever its number is."""
+        self._profile_next = True
+
+    def kernels_ran(self, kernels: Iterable[Kernel], clock: float) -> None:
+        """Record the kernels of the last finished step.
+
+        ``kernels``: what `record_kernels` returned for a call that ran the step; kernels that the host
+        launched before or after the step are ignored. ``clock``: `time.time` minus `time.perf_counter`.
+        """
+        self.finish()
+        if self._last_step is None or not self._figures:
+            return
+        step, figures = self._last_step, self._figures[-1]
+        times = kernel_times(
+            kernels, begin=step.clock + clock, turn=step.turn_clock + clock, end=step.end_clock + clock
+        )
+        self._split = StepSplit.from_kernels(
+            times, train=figures.train, seconds=figures.seconds, stall_seconds=figures.stall_seconds
+        )
+
+    def _split_of(self, train: bool, timed: list[StepFigures]) -> StepSplit | None:
+        """Return the parts of a step of the kind ``train``; ``timed``: its steps with times."""
+        if self._split is not None and self._split.train == train:
+            return self._split
+        late = [step.late_seconds for step in timed if step.late_seconds is not None]
+        if not timed:
+            return None
+        gaps = median(late) if late else 0.0
+        forward, backward = (median(step.compute_by_phase[phase] for step in timed) for phase in (0, 1))
+        return StepSplit(
+            train=train,
+            kernel_seconds=(max(0.0, forward - gaps), backward),
+            stall_seconds=median(step.stall_seconds for step in timed),
+            host_late_seconds=gaps,
+            source="events" if self.watches_host else "clock",
         )
 
     def spans(self) -> tuple[Span, ...]:
@@ -428,11 +512,13 @@ class Meter:
         copy_seconds = sum(step.copy_seconds for step in timed)
         link = sum(step.copied_bytes for step in timed) / copy_seconds if copy_seconds > 0 else None
 
+        split = self._split_of(train, timed)
+
         def roofline(step: StepFigures) -> float:
-            """Return the seconds that ``step`` would take if everything overlapped perfectly."""
-            wire = [count / link if link else 0.0 for count in step.bytes_by_phase]
-            phases = sum(max(pair) for pair in zip(step.compute_by_phase, wire, strict=True))
-            return max(phases, step.disk_bytes / disk if disk else 0.0)
+            """Return the roofline of ``step``."""
+            kernels = step.compute_by_phase if split is None else split.undisturbed_seconds
+            phases = [PhaseWork(*pair) for pair in zip(kernels, step.bytes_by_phase, strict=True)]
+            return roofline_seconds(phases, link, step.disk_bytes / disk if disk else 0.0)
 
         return Medians(
             train=train,
@@ -454,4 +540,5 @@ class Meter:
             and profile.train == train
             and profile.host_bound,
             disk_bytes=median(step.disk_bytes for step in steps),
+            split=split,
         )

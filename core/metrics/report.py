@@ -117,6 +117,13 @@ class Report:
     # The part of the machine that limits the speed of a step: "compute", "link", "disk" or "host".
     bound_by: str = ""
     disk_wait_seconds: float = 0.0  # total seconds that host threads have waited for disk reads
+    # The parts of a step besides `stall_seconds` (see core/metrics/kernel_times.py): the model's kernels, the
+    # device's idle time because the host was late, and the part of `kernel_seconds` that unpacking beside the
+    # kernels has added.
+    kernel_seconds: float | None = None
+    host_late_seconds: float | None = None
+    decode_contention_seconds: float | None = None
+    kernel_source: str = ""  # how these were measured: "profiler", "events", "clock" or ""
     pageable_bytes: int = 0  # bytes of streamed weights in host memory that is not pinned
     steps: int = 0
     device: str = ""
@@ -244,8 +251,9 @@ class Report:
             ("crossed the link", format_size(self.wire_bytes_per_step), _share(self.wire_bytes_per_step, self.raw_bytes_per_step, "of the raw size")),
             ("transfers per weight", f"{self.transfers_per_weight:.2f}", "mean over streamed units"),
             ("step time", format_seconds(self.step_seconds), ""),
-            ("  computing", format_seconds(self.compute_seconds), _share(self.compute_seconds, self.step_seconds, "of the step")),
+            ("  kernels", format_seconds(self.kernel_seconds), self._kernels_remark()),
             ("  waiting for weights", format_seconds(self.stall_seconds), _share(self.stall_seconds, self.step_seconds, "of the step (stall)")),
+            ("  host late", format_seconds(self.host_late_seconds), _share(self.host_late_seconds, self.step_seconds, "of the step")),
             ("  best possible", format_seconds(self.roofline_seconds), self._roofline_verdict()),
             ("  predicted", format_seconds(self.predicted_seconds), "by the planner, from the first steps"),
             ("transfers hidden", _percent(self.hidden_fraction if self.raw_bytes_per_step else None), "behind computing"),
@@ -309,6 +317,15 @@ class Report:
         if not self.roofline_seconds or self.step_seconds is None:
             return "roofline"
         return f"roofline; the step takes {self.step_seconds / self.roofline_seconds:.2f}x"
+
+    def _kernels_remark(self) -> str:
+        """Return the remark on the kernels' seconds: their share, how they were measured, and contention."""
+        share = _share(self.kernel_seconds, self.step_seconds, "of the step")
+        if self.kernel_source == "events":
+            share += " at most, by events (profile_step measures it)"
+        if self.decode_contention_seconds:
+            share += f", {format_seconds(self.decode_contention_seconds)} of it because of unpacking"
+        return share
 
     def _places_summary(self) -> str:
         """Return the remark that counts streamed and resident units."""

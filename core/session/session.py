@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from ..budget.shared_budget import SharedBudget
+from ..metrics.kernel_times import record_kernels
 from ..metrics.report import Report
 from ..plan.residency import Plan
 from . import registry, settings
@@ -348,6 +350,25 @@ class Session:
         """
         with self._manager.lock:
             return self._final if self._manager.phase is Phase.CLOSED else self._report()
+
+    def profile_step(self, step: Callable[[], object]) -> Report:
+        """Call ``step`` once under torch's profiler, and return a report with the times of the device's kernels.
+
+        ``step`` runs one step: a forward of the module or, in training, a forward and its backward. The report
+        then splits the step into kernels, waiting for weights, and waiting for the host
+        (``kernel_source == "profiler"``), until the layout changes. Kernels of ``step`` that run outside the
+        module's forward and backward (an optimizer) are not counted. On a device without kernels (the CPU, the
+        simulated device) ``step`` is called, and its times come from the device's clock.
+
+        Errors of ``step`` are raised.
+        """
+        self._need_open()
+        self._manager.layout.meter.profile_next()
+        kernels, meter = record_kernels(step, self._parts.engine.device), self._manager.layout.meter
+        if kernels:
+            with self._manager.lock, self._manager.layout.streamer.lock:
+                meter.kernels_ran(kernels, time.time() - time.perf_counter())
+        return self.report()
 
     def stall_share(self) -> float | None:
         """Return the share of the last measured steps' seconds in which computing waited for weights.

@@ -7,6 +7,7 @@ other units stream.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..common.sizes import format_size
 from ..host.arena import HostArena
@@ -94,6 +95,7 @@ def make_report(held: Held, layout: Layout, arena: HostArena, device: str) -> Re
         compute_seconds=figures.compute_seconds,
         stall_seconds=figures.stall_seconds,
         roofline_seconds=figures.roofline_seconds,
+        **_split(figures),
         predicted_seconds=plan.predicted_seconds,
         hidden_fraction=figures.hidden_fraction,
         link_bytes_per_second=figures.link_bytes_per_second,
@@ -125,6 +127,21 @@ def make_report(held: Held, layout: Layout, arena: HostArena, device: str) -> Re
         spans=meter.spans(),
         places=places,
     )
+
+
+def _split(figures: Medians) -> dict[str, Any]:
+    """Return the report's fields on the parts of a step; empty if nothing was measured."""
+    split = figures.split
+    if split is None:
+        return {}
+    return {
+        "kernel_seconds": sum(split.kernel_seconds),
+        "host_late_seconds": split.host_late_seconds,
+        "decode_contention_seconds": None
+        if split.contention_seconds is None
+        else sum(split.contention_seconds),
+        "kernel_source": split.source,
+    }
 
 
 def _effective(figures: Medians) -> float | None:
