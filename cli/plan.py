@@ -15,6 +15,7 @@ from ..core.host import probe
 from ..tools.doctor import hardware
 from ..tools.planner import model_plan, presets, shape_files, shapes
 from ..tools.planner.estimate import Job, Machine
+from ..tools.planner.job_file import is_job
 from ..tools.planner.presets import GB, Card
 from .plan_text import text
 
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help=f".safetensors file, sharded folder, index.json, config.json, or one of: {', '.join(shapes.SHAPES)}",
+        help=f".safetensors file, sharded folder, index.json, config.json, ai-toolkit job (.yaml), or one of: {', '.join(shapes.SHAPES)}",
     )
     parser.add_argument(
         "--mode",
@@ -80,7 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compute and print the plan, draw it where asked, and return exit code 0."""
+    """Compute and print the plan, draw it where asked, and return exit code 0.
+
+    A MODEL that is an ai-toolkit job is planned by plan_job.py, whose exit code is returned.
+    """
+    if is_job(args.model):
+        from .plan_job import run as run_job  # plan_job.py imports machine_of from here
+
+        return run_job(args)
     if args.plot and not args.plot.lower().endswith((".png", ".svg", ".pdf")):
         raise ValueError(f"--plot {args.plot!r}: give a file name that ends in .png, .svg or .pdf")
     folder = os.path.dirname(args.plot or "") or "."
