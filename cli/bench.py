@@ -62,7 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="limit for each case's process (default: 300)",
     )
-    add("--show", type=Path, metavar="RECORD", help="run nothing: print (and --chart) a kept record")
+    add(
+        "--show",
+        type=Path,
+        metavar="RECORD",
+        help="run nothing: print (and --chart) a kept record of any kind",
+    )
     add("--out", type=Path, metavar="DIR", help="write the whole record to DIR/bench.json")
     add("--chart", type=Path, metavar="PNG", help="draw the comparison")
     add("--markdown", action="store_true", help="print the table as Markdown")
@@ -231,14 +236,14 @@ def _count(number: int, noun: str) -> str:
 
 
 def _show(args: argparse.Namespace) -> int:
-    """Print (and draw) the record that `--show` names, without running anything."""
-    from ..benchmarks.engines.record import read_record
-    from ..benchmarks.engines.tables import chart, table
+    """Print (and draw) the record of any kind that `--show` names, without running anything."""
+    from ..benchmarks.results.render import read
+    from ..benchmarks.results.table import chart, table
 
-    record = read_record(args.show)
+    shown = read(args.show)
     if args.chart:
-        chart(record["cases"], args.chart)
-    print(json.dumps(record) if args.json else table(record["cases"], markdown=args.markdown))
+        chart(shown.rows, args.chart)
+    print(json.dumps(shown.record) if args.json else table(shown.rows, markdown=args.markdown))
     return 0
 
 

@@ -1,0 +1,136 @@
+"""Rows of the records about what a session decides and costs: `vram="auto"`, predicted steps, host time, gradients."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from .rows import Row, pooled
+
+
+def auto_rows(record: dict[str, Any]) -> list[Row]:
+    """Return the rows of a `carom auto` record: `vram="auto"` beside the best budget set by hand on the same card."""
+    found = []
+    codec = _option(record, "--codec") or "raw"
+    for one in record["cards"]:
+        job = "inference" if one["mode"] == "infer" else "LoRA training"
+        size = f" of {one['model_bytes'] / 1e9:.1f} GB" if "model_bytes" in one else ""
+        group = f"DiT{size}, {job}, {one['tokens']} tokens, {one['card_gb']:g} GB of the card free"
+        auto = one.get("auto") or {}
+        case = f'Carom, vram="auto", {codec}'
+        if "step_s" not in auto:
+            why = (
+                one.get("skipped")
+                or one.get("failed")
+                or auto.get("skipped")
+                or auto.get("failed")
+                or "no figure"
+            )
+            found.append(Row(group, case, "step", "ms", note=str(why)))
+            continue
+        note = "" if auto.get("settled", True) else "its layout had not settled"
+        if auto.get("ooms"):
+            note = f"{auto['ooms']} steps ran out of memory"
+        found.append(
+            Row(group, case, "step", "ms", 1e3 * auto["step_s"], base=1e3 * one["best_s"] if one.get("best_s") else None,
+                base_case="best budget set by hand" if one.get("best_s") else None, device_bytes=auto["held_bytes"],
+                same_bits=one.get("exact"), note=note)
+        )  # fmt: skip
+        for tried in one.get("hand_set", ()):
+            if "step_s" not in tried:
+                continue
+            found.append(
+                Row(group, f"Carom, budget of {tried['budget_bytes'] / 1e9:.2f} GB, {codec}", "step", "ms",
+                    1e3 * tried["step_s"], device_bytes=tried.get("held_bytes"))
+            )  # fmt: skip
+    both = record.get("alternate")
+    if both:
+        found.append(
+            Row("two models in turns, one budget for 1.5 of them", "Carom, one SharedBudget", "wire bytes", "GB",
+                both["shared"]["wire_bytes"] / 1e9, base=min(one["wire_bytes"] for one in both["fixed"]) / 1e9,
+                base_case="best fixed split", same_bits=both["exact"])
+        )  # fmt: skip
+    return found
+
+
+def predict_rows(record: dict[str, Any]) -> list[Row]:
+    """Return the rows of a `carom predict` record: the measured step, compared with the predicted one."""
+    found = []
+    for row in record["rows"]:
+        job = "inference" if row["mode"] == "infer" else "LoRA training"
+        learnt = row.get("learnt_error")
+        found.append(
+            Row(
+                f"DiT, {record['depth']} blocks of width {record['d']}, {job}, {row['tokens']} tokens",
+                f"Carom, {row['share']:.0%} of the weights resident", "step", "ms",
+                1e3 * row["measured_s"], base=1e3 * row["predicted_s"], base_case="prediction from a probe",
+                note="" if learnt is None else f"the session's own prediction is off by {100 * learnt:+.1f} %",
+            )
+        )  # fmt: skip
+    return found
+
+
+def host_time_rows(record: dict[str, Any]) -> list[Row]:
+    """Return the rows of a record of `host_time_compare`: host time of a unit before and after a change."""
+    found = []
+    before, after = (record["commits"][side] for side in ("before", "after"))
+    for row in record["cases"]:
+        for side, name in (("before", before), ("after", after)):
+            own = row[side]
+            samples = [one["unit_us"] for one in record["samples"][row["case"]][side]]
+            ratio = row["ratio"]
+            words = (
+                f"ratio {ratio['median']:.3f}, quartiles {ratio['q1']:.3f} to {ratio['q3']:.3f} over pairs"
+            )
+            found.append(
+                Row(
+                    f"small blocks on the CPU, {row['case']}", f"Carom at {name}", "host time of a unit", "us",
+                    own["median"], quartiles=(own["q1"], own["q3"]), samples=len(samples), processes=len(samples),
+                    base=row["before"]["median"] if side == "after" else None,
+                    base_case=f"Carom at {before}" if side == "after" else None, note=words if side == "after" else "",
+                )
+            )  # fmt: skip
+    return found
+
+
+def gradient_rows(record: dict[str, Any]) -> list[Row]:
+    """Return the rows of the record of device memory with streamed gradients, step by step."""
+    return [
+        Row(
+            record["what"],
+            f"Carom at {row['tree']}, step {row['step']}",
+            "peak device memory",
+            "MiB",
+            row["peak_mib"],
+        )
+        for row in record["rows"]
+    ]
+
+
+def sample_rows(record: dict[str, Any]) -> list[Row]:
+    """Return the rows of the record of steps that were timed beside stack samples, one group for each host."""
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for number, lease in enumerate(record["leases"], 1):
+        for one in lease:
+            found.setdefault((f"DiT, host {number}", one["key"]), []).append(one)
+    return [
+        Row(group, key, "step", "ms", **pooled([one["ms"] for one in members]),
+            device_bytes=None, note=f"the host issues a step in {members[0]['issue_ms']:.1f} ms")
+        for (group, key), members in found.items()
+    ]  # fmt: skip
+
+
+def archive_rows(path: Path) -> list[Row]:
+    """Return a row for each file in an archive that accompanies a record. Raises tarfile.TarError for a broken one."""
+    with tarfile.open(path) as archive:
+        return [
+            Row(path.name, member.name, "size", "MB", member.size / 1e6)
+            for member in archive.getmembers()
+            if member.isfile()
+        ]
+
+
+def _option(record: dict[str, Any], name: str) -> str | None:
+    given = record.get("arguments", [])
+    return given[given.index(name) + 1] if name in given[:-1] else None
