@@ -28,7 +28,8 @@ class Case:
     """The settings of one worker process.
 
     `d`: number of features; `tokens`: tokens of a sample; `resident`: number of blocks kept on the device; `slots`:
-    number of slots in the region; `vram`: budget in bytes, instead of the budget that `resident` and `slots` imply;
+    number of slots in the region (RamTorch: blocks in its window); `ring`: number of musubi's buffers; `vram`: budget in
+    bytes, instead of the budget that `resident` and `slots` imply;
     `repeat`: how often each block is called in a row; `limit_s`: time limit of the process in seconds.
 
     `kind`: "step" times the model, "link" times the pinned copy of one block, "touch" only makes the virtual
@@ -46,6 +47,7 @@ class Case:
     heads: int = 0
     resident: int = 0
     slots: int = 3
+    ring: int = 2
     vram: int | None = None
     steps: int = 8
     warmup: int = 3
@@ -67,7 +69,7 @@ class Case:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}; choose from {', '.join(allowed)}")
         bounds = {"d": (16, 1 << 15), "depth": (1, 4096), "tokens": (1, 1 << 20), "batch": (1, 4096),
-                  "rank": (0, 4096), "heads": (0, 1024), "slots": (1, 4096), "steps": (0, 1_000_000),
+                  "rank": (0, 4096), "heads": (0, 1024), "slots": (1, 4096), "ring": (2, 4096), "steps": (0, 1_000_000),
                   "warmup": (0, 100_000), "resident": (0, self.depth), "repeat": (1, 4096), "touch_bytes": (0, 1 << 40)}  # fmt: skip
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
@@ -149,6 +151,8 @@ class Case:
                 if self.by_bytes
                 else f"{where}, {self.slots} slots, {self.codec}"
             )
+        elif self.engine == "musubi":
+            where = f"{where}, ring of {self.ring}"
         return f"{self.engine} {self.mode} d={self.d} {self.tokens} tokens, {where}"
 
     def to_json(self) -> str:

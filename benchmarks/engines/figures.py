@@ -89,9 +89,7 @@ class Results:
 
     def roofline(self, key: str, base: str) -> Roofline:
         """Return the least possible time of case `key`, from the resident run `base` and the measured link."""
-        return roofline(
-            self.cases[key], self.get(base)["phases_ms"], self.link(), self.get(key).get("report")
-        )
+        return roofline(self.cases[key], self.get(base), self.link(), self.get(key).get("report"))
 
 
 def ratio(results: Results, key: str, to: str) -> float:
@@ -251,12 +249,11 @@ def differing(results: Results, pairs: dict[str, str]) -> float:
 
 
 def render(judged: list[dict[str, Any]]) -> str:
-    """Return a short table of targets and measured values."""
+    """Return a short table of targets and measured values; figures whose cases did not run are counted below it."""
     lines = [("figure", "target", "measured", "")]
+    missing = sum(row["measured"] is None for row in judged)
     for row in judged:
-        if row["measured"] is None:
-            lines.append((row["figure"], row["target"], "-", row["reason"][:70]))
-        else:
+        if row["measured"] is not None:
             lines.append(
                 (
                     row["figure"],
@@ -266,7 +263,10 @@ def render(judged: list[dict[str, Any]]) -> str:
                 )
             )
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
-    return "\n".join(
+    shown = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]).rstrip()
         for line in lines
-    )
+    ]
+    if missing:
+        shown.append(f"{missing} more figures: their cases did not run (the record has the reasons)")
+    return "\n".join(shown)

@@ -14,6 +14,9 @@ import psutil
 import torch
 import torch.nn.attention
 
+from ...core.metrics.kernel_times import record_kernels
+from .processes import spread
+
 SAMPLE = 256  # number of values kept of a tensor, so that results of two processes can be compared
 FLAT_FROM = 50  # number of the step at which memory use has settled
 
@@ -60,7 +63,7 @@ class Marks:
 def time_steps(
     step: Callable[[Marks], None], steps: int, warmup: int, device: torch.device
 ) -> dict[str, Any]:
-    """Run `step` repeatedly without pause; return medians and minima in ms over the last `steps` runs.
+    """Run `step` repeatedly without pause; return medians, quartiles and all samples in ms of the last `steps` runs.
 
     The device time of a step lasts from the end of the previous step to the end of this step, so that work between
     steps is included. The host is at most one step ahead, as in a trainer that logs its last loss. The wall time of a
@@ -101,12 +104,48 @@ def time_steps(
     wall_ms = [1e3 * (after - before) for before, after in zip(walls, walls[1:], strict=False)][warmup:]
     return {
         "ms_per_step": statistics.median(device_ms),
-        "ms_min": min(device_ms),
+        **spread(device_ms),
         "wall_ms_per_step": statistics.median(wall_ms),
         "host_ms_per_step": statistics.median(host_ms),
         "phases_ms": {name: statistics.median(values) for name, values in phases.items()},
         "held_at_step_50_bytes": reserved_early,
         "held_at_end_bytes": memory_held(device),
+    }
+
+
+class HostMarks(Marks):
+    """Marks that also keep the host's time (`time.time`) at the end of each phase."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.times: list[tuple[str, float]] = []
+
+    def __call__(self, name: str) -> None:
+        super().__call__(name)
+        self.times.append((name, time.time()))
+
+
+def kernel_times_of(step: Callable[[Marks], None], device: torch.device) -> dict[str, Any]:
+    """Run `step` once under the profiler; return the ms of its kernels by phase, and of unpacking; {} without kernels.
+
+    A kernel belongs to the phase in which the host launched it. Kernels that unpack weights are counted apart.
+    """
+    marks = HostMarks(device)
+    kernels = record_kernels(lambda: step(marks), device)
+    if not kernels:
+        return {}
+    found: dict[str, float] = {}
+    since = 0.0
+    for name, until in marks.times:
+        own = [
+            kernel.seconds for kernel in kernels if since <= kernel.launched < until and not kernel.decodes
+        ]
+        found[name] = found.get(name, 0.0) + 1e3 * sum(own)
+        since = until
+    return {
+        "kernel_ms": found,
+        "decode_ms": 1e3 * sum(kernel.seconds for kernel in kernels if kernel.decodes),
+        "kernels": len(kernels),
     }
 
 

@@ -29,9 +29,12 @@ def new_record(tool: str, argv: list[str], *, peers: Mapping[str, str] | None = 
     }
 
 
-def add_result(record: dict[str, Any], key: str, case: Case, result: dict[str, Any]) -> None:
-    """Append a case and its unedited result to ``record``."""
-    record["cases"].append({"key": key, "case": case.to_dict(), "result": result})
+def add_result(
+    record: dict[str, Any], key: str, case: Case, result: dict[str, Any], process: int | None = None
+) -> None:
+    """Append a case and its unedited result to ``record``; ``process``: the number of the process, if several ran."""
+    numbered = {} if process is None else {"process": process}
+    record["cases"].append({"key": key, **numbered, "case": case.to_dict(), "result": result})
 
 
 def write_record(record: dict[str, Any], path: Path) -> None:

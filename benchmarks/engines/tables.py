@@ -6,9 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from .case import Case
+from .processes import pooled
 from .roofline import Roofline, roofline
 
-HEADERS = ("mode", "tokens", "resident", "engine", "ms/step", "x roofline", "device GB", "host GB", "exact")
+HEADERS = (
+    "mode",
+    "tokens",
+    "resident",
+    "engine",
+    "ms/step",
+    "quartiles",
+    "kernels",
+    "x roofline",
+    "device GB",
+    "host GB",
+    "exact",
+)
+HOST_BINDS = 0.9  # the host limits a resident run if its call takes this share of the step
 REASON = 70  # characters of a reason that a table shows; the record has the whole text
 
 
@@ -24,9 +38,11 @@ def compare_fingerprints(mine: dict[str, Any], reference: dict[str, Any]) -> dic
 def rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row for each timed case, with its roofline and exactness as far as the same run allows.
 
-    `entries`: the cases of a record. The roofline needs the link and the resident run of the same shape; without
-    these its fields are None.
+    `entries`: the cases of a record; entries of one key are pooled. The roofline needs the link and the resident run of
+    the same shape; without these its fields are None. `host_binds`: whether the host, and not the device, limits the
+    resident run of the shape, so that the roofline says nothing about the engine.
     """
+    entries = pooled(entries)
     link = next((e["result"]["link_bytes_per_second"] for e in entries if _ok(e, "link")), None)
     resident = {_shape(e["case"]): e["result"] for e in entries if _ok(e) and e["case"]["engine"] == "none"}
     found = []
@@ -38,7 +54,7 @@ def rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         base = resident.get(_shape(entry["case"]))
         bound: Roofline | None = None
         if link and base and "phases_ms" in base and case.engine != "none":
-            bound = roofline(case, base["phases_ms"], link, result.get("report"))
+            bound = roofline(case, base, link, result.get("report"))
         found.append(
             {
                 "key": entry["key"],
@@ -46,6 +62,9 @@ def rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "status": result["status"],
                 "reason": result.get("reason"),
                 "ms": result.get("ms_per_step"),
+                "quartiles": result.get("quartiles_ms"),
+                "kernel_ms": sum(result["kernel_ms"].values()) if result.get("kernel_ms") else None,
+                "host_binds": _host_binds(base),
                 "attach_seconds": result.get("attach_seconds"),
                 "roofline": bound,
                 "of_roofline": result["ms_per_step"] / bound.ms
@@ -58,6 +77,15 @@ def rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _host_binds(resident: dict[str, Any] | None) -> bool:
+    """Return whether the host limited the resident run on a device that works beside it."""
+    if not resident or not resident.get("kernel_ms"):
+        return False
+    return resident["host_ms_per_step"] >= HOST_BINDS * resident["ms_per_step"] and (
+        sum(resident["kernel_ms"].values()) < HOST_BINDS * resident["ms_per_step"]
+    )
 
 
 def device_bytes(result: dict[str, Any]) -> int | None:
@@ -95,18 +123,21 @@ def table(entries: list[dict[str, Any]], markdown: bool = False) -> str:
             engine = f"carom{given}{codec}" + (f", {row['packed']} stay packed" if row["packed"] else "")
             if row["roofline"]:
                 bounds[(*place, f"roofline{given}{codec}")] = row["roofline"]
+        elif engine == "musubi":
+            engine = f"musubi, ring of {case.ring}"
         if row["ms"] is None:
             words = row["reason"] or ""
             if row["attach_seconds"] is not None:
                 words = f"attached in {row['attach_seconds']:.2f} s"
-            lines.append((*place, engine, row["status"], words[:REASON], "", "", ""))
+            lines.append((*place, engine, row["status"], words[:REASON], *[""] * 5))
             continue
         exact = {True: "yes", False: "NO", None: ""}[row["bit_exact"]]
         lines.append(
-            (*place, engine, f"{row['ms']:.1f}", _number(row["of_roofline"]),
+            (*place, engine, f"{row['ms']:.1f}", _quartiles(row["quartiles"]), _number(row["kernel_ms"]),
+             "host binds" if row["host_binds"] and case.engine != "none" else _number(row["of_roofline"]),
              _number(row["device_bytes"], 1e9), _number(row["host_bytes"], 1e9), exact)
         )  # fmt: skip
-    lines += [(*key, f"{bound.ms:.1f}", "1.00", "", "", "") for key, bound in bounds.items()]
+    lines += [(*key, f"{bound.ms:.1f}", "", "", "1.00", "", "", "") for key, bound in bounds.items()]
     lines.sort(key=lambda line: (line[0], int(line[1])))
     return _markdown(HEADERS, lines) if markdown else _columns(HEADERS, lines)
 
@@ -130,6 +161,10 @@ def _markdown(headers: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
 
 def _number(value: float | None, unit: float = 1.0) -> str:
     return "" if value is None else f"{value / unit:.2f}"
+
+
+def _quartiles(pair: list[float] | None) -> str:
+    return "" if pair is None else f"{pair[0]:.1f}-{pair[1]:.1f}"
 
 
 def _ok(entry: dict[str, Any], kind: str = "step") -> bool:
@@ -191,6 +226,8 @@ def _of(case: Case) -> tuple[str, int, int, int]:
 
 
 def _bar_name(case: Case) -> str:
+    if case.engine == "musubi":
+        return f"musubi, ring of {case.ring}"
     if case.engine != "carom":
         return "no offloading" if case.engine == "none" else case.engine
     given = "" if case.by_bytes else f", {case.slots} slots"

@@ -136,6 +136,9 @@ def _run_step_case(case: Case, device: Any) -> dict[str, Any]:
             result["card_used_bytes"] -= base_memory["card_used_bytes"]
         result["host_rss_bytes"] = measure.host_rss()
         result["host_peak_rss_bytes"] = _peak_rss()
+        if case.steps:
+            result.update(measure.kernel_times_of(step, device))
+            attached.profile(lambda: step(measure.Marks(device)))
         result["report"] = attached.report()
         if case.verify and case.steps and case.mode == "infer":
             # Verify again with the final layout, because units stay packed only after the first passes.

@@ -126,9 +126,21 @@ class TestRoofline:
 
     def test_slack_in_one_phase_does_not_pay_for_the_other(self):
         # 17 blocks at 55.5 GB/s are 104.06 ms a phase: the forward is link-bound, the backward compute-bound.
-        bound = roofline(self.case, {"forward": 40.0, "backward": 110.0, "optimizer": 5.0}, 55.5e9)
-        assert bound.wire_forward_ms == pytest.approx(104.06, abs=0.01)
+        resident = {"kernel_ms": {"forward": 40.0, "backward": 110.0, "optimizer": 5.0}}
+        bound = roofline(self.case, resident, 55.5e9)
         assert bound.ms == pytest.approx(104.06 + 115.0, abs=0.01)
+        assert bound.source == "profiler"
+
+    def test_a_record_without_kernels_uses_its_phases_and_says_so(self):
+        resident = {"phases_ms": {"forward": 40.0, "backward": 110.0, "optimizer": 5.0}}
+        bound = roofline(self.case, resident, 55.5e9)
+        assert bound.ms == pytest.approx(104.06 + 115.0, abs=0.01) and bound.source == "phases"
+
+    def test_a_peer_s_roofline_counts_the_slots_that_the_peer_has(self):
+        # ai-toolkit holds nothing, and copies 12 of 18 d^2 a third time for the gradients of their inputs.
+        block = self.case.block_bytes
+        assert crossing_bytes(self.case.but(engine="ai-toolkit")) == (20 * block, round(20 * block * 30 / 18))
+        assert crossing_bytes(self.case.but(engine="musubi")) == (18 * block, 18 * block)
 
     def test_a_budget_in_bytes_is_bound_by_what_the_engine_made_of_it(self):
         case = self.case.but(vram=5 << 30)
@@ -487,7 +499,7 @@ class TestCommand:
         assert "carom train" in done.err
         assert main(["bench", "--show", str(tmp_path / "bench.json"), "--markdown"]) == 0
         shown = capsys.readouterr().out
-        assert shown.startswith("| mode |") and "roofline" in shown
+        assert shown.startswith("| case |") and "x roofline" in shown
 
     def test_where_no_engine_could_run_it_is_exit_one(self, capsys, monkeypatch):
         monkeypatch.delenv("MUSUBI_PATH", raising=False)

@@ -491,6 +491,37 @@ def test_a_tuned_session_is_exact_and_its_step_is_understood(share):
                 assert report.predicted_seconds == pytest.approx(report.step_seconds, rel=0.4)
 
 
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_a_profiled_step_is_split_into_its_parts(mode, codec):
+    model = big(checkpoint="non-reentrant")
+    model(torch.zeros(1, 1024, dtype=torch.bfloat16))
+
+    def run() -> None:
+        if mode == "training":
+            step(model, 0)
+        else:
+            with torch.no_grad():
+                model(inputs())
+
+    with carom.stream(model, device=CUDA, vram=VRAM, codec=codec) as session:
+        for _ in range(4):
+            run()
+        report = session.profile_step(run)
+    print(mode, codec, report.to_dict())
+    assert report.kernel_source == "profiler" and report.kernel_seconds > 0
+    # Host-late time is what remains of the profiled step, so the parts fill it unless kernels overlap. Medians of the
+    # other steps stand beside it.
+    assert report.kernel_seconds < 1.1 * report.step_seconds
+    assert report.roofline_seconds < 1.1 * report.step_seconds
+    assert report.host_late_seconds >= 0 and report.decode_contention_seconds >= 0
+    if codec == "raw":
+        assert report.decode_contention_seconds == 0 and report.decode_seconds == 0
+    assert report.kernel_seconds < 1.2 * report.compute_seconds + 1e-4, (
+        "kernels take longer than the device computed"
+    )
+
+
 def test_auto_takes_what_is_free_and_gives_way_to_a_neighbour():
     model = big(16)
     plain = copy.deepcopy(model).to(CUDA)
@@ -613,7 +644,7 @@ def test_weights_in_the_native_pool_give_way_and_come_back(tmp_path, root):
         pytest.skip("comfy-aimdo is not installed")
     (tmp_path / "carom").symlink_to(root, target_is_directory=True)
     done = subprocess.run(
-        [sys.executable, str(root / "tests" / "aimdo_gpu.py")], capture_output=True, text=True, timeout=240, check=False,
+        [sys.executable, str(root / "tests" / "support" / "aimdo_gpu.py")], capture_output=True, text=True, timeout=240, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -65,6 +65,9 @@ class Attached:
         mark("optimizer")
         return loss
 
+    def profile(self, step: Callable[[], None]) -> None:
+        """Let the engine measure ``step`` for its own report; engines without a report need not."""
+
     def report(self) -> dict[str, Any] | None:
         """Return the engine's own figures, or None if the engine has none."""
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ class _Attached(Attached):
     def __init__(self, model: Dit, case: Case, device: torch.device, session: Any) -> None:
         super().__init__(model, case, device)
         self.session = session
+
+    def profile(self, step: Callable[[], None]) -> None:
+        self.session.profile_step(step)
 
     def report(self) -> dict[str, Any]:
         return self.session.report().to_dict()

@@ -1,7 +1,7 @@
 """The engine musubi-tuner: its host-to-device ring (`--block_swap_h2d_only`), from the checkout that MUSUBI_PATH
 names.
 
-The ring has two buffers, its default. In inference musubi itself still swaps blocks in both directions. The ring can
+The ring has `Case.ring` buffers; musubi's default is two. In inference musubi itself still swaps blocks in both directions. The ring can
 run a forward alone, which is faster, and is therefore measured in both modes.
 """
 
@@ -17,7 +17,6 @@ from .base import Attached, Engine, Skip, checkout_commit, find_checkout, load_f
 
 _VARIABLE = "MUSUBI_PATH"
 _FILE = "src/musubi_tuner/modules/custom_offloading_utils.py"
-RING = 2
 
 
 def _forward(self: Dit, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -58,7 +57,11 @@ class Musubi(Engine):
         if train:
             model.set_checkpointing("inside")  # musubi's blocks checkpoint their own body, inside the hooks
         config = utils.BlockSwapConfig(
-            device=device, supports_backward=train, use_pinned_memory=True, h2d_only=True, ring_size=RING
+            device=device,
+            supports_backward=train,
+            use_pinned_memory=True,
+            h2d_only=True,
+            ring_size=case.ring,
         )
         offloader = utils.create_offloader("dit", list(model.blocks), case.depth, case.streamed, config)
         object.__setattr__(model, "offloader", offloader)  # not a submodule
