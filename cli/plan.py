@@ -19,8 +19,7 @@ from ..tools.planner.job_file import is_job
 from ..tools.planner.presets import GB, Card
 from .plan_text import text
 
-# The card that is planned for without a GPU and without --gpu: that of the published measurements. The output
-# says so.
+# The card that is planned for without a GPU and without --gpu. The output says so.
 REFERENCE = "rtx4090"
 
 
@@ -60,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gds", action="store_true", help="the drive reads to the card directly (GPUDirect Storage)"
     )
-    parser.add_argument("--link", help="host to card, as 22GB (a second)")
+    parser.add_argument(
+        "--link",
+        help="host to card, as 22GB (a second); default: what the card's PCIe generation and lanes reach",
+    )
     parser.add_argument(
         "--tokens", type=int, help="tokens of a step, batch x sequence (default: one image, clip or sequence)"
     )
@@ -186,7 +188,7 @@ def machine_of(args: argparse.Namespace) -> tuple[Machine, list[str]]:
         machine = replace(machine, ram=ram, ram_usable=None)
     if args.link:
         machine = replace(
-            machine, card=replace(machine.card, link=_rate(args.link, "--link"), good_link=None)
+            machine, card=replace(machine.card, link=_rate(args.link, "--link"), slot="", good_link=None)
         )
     if args.nvme and args.nvme != "probe":
         machine = _with_drive(machine, args.nvme)
@@ -218,16 +220,16 @@ def _assumed(machine: Machine, args: argparse.Namespace) -> str:
     """
     taken = [f"nothing else uses the {machine.card.title}"]
     if not args.link:
-        taken.append(f"its link copies {machine.card.link / GB:g} GB/s (--link sets it)")
+        slot = f"{machine.card.slot}; " if machine.card.slot else ""
+        taken.append(f"its link copies {machine.card.link / GB:g} GB/s ({slot}--link sets it)")
     if machine.ram is None and machine.disk is None:
         here = probe.host_memory().total
         taken.append(
             f"there is RAM for all that waits, whatever this machine has ({format_size(here)}; --ram bounds it)"
         )
-    host_cost = machine.host_cost
+    host_cost, layer = machine.host_cost, machine.host_cost.of(getattr(args, "mode", "infer"))
     taken.append(
-        f"the host needs {1e3 * host_cost.layer:.2g} ms of Python for each layer, {1e3 * (host_cost.layer + host_cost.use):.2g} ms "
-        "for one that streams"
+        f"the host needs {1e3 * layer:.2g} ms of Python for each layer, {1e3 * (layer + host_cost.use):.2g} ms for one that streams"
     )
     return f"Assumed: {'; '.join(taken)}."
 
@@ -282,11 +284,7 @@ def measured_machine(probed: hardware.Hardware) -> Machine:
     machine = machine_with_card(probed, card, "measured on this machine")
     if gpu.layer_seconds is None:
         return machine
-    slower = gpu.layer_seconds / presets.HOST_COST.layer
-    host_cost = presets.HostCost(
-        gpu.layer_seconds, presets.HOST_COST.use * slower, "measured on this machine"
-    )
-    return replace(machine, host_cost=host_cost)
+    return replace(machine, host_cost=presets.HOST_COST.scaled(gpu.layer_seconds, "measured on this machine"))
 
 
 def machine_with_card(probed: hardware.Hardware, card: Card, source: str = "") -> Machine:

@@ -63,6 +63,7 @@ def plan_blocks(plan: ModelPlan, remarks: list[str]) -> list[str | Table]:
         *remarks,
         _where(plan),
         _speed(plan),
+        _roofline(plan),
         _generation(plan),
         _free_from(plan),
         _vram(plan),
@@ -162,7 +163,7 @@ WAITS = {
 
 def _speed(plan: ModelPlan) -> str:
     """Return the paragraph on the time of a step and the resource that limits it."""
-    step, rates = plan.outcome.step, plan.machine.rates(plan.job)
+    step, machine = plan.outcome.step, plan.machine
     name = "sampling step" if plan.shape.kind == "diffusion" else "forward pass"
     name = "training step" if plan.job.mode == "train" else name
     line = f"One {name} over {_sample(plan, plan.outcome.tokens)} takes about {seconds(step.seconds)}."
@@ -184,13 +185,28 @@ def _speed(plan: ModelPlan) -> str:
             + ("." if step.bound_by == "compute" else f" and behind {HOST}: that is the limit.")
         )
     what = WAITS.get(step.bound_by, UNPACKING)
-    what = what.format(f"{(rates.disk or 0) / GB:g}" if step.bound_by == "disk" else f"{rates.link / GB:.3g}")
+    what = what.format(
+        f"{(machine.disk or 0) / GB:g}" if step.bound_by == "disk" else f"{machine.card.link / GB:.3g}"
+    )
     slower = (
         f"{step.overhead + 1:.0f} times as long as"
         if step.overhead >= 3
         else f"{step.overhead * 100:.0f} % longer than"
     )
     return f"{line} That is {slower} on a card that holds the whole model ({seconds(step.resident_seconds)}): it waits for {what}."
+
+
+def _roofline(plan: ModelPlan) -> str:
+    """Return the paragraph on the roofline and on the efficiency, from which the time of the kernels follows."""
+    step, share = plan.outcome.step, plan.machine.efficiency(plan.shape)
+    least = (
+        f"Roofline: {seconds(step.roofline_seconds)}, the least time of the step's kernels and copies, without the host and "
+        "without unpacking."
+    )
+    if plan.machine.card.published:
+        return f"{least} Only matrix products are counted, as in the published note."
+    reached = 100 * share.of(plan.job.mode)
+    return f"{least} The kernels are taken to reach {reached:.0f} % of the card's rate for matrix products."
 
 
 def _generation(plan: ModelPlan) -> str:
@@ -275,6 +291,8 @@ def _sources(plan: ModelPlan) -> str:
     """Return the paragraph on the sources of the figures."""
     machine = plan.machine
     lines = [f"Figures: {plan.shape.source}. Card: {machine.source or machine.card.source}."]
+    if not machine.card.published:
+        lines.append(f"Share of the card's rate: {machine.efficiency(plan.shape).source}.")
     if plan.shape.note:
         lines.append(plan.shape.note)
     lines.append(

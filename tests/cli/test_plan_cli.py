@@ -16,8 +16,8 @@ from carom.tools.doctor import hardware
 from carom.tools.planner import presets
 from safetensors.torch import save_file
 
-LLAMA = "plan llama-70b --quant nf4 --gpu rtx4090 --nvme gen4 --ram 32GiB --mode train"
-GLM = "plan glm-4.7 --quant nf4+nf2 --gpu rtx4090 --nvme gen4 --ram 32GiB --mode train"
+LLAMA = "plan llama-70b --quant nf4 --gpu rtx4090-note --nvme gen4 --ram 32GiB --mode train"
+GLM = "plan glm-4.7 --quant nf4+nf2 --gpu rtx4090-note --nvme gen4 --ram 32GiB --mode train"
 
 
 def ask(capsys, line, code=0):
@@ -89,8 +89,9 @@ def test_what_if_names_the_options_that_ask_for_it(capsys):
 
 
 def test_the_lossless_codec_is_dropped_where_it_would_cost(capsys):
-    assert answer(capsys, "plan flux2-dev --gpu rtx4090 --ram 128GiB --codec lossless")["codec"] == "lossless"
-    many = answer(capsys, "plan flux2-dev --gpu rtx4090 --ram 128GiB --codec lossless --tokens 32768")
+    line = "plan flux2-dev --gpu rtx4090 --link 11GB --ram 128GiB --codec lossless"
+    assert answer(capsys, line)["codec"] == "lossless"
+    many = answer(capsys, f"{line} --tokens 32768")
     assert many["codec"] == "raw" and many["overhead"] == 0
 
 
@@ -211,7 +212,7 @@ def test_a_plot_that_cannot_be_written_fails_cleanly(capsys, tmp_path):
 def test_what_a_plan_for_a_named_card_takes_for_granted_is_said(capsys):
     text = " ".join(ask(capsys, "plan flux2-dev --gpu rtx4090").out.split())
     assert (
-        "Assumed: nothing else uses the RTX 4090; its link copies 11 GB/s (--link sets it); there is RAM for all"
+        "Assumed: nothing else uses the RTX 4090; its link copies 25 GB/s (PCIe 4.0 x16; --link sets it); there is RAM for all"
         in text
     )
     given = " ".join(ask(capsys, "plan flux2-dev --gpu rtx4090 --ram 128GiB --link 22GB").out.split())

@@ -134,7 +134,7 @@ def test_the_phase_roofline_predicts_the_measured_trial_within_ten_percent(
     assert step.seconds * 1e3 == pytest.approx(measured_ms, rel=0.10)
 
 
-@pytest.mark.parametrize("name, tokens", [("rtx4090", 6400), ("rtx5090", 4000), ("h200", 12000)])
+@pytest.mark.parametrize("name, tokens", [("rtx4090-note", 6400), ("rtx5090-note", 4000), ("h200", 12000)])
 @pytest.mark.parametrize("bits, divisor", [(16, 1), (8, 2), (4, 4)])
 def test_compute_hides_a_copy_from_about_flops_over_bandwidth_tokens(name, tokens, bits, divisor):
     card = presets.CARDS[name]
@@ -145,9 +145,9 @@ def test_compute_hides_a_copy_from_about_flops_over_bandwidth_tokens(name, token
 
 
 RESIDENT = [
-    ("llama-70b", "nf4", "rtx4090", 41), ("llama-70b", "nf3", "rtx4090", 57), ("llama-70b", "nf4", "rtx5090", 58),
-    ("glm-4.7", "nf4+nf2", "rtx4090", 14), ("glm-4.7", "nf4+nf2", "rtx5090", 20),
-    ("glm-4.7", "nf4+nf2", "rtx-pro-6000", 73), ("glm-4.7", "nf4+nf2", "a100", 60), ("glm-4.7", "nf4+nf2", "h100", 60),
+    ("llama-70b", "nf4", "rtx4090-note", 41), ("llama-70b", "nf3", "rtx4090-note", 57), ("llama-70b", "nf4", "rtx5090-note", 58),
+    ("glm-4.7", "nf4+nf2", "rtx4090-note", 14), ("glm-4.7", "nf4+nf2", "rtx5090-note", 20),
+    ("glm-4.7", "nf4+nf2", "rtx-pro-6000-note", 73), ("glm-4.7", "nf4+nf2", "a100-note", 60), ("glm-4.7", "nf4+nf2", "h100-note", 60),
 ]  # fmt: skip
 
 

@@ -1,5 +1,8 @@
 """The cost model of the planner: computes step seconds and token thresholds from bytes, FLOPs and rates.
 
+`Step.roofline_seconds` is the least time of a step, by the definition in core/plan/roofline.py; `Step.seconds` is the
+prediction, which adds the unpacking of weights and the time that Python needs.
+
 The module is pure arithmetic: no torch, no device, no random numbers. Quantities are in bytes, FLOPs, bytes
 per second, FLOP per second and seconds; `tokens` is batch times sequence length.
 
@@ -17,6 +20,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ...core.plan.roofline import PhaseWork, roofline_seconds
+
 # FLOPs of one parameter of a matrix per token and pass: a multiplication and an addition.
 FLOPS_PER_PARAM = 2
 # Matrix passes of a training step on frozen weights with activation checkpointing: one forward, one
@@ -31,7 +36,7 @@ MAX_TOKENS = 1 << 40
 class Rates:
     """The rates of a machine.
 
-    `compute`: FLOP/s; `link`: bytes/s from host to device; `disk`: bytes/s from the drive to host memory, or
+    `compute`: FLOP/s that a step reaches, its other kernels included (see efficiency.py); `link`: bytes/s from host to device; `disk`: bytes/s from the drive to host memory, or
     to the device with `gds` (GPUDirect Storage), None where there is no drive to stream from; `memory`:
     bytes/s of device memory (None: not modelled); `decode`: unpacked bytes/s at which the device unpacks
     weights (None: weights are not packed); `layer`: seconds that Python takes to issue the forward of a
@@ -88,7 +93,7 @@ class Phase:
 
     `compute`, `link`, `disk`, `decode`: seconds of computing, of copies to the device, of drive reads and of
     unpacking; `host`: seconds in which Python issues the device's work; `plain`: `host` if every layer were
-    resident.
+    resident; `wire_bytes`: bytes that cross the link.
     """
 
     name: str
@@ -98,6 +103,7 @@ class Phase:
     decode: float = 0.0
     host: float = 0.0
     plain: float = 0.0
+    wire_bytes: float = 0.0
 
     @property
     def wire(self) -> float:
@@ -108,7 +114,7 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        """The seconds of the phase by the roofline model: the slowest of computing, transfers and host."""
+        """The predicted seconds of the phase: the longest of computing with unpacking, transfers and host."""
         return max(self.compute + self.decode, self.wire, self.host)
 
     @property
@@ -128,14 +134,27 @@ class Phase:
 
 @dataclass(frozen=True)
 class Step:
-    """A predicted step: its phases, and sums over them."""
+    """A predicted step: its phases, and sums over them.
+
+    `link_rate`: bytes/s of copies to the device, None if nothing limits them.
+    """
 
     phases: tuple[Phase, ...]
+    link_rate: float | None = None
 
     @property
     def seconds(self) -> float:
         """The seconds of the step."""
         return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def roofline_seconds(self) -> float:
+        """The least seconds of the step: phase by phase the longer of kernels and copies, at least the drive's."""
+        return roofline_seconds(
+            (PhaseWork(phase.compute, phase.wire_bytes) for phase in self.phases),
+            self.link_rate,
+            sum(phase.disk for phase in self.phases),
+        )
 
     @property
     def compute_seconds(self) -> float:
@@ -229,7 +248,7 @@ def wire_times(work: Work, rates: Rates, mode: str) -> tuple[float, float]:
 
 
 def step_time(tokens: float, work: Work, rates: Rates, mode: str) -> Step:
-    """Predict the step of a partly resident, partly streamed model by the roofline model, phase by phase.
+    """Predict the step of a partly resident, partly streamed model, phase by phase.
 
     The computing time of a pass is the longer of computing its FLOPs and reading its weights from device
     memory once; the latter dominates for few tokens. Issuing the gradients of a layer is taken to be as long
@@ -247,8 +266,8 @@ def step_time(tokens: float, work: Work, rates: Rates, mode: str) -> Step:
         plain = matrix * rates.layer * work.layers
         host = plain + rates.use * work.uses
         compute = max(flops / rates.compute, matrix * floor)
-        phases.append(Phase(name, compute, link, disk, decode, host, plain))
-    return Step(tuple(phases))
+        phases.append(Phase(name, compute, link, disk, decode, host, plain, link * rates.link))
+    return Step(tuple(phases), rates.link)
 
 
 def zero_overhead_tokens_by_phase(

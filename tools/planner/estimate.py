@@ -3,7 +3,7 @@ alone.
 
 Given a `Shape`, a `Machine`, a `Job` and a number of tokens, `evaluate` returns which layers stay on the card
 and which stream, the VRAM by use, the step's time and the resource that limits the step. Nothing is loaded or
-run, and the same input always gives the same result. report.py combines several estimates into a plan.
+run, and the same input always gives the same result. model_plan.py combines several estimates into a plan.
 """
 
 from __future__ import annotations
@@ -14,9 +14,17 @@ from dataclasses import dataclass, replace
 
 from ...core.common.errors import BudgetError
 from ...core.common.sizes import GIB, format_size, round_up_to_mib
-from . import cost_model, presets
+from . import cost_model, efficiency, presets
 from .cost_model import Rates, Step, VramUse, Work
-from .placement import SLOTS, Placement, least_weight_budget, packed_placements, place, wire_bytes
+from .efficiency import Efficiency
+from .placement import (
+    SLOTS,
+    Placement,
+    least_weight_budget,
+    packed_placements,
+    part_wire_bytes,
+    place,
+)
 from .presets import Card, Quant
 from .shapes import Shape
 
@@ -45,16 +53,28 @@ class Machine:
     source: str = ""
     host_cost: presets.HostCost = presets.HOST_COST
 
-    def rates(self, job: Job) -> Rates:
-        """Return the rates for `job`. Raises ValueError where the card does not compute in the job's format."""
-        decode = self.card.memory * presets.LOSSLESS_DECODE_PER_MEMORY if job.codec == "lossless" else None
+    def efficiency(self, shape: Shape) -> Efficiency:
+        """Return the share of the card's dense rate that the model's steps reach."""
+        return efficiency.PUBLISHED if self.card.published else efficiency.efficiency_of(shape.family)
+
+    def rates(self, shape: Shape, job: Job) -> Rates:
+        """Return the rates for `job` on the model `shape`.
+
+        Raises ValueError where the card does not compute in the job's format.
+        """
+        link, decode = self.card.link, None
+        if job.codec == "lossless":
+            link *= presets.LOSSLESS_LINK_SHARE
+            decode = self.card.memory * presets.LOSSLESS_DECODE_PER_MEMORY
         compute = self.card.bf16
         if job.compute == "nvfp4":
             if self.card.nvfp4 is None:
                 raise ValueError(f"{self.card.title} is not known to compute in NVFP4; use --compute bf16")
             compute = self.card.nvfp4
+        share = self.efficiency(shape).of(job.mode)
         return Rates(
-            compute, self.card.link, self.disk, self.gds, self.card.memory, decode, self.host_cost.layer, self.host_cost.use
+            efficiency.effective_rate(compute, self.card.bf16, share), link, self.disk, self.gds, self.card.memory,
+            decode, self.host_cost.of(job.mode), self.host_cost.use,
         )  # fmt: skip
 
     @property
@@ -125,7 +145,7 @@ def reserved_vram(shape: Shape, job: Job, tokens: int) -> VramUse:
 
 def work_of(shape: Shape, machine: Machine, job: Job, placement: Placement, tokens: int) -> Work:
     """Return the amounts of computation and transfer of a placement, the input of the cost model."""
-    smallest = min((wire_bytes(group, job) for group in shape.groups if group.repeated), default=0)
+    smallest = min((part_wire_bytes(group, job) for group in shape.groups if group.repeated), default=0)
     streams = sum(group.count - n for n, group in zip(placement.resident, shape.groups, strict=True))
     # Layers that stay packed are unpacked into the slots too. Of the slots' contents at the change from
     # forward to backward, only the share of the streamed layers saves a copy.
@@ -206,7 +226,7 @@ def _evaluate(shape: Shape, machine: Machine, job: Job, tokens: int) -> Estimate
     tried = []
     for found in (placement, *fitting):
         work = work_of(shape, machine, job, found, tokens)
-        tried.append((cost_model.step_time(tokens, work, machine.rates(job), job.mode), work, found))
+        tried.append((cost_model.step_time(tokens, work, machine.rates(shape, job), job.mode), work, found))
     step, work, placement = min(tried, key=lambda candidate: candidate[0].seconds)
     vram = replace(use, resident=placement.resident_bytes, slots=placement.slot_bytes)
     return Estimate(tokens, placement, vram, step, work, job.codec)

@@ -79,7 +79,7 @@ def thresholds(shape: Shape, machine: Machine, job: Job, outcome: Estimate) -> d
     with the bytes that host memory and the slots hold left out, and with the FLOPs of attention; this is
     Carom's own prediction.
     """
-    rates, work = machine.rates(job), outcome.work
+    rates, work = machine.rates(shape, job), outcome.work
     phases = cost_model.phases_of(job.mode)
     passes = sum(matrix for _, matrix, _ in phases)
     bandwidth = cost_model.effective_bandwidth(rates.link, rates.disk, rates.gds)
@@ -218,7 +218,7 @@ def plan(shape: Shape, machine: Machine, job: Job) -> ModelPlan:
         used = replace(job, codec=outcome.codec)
         one = work_of(shape, machine, used, outcome.placement, 1)
         one = replace(one, attention_per_token=outcome.work.attention_per_token)
-        generation = cost_model.step_time(1, one, machine.rates(used), "infer")
+        generation = cost_model.step_time(1, one, machine.rates(shape, used), "infer")
     return ModelPlan(
         shape, machine, job, outcome, thresholds(shape, machine, job, outcome),
         best_batch(shape, machine, job, min(tokens, shape.sample_tokens)), generation, changed,
@@ -256,7 +256,8 @@ def to_dict(plan: ModelPlan) -> dict:
     """
     shape, machine, job, outcome = plan.shape, plan.machine, plan.job, plan.outcome
     place = outcome.placement
-    card, vram, rates = machine.card, outcome.vram, machine.rates(job)
+    card, vram, rates = machine.card, outcome.vram, machine.rates(shape, job)
+    share = machine.efficiency(shape)
     sample = min(outcome.tokens, shape.sample_tokens)
     return {
         "model": shape.name, "title": shape.title, "source": shape.source, "note": shape.note,
@@ -269,7 +270,7 @@ def to_dict(plan: ModelPlan) -> dict:
         "zero_overhead_tokens_by_phase": _whole(plan.thresholds["by_phase"]),
         "thresholds": {name: _whole(value) for name, value in plan.thresholds.items()},
         "step_seconds": outcome.step.seconds, "compute_seconds": outcome.step.compute_seconds,
-        "resident_seconds": outcome.step.resident_seconds,
+        "resident_seconds": outcome.step.resident_seconds, "roofline_seconds": outcome.step.roofline_seconds,
         "overhead": outcome.step.overhead, "bound_by": outcome.step.bound_by,
         "phases": [
             {"name": phase.name, "seconds": phase.seconds, "compute_seconds": phase.compute,
@@ -307,8 +308,9 @@ def to_dict(plan: ModelPlan) -> dict:
         ],
         "hardware": {
             "gpu": card.title, "source": machine.source or card.source, "vram_bytes": card.vram,
-            "flops": rates.compute, "link_bytes_per_second": rates.link, "disk_bytes_per_second": rates.disk,
-            "host_seconds_per_layer": machine.host_cost.layer, "host_seconds_per_streamed_layer": machine.host_cost.use,
+            "flops": card.nvfp4 if job.compute == "nvfp4" else card.bf16, "effective_flops": rates.compute,
+            "efficiency": share.of(job.mode), "efficiency_source": share.source, "link_bytes_per_second": rates.link, "disk_bytes_per_second": rates.disk,
+            "host_seconds_per_layer": machine.host_cost.of(job.mode), "host_seconds_per_streamed_layer": machine.host_cost.use,
             "host_source": machine.host_cost.source,
             "disk": machine.disk_title, "gds": machine.gds, "ram_bytes": machine.ram,
         },

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...core.common.sizes import MIB
 from ...core.plan.residency import SMALL_UNIT
 from . import presets
 from .shapes import Group, Shape
@@ -18,7 +19,10 @@ from .shapes import Group, Shape
 if TYPE_CHECKING:
     from .estimate import Job
 
-SLOTS = 2  # device slots for streamed layers: one is computed with while the other is filled
+SLOTS = 2  # device slots for what streams: one is computed with while the other is filled
+# Bytes: a session divides a larger layer into parts of at most this size, each of which streams by itself
+# (core/session/rule_planner.py, PART; a test compares the two).
+PART = 128 * MIB
 
 
 @dataclass(frozen=True)
@@ -62,23 +66,44 @@ def wire_bytes(group: Group, job: Job) -> int:
     return int(raw * presets.LOSSLESS_RATIO) if job.codec == "lossless" and is_16bit else raw
 
 
+def part_bytes(group: Group, job: Job) -> int:
+    """Return the unpacked bytes of the largest part in which a layer streams.
+
+    A matrix is not divided, so a part has the size of the layer's largest matrix where that exceeds `PART`. The whole
+    layer is one part where its matrices are not known.
+    """
+    raw = group.bytes_in(job.quant)
+    if not group.largest or not group.params:
+        return raw
+    return min(raw, max(PART, raw * group.largest // group.params))
+
+
+def part_wire_bytes(group: Group, job: Job) -> int:
+    """Return the bytes copied for the largest part in which a layer streams."""
+    raw, part = group.bytes_in(job.quant), part_bytes(group, job)
+    return wire_bytes(group, job) * part // raw if raw else 0
+
+
 def _slot_bytes(group: Group, job: Job) -> int:
-    """Return the bytes of a slot for one layer, with the staging buffer that a packed layer is copied to
+    """Return the bytes of a slot for one part of a layer, with the staging buffer that packed bytes are copied to
     first.
     """
-    raw, wire = group.bytes_in(job.quant), wire_bytes(group, job)
-    return raw if wire == raw else raw + wire
+    part, wire = part_bytes(group, job), part_wire_bytes(group, job)
+    return part if wire == part else part + wire
 
 
 def _cuts(shape: Shape, job: Job) -> list[tuple[list[int], list[int], int]]:
-    """List (groups that must stay, groups that may stream, slot bytes) for each choice of the largest
-    streamed layer.
+    """List (groups that must stay, groups that may stream, slot bytes) for each choice of the largest slot.
 
-    Groups are given by index; all groups with larger layers than the chosen one must stay.
+    Groups are given by index; all groups whose slots would be larger than the chosen one must stay. The groups that
+    may stream are in the order in which layers are kept: the largest first.
     """
-    order = sorted(range(len(shape.groups)), key=lambda i: (-shape.groups[i].bytes_in(job.quant), i))
+    slot = [_slot_bytes(group, job) for group in shape.groups]
+    size = [group.bytes_in(job.quant) for group in shape.groups]
+    order = sorted(range(len(slot)), key=lambda i: (-slot[i], -size[i], i))
     return [
-        (order[:i], order[i:], SLOTS * _slot_bytes(shape.groups[order[i]], job)) for i in range(len(order))
+        (order[:i], sorted(order[i:], key=lambda i: (-size[i], i)), SLOTS * slot[order[i]])
+        for i in range(len(order))
     ]
 
 
@@ -165,7 +190,7 @@ def _fill(
         left -= raw[i] * size[i]
     kept = [a + b for a, b in zip(raw, packed, strict=True)]
     streams = [group.count - n for group, n in zip(groups, kept, strict=True)]
-    coded = [_slot_bytes(group, job) != each for group, each in zip(groups, size, strict=True)]
+    coded = [packed_size != each for packed_size, each in zip(wire, size, strict=True)]
     return Placement(
         tuple(kept),
         budget - slots - left,

@@ -65,6 +65,14 @@ _SAMPLES = {
     "encoder": (512, "512-token sequence"),
 }
 _EXPERT = re.compile(r"\.experts?\.")
+# Families of diffusion models (`Shape.family`) by parts of tensor names, in diffusers' and in the original checkpoints;
+# the first match counts.
+_FAMILIES = (
+    ("mmdit", re.compile(r"double_blocks\.|single_transformer_blocks\.|joint_blocks\.|add_q_proj|txt_mlp")),
+    ("single-stream", re.compile(r"noise_refiner\.")),
+    ("unet", re.compile(r"down_blocks\.|input_blocks\.")),
+    ("dit", re.compile(r"adaLN|modulation|scale_shift_table|norm1\.linear")),
+)
 
 
 def is_path(model: str) -> bool:
@@ -306,10 +314,17 @@ def _shape_of_tensors(name: str, source: str, tensors: dict, config: dict) -> Sh
         size, params = sum(size for _, size, _ in outside), sum(math.prod(dims) for _, _, dims in outside)
         groups.append(Group("outside the layers", 1, params, rows, repeated=False, stored_bytes=size))
     return Shape(
-        name, name, f"read from {source}", kind, tuple(groups), hidden, *_SAMPLES[kind],
+        name, name, f"read from {source}", kind, tuple(groups), hidden, *_SAMPLES[kind], family=_family(tensors, kind),
         note="" if used or not any(group.expert_params for group in groups)
         else "Experts found but no num_experts_per_tok beside the file: all are counted as in use.",
     )  # fmt: skip
+
+
+def _family(names: Collection[str], kind: str) -> str:
+    """Return the `Shape.family` of a model by the names of its tensors; "" for a diffusion model of an unknown kind."""
+    if kind != "diffusion":
+        return "decoder" if kind == "language" else "encoder"
+    return next((family for family, sign in _FAMILIES if any(sign.search(name) for name in names)), "")
 
 
 def _kind(names: Collection[str], lists: set[str], config: dict) -> str:
@@ -362,5 +377,6 @@ def _group(name: str, count: int, members: list, hidden: int, used: Any, kind: s
         gated=language or (kind == "encoder" and gates), modulated=kind == "diffusion",
     )  # fmt: skip
     return Group(
-        name, count, params, active, expert, attention_width=hidden, adapter_width=adapters, stored_bytes=stored, **kept
+        name, count, params, active, expert, attention_width=hidden, adapter_width=adapters, stored_bytes=stored,
+        largest=max((math.prod(dims) for _, _, dims in members), default=0), **kept,
     )  # fmt: skip

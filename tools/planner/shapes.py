@@ -22,7 +22,8 @@ class Group:
     layer's forward, `saved_width` of the tensors its backward needs. `adapter_width`: sum of (inputs +
     outputs) over the linear layers that get adapters. `repeated`: False for weights outside the layers
     (embeddings, head), which quantisers leave in 16 bits. `stored_bytes`: bytes of one layer in the
-    checkpoint, None where no checkpoint was read.
+    checkpoint, None where no checkpoint was read. `largest`: parameters of the layer's largest tensor; a session
+    divides a layer into parts, but no tensor (0: not known, so the layer streams whole).
     """
 
     name: str
@@ -36,6 +37,7 @@ class Group:
     adapter_width: int = 0
     repeated: bool = True
     stored_bytes: int | None = None
+    largest: int = 0
 
     def bytes_in(self, quant: Quant | None) -> int:
         """Return the bytes of one layer in format `quant`; None: as in the checkpoint, or 16 bits where none
@@ -56,7 +58,9 @@ class Shape:
     text encoders and embedding models do); `hidden`: width of the activations between layers;
     `sample_tokens`: tokens of one sample (an image, a clip, a sequence), which `sample` describes;
     `vocabulary`: rows of the output head over which training computes a loss (0: none, or not counted);
-    `kv_width`: elements per token in each layer's KV cache; `source`: where the figures come from.
+    `kv_width`: elements per token in each layer's KV cache; `source`: where the figures come from; `family`: the kind
+    of architecture, which decides the efficiency (efficiency.py): "dit", "mmdit", "single-stream", "unet", "decoder"
+    or "encoder" ("": not recognised).
     """
 
     name: str
@@ -70,6 +74,7 @@ class Shape:
     vocabulary: int = 0
     kv_width: int = 0
     note: str = ""
+    family: str = ""
 
     @property
     def layers(self) -> int:
@@ -139,9 +144,10 @@ def language_layer(
     dense = attention + matrices * hidden * dense_ff + hidden * experts
     routed = experts * 3 * hidden * expert_ff
     adapters = 2 * (hidden + query) + 2 * (hidden + kv) + (matrices * (hidden + dense_ff) if dense_ff else 0)
+    largest = hidden * max(query, dense_ff, expert_ff if experts else 0)
     return Group(
         name, count, dense + routed, dense + used * 3 * hidden * expert_ff, routed,
-        attention_width=query, adapter_width=adapters,
+        attention_width=query, adapter_width=adapters, largest=largest,
         **widths(hidden, query, kv, dense_ff + used * expert_ff, gated=gated, copies=2 * used),
     )  # fmt: skip
 
@@ -163,7 +169,7 @@ def language_model(
         )
     return Shape(
         name, title, source, "language", groups + outside, hidden, 1024, "1024-token sequence",
-        vocabulary=vocabulary, kv_width=2 * kv, note=note,
+        vocabulary=vocabulary, kv_width=2 * kv, note=note, family="decoder",
     )  # fmt: skip
 
 
@@ -172,21 +178,23 @@ def encoder(
 ) -> Shape:
     """Return a text encoder: layers and an embedding, without a head."""
     outside = (Group("embedding", 1, hidden * vocabulary, 0, repeated=False),) if vocabulary else ()
-    return Shape(name, title, source, "encoder", groups + outside, hidden, 512, "512-token sequence")
+    return Shape(
+        name, title, source, "encoder", groups + outside, hidden, 512, "512-token sequence", family="encoder"
+    )
 
 
 def diffusion_layer(
     name: str, count: int, params: int, active: int, hidden: int, ff: int,
-    *, gated: bool = False, modulated: bool = True, adapter_width: int | None = None,
+    *, gated: bool = False, modulated: bool = True, adapter_width: int | None = None, largest: int = 0,
 ) -> Group:  # fmt: skip
     """Return a group of diffusion transformer layers.
 
     `active`: parameters that one token is multiplied with, which are the matrices of the token's own stream
-    without modulation.
+    without modulation. `largest`: parameters of the largest matrix; 0: hidden x ff.
     """
     mlp = (3 if gated else 2) * (hidden + ff)
     return Group(
-        name, count, params, active, attention_width=hidden,
+        name, count, params, active, attention_width=hidden, largest=largest or hidden * ff,
         adapter_width=8 * hidden + mlp if adapter_width is None else adapter_width,
         **widths(hidden, hidden, hidden, ff, gated=gated, modulated=modulated),
     )  # fmt: skip
@@ -208,16 +216,16 @@ def flux1(
     """Return a Flux.1 model, with d = `hidden`.
 
     A double block has two streams of 18 d^2 parameters, 6 of them for modulation; a single block has 15 d^2,
-    3 for modulation.
+    3 for modulation. The largest matrices have 6 d^2 and 7 d^2.
     """
     square = hidden * hidden
     groups = (
-        diffusion_layer("double block", double, 36 * square, 12 * square, hidden, 4 * hidden, adapter_width=36 * hidden),
-        diffusion_layer("single block", single, 15 * square, 12 * square, hidden, 4 * hidden, adapter_width=14 * hidden),
+        diffusion_layer("double block", double, 36 * square, 12 * square, hidden, 4 * hidden, adapter_width=36 * hidden, largest=6 * square),
+        diffusion_layer("single block", single, 15 * square, 12 * square, hidden, 4 * hidden, adapter_width=14 * hidden, largest=7 * square),
     )  # fmt: skip
     return Shape(
         name, title, source, "diffusion", _outside(total, groups) if total else groups, hidden,
-        4096 + 512, "1024 x 1024 image with 512 text tokens",
+        4096 + 512, "1024 x 1024 image with 512 text tokens", family="mmdit",
     )  # fmt: skip
 
 
@@ -225,16 +233,16 @@ def flux2(
     name: str, title: str, source: str, double: int = 8, single: int = 48, hidden: int = 6144, total: int = 0
 ):
     """Return a Flux.2 model: as Flux.1, with a gated MLP of width 3 d (13 d^2 a stream) and modulation shared
-    by all blocks.
+    by all blocks. The largest matrices have 6 d^2 and 9 d^2.
     """
     square = hidden * hidden
     groups = (
-        diffusion_layer("double block", double, 26 * square, 13 * square, hidden, 3 * hidden, gated=True, adapter_width=38 * hidden),
-        diffusion_layer("single block", single, 13 * square, 13 * square, hidden, 3 * hidden, gated=True, adapter_width=15 * hidden),
+        diffusion_layer("double block", double, 26 * square, 13 * square, hidden, 3 * hidden, gated=True, adapter_width=38 * hidden, largest=6 * square),
+        diffusion_layer("single block", single, 13 * square, 13 * square, hidden, 3 * hidden, gated=True, adapter_width=15 * hidden, largest=9 * square),
     )  # fmt: skip
     return Shape(
         name, title, source, "diffusion", _outside(total, groups) if total else groups, hidden,
-        4096 + 512, "1024 x 1024 image with 512 text tokens",
+        4096 + 512, "1024 x 1024 image with 512 text tokens", family="mmdit",
     )  # fmt: skip
 
 
@@ -245,12 +253,19 @@ def qwen_image(name: str, title: str, source: str, layers: int = 60, hidden: int
     square = hidden * hidden
     groups = (
         diffusion_layer(
-            "block", layers, 36 * square, 12 * square, hidden, 4 * hidden, adapter_width=36 * hidden
+            "block",
+            layers,
+            36 * square,
+            12 * square,
+            hidden,
+            4 * hidden,
+            adapter_width=36 * hidden,
+            largest=6 * square,
         ),
     )
     return Shape(
         name, title, source, "diffusion", _outside(total, groups) if total else groups, hidden,
-        4096 + 256, "1024 x 1024 image with 256 text tokens",
+        4096 + 256, "1024 x 1024 image with 256 text tokens", family="mmdit",
     )  # fmt: skip
 
 
@@ -282,7 +297,7 @@ def wan(
     )
     return Shape(
         name, title, source, "diffusion", _outside(total, groups) if total else groups, hidden,
-        21 * 30 * 52, "81-frame 832 x 480 clip", note=note,
+        21 * 30 * 52, "81-frame 832 x 480 clip", note=note, family="dit",
     )  # fmt: skip
 
 
@@ -303,15 +318,17 @@ def z_image(
     groups = (diffusion_layer("block", layers + refiners, params, params, hidden, ff, gated=True),)
     return Shape(
         name, title, source, "diffusion", _outside(total, groups) if total else groups, hidden,
-        4096 + 256, "1024 x 1024 image with 256 text tokens",
+        4096 + 256, "1024 x 1024 image with 256 text tokens", family="single-stream",
     )  # fmt: skip
 
 
 def _published(group: Group, *, params: int, active: int, expert: int = 0) -> Group:
-    """Return ``group`` with the figures of the published note, and no attention FLOPs, because the note
-    counts none.
+    """Return ``group`` with the figures of the published note: no attention FLOPs, because the note counts none, and
+    whole layers in the slots.
     """
-    return replace(group, params=params, active_params=active, expert_params=expert, attention_width=0)
+    return replace(
+        group, params=params, active_params=active, expert_params=expert, attention_width=0, largest=0
+    )
 
 
 def _diffusers(cls: str, total: float) -> str:
@@ -336,11 +353,11 @@ def _known_models() -> tuple[Shape, ...]:
     conv_params, conv_active = 350_941_760, 853_228_160
     unet = (
         Group(
-            "transformer block, 1280 wide", 60, 34_755_840, 18 * 1280 * 1280, attention_width=1280,
+            "transformer block, 1280 wide", 60, 34_755_840, 18 * 1280 * 1280, attention_width=1280, largest=8 * 1280 * 1280,
             adapter_width=39_936, **widths(1280, 1280, 1280, 5120, gated=True),
         ),
         Group(
-            "transformer block, 640 wide", 10, 10_005_120, 4 * 18 * 640 * 640, attention_width=16 * 640,
+            "transformer block, 640 wide", 10, 10_005_120, 4 * 18 * 640 * 640, attention_width=16 * 640, largest=8 * 640 * 640,
             adapter_width=22_016, **widths(4 * 640, 4 * 640, 4 * 640, 4 * 2560, gated=True),
         ),
         Group(
@@ -360,7 +377,7 @@ def _known_models() -> tuple[Shape, ...]:
         Shape(
             "sdxl", "SDXL (U-Net)", "diffusers UNet2DConditionModel with the published SDXL base configuration, blocks "
             "counted on meta (2.567 B)", "diffusion", _outside(2_567_463_684, unet), 1280,
-            1024, "1024 x 1024 image",
+            1024, "1024 x 1024 image", family="unet",
             note="A U-Net's blocks differ in size and resolution; tokens count its 32 x 32 level.",
         ),
         language_model(
@@ -374,7 +391,7 @@ def _known_models() -> tuple[Shape, ...]:
             "llama-70b", "Llama-70B (published figures)", f"{_NOTE}: 80 layers, 470 MB each in NF4, 1.05 B active "
             "parameters a layer; widths from config.json of Meta-Llama-3-70B", "language",
             (_published(llama70, params=llama70.params, active=1_050_000_000),), 8192, 1024, "1024-token sequence",
-            kv_width=2048,
+            kv_width=2048, family="decoder",
             note="Embedding and head are not counted, as in the published note; `llama3-70b` counts them.",
         ),
         Shape(
@@ -383,7 +400,7 @@ def _known_models() -> tuple[Shape, ...]:
             (replace(
                 _published(glm, params=324_000_000 + experts * expert, active=514_000_000, expert=experts * expert),
                 **moe_widths,
-            ),), 5120, 1024, "1024-token sequence", kv_width=2048,
+            ),), 5120, 1024, "1024-token sequence", kv_width=2048, family="decoder",
             note="Embedding and head are not counted, as in the published note. Adapters go on the dense parts only.",
         ),
         language_model(
