@@ -38,7 +38,7 @@ def build(folder: Path, old: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for a record that cannot be rendered.
     """
-    before = {entry["file"]: entry for entry in old.get("records", ())}
+    before = {entry["file"]: entry for entry in [*old.get("removed", ()), *old.get("records", ())]}
     entries = []
     for path in sorted(folder.iterdir()):
         if path.name == NAME or path.name.endswith(".tmp"):
