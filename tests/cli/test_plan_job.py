@@ -199,6 +199,19 @@ def test_what_a_plan_does_not_count_is_said(capsys, job, change, said):
     assert any(said in remark for remark in process["remarks"])
 
 
+def test_packing_is_offered_where_16_bit_weights_stream(capsys, job):
+    plain, slow = job({"quantize": False}), f"{ON} --link 2GB"  # packing pays where copies are late
+    said = "--codec lossless shows the step times"
+    (process,) = answer(capsys, f"plan {plain} {slow}")["processes"]
+    (packed,) = answer(capsys, f"plan {plain} {slow} --codec lossless")["processes"]
+    assert any(said in remark for remark in process["remarks"])
+    assert not any(said in remark for remark in packed["remarks"])
+    waits = [found["models"][0]["plan"]["host"]["streamed_bytes"] for found in (process, packed)]
+    assert waits[1] < waits[0]
+    (quantised,) = answer(capsys, f"plan {job({'quantize_te': True})} {ON}")["processes"]
+    assert not any(said in remark for remark in quantised["remarks"])
+
+
 @pytest.mark.parametrize("option", ["--tokens 4", "--quant nf4", "--nvme gen4", "--plot x.png"])
 def test_options_that_the_job_decides_are_bad_use(capsys, job, option):
     assert option.split()[0] in ask(capsys, f"plan {job()} {ON} {option}", code=2).err

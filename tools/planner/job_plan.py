@@ -101,6 +101,12 @@ class PlannedModel:
         """Whether weights of the model stream."""
         return self.plan is not None and self.plan.outcome.placement.streamed_wire > 0
 
+    @property
+    def streams_16bit(self) -> bool:
+        """Whether 16-bit weights of the model stream, which can be packed without loss."""
+        quant = self.plan.job.quant if self.plan is not None else None
+        return self.streams and quant is not None and quant.is_16bit
+
 
 @dataclass(frozen=True)
 class ProcessPlan:
@@ -169,6 +175,11 @@ def plan_process(
     job = Job("train", cases[0].tokens, None, None, process.rank, codec, compute)
     found, missing = _models(process, arch, cases[0], job, remarks)
     planned = [*_plan_all(found, machine, vram, cases), *missing]
+    if model.offload.codec == "auto" and codec == "raw" and any(found.streams_16bit for found in planned):
+        remarks.append(
+            "16-bit weights are planned to cross as they are. The job's `codec: auto` packs them without loss where Triton "
+            "runs and that is faster; --codec lossless shows the step times then."
+        )
     lines, reasons = _advice(process, planned, vram)
     return ProcessPlan(process, tuple(planned), lines, (*remarks, *reasons))
 
