@@ -68,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RECORD",
         help="run nothing: print (and --chart) a kept record of any kind",
     )
+    add(
+        "--write-docs",
+        action="store_true",
+        help="run nothing: write the records' index, docs/performance.md, README's table and docs/bench.png",
+    )
     add("--out", type=Path, metavar="DIR", help="write the whole record to DIR/bench.json")
     add("--chart", type=Path, metavar="PNG", help="draw the comparison")
     add("--markdown", action="store_true", help="print the table as Markdown")
@@ -133,6 +138,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.show:
         return _show(args)
+    if args.write_docs:
+        return _write_docs(args)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.device(device)
@@ -244,6 +251,15 @@ def _show(args: argparse.Namespace) -> int:
     if args.chart:
         chart(shown.rows, args.chart)
     print(json.dumps(shown.record) if args.json else table(shown.rows, markdown=args.markdown))
+    return 0
+
+
+def _write_docs(args: argparse.Namespace) -> int:
+    """Write what is generated from the records of this checkout, and print the files."""
+    from ..benchmarks.results.docs import write_docs
+
+    told = write_docs()
+    print(json.dumps({"written": told}) if args.json else "\n".join(told))
     return 0
 
 

@@ -195,11 +195,8 @@ def _place(record: dict[str, Any], word: str) -> tuple[str, str]:
     if record.get("text_layers"):
         group += f", captions encoded in every step by {record['text_layers']} layers"
     group += ", float8" if quantised else ""
-    group += "".join(
-        f", {words} {value}"
-        for words, option, usual in (("pixels", "--pixels", "512"), ("limit", "--limit", None))
-        if (value := _option(given, option)) not in (None, usual)
-    )
+    pixels = _option(given, "--pixels")
+    group += f", {pixels} pixels" if pixels not in (None, "512") else ""
     group += ", no checkpointing" if "--no-checkpointing" in given else ""
     if word == "plain":
         case = PLAIN
@@ -209,6 +206,13 @@ def _place(record: dict[str, Any], word: str) -> tuple[str, str]:
     else:
         budget, _, codec = word.partition("/")
         case = f"Carom, {_budget(budget)}" + (f", {codec}" if codec else "")
+        limit = _option(given, "--limit")
+        # With the limit `fit` the card has as much memory as the job's model and adapters call for.
+        case += (
+            f", {'just enough' if limit == 'fit' else limit} of the card free"
+            if limit and budget == "auto"
+            else ""
+        )
         granularity = _option(given, "--granularity")
         case += f", granularity {granularity}" if granularity not in (None, "auto") else ""
     return group, case
