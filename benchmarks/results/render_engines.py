@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
+from ..engines import tables
 from ..engines.case import Case
 from ..engines.tables import device_bytes, exactness
-from .rows import Row, pooled
+from .rows import Row, pooled, split
 
 NO_OFFLOADING = "no offloading"
 _DEFAULTS = {field.name: field.default for field in fields(Case) if field.default is not MISSING}
@@ -28,7 +29,8 @@ def rows(record: dict[str, Any]) -> list[Row]:
     for entry in entries:
         case = entry["case"]
         groups.setdefault(_names(case, entry["key"]), []).append(entry)
-    found = [_row(name, members, groups, record) for name, members in groups.items()]
+    floors = _floors(record)
+    found = [_row(name, members, groups, floors) for name, members in groups.items()]
     return [row for row in found if row is not None]
 
 
@@ -36,7 +38,7 @@ def _row(
     name: tuple[str, ...],
     members: list[dict[str, Any]],
     groups: dict[tuple[str, ...], list[dict[str, Any]]],
-    record: dict[str, Any],
+    floors: dict[str, tuple[float | None, bool]],
 ) -> Row | None:
     group, case, metric, unit = name
     done = [entry["result"] for entry in members if entry["result"]["status"] == "ok"]
@@ -68,20 +70,41 @@ def _row(
             "same_bits": _all(exactness(result, base[0]) for result in done),
         }
     report = first.get("report") or {}
+    floor, host_binds = floors.get(members[0]["key"], (None, False))
     packed = report.get("resident_packed_units")
-    floors = [record.get("rooflines", {}).get(entry["key"], {}).get("ms") for entry in members]
+    notes = (
+        f"{packed} units stay packed" if packed else "",
+        "the host limits the run without offloading, so there is no roofline" if host_binds else "",
+        split(report) if report.get("host_late_seconds") is not None else "",
+    )
     return Row(
         group,
         case,
         metric,
         unit,
         **row,
-        floor=floors[0],
+        floor=floor,
         device_bytes=max((device_bytes(result) or 0 for result in done), default=0) or None,
         host_bytes=first.get("host_rss_bytes"),
         kernels=tuple((first.get("kernel_ms") or {}).items()),
-        note=f"{packed} units stay packed" if packed else "",
+        note="; ".join(filter(None, notes)),
     )
+
+
+def _floors(record: dict[str, Any]) -> dict[str, tuple[float | None, bool]]:
+    """Return by key the roofline of a case in ms, and whether there is none because the host limits the resident run.
+
+    A record whose resident runs kept no kernel times has only the rooflines that it names itself: phases between events
+    contain the gaps that a late host leaves.
+    """
+    found: dict[str, tuple[float | None, bool]] = {
+        key: (one["ms"], False) for key, one in record.get("rooflines", {}).items()
+    }
+    if any(entry["result"].get("kernel_ms") for entry in record["cases"]):
+        for row in tables.rows(record["cases"]):
+            if row["roofline"]:
+                found[row["key"]] = (None, True) if row["host_binds"] else (row["roofline"].ms, False)
+    return found
 
 
 def _names(case: dict[str, Any], key: str) -> tuple[str, str, str, str]:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from .rows import Row, pooled
+from .rows import Row, pooled, split
 
 GIB = 1 << 30
 STOCK, PLAIN = "stock", "no offloading"
@@ -68,8 +68,7 @@ def _comfy_row(
         same = all(a == b for a, b in pairs) if pairs else None
     host = run["host"]
     key = "anonymous_bytes" if "anonymous_bytes" in host["peak"] else "resident_bytes"
-    report = (run.get(name) or {}).get("report") or {}
-    stall = report.get("stall_seconds") if report.get("step_seconds") else None
+    profile = run.get("profile") or {}
     return Row(
         group,
         loader,
@@ -79,9 +78,8 @@ def _comfy_row(
         device_bytes=run["card"]["peak_bytes"] if "card" in run else None,
         host_bytes=host["peak"][key] - host["before"][key],
         same_bits=same,
-        note=""
-        if stall is None
-        else f"{100 * stall / report['step_seconds']:.1f} % of a step waits for weights",
+        kernels=(("iteration", profile["kernel_ms"]),) if "kernel_ms" in profile and name != "first" else (),
+        note=split((run.get(name) or {}).get("report")) if name != "first" else "",
     )
 
 
@@ -99,8 +97,16 @@ def _comfy_value(run: dict[str, Any], name: str) -> float | None:
 
 
 def _samples(run: dict[str, Any], name: str) -> list[float]:
-    """Return the seconds of all iterations; the first one of a prompt is not among them."""
-    return [] if name in ("first", "turn") else list((run.get(name) or {}).get("iterations_s") or ())
+    """Return the samples of a run in seconds. Where an older record keeps only the times of a prompt's iterations, its
+    first one does not count, because the prompt prepares within it.
+    """
+    kept = run.get("samples_settled_s" if name == "settled" else "samples_s")
+    if name == "first":
+        return []
+    if kept is not None or name == "turn":
+        return list(kept or ())
+    found = list((run.get(name) or {}).get("iterations_s") or ())
+    return found[1:] or found
 
 
 def _metric(run: dict[str, Any]) -> str:
@@ -161,10 +167,18 @@ def aitoolkit_rows(record: dict[str, Any]) -> list[Row]:
                 host_bytes=done[0].get("anonymous_bytes") or done[0].get("rss_bytes"),
                 same_bits=same,
                 kernels=tuple((done[0].get("kernel_ms") or {}).items()),
-                note=_losses(done, plain if case != PLAIN else ()),
+                note="; ".join(
+                    filter(None, (_split(done[0]), _losses(done, plain if case != PLAIN else ())))
+                ),
             )
         )
     return found
+
+
+def _split(run: dict[str, Any]) -> str:
+    """Return what a step waits for, from the report of the model that trains."""
+    models = ((run.get("report") or {}).get("models") or {}).values()
+    return split(next((one for one in models if one.get("kind") == "train"), None))
 
 
 def _losses(runs: list[dict[str, Any]], plain: Iterable[dict[str, Any]]) -> str:
@@ -201,8 +215,8 @@ def _place(record: dict[str, Any], word: str) -> tuple[str, str]:
     if word == "plain":
         case = PLAIN
     elif word.startswith("stock"):
-        settings = word.removeprefix("stock").strip("-:=/ ")
-        case = "ai-toolkit's layer_offloading" + (f", {settings}" if settings else "")
+        share = word.removeprefix("stock")
+        case = "ai-toolkit's layer_offloading" + (f", {share} % of the layers" if share else "")
     else:
         budget, _, codec = word.partition("/")
         case = f"Carom, {_budget(budget)}" + (f", {codec}" if codec else "")

@@ -6,7 +6,7 @@ Every kind of record is rendered as a list of these rows. The module is pure.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,16 @@ class Row:
     def key(self) -> tuple[str, str, str, str]:
         """What identifies the measurement in every record of the kind on the same accelerator."""
         return self.group, self.case, self.metric, self.unit
+
+
+def split(report: Mapping[str, Any] | None) -> str:
+    """Return in words what a step of a session's report spends on waiting, "" where the report does not say."""
+    parts = []
+    if report and report.get("step_seconds"):
+        for key, words in (("stall_seconds", "waits for weights"), ("host_late_seconds", "host late")):
+            if report.get(key) is not None:
+                parts.append(f"{words} {100 * report[key] / report['step_seconds']:.1f} %")
+    return ", ".join(parts) + (" of a step" if parts else "")
 
 
 def pooled(

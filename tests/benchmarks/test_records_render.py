@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from carom.benchmarks.engines.case import Case
+from carom.benchmarks.results import render_engines, render_hosts
 from carom.benchmarks.results.render import RecordError, read
 from carom.benchmarks.results.rows import Row, pooled
 from carom.benchmarks.results.table import chart, number, table
@@ -90,8 +92,7 @@ def test_processes_of_a_case_are_pooled_from_their_samples():
 
 
 def _suite(*results: tuple[str, float, dict]) -> dict:
-    base = {"mode": "infer", "kind": "step", "d": 64, "depth": 4, "tokens": 16, "resident": 0, "slots": 3, "vram": None,
-            "steps": 4, "codec": "raw"}  # fmt: skip
+    base = Case(d=64, depth=4, tokens=16, steps=4).to_dict()
     entries = [
         {"key": engine, "process": number, "case": {**base, "engine": engine},
          "result": {"status": "ok", "ms_per_step": ms, **more}}
@@ -144,6 +145,63 @@ def test_disk_is_compared_with_the_best_plain_rate_of_the_run():
             row = next(row for row in rendered.rows if row.metric.startswith("first output"))
             least = row.value * best / result["make"]["weights_bytes"]
             assert row.ratio >= least * (1 - 1e-9) and least >= result["first_output"]["first_output_of_raw"]
+
+
+def test_the_roofline_comes_from_kernels_alone():
+    link = {"key": "link", "case": {**Case(d=64, depth=4, kind="link").to_dict()},
+            "result": {"status": "ok", "link_bytes_per_second": 1e9}}  # fmt: skip
+    phases = {"phases_ms": {"forward": 5.0}, "host_ms_per_step": 1.0}
+    record = _suite(("none", 5.0, phases), ("carom", 10.0, {}))
+    record["cases"].append(link)
+    del record["rooflines"]
+    assert render_engines.rows(record)[1].floor is None
+    record["cases"][0]["result"]["kernel_ms"] = {"forward": 4.0}
+    assert render_engines.rows(record)[1].floor == pytest.approx(4.0)  # more than the bytes take
+    record["cases"][0]["result"]["host_ms_per_step"] = 5.0
+    late = render_engines.rows(record)[1]
+    assert late.floor is None and "the host limits" in late.note
+
+
+def test_samples_and_kernels_of_a_new_comfyui_record():
+    prompt = {
+        "hash": "a",
+        "wall_s": 9.0,
+        "iterations_s": [0.5, 0.2, 0.2],
+        "report": {"step_seconds": 0.2, "stall_seconds": 0.02},
+    }
+    run = {"limit": None, "loader": "stock", "status": "ok", "first": prompt, "second": prompt, "s_per_iteration": 0.2,
+           "host": {"before": {"resident_bytes": 1}, "peak": {"resident_bytes": 3}}}  # fmt: skip
+    shape = {"double": 1, "single": 2, "hidden": 8}
+    record = {"tool": "comfy_gpu", "arguments": [], "shape": shape, "file_bytes": 10, "runs": [run]}
+    (iteration, first) = render_hosts.comfy_rows(record)
+    assert (iteration.samples, first.samples) == (2, 0)  # an older record: its first iteration prepares
+    assert iteration.note == "waits for weights 10.0 % of a step"
+    new = {**run, "samples_s": [0.1, 0.2, 0.3, 0.4], "profile": {"kernel_ms": 90.0}}
+    record["runs"] = [new, new]
+    (iteration, first) = render_hosts.comfy_rows(record)
+    assert (iteration.value, iteration.samples, iteration.processes) == (0.25, 8, 2)
+    assert iteration.kernels == (("iteration", 90.0),) and first.kernels == ()
+
+
+def test_configurations_of_ai_toolkit_in_words():
+    record = {"layers": 2, "rank": 16, "arguments": ["--limit", "fit"]}
+    for word, case in {
+        "plain#100": "no offloading",
+        "stock": "ai-toolkit's layer_offloading",
+        "stock50": "ai-toolkit's layer_offloading, 50 % of the layers",
+        "float8-half/auto": "Carom, half of no offloading's memory, auto",
+        "auto/raw@64": "Carom, budget auto, raw, just enough of the card free",
+    }.items():
+        run = {
+            "config": word,
+            "status": "ok",
+            "s_per_step": 1.0,
+            "peak_reserved_bytes": 1,
+            "samples_ms": [1.0, 3.0],
+        }
+        (row,) = render_hosts.aitoolkit_rows({**record, "runs": [run]})
+        assert row.case == case and row.value == 0.002
+        assert ("float8" in row.group, "rank 64" in row.group) == ("float8" in word, "@64" in word)
 
 
 def test_a_skipped_case_has_its_reason_and_no_value():
