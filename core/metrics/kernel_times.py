@@ -47,28 +47,32 @@ class KernelTimes:
     ``kernels``: sum of the durations of the model's kernels, that is, of all kernels that do not unpack weights.
     ``contention``: the part of ``kernels`` by which kernels took longer because weights were unpacked beside them.
     ``busy``: time in which at least one of the model's kernels ran.
+    ``late``: time in which no kernel of the model ran, because the host had not launched the next one.
     ``decode``: sum of the durations of the kernels that unpack weights.
     """
 
     kernels: tuple[float, float]
     contention: tuple[float, float]
     busy: float
+    late: float
     decode: float
 
 
 @dataclass(frozen=True)
 class StepSplit:
-    """The parts of a step, in seconds. The step takes the sum of kernels, stall and host-late time, where no two
-    kernels run at the same time.
+    """The parts of a step, in seconds. If no two kernels run at the same time, the step takes the sum of kernels,
+    stall, host-late time and gaps.
 
     ``train``: whether the step had a backward.
     ``kernel_seconds``: the model's kernels in (forward, backward).
     ``stall_seconds``: the device waited for weights.
-    ``host_late_seconds``: the device had nothing to do, because the host had not issued the next kernel.
+    ``host_late_seconds``: the device had nothing to do, because the host had not launched the next kernel.
+    ``gap_seconds``: what remains of the step, mostly the device's gaps between a kernel and the next one, which was
+    launched in time.
     ``contention_seconds``: the part of ``kernel_seconds`` that is due to unpacking beside them; None if unknown.
     ``source``: "profiler"; "clock" on a device whose clock gives kernel times exactly (the CPU, the simulated device);
     or "events": events around the units. Between events the device's gaps within a unit, and all gaps in the backward,
-    count as kernel time, so kernel times are upper bounds.
+    count as kernel time, so kernel times are upper bounds and gaps are unknown (0).
     """
 
     train: bool
@@ -76,6 +80,7 @@ class StepSplit:
     stall_seconds: float
     host_late_seconds: float
     source: str
+    gap_seconds: float = 0.0
     contention_seconds: tuple[float, float] | None = None
 
     @classmethod
@@ -83,8 +88,8 @@ class StepSplit:
         cls, times: KernelTimes, *, train: bool, seconds: float, stall_seconds: float
     ) -> StepSplit:
         """Return the parts of a step of ``seconds`` whose kernels were recorded."""
-        late = max(0.0, seconds - stall_seconds - times.busy)
-        return cls(train, times.kernels, stall_seconds, late, "profiler", times.contention)
+        gaps = max(0.0, seconds - stall_seconds - times.busy - times.late)
+        return cls(train, times.kernels, stall_seconds, times.late, "profiler", gaps, times.contention)
 
     @property
     def undisturbed_seconds(self) -> tuple[float, float]:
@@ -104,6 +109,7 @@ def kernel_times(kernels: Iterable[Kernel], *, begin: float, turn: float, end: f
     model = [kernel for kernel in own if not kernel.decodes]
     phases = [kernel.launched >= turn for kernel in model]
     extra = _contention(model, decodes)
+    busy, late = _busy_and_late(model, begin)
     pair = lambda seconds: (  # noqa: E731
         sum(value for value, backward in zip(seconds, phases, strict=True) if not backward),
         sum(value for value, backward in zip(seconds, phases, strict=True) if backward),
@@ -111,18 +117,23 @@ def kernel_times(kernels: Iterable[Kernel], *, begin: float, turn: float, end: f
     return KernelTimes(
         kernels=pair([kernel.seconds for kernel in model]),
         contention=pair(extra),
-        busy=_covered(model),
+        busy=busy,
+        late=late,
         decode=sum(kernel.seconds for kernel in decodes),
     )
 
 
-def _covered(kernels: list[Kernel]) -> float:
-    """Return the seconds in which at least one of ``kernels`` ran."""
-    covered, reached = 0.0, -1.0
+def _busy_and_late(kernels: list[Kernel], begin: float) -> tuple[float, float]:
+    """Return the seconds in which at least one of ``kernels`` ran, and those in which none ran because the next one
+    was not launched yet.
+    """
+    busy = late = 0.0
+    reached = begin  # the time up to which the device's work is accounted for
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-        covered += max(0.0, kernel.end - max(reached, kernel.start))
+        late += max(0.0, min(kernel.start, kernel.launched) - reached)
+        busy += max(0.0, kernel.end - max(reached, kernel.start))
         reached = max(reached, kernel.end)
-    return covered
+    return busy, late
 
 
 def _contention(model: list[Kernel], decodes: list[Kernel]) -> list[float]:

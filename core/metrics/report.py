@@ -118,10 +118,11 @@ class Report:
     bound_by: str = ""
     disk_wait_seconds: float = 0.0  # total seconds that host threads have waited for disk reads
     # The parts of a step besides `stall_seconds` (see core/metrics/kernel_times.py): the model's kernels, the
-    # device's idle time because the host was late, and the part of `kernel_seconds` that unpacking beside the
-    # kernels has added.
+    # device's idle time because the host was late, the gaps between kernels that were launched in time, and the
+    # part of `kernel_seconds` that unpacking beside the kernels has added.
     kernel_seconds: float | None = None
     host_late_seconds: float | None = None
+    gap_seconds: float | None = None
     decode_contention_seconds: float | None = None
     kernel_source: str = ""  # how these were measured: "profiler", "events", "clock" or ""
     pageable_bytes: int = 0  # bytes of streamed weights in host memory that is not pinned
@@ -254,6 +255,7 @@ class Report:
             ("  kernels", format_seconds(self.kernel_seconds), self._kernels_remark()),
             ("  waiting for weights", format_seconds(self.stall_seconds), _share(self.stall_seconds, self.step_seconds, "of the step (stall)")),
             ("  host late", format_seconds(self.host_late_seconds), _share(self.host_late_seconds, self.step_seconds, "of the step")),
+            ("  gaps between kernels", format_seconds(self.gap_seconds), _share(self.gap_seconds, self.step_seconds, "of the step")),
             ("  best possible", format_seconds(self.roofline_seconds), self._roofline_verdict()),
             ("  predicted", format_seconds(self.predicted_seconds), "by the planner, from the first steps"),
             ("transfers hidden", _percent(self.hidden_fraction if self.raw_bytes_per_step else None), "behind computing"),

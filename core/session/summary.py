@@ -137,6 +137,7 @@ def _split(figures: Medians) -> dict[str, Any]:
     return {
         "kernel_seconds": sum(split.kernel_seconds),
         "host_late_seconds": split.host_late_seconds,
+        "gap_seconds": split.gap_seconds if split.source == "profiler" else None,
         "decode_contention_seconds": None
         if split.contention_seconds is None
         else sum(split.contention_seconds),

@@ -38,6 +38,18 @@ def test_gaps_are_not_busy_and_what_overlaps_is_busy_once():
     assert times.busy == 4.0 and sum(times.kernels) == 5.0
 
 
+def test_a_gap_is_the_host_s_up_to_the_launch_of_the_next_kernel():
+    ran = [
+        kernel("a", 1.0, 2.0, launched=0.5),
+        kernel("b", 8.0, 1.0, launched=7.0),
+        kernel("c", 10.0, 1.0, launched=7.5),
+    ]
+    times = kernel_times(ran, begin=0.0, turn=99.0, end=99.0)
+    assert times.late == 0.5 + 4.0  # before a, and from the end of a (3.0) to the launch of b
+    split = StepSplit.from_kernels(times, train=False, seconds=11.0, stall_seconds=0.25)
+    assert split.gap_seconds == 11.0 - 4.0 - 4.5 - 0.25
+
+
 def test_unpacking_is_no_kernel_of_the_model_and_what_it_adds_to_them_is_told():
     block = ["norm", "product", "gelu", "product", "add"]
     ran, at = [], 0.0
@@ -62,7 +74,7 @@ def test_unpacking_is_no_kernel_of_the_model_and_what_it_adds_to_them_is_told():
 def test_contention_and_busy_time_never_exceed_the_kernels(spans, turn):
     ran = [kernel(name, start, seconds) for start, seconds, name in spans]
     times = kernel_times(ran, begin=0.0, turn=turn, end=100.0)
-    assert 0 <= times.busy <= sum(times.kernels) + 1e-9
+    assert 0 <= times.busy <= sum(times.kernels) + 1e-9 and times.late >= 0
     assert all(
         0 <= added <= whole + 1e-9 for added, whole in zip(times.contention, times.kernels, strict=True)
     )
@@ -72,7 +84,9 @@ def test_the_parts_add_up_to_the_step():
     times = kernel_times([kernel("a", 0.0, 3.0), kernel("b", 5.0, 2.0)], begin=0.0, turn=4.0, end=9.0)
     split = StepSplit.from_kernels(times, train=True, seconds=9.0, stall_seconds=1.0)
     assert split.kernel_seconds == (3.0, 2.0)
-    assert sum(split.kernel_seconds) + split.stall_seconds + split.host_late_seconds == 9.0
+    assert (
+        sum(split.kernel_seconds) + split.stall_seconds + split.host_late_seconds + split.gap_seconds == 9.0
+    )
 
 
 def test_the_roofline_is_by_phase_and_disk_bounds_the_whole_step():
@@ -149,7 +163,8 @@ def test_kernels_of_the_last_step_replace_what_events_told():
     meter.kernels_ran([kernel("a", launched + 1, 4.0, launched), kernel("other", 0.0, 50.0)], clock)
     split = meter.medians().split
     assert split is not None and split.source == "profiler"
-    assert split.kernel_seconds == (4.0, 0.0) and split.host_late_seconds == pytest.approx(5.0)
+    assert split.kernel_seconds == (4.0, 0.0)
+    assert split.host_late_seconds + split.gap_seconds == pytest.approx(5.0)
     assert meter.medians().roofline_seconds == 4.0
 
 
