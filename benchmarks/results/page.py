@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,23 +13,26 @@ from .table import markdown_line, number
 RECORDS = "../benchmarks/records/"
 HEAD = """# Performance
 
-This page is generated from the [records](../benchmarks/records/) by `carom bench --write-docs`; do not edit it. How each
-figure is measured: [benchmarks/README.md](../benchmarks/README.md). A record as a table of its own:
-`carom bench --show benchmarks/records/FILE`.
+This page is generated from the [records](../benchmarks/records/) by `carom bench --write-docs`;
+do not edit it. [benchmarks/README.md](../benchmarks/README.md) says how each figure is measured.
+`carom bench --show benchmarks/records/FILE` prints one record as a table.
 
 ## How to read the tables
 
-- *newest* is the median of the newest record. Its quartiles stand in brackets where the record kept the samples.
-- *x base* divides it by the base case named above the table, of the same record. A table may hold rows of
-  several records; only *x base* compares.
-- *GB* is the peak that the device's allocator reserved, in 10^9 bytes. In ComfyUI it is the peak use of the card.
-- *same bits* says whether outputs (in training: loss and all gradients) equal those of the base case bit for bit.
-- *range* is the least and the greatest value over all records of the cell, with their number; records
-  that were deleted since are counted. The host's speed
-  stands in parentheses: the base case in the same record, then the seconds of a fixed loop in Python where the record
-  has them. A host with slow Python makes both greater.
-- A value marked † comes from a disturbed run, because there is no other run of the cell. Disturbed runs do not count in
-  a range.
+- *newest* is the median of the newest record. Its quartiles stand in brackets where the record has
+  the samples.
+- *x base* divides it by the base case of the same record; the table or the row names it. A table
+  may hold rows of several records; only *x base* compares.
+- *GB* is the peak that the device's allocator reserved, in 10^9 bytes. In ComfyUI it is the peak use
+  of the card.
+- *same bits* says whether outputs (in training: loss and all gradients) equal those of the base case
+  bit for bit.
+- *range* is the least and the greatest value over all records of the cell, with their number;
+  records that were deleted since are counted. The host's speed stands in parentheses: the base case
+  in the same record, then the time of a fixed loop in Python where the record has it. A host with
+  slow Python makes both greater.
+- A value marked † comes from a disturbed run, because there is no other run of the cell. Disturbed
+  runs do not count in a range.
 """
 
 
@@ -52,34 +56,34 @@ def _wide(cell: Cell) -> bool:
 PARTS = (
     Part(
         "Python engine",
-        "A synthetic diffusion transformer (DiT), bfloat16, whose weights wait in pinned host memory. Each case is a process\n"
+        "A synthetic diffusion transformer (DiT), bfloat16, whose weights wait in pinned host memory. Each case is a process "
         "of its own. Training adapts four linears a block with LoRA and recomputes activations by block.",
         lambda cell: cell.kind == "engines" and _wide(cell) and cell.group != "link",
     ),
     Part(
         '`vram="auto"`',
-        "The budget that Carom finds by itself, beside the best of several budgets set by hand. The card is emulated: only\n"
+        "The budget that Carom finds by itself, beside the best of several budgets set by hand. The card is emulated: only "
         "so much of its memory is free.",
         lambda cell: cell.kind == "auto" and ('vram="auto"' in cell.case or "two models" in cell.group),
         merged=True,
     ),
     Part(
         "ComfyUI",
-        "A headless ComfyUI server, unmodified, with a Flux-shaped model of random bfloat16 weights, 1024 x 1024 pixels. The\n"
-        "card is emulated: another process holds the rest of its memory. Stock is ComfyUI's own loader. Carom changes its\n"
+        "A headless ComfyUI server, unmodified, with a Flux-shaped model of random bfloat16 weights, 1024 x 1024 pixels. The "
+        "card is emulated: another process holds the rest of its memory. Stock is ComfyUI's own loader. Carom changes its "
         "layout once after the first prompts, so the second prompt and the settled layout stand apart.",
         lambda cell: cell.kind == "comfyui",
     ),
     Part(
         "ai-toolkit",
-        "A `run.py` job of ai-toolkit, unmodified: LoRA on a Z-Image-shaped model, 512 pixels. The losses of two runs\n"
-        "without offloading differ as well, because its attention is not deterministic; the notes say by how much.",
+        "A `run.py` job of ai-toolkit, unmodified: LoRA on a Z-Image-shaped model, 512 pixels. The losses of two runs "
+        "without offloading differ as well; the notes say by how much.",
         lambda cell: cell.kind == "ai-toolkit",
     ),
     Part(
         "From disk",
-        "Weights streamed from NVMe with direct reads. The base is the highest rate that plain direct reads reached at any\n"
-        "point of the same run, in any number of threads and block size.",
+        "Weights streamed from NVMe with direct reads. The best plain read is the highest rate that plain direct reads "
+        "reached at any point of the same run, with any number of threads and any block size.",
         lambda cell: cell.kind.startswith("disk"),
         merged=True,
     ),
@@ -124,7 +128,8 @@ def _part(part: Part, mine: Sequence[Cell]) -> str:
     newest = [cell.newest.entry for cell in mine]
     cards = sorted({one["machine"]["accelerator"] or "CPU" for one in newest})
     torch = sorted({one["versions"]["torch"] for one in newest if "torch" in one["versions"]})
-    words = f"{part.words}\nMeasured on {_and(cards)}" + (f", torch {_and(torch)}" if torch else "") + "."
+    words = f"{part.words} Measured on {_and(cards)}" + (f", torch {_and(torch)}" if torch else "") + "."
+    words = textwrap.fill(words, 100, break_on_hyphens=False)
     out = [f"## {part.title}\n\n{words}\n"]
     groups: dict[tuple[str | None, str], list[Cell]] = {}
     for cell in mine:
@@ -132,7 +137,7 @@ def _part(part: Part, mine: Sequence[Cell]) -> str:
     for (card, group), members in groups.items():
         bases = sorted({cell.newest.cell["base_case"] for cell in members if cell.newest.base})
         title = ", on ".join(word for word in (group, card or "") if word) or "on the CPU"
-        out.append(f"**{title}**" + (f" (base: {'; '.join(bases)})" if bases else "") + "\n")
+        out.append(f"**{title}**" + (f" (base: {bases[0]})" if len(bases) == 1 else "") + "\n")
         out.append(_table(members, bases, part.merged) + "\n")
     files = {one["file"] for one in newest}
     by_file = {one["file"]: one for one in newest}
@@ -145,14 +150,15 @@ def _and(words: Sequence[str]) -> str:
 
 
 def _table(members: Sequence[Cell], bases: Sequence[str], merged: bool) -> str:
-    heads = ("job", "case", "what", "newest", "x base", "GB", "same bits", "range", "record", "note")
+    many = len(bases) > 1
+    heads = ("job", "case", "what", "newest", "x base", "base", "GB", "same bits", "range", "record", "note")
     metrics = list(dict.fromkeys(cell.metric for cell in members))
     groups = list(dict.fromkeys(cell.group for cell in members))
     ordered = sorted(
         members,
         key=lambda c: (groups.index(c.group), metrics.index(c.metric), c.case not in bases, c.newest.value),
     )
-    rows = [(cell.group if merged else "", *_row(cell)) for cell in ordered]
+    rows = [(cell.group if merged else "", *_row(cell, many)) for cell in ordered]
     kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
     lines = [
         tuple(heads[i] for i in kept),
@@ -162,7 +168,8 @@ def _table(members: Sequence[Cell], bases: Sequence[str], merged: bool) -> str:
     return "\n".join(markdown_line(line) for line in lines)
 
 
-def _row(cell: Cell) -> tuple[str, ...]:
+def _row(cell: Cell, many: bool) -> tuple[str, ...]:
+    """Return the cells of a line; ``many``: the table has several base cases, so that the line names its own."""
     run = cell.newest
     own = run.cell
     value = f"{number(run.value)} {cell.unit}" + (" †" if run.disturbed else "")
@@ -180,6 +187,7 @@ def _row(cell: Cell) -> tuple[str, ...]:
         cell.metric,
         value,
         number(run.value / run.base if run.base else None),
+        own.get("base_case", "") if many else "",
         number(own["device_bytes"] / 1e9 if "device_bytes" in own else None),
         {True: "yes", False: "no", None: ""}[own.get("same_bits")],
         _range(cell),

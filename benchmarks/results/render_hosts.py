@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable
 from typing import Any
 
 from .rows import Row, pooled, split
@@ -168,7 +167,7 @@ def aitoolkit_rows(record: dict[str, Any]) -> list[Row]:
                 same_bits=same,
                 kernels=tuple((done[0].get("kernel_ms") or {}).items()),
                 note="; ".join(
-                    filter(None, (_split(done[0]), _losses(done, plain if case != PLAIN else ())))
+                    filter(None, (_split(done[0]), _losses(done, plain if case != PLAIN else [])))
                 ),
             )
         )
@@ -181,15 +180,23 @@ def _split(run: dict[str, Any]) -> str:
     return split(next((one for one in models if one.get("kind") == "train"), None))
 
 
-def _losses(runs: list[dict[str, Any]], plain: Iterable[dict[str, Any]]) -> str:
-    """Return how the losses differ from the job without offloading, and failed steps, in words."""
+def _losses(runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> str:
+    """Return how the losses differ from the job without offloading, and failed steps, in words.
+
+    ``plain``: the runs without offloading, of which the first is compared with; empty for the case without offloading.
+    """
     words = []
     largest = [run["against_plain"]["largest_relative"] for run in runs if run.get("against_plain")]
+    between = [run["against_plain"]["largest_relative"] for run in plain if run.get("against_plain")]
     if largest and max(largest):
-        words.append(f"losses within {100 * max(largest):.2g} % of no offloading's")
-        between = [run["against_plain"]["largest_relative"] for run in plain if run.get("against_plain")]
-        if between and max(between):
-            words[-1] += f", whose own runs differ by {100 * max(between):.2g} %"
+        share = f"{100 * max(largest):.2g} %"
+        if plain:
+            words.append(f"losses within {share} of no offloading's")
+            words[-1] += (
+                f", whose own runs differ by {100 * max(between):.2g} %" if between and max(between) else ""
+            )
+        else:
+            words.append(f"the losses of its runs differ by {share}")
     skipped = sum(run.get("oom_skipped") or 0 for run in runs)
     if skipped:
         words.append(f"{skipped} steps failed, out of memory")
