@@ -3,7 +3,7 @@
 The module is pure: it touches no device.
 """
 
-# aitoolkit_gpu.py loads this file by its path, so nothing of Carom is imported here.
+# aitoolkit_gpu.py loads this file by its path, so it imports nothing of Carom but its neighbour.
 from __future__ import annotations
 
 import math
@@ -14,18 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rounds import pooled, spread
+
 SHORT = 24  # steps over which long runs are compared with short runs, in addition to all of their steps
 WARM = 5  # number of steps before the probe's figures begin
 FLOAT8 = "float8-"
 CONTEXT = 1 << 30  # bytes that a CUDA context and its kernels take of a card
 WORD = re.compile(
-    r"(?P<float8>float8-)?(?P<body>plain|stock|[^/@#]+/[^/@#]+)(?:@(?P<rank>\d+))?(?:#(?P<steps>\d+))?"
+    r"(?P<float8>float8-)?(?P<body>plain|stock(?P<percent>\d+)?|[^/@#]+/[^/@#]+)(?:@(?P<rank>\d+))?(?:#(?P<steps>\d+))?"
 )
 
 
 @dataclass(frozen=True)
 class Config:
-    """A configuration, parsed from a word of --configs: [float8-](plain | stock | BUDGET/CODEC)[@RANK][#STEPS].
+    """A configuration, parsed from a word of --configs: [float8-](plain | stock | stockPERCENT |
+    BUDGET/CODEC)[@RANK][#STEPS].
 
     Raises ValueError for any other word.
     """
@@ -35,7 +38,7 @@ class Config:
     def __post_init__(self) -> None:
         if WORD.fullmatch(self.word) is None:
             raise ValueError(
-                f"{self.word!r} is no configuration: plain, stock or BUDGET/CODEC, then @RANK, #STEPS"
+                f"{self.word!r} is no configuration: plain, stock, stock50 or BUDGET/CODEC, then @RANK, #STEPS"
             )
 
     def _part(self, name: str) -> str:
@@ -53,7 +56,12 @@ class Config:
 
     @property
     def stock(self) -> bool:
-        return self._part("body") == "stock"
+        return self._part("body").startswith("stock")
+
+    @property
+    def percent(self) -> int:
+        """The share of the layers that ai-toolkit's own layer offloading takes, in percent."""
+        return int(self._part("percent") or 100)
 
     @property
     def budget(self) -> str:
@@ -136,7 +144,7 @@ def job(
         options = {"vram": budget, "codec": config.codec, "granularity": shape.granularity}
         section |= {"offload": shape.mode, "offload_kwargs": options}
     elif config.stock:
-        section["layer_offloading"] = True
+        section |= {"layer_offloading": True, "layer_offloading_transformer_percent": config.percent / 100}
     process = {
         "type": "sd_trainer",
         "training_folder": str(folder / "output"),
@@ -176,15 +184,22 @@ def fits(shapes: Mapping[str, tuple[int, ...]], weights: int, rank: int) -> int:
 
 
 def figures(told: dict[str, Any]) -> dict[str, Any]:
-    """Return the medians and peaks of the data that the probe recorded."""
-    ends = [end for _, end, _ in told["steps"]]
+    """Return the samples, medians, quartiles and peaks of the data that the probe recorded.
+
+    The samples are the times from the end of a step to the end of the next, without the first steps and without the
+    profiled ones.
+    """
+    ends = [end for _, end, _ in told["steps"]][: told.get("counted_steps")]
     gaps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
     warm = gaps[WARM:] or gaps
     memory = told["memory"]
     end = memory["end"]
     return {
         "s_per_step": statistics.median(warm) if warm else math.nan,
-        "s_per_step_min_max": [min(warm), max(warm)] if warm else [],
+        "samples_ms": [round(1e3 * gap, 3) for gap in warm],
+        "quartiles_ms": [1e3 * value for value in spread(warm).get("quartiles_s", ())],
+        "profile": told.get("profile"),
+        "kernel_ms": {"step": told["profile"]["kernel_ms"]} if told.get("profile") else None,
         "s_in_step": statistics.median(b - a for a, b, _ in told["steps"][WARM + 1 :] or told["steps"]),
         "losses": [loss for _, _, loss in told["steps"]],
         "failed_steps": told.get("failed_steps", []),
@@ -283,41 +298,56 @@ def line(run: dict[str, Any]) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Return the comparison with a line for each run. GB are 10^9 bytes."""
+    """Return the comparison with a line for each configuration, over all its processes. GB are 10^9 bytes.
+
+    "kernels" is the time of a step in which at least one kernel ran, in profiled steps; "waited" and "late" (the host
+    was late) are Carom's shares of a step. The losses are compared with those of the first plain run.
+    """
     lines = [
-        f"{'config':<24}{'s/step':>8}{'of plain':>9}{'VRAM GB':>8}{'RSS GB':>8}{'anon GB':>8}{'pinned GB':>10}{'waited':>8}"
-        "  losses equal, largest and mean difference"
+        f"{'config':<22}{'n':>2}{'s/step':>8}{'quartiles':>18}{'of plain':>9}{'kernels':>9}{'VRAM GB':>8}{'RSS GB':>8}"
+        f"{'anon GB':>8}{'pinned GB':>10}{'waited':>8}{'late':>7}  losses equal, largest and mean difference"
     ]
-    seconds: dict[str, float] = {}
-    for run in record["runs"]:
-        if run["status"] == "ok":
-            seconds.setdefault(run["config"], run["s_per_step"])
-    for run in record["runs"]:
-        if run["status"] != "ok":
-            lines.append(f"{run['config']:<24}{run['status']}: {run['reason'][:110]}")
+    done = [run for run in record["runs"] if run["status"] == "ok"]
+    found = pooled((run["config"], [ms / 1e3 for ms in run["samples_ms"]]) for run in done)
+    seconds = {one["case"]: one["median_s"] for one in found if "median_s" in one}
+    for one in found:
+        if "median_s" not in one:
             continue
-        config = Config(run["config"])
+        runs = [run for run in done if run["config"] == one["case"]]
+        config = Config(one["case"])
         others = (value for word, value in seconds.items() if Config(word).is_plain_of(config))
         plain = seconds.get(config.plain) or next(others, None)
-        ratio = f"{run['s_per_step'] / plain:.3f}" if plain else ""
-        pinned = (run["torch_pinned_bytes"] or 0) + carom_pinned(run)
-        models = ((run["report"] or {}).get("models") or {}).values()
-        stalls = [
-            (m["stall_seconds"], m["step_seconds"])
-            for m in models
-            if m.get("kind") == "train" and m.get("step_seconds") and m.get("stall_seconds") is not None
-        ]
-        waited = f"{100 * stalls[0][0] / stalls[0][1]:.1f} %" if stalls else ""
-        found = run.get("against_plain")
-        losses = (
-            f"{found['equal']} of {found['compared']}, {found['largest_relative']:.1e}, {found['mean_relative']:.1e}"
-            if found
-            else ""
+        ratio = f"{one['median_s'] / plain:.3f}" if plain else ""
+        low, high = one["quartiles_s"]
+        profiled = [run["profile"]["kernel_ms"] for run in runs if run.get("profile")]
+        kernels = f"{statistics.median(profiled):.1f} ms" if profiled else ""
+        text = f"{one['case']:<22}{one['processes']:>2}{one['median_s']:>8.4f}{f'{low:.4f} to {high:.4f}':>18}{ratio:>9}"
+        text += f"{kernels:>9}{max(run['peak_reserved_bytes'] for run in runs) / 1e9:>8.2f}"
+        text += f"{max(run['rss_bytes'] for run in runs) / 1e9:>8.2f}"
+        text += f"{max(run['anonymous_bytes'] or 0 for run in runs) / 1e9:>8.2f}"
+        text += f"{max((run['torch_pinned_bytes'] or 0) + carom_pinned(run) for run in runs) / 1e9:>10.2f}"
+        text += f"{_share(runs, 'stall_seconds'):>8}{_share(runs, 'host_late_seconds'):>7}  "
+        text += "; ".join(
+            f"{near['equal']} of {near['compared']}, {near['largest_relative']:.1e}, {near['mean_relative']:.1e}"
+            for run in runs
+            if (near := run.get("against_plain"))
         )
-        lines.append(
-            f"{run['config']:<24}{run['s_per_step']:>8.4f}{ratio:>9}{run['peak_reserved_bytes'] / 1e9:>8.2f}"
-            f"{run['rss_bytes'] / 1e9:>8.2f}{(run['anonymous_bytes'] or 0) / 1e9:>8.2f}{pinned / 1e9:>10.2f}{waited:>8}  {losses}"
-            + grown(run)
-            + (f"  {run['oom_skipped']} steps skipped by OOM" if run["oom_skipped"] else "")
-        )
+        lines.append(text + "".join(grown(run) for run in runs))
+        lines += [f"  {run['oom_skipped']} steps skipped by OOM" for run in runs if run["oom_skipped"]]
+    lines += [
+        f"{run['config']:<22}{run['status']}: {run['reason'][:110]}"
+        for run in record["runs"]
+        if run["status"] != "ok"
+    ]
     return "\n".join(lines)
+
+
+def _share(runs: list[dict[str, Any]], name: str) -> str:
+    """Return the median share of a training step that Carom's report has for ``name``; "" without a report."""
+    shares = [
+        model[name] / model["step_seconds"]
+        for run in runs
+        for model in ((run["report"] or {}).get("models") or {}).values()
+        if model.get("kind") == "train" and model.get("step_seconds") and model.get(name) is not None
+    ]
+    return f"{100 * statistics.median(shares):.1f}%" if shares else ""

@@ -1,13 +1,14 @@
 """The real ai-toolkit job, plain and stock offloading beside `offload: bouncing`; each an unmodified run.py of its own.
 
-    AI_TOOLKIT_PATH=/path/to/ai-toolkit python3 benchmarks/hosts/aitoolkit_gpu.py [--configs plain,stock,all/raw,...] [--json FILE]
+    AI_TOOLKIT_PATH=/path/to/ai-toolkit python3 benchmarks/hosts/aitoolkit_gpu.py [--configs plain,stock,all/auto,...] [--json FILE]
 
 Run by path from any folder. AI_TOOLKIT_PYTHON names the Python that runs ai-toolkit (default: this one;
 docs/ai-toolkit.md lists the packages that it needs). The job trains a LoRA on a Z-Image-shaped random model (--layers
 12: 2.9 B parameters) with 512 px, batch 1, bf16 and checkpointing. Latents and captions are cached by a first job
 with a small model.
 
-A configuration is `plain`, `stock` (layer_offloading) or BUDGET/CODEC for bouncing. BUDGET is one of:
+A configuration is `plain`, `stock` (layer_offloading of all layers), `stock50` (of that many percent of the layers)
+or BUDGET/CODEC for bouncing. BUDGET is one of:
 
 - a size, or `auto`;
 - `all`: everything streams; the budget is the peak of the stock run minus activations and other memory
@@ -15,13 +16,16 @@ A configuration is `plain`, `stock` (layer_offloading) or BUDGET/CODEC for bounc
 - `half`: the budget leads to half of the peak of the plain run, activations included.
 
 The prefix "float8-" quantises the model, and the suffixes "@RANK" and "#STEPS" apply to one job. `--text-layers`
-gives the jobs a second model that works in every step. A configuration that is named twice runs twice: the second
-`plain` shows how much two runs of the same job differ. `--limit` leaves so many bytes of the card to configurations
+gives the jobs a second model that works in every step. The configurations of one comparison take turns, each in a
+fresh process, `--rounds` times; ";" in --configs begins another comparison, which runs after the one before it. Two
+plain runs show how much two runs of the same job differ. `--limit` leaves so many bytes of the card to configurations
 whose BUDGET is `auto`, and another process holds the rest. `--limit fit` leaves the bytes of weights, adapters,
 gradients and optimizer together.
 
-Seconds per step are the median of the time from the end of a step to the end of the next, over warm steps. Peaks are
-those of torch's allocator over the same steps. Without a GPU, `--tiny --cpu` tests the path and measures nothing.
+Seconds per step are the median of the time from the end of a step to the end of the next, over warm steps; the record
+keeps these samples. Two more steps run under the profiler, for the kernel time of a step. Peaks are those of torch's
+allocator over the steps. The run ends within `--limit-s` seconds: a case that is not expected to end in time is
+skipped, and the record says so. Without a GPU, `--tiny --cpu` tests the path and measures nothing.
 """
 
 from __future__ import annotations
@@ -47,8 +51,9 @@ TESTS = ROOT / "tests" / "support" / "ai_toolkit"
 sys.path.insert(0, str(HERE))
 from aitoolkit_cases import Config, Shape, against, figures, fits, job, line, losses, needed, phases, table  # noqa: E402
 from aitoolkit_ready import Ready, copied, processes  # noqa: E402
+from rounds import TimeLimit, interleaved  # noqa: E402
 
-CONFIGS = "plain,plain,stock,all/raw,all/lossless,half/raw,half/auto,float8-plain,float8-half/auto"
+CONFIGS = "plain,stock,stock50,all/auto,half/auto;float8-plain,float8-half/auto"
 LEAST = re.compile(
     r"least budget that works is (\d+) bytes"
 )  # matches the text of a BudgetError in a job's log
@@ -61,30 +66,40 @@ def main(argv: list[str] | None = None) -> int:
     if not checkout:
         print("set AI_TOOLKIT_PATH to an ai-toolkit checkout")
         return 2
-    configs = [Config(word) for word in arguments.configs.split(",")]
+    comparisons = [[Config(word) for word in words.split(",")] for words in arguments.configs.split(";")]
+    configs = interleaved(comparisons, arguments.rounds)
     if not arguments.cpu and (lacking := needed(configs, bool(arguments.stock_peak))):
         print(lacking)
         return 2
-    started = time.monotonic()
+    time_limit = TimeLimit(arguments.limit_s)
     folder = Path(tempfile.mkdtemp(prefix="carom-ait-", dir=arguments.work))
-    bench = Bench(Path(checkout).resolve(), folder, arguments, len(configs))
+    bench = Bench(Path(checkout).resolve(), folder, arguments, len(configs), time_limit)
     try:
         lib = bench.lib = load_checkout()
-        record = lib["record"].new_record("aitoolkit_gpu", sys.argv[1:] if argv is None else argv)
+        peers = {"ai-toolkit": lib["process"].checkout_commit(Path(checkout))}
+        record = lib["record"].new_record(
+            "aitoolkit_gpu", sys.argv[1:] if argv is None else argv, peers=peers
+        )
         record |= {
             "layers": arguments.layers,
             "text_layers": arguments.text_layers,
             "steps": arguments.steps,
             "rank": arguments.rank,
+            "rounds": arguments.rounds,
             "runs": [],
         }
         record["prepared"] = bench.prepare()
-        print(f"ready after {time.monotonic() - started:.0f} s: {record['prepared']}", flush=True)
+        print(f"ready after {time_limit.elapsed_s():.0f} s: {record['prepared']}", flush=True)
         for config in configs:
-            if time.monotonic() - started > arguments.seconds:
-                run: dict[str, Any] = {"status": "skipped", "reason": "the time given was over"}
+            if not time_limit.fits(config.word):
+                run: dict[str, Any] = {
+                    "status": "skipped",
+                    "reason": f"no time left of {arguments.limit_s:g} s",
+                }
             else:
+                began = time.monotonic()
                 run = bench.run(config)
+                time_limit.took(config.word, time.monotonic() - began)
             record["runs"].append({"config": config.word, **run})
             print(line(record["runs"][-1]), flush=True)
             if arguments.json:
@@ -100,6 +115,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--configs", default=CONFIGS)
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each configuration, in turns")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, default=12)
@@ -116,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--touch-gb", type=float, default=0, help="first use so much host memory: guests that grow"
     )
-    parser.add_argument("--seconds", type=float, default=480, help="no configuration begins after this")
+    parser.add_argument("--limit-s", type=float, default=560, help="seconds within which the run ends")
     parser.add_argument("--json", type=Path, help="keep the record here")
     parser.add_argument("--logs", type=Path, help="keep the jobs' logs in this folder")
     parser.add_argument("--work", help="where models and outputs go; removed afterwards (default: temporary)")
@@ -136,6 +152,7 @@ def load_checkout() -> dict[str, Any]:
         "core.common.sizes",
         "benchmarks.engines.record",
         "benchmarks.hosts.card",
+        "benchmarks.hosts.process",
         "tools.ai_toolkit_folder",
     )
     return {name.rpartition(".")[2]: importlib.import_module(f"carom.{name}") for name in names}
@@ -160,8 +177,15 @@ class Bench:
 
     lib: dict[str, Any]
 
-    def __init__(self, checkout: Path, folder: Path, arguments: argparse.Namespace, jobs: int) -> None:
-        self.folder, self.arguments = folder, arguments
+    def __init__(
+        self,
+        checkout: Path,
+        folder: Path,
+        arguments: argparse.Namespace,
+        jobs: int,
+        time_limit: TimeLimit,
+    ) -> None:
+        self.folder, self.arguments, self.time_limit = folder, arguments, time_limit
         self.place = folder / "ai-toolkit"
         self.python = os.environ.get("AI_TOOLKIT_PYTHON", sys.executable)
         links = folder / "path"
@@ -215,7 +239,8 @@ class Bench:
         self.lib["ai_toolkit_folder"].install(self.place)
         probe = self.place / "extensions" / "carom_bench_probe"
         probe.mkdir()
-        shutil.copy(ROOT / "benchmarks" / "hosts" / "aitoolkit_probe.py", probe / "__init__.py")
+        shutil.copy(HERE / "aitoolkit_probe.py", probe / "__init__.py")
+        shutil.copy(HERE / "device_time.py", probe)
         self._written("rest")
         done("small model written")
         warm = self._job("warm", Config("plain"), None, steps=1, model="small")
@@ -236,7 +261,7 @@ class Bench:
         return took
 
     def _written(self, part: str) -> None:
-        if self._writing[part].wait(timeout=600):
+        if self._writing[part].wait(timeout=self.time_limit.left_s()):
             errors = (self.folder / f"{part}.txt").read_text("utf-8")[-4000:]
             raise RuntimeError(f"the model's {part} could not be written:\n{errors}")
 
@@ -337,7 +362,7 @@ class Bench:
         file = job(name, config, self.shape, self.folder, budget, steps, model)
         path.write_text(json.dumps(file), encoding="utf-8")
         began, start = time.monotonic(), time.time()
-        code = self._ready.run(path, log, {"CAROM_BENCH_OUT": str(told)})
+        code = self._ready.run(path, log, {"CAROM_BENCH_OUT": str(told)}, self.time_limit.left_s(600))
         ended = time.time()
         text = log.read_text(encoding="utf-8", errors="replace")
         if self.arguments.logs:

@@ -3,7 +3,8 @@ memory.
 
 When the process of the job ends, in any way, the records are written as JSON to the file that CAROM_BENCH_OUT names.
 Between steps the probe reads a clock and, rarely, counters. It changes nothing, and waits only where the trainer
-waits.
+waits, but for the last two steps of a job that is long enough: those run under torch's profiler, and their times are
+not counted. device_time.py lies beside this file.
 """
 
 # mypy: ignore-errors
@@ -17,6 +18,9 @@ import traceback
 
 import torch
 
+from .device_time import DeviceTime
+
+PROFILED = 2  # steps at the end of a job
 WARM = 5  # number of steps before the figures begin
 LAST = 14  # number of stack frames kept of a failed step
 
@@ -70,6 +74,8 @@ def watch(process) -> dict:
         "began": time.time(),
     }  # fmt: skip
     plain = process.hook_train_loop
+    total, device_time = process.train_config.steps, DeviceTime()
+    profiled_from = total - PROFILED if torch.cuda.is_available() and total >= 2 * WARM else None
 
     def hook_train_loop(*args, **kwargs):
         index = len(told["steps"])
@@ -77,6 +83,9 @@ def watch(process) -> dict:
             told["memory"]["before"] = memory()
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
+        if index == profiled_from and "counted_steps" not in told:
+            told["counted_steps"] = index
+            device_time.start()
         told.setdefault("first_step", time.time())
         begin = time.perf_counter()
         try:
@@ -87,6 +96,8 @@ def watch(process) -> dict:
         end = time.perf_counter()
         told["last_step"] = time.time()
         told["steps"].append([begin, end, None if losses is None else float(losses["loss"])])
+        if profiled_from is not None and index + 1 == total:
+            told["profile"] = device_time.stop(PROFILED)
         if index + 1 in (50, 100, 200, 300):
             told["memory"][str(index + 1)] = memory()
         return losses

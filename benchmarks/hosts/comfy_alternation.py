@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-GIB = 1 << 30
+from .rounds import spread
 
 
 def second_name(file: Path) -> Path:
@@ -41,7 +41,8 @@ def run(
             evict(bench.file)
         for which, name in enumerate(names):
             before, posted = bench.io(server.pid), time.time()
-            told = server.run(bench.prompt(config, 1, steps, name), timeout=300)["sample"]["told"][0]
+            prompt = bench.prompt(config, 1, steps, name)
+            told = server.run(prompt, timeout=bench.time_limit.left_s(300))["sample"]["told"][0]
             after = bench.io(server.pid)
             posted_text = time.time()
             loader = "CLIPLoader" if config.codec == "stock" else "CaromLoadCLIP"
@@ -50,7 +51,7 @@ def run(
                 "encode": node("CLIPTextEncode", clip=["clip", 0], text=f"a lighthouse, view {turn} {which}"),
                 "tell": node("CaromBenchText", conditioning=["encode", 0]),
             }
-            server.run(encode, timeout=300)
+            server.run(encode, timeout=bench.time_limit.left_s(300))
             found["turns"].append({
                 "turn": turn, "model": name, "hash": told["hash"], "wall_s": told["ended"] - posted,
                 "text_s": time.time() - posted_text, "first_step_s": told["first_step_s"],
@@ -64,6 +65,7 @@ def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
     """Return medians over the turns after the first, and the wire bytes compared with the best static split's."""
     later = [turn for turn in turns if turn["turn"] > 0]
     result: dict[str, Any] = {
+        **spread([turn["wall_s"] for turn in later]),
         "turn_s": statistics.median(turn["wall_s"] for turn in later),
         "text_s": statistics.median(turn["text_s"] for turn in later),
         "storage_bytes": sum(turn["read_bytes"].get("storage", 0) for turn in later),

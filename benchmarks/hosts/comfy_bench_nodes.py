@@ -1,4 +1,5 @@
-"""A custom node pack for the benchmark in the real ComfyUI; the benchmark copies this file to custom_nodes.
+"""A custom node pack for the benchmark in the real ComfyUI; the benchmark copies this file to custom_nodes,
+beside device_time.py.
 
 One node samples like KSampler, with random conditioning instead of a text encoder's, and returns its times and
 memory.
@@ -12,11 +13,16 @@ import time
 
 import torch
 
+from .device_time import DeviceTime
+
+PROFILED = 2  # the last iterations but one of a profiled prompt
+
 
 class Sample:
     """A node that runs Euler steps at cfg 1.
 
-    An event is recorded on the computing stream between steps, and nothing waits before the end.
+    An event is recorded on the computing stream between steps, and nothing waits before the end. With ``profile``, the
+    kernels of two iterations are recorded; the times of such a prompt are not compared.
     """
 
     RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "sample", "carom-bench", True
@@ -29,14 +35,14 @@ class Sample:
                 "model": ("MODEL",), "tokens": number, "width": number, "pooled": number, "side": number,
                 "seed": ("INT", {"default": 0}), "steps": number,
             },
-            "optional": {"trace": ("STRING", {"default": ""})},
+            "optional": {"profile": ("BOOLEAN", {"default": False}), "trace": ("STRING", {"default": ""})},
         }  # fmt: skip
 
     @classmethod
     def IS_CHANGED(cls, **_):
         return float("nan")
 
-    def sample(self, model, tokens, width, pooled, side, seed, steps, trace=""):
+    def sample(self, model, tokens, width, pooled, side, seed, steps, profile=False, trace=""):
         import comfy.model_management
         import comfy.sample
 
@@ -50,13 +56,14 @@ class Sample:
         latent = torch.zeros(1, 16, side, side)
         noise = comfy.sample.prepare_noise(latent, seed)
         marks, stepped = [], []
-        traced = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if trace else None
+        device_time, profiled = DeviceTime(), []
 
         def mark(*_):
             stepped.append(time.time())
-            if traced is not None and len(stepped) in (steps - 3, steps - 1):  # trace two iterations
-                torch.cuda.synchronize(device)
-                (traced.start if len(stepped) == steps - 3 else traced.stop)()
+            if profile and len(stepped) == steps - 1 - PROFILED:
+                device_time.start()
+            elif profile and len(stepped) == steps - 1:
+                profiled.append(device_time.stop(PROFILED, trace))
             if on_gpu:
                 event = torch.cuda.Event(enable_timing=True)
                 event.record()
@@ -73,13 +80,12 @@ class Sample:
         ended = time.time()
         if on_gpu:
             torch.cuda.synchronize(device)
-        if traced is not None:
-            traced.export_chrome_trace(trace)
         pairs = list(zip(marks, marks[1:], strict=False))
         told = {
             "hash": hashlib.sha256(result.view(torch.uint8).numpy().tobytes()).hexdigest(),
             "finite": bool(torch.isfinite(result.float()).all()),
             "iterations_s": [1e-3 * a.elapsed_time(b) if on_gpu else b - a for a, b in pairs],
+            "profile": profiled[0] if profiled else None,
             "started": started,
             "ended": ended,
             "first_step_s": stepped[0] - started,

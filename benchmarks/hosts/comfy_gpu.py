@@ -1,18 +1,21 @@
 """The real ComfyUI server, stock beside Carom, with the card's free memory held to a limit; a fresh server each.
 
-    COMFYUI_PATH=/path/to/ComfyUI python3 benchmarks/hosts/comfy_gpu.py [--limits none,6GiB,4GiB] [--json FILE]
+    COMFYUI_PATH=/path/to/ComfyUI python3 benchmarks/hosts/comfy_gpu.py [--limits 6GiB,4GiB,none] [--json FILE]
 
 Run by path from any folder. COMFYUI_PYTHON names the Python that runs ComfyUI (default: this one). First a
 Flux-shaped checkpoint of random bf16 weights is written (--double and --single: its depth; 19 and 38 are Flux.1-dev's
-22 GiB). For each limit and loader a headless server starts as on a user's machine (stock: DynamicVRAM if ComfyUI
-chooses it) and gets three prompts. The first prompt loads the file. The second, with another seed, is timed by device
-events between sampler steps; the figure is the median without the first iteration. The third has two steps. Before
-the first and the third prompt the file is removed from the page cache, so that every loader reads from the disk and
-repeated reads are counted. `--settle` adds prompts of 20 steps until Carom has a layout by measured times, and times
-one more prompt. `--alternate` adds two models that take turns.
+22 GiB). For each limit the loaders take turns (stock, Carom, stock, Carom for two `--rounds`), each time in a fresh
+headless server that starts as on a user's machine (stock: DynamicVRAM if ComfyUI chooses it).
+
+A server gets two prompts. The first prompt loads the file, which is not in the page cache then. The second, with
+another seed, is timed by device events between sampler steps; its samples are `samples_s`. `--settle` adds prompts of
+20 steps in which Carom lays the weights out by measured times, and times one more prompt, apart from the second one
+(`samples_settled_s`). A last, short prompt is profiled: it gives the kernel time of an iteration. `--alternate` adds
+two models that take turns, stock and Carom again in turns of servers.
 
 Device memory is the decrease of free memory of the whole card. Host memory is the increase of the server's anonymous
-memory (RssAnon) since before the first prompt, sampled. Without a GPU, `--tiny --cpu` tests the path and measures
+memory (RssAnon) since before the first prompt, sampled. The run ends within `--limit-s` seconds: a case that is not
+expected to end in time is skipped, and the record says so. Without a GPU, `--tiny --cpu` tests the path and measures
 nothing.
 """
 
@@ -25,7 +28,6 @@ import importlib.util
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,7 +36,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 GIB = 1 << 30
 
 
@@ -93,29 +96,36 @@ def main(argv: list[str] | None = None) -> int:
         None if word == "none" else parse(word, setting="limits") for word in arguments.limits.split(",")
     ]  # fmt: skip
     loaders = [word for word in arguments.loaders.split(",") if word]
-    configs = [Config(limit, loader) for limit in limits for loader in loaders]
+    comparisons = [[Config(limit, loader) for loader in loaders] for limit in limits]
     if arguments.alternate:
         limit, _, words = arguments.alternate.partition("=")
         free = None if arguments.cpu or limit == "none" else parse(limit, setting="alternate")
-        configs += [Config(free, loader, True) for loader in (words or "stock,lossless").split(",")]
-    record = lib["record"].new_record("comfy_gpu", sys.argv[1:] if argv is None else argv)
-    record |= {"shape": asdict(shape), "steps": arguments.steps, "runs": []}
-    started = time.monotonic()
+        comparisons.append([Config(free, loader, True) for loader in (words or "stock,auto").split(",")])
+    rounds = lib["rounds"]
+    time_limit = rounds.TimeLimit(arguments.limit_s)
+    peers = {"ComfyUI": lib["process"].checkout_commit(Path(comfyui))}
+    record = lib["record"].new_record("comfy_gpu", sys.argv[1:] if argv is None else argv, peers=peers)
+    record |= {"shape": asdict(shape), "steps": arguments.steps, "rounds": arguments.rounds, "runs": []}
     folder = Path(tempfile.mkdtemp(prefix="carom-comfy-", dir=arguments.work))
     try:
-        bench = Bench(lib, comfyui, folder, shape, arguments)
+        bench = Bench(lib, comfyui, folder, shape, arguments, time_limit)
         bench.prepare()
         record["file_bytes"] = bench.file.stat().st_size
-        print(
-            f"checkpoint of {record['file_bytes'] / GIB:.2f} GiB ready after {time.monotonic() - started:.0f} s",
-            flush=True,
-        )
-        for config in configs:
-            if time.monotonic() - started > arguments.seconds:
-                run: dict[str, Any] = {"status": "skipped", "reason": "the time given was over"}
+        size = record["file_bytes"] / GIB
+        print(f"checkpoint of {size:.2f} GiB ready after {time_limit.elapsed_s():.0f} s", flush=True)
+        for config in rounds.interleaved(comparisons, arguments.rounds):
+            kind = f"{config.codec}{' in turns' * config.alternating}"
+            if not time_limit.fits(kind):
+                run: dict[str, Any] = {
+                    "status": "skipped",
+                    "reason": f"no time left of {arguments.limit_s:g} s",
+                }
             else:
+                began = time.monotonic()
                 run = bench.run(config)
+                time_limit.took(kind, time.monotonic() - began)
             record["runs"].append({**asdict(config), **run})
+            record["pooled"] = rounds.pooled(table.samples(record))
             print(table.line(record["runs"][-1]), flush=True)
             if arguments.json:
                 lib["record"].write_record(record, arguments.json)
@@ -127,13 +137,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--limits", default="none,6GiB,4GiB", help="free memory of the card, none: all of it")
+    parser.add_argument("--limits", default="6GiB,4GiB,none", help="free memory of the card, none: all of it")
     parser.add_argument(
-        "--loaders", default="stock,raw,lossless", help="stock, or CODEC or CODEC@VRAM of Carom's loader"
+        "--loaders", default="stock,auto", help="stock, or CODEC or CODEC@VRAM of Carom's loader"
     )
     parser.add_argument("--mode", default="auto", help="of Carom's loader")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--prompts", type=int, default=3, choices=(2, 3), help="2: without the third")
+    parser.add_argument("--rounds", type=int, default=2, help="servers of each loader and limit, in turns")
     parser.add_argument(
         "--settle", type=int, default=0,
         help="steps of Carom's prompts between the second and a last timed one, in which a layout found by their times is taken",
@@ -141,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--alternate",
         default="",
-        help="LIMIT=LOADERS: two models and a text encoder taking turns, as in 6GiB=stock,raw",
+        help="LIMIT=LOADERS: two models and a text encoder taking turns, as in 6GiB=stock,auto",
     )
     parser.add_argument("--turns", type=int, default=2, help="of each model, once both were loaded")
     parser.add_argument("--double", type=int, help="double blocks (8)")
@@ -149,14 +159,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--touch-gb", type=float, default=0, help="first use so much host memory: guests that grow"
     )
-    parser.add_argument("--seconds", type=float, default=480, help="no configuration begins after this")
+    parser.add_argument("--limit-s", type=float, default=560, help="seconds within which the run ends")
     parser.add_argument("--json", type=Path, help="keep the record here")
     parser.add_argument(
         "--work", help="where the checkpoint goes; it is removed (default: the system's temporary folder)"
     )
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
     parser.add_argument(
-        "--trace", type=Path, help="keep a trace of two iterations of each run here (Perfetto opens it)"
+        "--trace", type=Path, help="keep the profiled iterations of each case here (Perfetto opens them)"
     )
     parser.add_argument("--options", default="", help="further options of every server, separated by spaces")
     parser.add_argument("--tiny", action="store_true", help="a model of 18 MB")
@@ -176,7 +186,7 @@ def load_checkout() -> dict[str, Any]:
         spec.loader.exec_module(module)
     names = (
         "core.common.sizes", "benchmarks.engines.record", "benchmarks.hosts.comfy_host", "benchmarks.hosts.comfy_alternation", "benchmarks.hosts.comfy_table",
-        "benchmarks.hosts.card", "benchmarks.hosts.process",
+        "benchmarks.hosts.card", "benchmarks.hosts.process", "benchmarks.hosts.rounds",
     )  # fmt: skip
     return {name.rpartition(".")[2]: importlib.import_module(f"carom.{name}") for name in names}
 
@@ -185,15 +195,16 @@ class Bench:
     """The data folder of the servers, below ``folder``, and one run per configuration."""
 
     def __init__(
-        self, lib: dict[str, Any], comfyui: str, folder: Path, shape: Shape, arguments: argparse.Namespace
+        self,
+        lib: dict[str, Any],
+        comfyui: str,
+        folder: Path,
+        shape: Shape,
+        arguments: argparse.Namespace,
+        time_limit: Any,
     ) -> None:
-        self.lib, self.comfyui, self.folder, self.shape, self.arguments = (
-            lib,
-            comfyui,
-            folder,
-            shape,
-            arguments,
-        )
+        self.lib, self.comfyui, self.folder, self.shape = lib, comfyui, folder, shape
+        self.arguments, self.time_limit = arguments, time_limit
         self.file = folder / "models" / "diffusion_models" / "bench.safetensors"
         self.text_encoder = folder / "models" / "text_encoders" / "bench_clip.safetensors"
         self.python = lib["comfy_host"].PYTHON
@@ -207,16 +218,17 @@ class Bench:
         pack = self.folder / "custom_nodes" / "carom_bench"
         for path in (pack, self.folder / "input", self.folder / "user", self.folder / "page"):
             path.mkdir(parents=True)
-        shutil.copy(ROOT / "benchmarks" / "hosts" / "comfy_bench_nodes.py", pack / "__init__.py")
+        shutil.copy(HERE / "comfy_bench_nodes.py", pack / "__init__.py")
+        shutil.copy(HERE / "device_time.py", pack)
         (self.folder / "custom_nodes" / "carom").symlink_to(ROOT, target_is_directory=True)
         (self.folder / "page" / "index.html").write_text(
             "<!doctype html><title>no page</title>", encoding="utf-8"
         )
-        script = str(ROOT / "benchmarks" / "hosts" / "comfy_checkpoint.py")
+        script = str(HERE / "comfy_checkpoint.py")
         clip = [str(self.text_encoder)] if self.arguments.alternate else []
         made = subprocess.run(
             [self.python, script, self.comfyui, str(self.file), json.dumps(asdict(self.shape)), *clip],
-            capture_output=True, text=True, timeout=600,
+            capture_output=True, text=True, timeout=self.time_limit.left_s(),
         )  # fmt: skip
         if made.returncode:
             raise RuntimeError(f"the checkpoint could not be made:\n{made.stderr[-4000:]}")
@@ -259,17 +271,17 @@ class Bench:
             alternation = self.lib["comfy_alternation"]
             found = alternation.run(server, self, config, self.arguments.turns, self.arguments.steps, evict)
             return result | found | ({} if card is None else {"card": card.figures()})
-        prompts = [("first", 1, self.arguments.steps), ("second", 2, self.arguments.steps), ("third", 2, 2)]
-        prompts = prompts[: self.arguments.prompts]
-        if self.arguments.settle and config.codec != "stock":
+        steps = self.arguments.steps
+        prompts = [("first", 1, steps), ("second", 2, steps)]
+        if self.arguments.settle and config.codec != "stock" and config.limit is not None:
             many = [("settling", 2, 20)] * -(-self.arguments.settle // 20)
-            prompts += [*many, ("settled", 2, self.arguments.steps)]
+            prompts += [*many, ("settled", 2, steps)]
         with self.lib["process"].watched(server.pid) as memory:
             for name, seed, steps in prompts:
-                if name in ("first", "third"):
+                if name == "first":
                     evict(self.file)
                 before, posted = self.io(server.pid), time.time()
-                told = server.run(self.prompt(config, seed, steps), timeout=300)["sample"]["told"][0]
+                told = self._sample(server, self.prompt(config, seed, steps))
                 after = self.io(server.pid)
                 told["read_bytes"] = {key: after[key] - before[key] for key in after}
                 told["wall_s"] = told["ended"] - posted
@@ -284,25 +296,44 @@ class Bench:
                 "free_before_bytes": card.start["free"],
                 "peak_bytes": card.start["free"] - least,
             }
-        if self.arguments.trace:
-            self.arguments.trace.mkdir(parents=True, exist_ok=True)
-            kept = self.arguments.trace / f"{config.limit}-{config.loader.replace('@', '-')}.json.gz"
-            server.run(self.prompt(config, 2, max(8, self.arguments.steps), trace=str(kept)), timeout=300)
+        spread = self.lib["rounds"].spread
         for name, ending in (("second", ""), ("settled", "_settled")):
             if name in result:
-                timed = result[name]["iterations_s"][1:] or result[name]["iterations_s"]
-                result[f"s_per_iteration{ending}"] = statistics.median(timed)
-                result[f"s_per_iteration{ending}_min_max"] = [min(timed), max(timed)]
+                found = spread(result[name]["iterations_s"])
+                result |= {key.replace("_s", f"{ending}_s"): value for key, value in found.items()}
+                result[f"s_per_iteration{ending}"] = found["median_s"]
+        result["profile"] = self._profile(config, server)
         return result
+
+    def _sample(self, server: Any, prompt: dict[str, Any]) -> dict[str, Any]:
+        return server.run(prompt, timeout=self.time_limit.left_s(300))["sample"]["told"][0]
+
+    def _profile(self, config: Config, server: Any) -> dict[str, Any] | None:
+        """Return the kernel time of an iteration, None without a GPU. A failure costs the case only this figure."""
+        trace = ""
+        if self.arguments.trace:
+            self.arguments.trace.mkdir(parents=True, exist_ok=True)
+            trace = str(self.arguments.trace / f"{config.limit}-{config.loader.replace('@', '-')}.json")
+        try:
+            return self._sample(server, self.prompt(config, 2, 5, profile=True, trace=trace))["profile"]
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {str(error)[-500:]}"}
 
     def io(self, pid: int) -> dict[str, int]:
         return self.lib["process"].io_of(pid)
 
     def prompt(
-        self, config: Config, seed: int, steps: int, name: str = "", trace: str = ""
+        self,
+        config: Config,
+        seed: int,
+        steps: int,
+        name: str = "",
+        *,
+        profile: bool = False,
+        trace: str = "",
     ) -> dict[str, Any]:
-        """Return the prompt for one image with the model in file ``name``; ``trace``: path for a trace of two
-        iterations.
+        """Return the prompt for one image with the model in file ``name``. ``profile``: record the kernels of two
+        iterations; ``trace``: path for their trace.
         """
         node, name = self.lib["comfy_host"].node, name or self.file.name
         if config.codec == "stock":
@@ -322,7 +353,7 @@ class Bench:
         shape = self.shape
         sample = node(
             "CaromBenchSample", model=["load", 0], tokens=shape.tokens, width=shape.width, pooled=shape.pooled,
-            side=shape.side, seed=seed, steps=steps, trace=trace,
+            side=shape.side, seed=seed, steps=steps, profile=profile, trace=trace,
         )  # fmt: skip
         return {"load": loader, "sample": sample}
 

@@ -1,12 +1,30 @@
-"""The printed table of a `comfy_gpu` record."""
+"""The printed table of a `comfy_gpu` record: one line for each limit and loader, over all its processes."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterator
 from typing import Any
 
 from . import comfy_alternation
 
 GIB = 1 << 30
+SETTLED = ", settled layout"
+
+
+def samples(record: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
+    """Yield the samples in seconds of every run that ended well, with the name of its case: iterations of the second
+    prompt, those of the settled layout as a case of their own, and turns of two models.
+    """
+    for run in record["runs"]:
+        if run["status"] == "ok":
+            yield case_of(run), run["samples_s"]
+            if "samples_settled_s" in run:
+                yield case_of(run) + SETTLED, run["samples_settled_s"]
+
+
+def case_of(run: dict[str, Any]) -> str:
+    return f"{limit_of(run)}, {run['loader']}" + (", two models in turns" if run.get("alternating") else "")
 
 
 def same_latents(record: dict[str, Any]) -> bool:
@@ -14,9 +32,7 @@ def same_latents(record: dict[str, Any]) -> bool:
     done = [run for run in record["runs"] if run["status"] == "ok"]
     runs = [run for run in done if not run.get("alternating")]
     turns = [run for run in done if run.get("alternating")]
-    hashes = {
-        tuple(run[name]["hash"] for name in ("first", "second", "third") if name in run) for run in runs
-    }
+    hashes = {tuple(run[name]["hash"] for name in ("first", "second")) for run in runs}
     # The settled prompt has the seed of the second prompt, so the images must be equal.
     if any(run["settled"]["hash"] != run["second"]["hash"] for run in runs if "settled" in run):
         return False
@@ -42,56 +58,67 @@ def limit_of(run: dict[str, Any]) -> str:
 
 def line(run: dict[str, Any]) -> str:
     if run["status"] != "ok":
-        return f"{limit_of(run)} {run['loader']}: {run['status']}: {run['reason']}"
+        return f"{case_of(run)}: {run['status']}: {run['reason']}"
     if run.get("alternating"):
-        return f"{limit_of(run)} {run['loader']}, two models: a turn {run['turn_s']:.2f} s"
-    return f"{limit_of(run)} {run['loader']}: {run['s_per_iteration']:.4f} s/it, first image {run['first']['wall_s']:.1f} s"
+        return f"{case_of(run)}: a turn {run['turn_s']:.2f} s"
+    settled = f", settled {run['s_per_iteration_settled']:.4f}" if "samples_settled_s" in run else ""
+    first = run["first"]["wall_s"]
+    return f"{case_of(run)}: {run['s_per_iteration']:.4f} s/it{settled}, first image {first:.1f} s"
 
 
 def table(record: dict[str, Any]) -> str:
-    """Return the comparison with a line for each run."""
+    """Return a line for each limit and loader, and what did not run.
+
+    "waited" and "host late" are Carom's shares of a step; "kernels" is the time of an iteration in which at least one
+    of the model's kernels ran, in a profiled prompt.
+    """
     lines = [
-        f"{'free':<9}{'loader':<16}{'s/it':>8}{'of stock':>9}{'first s':>8}{'2nd s':>7}{'card GiB':>9}{'host GiB':>9}"
-        f"{'x file':>7}{'read 2nd, 3rd MB':>18}{'waited':>8}  latent"
+        f"{'case':<38}{'n':>2}{'s/it':>8}{'quartiles':>17}{'of stock':>9}{'kernels':>8}{'waited':>8}{'late':>7}"
+        f"{'1st img':>8}{'card GiB':>9}{'host GiB':>9}{'x file':>7}"
     ]
-    stock: dict[Any, float] = {}
-    turns = [run for run in record["runs"] if run.get("alternating")]
+    groups: dict[str, list[dict[str, Any]]] = {}
     for run in record["runs"]:
-        if run in turns and run["status"] == "ok":
-            continue
-        if run["status"] != "ok":
-            lines.append(
-                f"{limit_of(run):<9}{run['loader']:<16}{run['status']}: {run['reason'].splitlines()[-1][:90]}"
-            )
-            continue
-        seconds = run["s_per_iteration"]
-        if run["loader"] == "stock":
-            stock[run["limit"]] = seconds
-        ratio = f"{seconds / stock[run['limit']]:.3f}" if run["limit"] in stock else ""
-        key = "anonymous_bytes" if "anonymous_bytes" in run["host"]["peak"] else "resident_bytes"
-        peak = run["host"]["peak"][key] - run["host"]["before"][key]
-        card = f"{run['card']['peak_bytes'] / GIB:.2f}" if "card" in run else ""
-        reads = ", ".join(
-            f"{run[name]['read_bytes'].get('storage', 0) / 1e6:.0f}"
-            for name in ("second", "third")
-            if name in run
-        )
-        report = run["second"]["report"] or {}
-        waited = (
-            f"{100 * report['stall_seconds'] / report['step_seconds']:.1f} %"
-            if report.get("step_seconds") and report.get("stall_seconds") is not None
-            else ""
-        )
-        settled = run.get("s_per_iteration_settled")
-        lines.append(
-            f"{limit_of(run):<9}{run['loader']:<16}{seconds:>8.4f}{ratio:>9}{run['first']['wall_s']:>8.2f}{run['second']['wall_s']:>7.2f}{card:>9}"
-            f"{peak / GIB:>9.2f}{peak / record['file_bytes']:>7.2f}{reads:>18}{waited:>8}  {run['second']['hash'][:10]}"
-            + (f"  settled {settled:.4f}" if settled else "")
-        )
+        if run["status"] == "ok":
+            groups.setdefault(case_of(run), []).append(run)
+    for spread in record["pooled"]:
+        lines.append(_line(record, spread, groups))
     lines += [
-        f"{limit_of(run):<9}{run['loader']:<16}two models: {comfy_alternation.line(run)}"
-        for run in turns
-        if run["status"] == "ok"
+        f"{case_of(run)}: {run['status']}: {run['reason'].splitlines()[-1][:100]}"
+        for run in record["runs"]
+        if run["status"] != "ok"
+    ]
+    lines += [
+        f"{case_of(run)}: {comfy_alternation.line(run)}"
+        for run in record["runs"]
+        if run["status"] == "ok" and run.get("alternating")
     ]
     lines.append(f"latents: {verdict(record)}")
     return "\n".join(lines)
+
+
+def _line(record: dict[str, Any], spread: dict[str, Any], groups: dict[str, list[dict[str, Any]]]) -> str:
+    case = spread["case"]
+    runs = groups[case.removesuffix(SETTLED)]
+    run = runs[0]
+    stock = case_of({**run, "loader": "stock"})
+    base = next((one["median_s"] for one in record["pooled"] if one["case"] == stock), None)
+    ratio = f"{spread['median_s'] / base:.3f}" if base else ""
+    low, high = spread["quartiles_s"]
+    text = f"{case:<38}{spread['processes']:>2}{spread['median_s']:>8.4f}{f'{low:.4f} to {high:.4f}':>17}{ratio:>9}"
+    if run.get("alternating"):
+        return text
+    report = run["settled" if case.endswith(SETTLED) else "second"]["report"] or {}
+    kernels = [one["profile"]["kernel_ms"] for one in runs if (one.get("profile") or {}).get("kernel_ms")]
+    first = statistics.median(one["first"]["wall_s"] for one in runs)
+    key = "anonymous_bytes" if "anonymous_bytes" in run["host"]["peak"] else "resident_bytes"
+    host = max(one["host"]["peak"][key] - one["host"]["before"][key] for one in runs)
+    card = f"{max(one['card']['peak_bytes'] for one in runs) / GIB:.2f}" if "card" in run else ""
+    text += f"{f'{statistics.median(kernels):.1f}' if kernels else '':>8}"
+    text += f"{_share(report, 'stall_seconds'):>8}{_share(report, 'host_late_seconds'):>7}"
+    return text + f"{first:>8.2f}{card:>9}{host / GIB:>9.2f}{host / record['file_bytes']:>7.2f}"
+
+
+def _share(report: dict[str, Any], name: str) -> str:
+    if not report.get("step_seconds") or report.get(name) is None:
+        return ""
+    return f"{100 * report[name] / report['step_seconds']:.1f}%"

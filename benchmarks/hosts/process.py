@@ -87,6 +87,15 @@ def io_of(pid: int) -> dict[str, int]:
     return {"storage": found["read_bytes"], "calls": found["rchar"]}
 
 
+def checkout_commit(root: Path) -> str:
+    """Return the commit of a host program's checkout, from its file COMMIT or from git; "unknown" without both."""
+    from ..results import provenance
+
+    file = root / "COMMIT"
+    named = file.read_text("utf-8").strip() if file.is_file() else provenance.checkout_commit(root)
+    return named or "unknown"
+
+
 def evict(path: Path) -> None:
     """Remove a file from the page cache, if the system allows that."""
     if hasattr(os, "posix_fadvise"):

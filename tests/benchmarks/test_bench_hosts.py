@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from carom.benchmarks.hosts import comfy_table
+from carom.benchmarks.hosts import comfy_table, device_time, rounds
 from carom.core.common import sizes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,33 +41,83 @@ def sampled(seconds: float, digest: str = "aa", **more):
         "report": None,
     }
     return {
-        "status": "ok", "limit": None, "loader": "stock", "s_per_iteration": seconds, "first": one, "second": one, "third": one,
+        "status": "ok", "limit": None, "loader": "stock", "s_per_iteration": seconds, "samples_s": [seconds] * 4,
+        "first": one, "second": one, "profile": {"kernel_ms": 40.0},
         "host": {"before": {"anonymous_bytes": 1 << 30}, "peak": {"anonymous_bytes": 3 << 30}}, **more,
     }  # fmt: skip
 
 
-def test_comfy_table_compares_with_stock_of_the_same_limit():
-    record = {"file_bytes": 2 << 30, "runs": [
-        sampled(0.1), sampled(0.2, limit=4 << 30), sampled(0.15, limit=4 << 30, loader="raw"),
-        {"status": "skipped", "reason": "no such codec", "limit": None, "loader": "lossless"},
-    ]}  # fmt: skip
-    lines = comfy_table.table(record).splitlines()
-    assert lines[3].split()[:5] == ["4", "GiB", "raw", "0.1500", "0.750"]
-    assert "no such codec" in lines[4] and lines[-1] == "latents: equal, bit for bit"
+def comfy_record(*runs):
+    record = {"file_bytes": 2 << 30, "runs": list(runs)}
+    return record | {"pooled": rounds.pooled(comfy_table.samples(record))}
+
+
+def test_comfy_table_pools_processes_and_compares_with_stock_of_the_same_limit():
+    small = {"limit": 4 << 30}
+    lines = comfy_table.table(comfy_record(
+        sampled(0.1), sampled(0.2, **small), sampled(0.15, loader="auto", **small), sampled(0.4, **small),
+        sampled(0.17, loader="auto", **small),
+        {"status": "skipped", "reason": "no time left", "limit": None, "loader": "auto"},
+    )).splitlines()  # fmt: skip
+    assert lines[2].split()[:8] == ["4", "GiB,", "stock", "2", "0.3000", "0.2000", "to", "0.4000"]
+    assert lines[3].split()[:9] == ["4", "GiB,", "auto", "2", "0.1600", "0.1500", "to", "0.1700", "0.533"]
+    assert "40.0" in lines[3]
+    assert lines[4] == "no limit, auto: skipped: no time left" and lines[-1] == "latents: equal, bit for bit"
+
+
+def test_comfy_table_keeps_the_settled_layout_apart_from_the_first_one():
+    carom = sampled(0.2, loader="auto", samples_settled_s=[0.1] * 4, s_per_iteration_settled=0.1)
+    carom["settled"] = carom["second"]
+    first, settled = comfy_table.table(comfy_record(sampled(0.4), carom)).splitlines()[2:4]
+    assert "0.2000 to 0.2000" in first and "0.500" in first
+    assert settled.startswith("no limit, auto, settled layout") and "0.250" in settled
+
+
+def test_comfy_cases_of_a_comparison_take_turns():
+    assert rounds.interleaved([["a", "b"], ["c"]], 2) == ["a", "b", "a", "b", "c", "c"]
+
+
+def test_a_run_ends_within_its_limit():
+    now = [100.0]
+    limit = rounds.TimeLimit(60, clock=lambda: now[0])
+    assert limit.fits("stock")  # nothing ran yet: nothing says that it would not fit
+    now[0] += 20
+    limit.took("stock", 20)
+    assert limit.fits("stock") and limit.left_s() == 40 and limit.left_s(7) == 7
+    now[0] += 20
+    assert not limit.fits("stock") and not limit.fits("auto")  # another kind may take as long
+    limit.took("auto", 8)
+    assert limit.fits("auto")
+    now[0] += 99
+    assert limit.left_s() == 1 and not limit.fits("auto")
+
+
+def test_samples_of_all_processes_are_pooled_with_quartiles():
+    one, other = rounds.pooled([("a", [1.0, 2.0, 3.0]), ("b", [9.0]), ("a", [4.0, 5.0])])
+    assert (one["processes"], one["process_medians_s"], one["median_s"]) == (2, [2.0, 4.5], 3.0)
+    assert one["quartiles_s"] == [2.0, 4.0] and one["samples_s"] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert other["quartiles_s"] == [9.0, 9.0] and rounds.spread([]) == {}
+
+
+def test_time_in_which_a_kernel_ran_counts_kernels_side_by_side_once():
+    assert device_time.covered([(10, 20), (0, 5), (12, 15), (18, 25)]) == 20
 
 
 @pytest.mark.parametrize("ended", [0, 1])
 def test_comfy_latents_are_not_called_equal_where_nothing_was_compared(ended):
     failed = {"status": "failed", "reason": "no module", "limit": None, "loader": "raw"}
-    record = {"file_bytes": 1, "runs": [sampled(0.1)] * ended + [failed]}
-    assert comfy_table.table(record).splitlines()[-1].startswith("latents: not compared")
+    assert (
+        comfy_table.table(comfy_record(*[sampled(0.1)] * ended, failed))
+        .splitlines()[-1]
+        .startswith("latents: not compared")
+    )
 
 
 @pytest.mark.parametrize("change", [{"hash": "bb"}, {"finite": False}])
 def test_comfy_latents_that_differ_or_are_not_finite_are_named(change):
     other = sampled(0.1)
     other["second"] = {**other["second"], **change}
-    assert comfy_table.table({"file_bytes": 1, "runs": [sampled(0.1), other]}).endswith("latents: DIFFERENT")
+    assert comfy_table.table(comfy_record(sampled(0.1), other)).endswith("latents: DIFFERENT")
 
 
 def test_comfy_loader_words():
@@ -81,6 +131,32 @@ def test_aitoolkit_figures_are_of_warm_steps_from_end_to_end():
     told = {"steps": [[end - 0.2, end, 1.0] for end in ends], "memory": {"end": {"rss_bytes": 5}}}
     found = cases.figures(told)
     assert found["s_per_step"] == pytest.approx(0.5) and found["s_in_step"] == pytest.approx(0.2)
+    assert found["samples_ms"] == [500.0] * 3 and found["quartiles_ms"] == [500.0] * 2
+
+
+def test_aitoolkit_profiled_steps_are_not_among_the_samples():
+    ends = [float(end) for end in (*range(9), 20, 40)]
+    told = {"steps": [[end, end, 1.0] for end in ends], "memory": {"end": {"rss_bytes": 5}}, "counted_steps": 9,
+            "profile": {"kernel_ms": 700.0}}  # fmt: skip
+    found = cases.figures(told)
+    assert found["samples_ms"] == [1000.0] * 3 and found["kernel_ms"] == {"step": 700.0}
+    assert len(found["losses"]) == 11
+
+
+def test_aitoolkit_table_pools_the_processes_of_a_configuration():
+    def run(word, milliseconds, **more):
+        return {"config": word, "status": "ok", "samples_ms": milliseconds, "peak_reserved_bytes": 2e9, "rss_bytes": 1e9,
+                "anonymous_bytes": None, "torch_pinned_bytes": None, "report": None, "oom_skipped": 0, **more}  # fmt: skip
+
+    model = {"kind": "train", "step_seconds": 0.2, "stall_seconds": 0.01, "host_late_seconds": 0.02}
+    carom = {"report": {"models": {"m": model}}, "profile": {"kernel_ms": 150.0}}
+    lines = cases.table({"runs": [
+        run("plain", [100.0, 200.0]), run("half/auto", [300.0] * 2, **carom), run("plain", [300.0, 400.0]),
+        {"config": "stock", "status": "skipped", "reason": "no time left"},
+    ]}).splitlines()  # fmt: skip
+    assert lines[1].split()[:7] == ["plain", "2", "0.2500", "0.1750", "to", "0.3250", "1.000"]
+    assert lines[2].split()[2] == "0.3000" and "150.0 ms" in lines[2] and "5.0%  10.0%" in lines[2]
+    assert lines[3].split() == ["stock", "skipped:", "no", "time", "left"]
 
 
 def test_aitoolkit_losses_are_compared_step_by_step():
@@ -98,6 +174,11 @@ def test_aitoolkit_words_name_budget_codec_and_the_run_to_compare_with():
         True,
     )
     assert not aitoolkit.Config("float8-stock").bounces
+    assert [aitoolkit.Config(word).percent for word in ("stock", "stock50", "float8-stock25@8")] == [
+        100,
+        50,
+        25,
+    ]
     long = aitoolkit.Config("half/auto@128#300")
     assert (long.budget, long.codec, long.rank, long.steps, long.plain) == (
         "half",
@@ -122,6 +203,9 @@ def test_aitoolkit_jobs_are_of_the_words_rank_device_and_budget(tmp_path):
     )
     assert process["model"]["offload"] == "auto" and process["model"]["quantize"]
     assert process["model"]["offload_kwargs"] == {"vram": 5, "codec": "raw", "granularity": "block"}
+    file = cases.job("x", cases.Config("stock50"), shape, tmp_path, None, 7)
+    model = file["config"]["process"][0]["model"]
+    assert model["layer_offloading"] and model["layer_offloading_transformer_percent"] == 0.5
 
 
 def test_aitoolkit_a_card_that_just_fits_holds_weights_adapters_gradients_and_moments():
@@ -274,7 +358,9 @@ def _run(script: str, out: Path, *arguments: str) -> dict:
 @pytest.mark.skipif(not os.environ.get("COMFYUI_PATH"), reason="set COMFYUI_PATH to a ComfyUI folder")
 @pytest.mark.timeout(600)
 def test_tiny_run_in_the_real_comfyui(tmp_path):
-    record = _run("comfy_gpu.py", tmp_path / "r.json", "--steps", "3", "--loaders", "stock,raw")
+    record = _run(
+        "comfy_gpu.py", tmp_path / "r.json", "--steps", "3", "--loaders", "stock,raw", "--rounds", "1"
+    )
     stock, raw = record["runs"]
     assert stock["second"]["hash"] == raw["second"]["hash"] and raw["second"]["class"] == "CaromModelPatcher"
     assert raw["second"]["report"]["streamed_bytes"] > 0 and record["commit"] == "0123abc"
@@ -285,7 +371,9 @@ def test_tiny_run_in_the_real_comfyui(tmp_path):
 )
 @pytest.mark.timeout(600)
 def test_tiny_run_of_the_real_ai_toolkit(tmp_path):
-    record = _run("aitoolkit_gpu.py", tmp_path / "r.json", "--steps", "3", "--configs", "plain,all/raw")
+    record = _run(
+        "aitoolkit_gpu.py", tmp_path / "r.json", "--steps", "3", "--rounds", "1", "--configs", "plain,all/raw"
+    )
     plain, bouncing = record["runs"]
     assert bouncing["losses"] == plain["losses"] and any(
         "stream through" in line for line in bouncing["carom_lines"]
