@@ -53,7 +53,7 @@ def comfy_record(*runs):
 
 
 def test_comfy_table_pools_processes_and_compares_with_stock_of_the_same_limit():
-    small = {"limit": 4 << 30}
+    small: dict = {"limit": 4 << 30}
     lines = comfy_table.table(comfy_record(
         sampled(0.1), sampled(0.2, **small), sampled(0.15, loader="auto", **small), sampled(0.4, **small),
         sampled(0.17, loader="auto", **small),
