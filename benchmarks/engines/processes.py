@@ -30,7 +30,9 @@ def pooled(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def spread(samples_ms: list[float]) -> dict[str, Any]:
     """Return the minimum, the quartiles [q1, q3] and the samples themselves, in ms."""
-    quartiles = statistics.quantiles(samples_ms, n=4) if len(samples_ms) > 1 else samples_ms * 3
+    quartiles = (
+        statistics.quantiles(samples_ms, n=4, method="inclusive") if len(samples_ms) > 1 else samples_ms * 3
+    )
     return {
         "ms_min": min(samples_ms),
         "quartiles_ms": [quartiles[0], quartiles[2]],
