@@ -199,6 +199,7 @@ def figures(told: dict[str, Any]) -> dict[str, Any]:
         "samples_ms": [round(1e3 * gap, 3) for gap in warm],
         "quartiles_ms": [1e3 * value for value in spread(warm).get("quartiles_s", ())],
         "profile": told.get("profile"),
+        "profile_failed": told.get("profile_failed"),
         "kernel_ms": {"step": told["profile"]["kernel_ms"]} if told.get("profile") else None,
         "s_in_step": statistics.median(b - a for a, b, _ in told["steps"][WARM + 1 :] or told["steps"]),
         "losses": [loss for _, _, loss in told["steps"]],

@@ -85,7 +85,10 @@ def watch(process) -> dict:
                 torch.cuda.reset_peak_memory_stats()
         if index == profiled_from and "counted_steps" not in told:
             told["counted_steps"] = index
-            device_time.start()
+            try:
+                device_time.start()
+            except Exception as error:
+                told["profile_failed"] = str(error)[:500]
         told.setdefault("first_step", time.time())
         begin = time.perf_counter()
         try:
@@ -97,7 +100,10 @@ def watch(process) -> dict:
         told["last_step"] = time.time()
         told["steps"].append([begin, end, None if losses is None else float(losses["loss"])])
         if profiled_from is not None and index + 1 == total:
-            told["profile"] = device_time.stop(PROFILED)
+            try:
+                told["profile"] = device_time.stop(PROFILED)
+            except Exception as error:  # costs this figure, not the job
+                told["profile_failed"] = str(error)[:500]
         if index + 1 in (50, 100, 200, 300):
             told["memory"][str(index + 1)] = memory()
         return losses

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from carom.benchmarks.hosts import comfy_table, device_time, rounds
+from carom.benchmarks.hosts import comfy_table, device_time, process, rounds
 from carom.core.common import sizes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +97,12 @@ def test_samples_of_all_processes_are_pooled_with_quartiles():
     assert (one["processes"], one["process_medians_s"], one["median_s"]) == (2, [2.0, 4.5], 3.0)
     assert one["quartiles_s"] == [2.0, 4.0] and one["samples_s"] == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert other["quartiles_s"] == [9.0, 9.0] and rounds.spread([]) == {}
+
+
+def test_a_copied_checkout_names_its_commit_in_a_file(tmp_path):
+    assert process.checkout_commit(tmp_path) == "unknown"
+    (tmp_path / "COMMIT").write_text("783545f\n")
+    assert process.checkout_commit(tmp_path) == "783545f"
 
 
 def test_time_in_which_a_kernel_ran_counts_kernels_side_by_side_once():
