@@ -3,7 +3,6 @@
 The module is pure: it touches no device.
 """
 
-# aitoolkit_gpu.py loads this file by its path, so it imports nothing of Carom but its neighbour.
 from __future__ import annotations
 
 import math
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rounds import pooled, spread
+from .rounds import pooled, spread
 
 SHORT = 24  # steps over which long runs are compared with short runs, in addition to all of their steps
 WARM = 5  # number of steps before the probe's figures begin

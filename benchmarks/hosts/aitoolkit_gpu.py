@@ -33,7 +33,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.util
 import json
 import os
 import re
@@ -48,10 +47,27 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TESTS = ROOT / "tests" / "support" / "ai_toolkit"
-sys.path.insert(0, str(HERE))
-from aitoolkit_cases import Config, Shape, against, figures, fits, job, line, losses, needed, phases, table  # noqa: E402
-from aitoolkit_ready import Ready, copied, processes  # noqa: E402
-from rounds import TimeLimit, interleaved  # noqa: E402
+sys.path.insert(0, str(ROOT / "benchmarks" / "engines"))
+import launch  # noqa: E402
+
+sys.path.pop(0)  # its modules could shadow others
+if "carom" not in sys.modules:
+    launch.load_checkout()
+from carom.benchmarks.hosts.aitoolkit_cases import (  # noqa: E402
+    Config,
+    Shape,
+    against,
+    figures,
+    fits,
+    job,
+    line,
+    losses,
+    needed,
+    phases,
+    table,
+)  # fmt: skip
+from carom.benchmarks.hosts.aitoolkit_ready import Ready, copied, processes  # noqa: E402
+from carom.benchmarks.hosts.rounds import TimeLimit, interleaved  # noqa: E402
 
 CONFIGS = "plain,stock,stock50,all/auto,half/auto;float8-plain,float8-half/auto"
 LEAST = re.compile(
@@ -145,9 +161,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def load_checkout() -> dict[str, Any]:
-    """Return the checkout's modules by name, imported as the package carom for any folder name."""
-    if "carom" not in sys.modules:
-        _load("carom", ROOT / "__init__.py", [str(ROOT)])
+    """Return the checkout's modules that the benchmark uses, by name."""
     names = (
         "core.common.sizes",
         "benchmarks.engines.record",
@@ -156,15 +170,6 @@ def load_checkout() -> dict[str, Any]:
         "tools.ai_toolkit_folder",
     )
     return {name.rpartition(".")[2]: importlib.import_module(f"carom.{name}") for name in names}
-
-
-def _load(name: str, path: Path, folders: list[str] | None = None) -> Any:
-    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Bench:

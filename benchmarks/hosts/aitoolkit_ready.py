@@ -4,7 +4,6 @@ All processes of a benchmark import at the same time, before any measurement. Im
 s each on the machines used. Imports during a measured job took its processor time and memory bandwidth.
 """
 
-# aitoolkit_gpu.py loads this file by its path, so nothing of Carom is imported here.
 from __future__ import annotations
 
 import json

@@ -93,12 +93,15 @@ def draw(one: Comparison, path: Path) -> None:
             axes.plot(
                 x, y, _MARKERS[cell.get("same_bits")], color=colours.get(codec, "#c2452d"), markersize=7
             )
-    for cell in [cell for cell in one.cells if cell not in one.carom]:
+    others = [cell for cell in one.cells if cell not in one.carom]
+    for number, cell in enumerate(sorted(others, key=lambda cell: cell["device_bytes"])):
         base = cell["case"] == NO_OFFLOADING
         x, y = cell["device_bytes"] / 1e9, cell["value"] / 1e3
         same = True if base else cell.get("same_bits")
         axes.plot(x, y, _MARKERS[same], color="black" if base else "#7d8a94", markersize=7)
-        axes.annotate(_name(cell), (x, y), textcoords="offset points", xytext=(7, 4), fontsize=8)
+        # Labels stand to the left and to the right of their points in turn, because peers lie close together.
+        side = "left" if number % 2 else "right"
+        axes.annotate(_name(cell), (x, y), textcoords="offset points", xytext=(0, 8), ha=side, fontsize=8)
     there = {True if cell["case"] == NO_OFFLOADING else cell.get("same_bits") for cell in one.cells}
     handles, _ = axes.get_legend_handles_labels()
     handles += [

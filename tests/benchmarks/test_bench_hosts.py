@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from carom.benchmarks.hosts import aitoolkit_cases as cases
+from carom.benchmarks.hosts import aitoolkit_ready as ready
 from carom.benchmarks.hosts import comfy_table, device_time, process, rounds
 from carom.core.common import sizes
 
@@ -28,8 +30,7 @@ def _load(name: str):
     return module
 
 
-comfy, aitoolkit, cases = _load("comfy_gpu"), _load("aitoolkit_gpu"), _load("aitoolkit_cases")
-ready = _load("aitoolkit_ready")
+comfy, aitoolkit = _load("comfy_gpu"), _load("aitoolkit_gpu")
 
 
 def sampled(seconds: float, digest: str = "aa", **more):

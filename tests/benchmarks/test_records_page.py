@@ -40,7 +40,9 @@ def test_the_readme_part_is_short_and_every_row_has_figures():
     lines = readme_part(INDEX).splitlines()
     table = [line for line in lines if line.startswith("| ")][2:]
     assert 1 <= len(table) <= 12 and lines[0] == GENERATED
-    assert all(len(re.findall(r"\d\.\d+ s", line)) == 2 for line in table)
+    for line in table:
+        times = 1 if "does not fit" in line else 2
+        assert len(re.findall(r"\d\.\d+ s\b", line)) == times, line
 
 
 # ---- the rules, on made records
@@ -118,10 +120,8 @@ def test_the_readme_takes_the_settled_layout_and_the_default_codec():
         comfy(group, "Carom, auto", "iteration, 2nd prompt", 0.15, **base),
         comfy(group, "Carom, auto", "iteration, settled layout", 0.12, **base),
     ]
-    (row,) = [line for line in readme_part(made(one)).splitlines() if "Flux" in line]
-    assert row.startswith(
-        "| Flux-shaped, 10.1 GB, in ComfyUI | 6 GiB free | 0.200 s, ComfyUI's own loader | 0.120 s, auto | 0.600 |"
-    )
+    (row,) = [line for line in readme_part(made(one)).splitlines() if line.startswith("| 6 GiB")]
+    assert row.startswith("| 6 GiB, emulated | Flux-shaped, 10.1 GB | 0.200 s | 0.120 s |")
     assert "7.00 GB | yes" in row
 
 
