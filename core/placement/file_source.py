@@ -14,7 +14,7 @@ from ..checkpoint.disk_reader import DiskReader, ReaderPolicy
 from ..common.sizes import MIB, format_size
 from .bound_checkpoint import Checkpoint, FileTensor
 
-_CHUNK = 4 * MIB  # bytes of one read call; docs/disk.md has the measurements behind the size
+_CHUNK = 4 * MIB  # largest number of bytes of one read call
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,10 +3,11 @@ each use.
 
 A slot is the device memory that holds a unit while it is used. The link is the connection between host and
 device. About 1.4 times as many weights fit into the same device memory if they are packed, and they are not
-copied over the link. The cost is decoding, which is about thirty times as fast as a copy over the link on an
-H200. The streamer treats such a unit as any streamed unit: order, slots and events are the same, but the
-bytes come from device memory. The unit's host block is kept, so the packed bytes on the device can be given
-up at no cost.
+copied over the link. The cost is the time of decoding. On an H200 the decoder alone writes 2009 GB/s of
+unpacked weights (benchmarks/records/2026-11-22-h200-codec-3.json), and the link copies 54.6 GB/s
+(benchmarks/records/2026-11-22-h200-suite-12.json). The streamer treats such a unit as any streamed unit:
+order, slots and events are the same, but the bytes come from device memory. The unit's host block is kept, so
+the packed bytes on the device can be given up at no cost.
 """
 
 from __future__ import annotations

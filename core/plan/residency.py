@@ -25,7 +25,7 @@ from ..common.errors import BudgetError
 from ..common.sizes import MIB, format_size
 
 GRAIN = 2 * MIB  # bytes; the CUDA and HIP caching allocators round large buffers up to a multiple of this
-SMALL_UNIT = 8 * MIB  # bytes; smaller copies do not reach the full rate of the link (measured)
+SMALL_UNIT = 8 * MIB  # bytes; smaller copies are slower, `carom doctor` measures the link's rate by size
 
 
 @dataclass(frozen=True)

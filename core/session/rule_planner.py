@@ -3,11 +3,11 @@ measured times.
 
 A unit is a group of weights that are copied to the device together. A block of the model is the natural unit:
 one copy and one wait serve everything inside the block. Large blocks are nevertheless split into parts, as
-long as each part is still copied at the full rate of the link (the connection between host and device).
-Smaller units shorten the time in which the device waits, for three reasons: the slot region (the device
-memory through which units stream) holds more units, a copy starts as soon as a part has been used, and the
-number of bytes that stay on the device can be chosen in finer steps. docs/units.md has the measurements. The
-grain is the number of bytes to whose multiples the device's allocator rounds up.
+long as a part is large enough for the rate of the link (the connection between host and device). Smaller
+units shorten the time in which the device waits, for three reasons: the slot region (the device memory
+through which units stream) holds more units, a copy starts as soon as a part has been used, and the number of
+bytes that stay on the device can be chosen in finer steps. docs/units.md describes the sizes of units and
+slots. The grain is the number of bytes to whose multiples the device's allocator rounds up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..plan.region import ALIGN
 from ..plan.residency import SMALL_UNIT, Plan, UnitSize, Wish, plan_residency, resident_cost, round_up
 
 COARSE = 256 * MIB  # bytes; unit size if the host is the bottleneck, because fewer units take less host time
-PART = 128 * MIB  # bytes; copies of a quarter of this size still reach 98 % of the link rate (measured)
+PART = 128 * MIB  # bytes; `carom doctor` measures the link's rate for copies of this size and of smaller ones
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,9 @@ def stream(
     ``ram``: the budget for pinned host memory: bytes, "8GiB", "8GB", "50%" (of the available memory), or
     "auto" (80 % of the available memory, or less if a container allows less). Weights that do not fit are
     streamed from pageable memory, which is slower. With ``weights`` this is the budget of the host cache.
-    ``granularity``: the size of units: "block", "phase", "layer", or "auto" (blocks, split if two would not
-    fit).
+    ``granularity``: the size of units: "block", "phase", "layer", or "auto" (blocks; blocks of more than
+    128 MiB are divided into parts, and so are blocks of which two would not fit. Compiled blocks, and packed
+    blocks in training, are divided only if they would not fit).
     ``codec``: "raw" (weights are not packed), "lossless" (bf16, fp16, fp32 and fp8 weights are stored and
     copied to the device packed, and are unpacked there, bit for bit), or "auto" (lossless if Triton works).
     While its unit does not run, a packed parameter has no bytes of its own; operators and `Session.read` get
