@@ -132,9 +132,11 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
+    from ..benchmarks.engines.case_rows import rows
     from ..benchmarks.engines.record import add_result, new_record, write_record
     from ..benchmarks.engines.runner import run_cases, unavailable
-    from ..benchmarks.engines.tables import chart, rows, table
+    from ..benchmarks.results.render import rendered
+    from ..benchmarks.results.table import chart, table
 
     if args.show:
         return _show(args)
@@ -146,10 +148,11 @@ def run(args: argparse.Namespace) -> int:
     except RuntimeError:
         raise ValueError(f"--device {device!r} is no device; write cpu, cuda or cuda:1") from None
     cases = make_cases(args, device)
-    # A run that only prints its table needs no provenance, so that it works from an installed package too.
-    keeps = args.out or args.json
+    # Only a record that is kept needs the commit, so that a package installed from a wheel can print its results.
     record: dict[str, Any] = (
-        new_record("carom bench", sys.argv[1:]) if keeps else {"cases": [], "interrupted": False}
+        new_record("carom bench", sys.argv[1:], kept=args.out is not None)
+        if args.out or args.json
+        else {"cases": [], "interrupted": False}
     )
     path = args.out / "bench.json" if args.out else None
 
@@ -174,26 +177,22 @@ def run(args: argparse.Namespace) -> int:
             cases, progress=bar, on_start=lambda _, case: bar.begins(case), on_result=keep
         )
     found = rows(record["cases"])
-    record["rooflines"] = {row["key"]: row["roofline"].to_dict() for row in found if row["roofline"]}
-    record["bit_exact"] = {row["key"]: row["bit_exact"] for row in found if row["bit_exact"] is not None}
+    record["rooflines"] = {row.key: row.roofline.to_dict() for row in found if row.roofline}
+    record["bit_exact"] = {row.key: row.bit_exact for row in found if row.bit_exact is not None}
     if path:
         write_record(record, path)
+    shown = rendered({"tool": "carom bench", **record}).rows
     if args.chart and found:
-        chart(record["cases"], args.chart)
+        chart(shown, args.chart)
     if args.json:
         print(json.dumps(record))
     else:
-        print(table(record["cases"], markdown=args.markdown))
-        link: dict[str, Any] = next((e["result"] for e in record["cases"] if e["key"] == "link"), {})
-        if link.get("status") == "ok":
-            print(
-                f"link: {link['link_bytes_per_second'] / 1e9:.1f} GB/s, pinned, one block; GB are 10^9 bytes"
-            )
+        print(table(shown, markdown=args.markdown))
         if path:
             print(f"record: {path}")
     ours = [e["result"]["status"] for e in record["cases"] if e["case"]["engine"] in ("none", "carom")]
     bad = "failed" in ours or "timeout" in ours
-    wrong = any(row["bit_exact"] is False for row in found if row["case"].engine == "carom")
+    wrong = any(row.bit_exact is False for row in found if row.case.engine == "carom")
     nothing = not any(e["result"]["status"] == "ok" for e in record["cases"] if e["key"] != "link")
     if nothing:
         print("carom bench: no case could run; the reasons are printed above", file=sys.stderr)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .case import Case
+from .case_rows import exactness
 from .roofline import Roofline, roofline
-from .tables import exactness
 
 GIB = 1 << 30
 

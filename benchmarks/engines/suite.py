@@ -18,13 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..results.render import rendered
+from ..results.table import chart, table
 from . import figures as f
 from .case import Case
 from .figures import Figure, Results, render
 from .processes import pooled
 from .record import add_result, new_record, write_record
 from .runner import run_cases
-from .tables import chart, table
 
 INSTEAD = " (in its place where musubi cannot run)"
 BUDGETS = {"quarter": 0.25, "half": 0.5, "most": 0.75}  # shares of the weights' bytes
@@ -311,10 +312,10 @@ def main(argv: list[str] | None = None) -> int:
     judged = [figure.judge(Results(cases, merged)) for figure in suite_figures()]
     record["figures"] = judged
     write_record(record, path)
+    shown = rendered(record).rows
     if any("ms_per_step" in result for result in merged.values()):
-        chart([e for e in record["cases"] if e["case"]["d"] == 3072 or args.tiny], args.out / "suite.png")
-    # The small shapes are needed for two figures only, so the table omits them.
-    print(table([e for e in record["cases"] if e["case"]["kind"] != "host" and e["key"] != "carom-flat"]))
+        chart(shown, args.out / "suite.png")
+    print(table(shown))
     print()
     print(render(judged))
     print(json.dumps({"record": str(path), "interrupted": record["interrupted"]}))

@@ -78,18 +78,23 @@ def read(path: Path) -> Rendered:
         raise RecordError(f"{path} is no record: it is not JSON ({error})") from None
     if isinstance(record, list):  # the first codec records are lists of rows
         record = {"rows": record}
+    return rendered(record, str(path))
+
+
+def rendered(record: Any, name: str = "this run") -> Rendered:
+    """Render a record that is called ``name`` in errors. Raises RecordError as `read` does."""
     kind = next((kind for kind in KINDS if isinstance(record, dict) and kind.fits(record)), None)
     if kind is None:
         names = ", ".join(kind.name for kind in KINDS)
-        raise RecordError(f"{path} is no record of a known kind ({names}); see benchmarks/README.md")
+        raise RecordError(f"{name} is no record of a known kind ({names}); see benchmarks/README.md")
     try:
         rows = kind.rows(record)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, ZeroDivisionError) as error:
         raise RecordError(
-            f"{path} is a broken record of the kind {kind.name!r} ({type(error).__name__}: {error})"
+            f"{name} is a broken record of the kind {kind.name!r} ({type(error).__name__}: {error})"
         ) from None
     if not rows:
-        raise RecordError(f"{path} is a record of the kind {kind.name!r} without any case")
+        raise RecordError(f"{name} is a record of the kind {kind.name!r} without any case")
     return Rendered(kind.name, record, rows)
 
 

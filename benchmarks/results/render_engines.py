@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
-from ..engines import tables
+from ..engines import case_rows
 from ..engines.case import Case
-from ..engines.tables import device_bytes, exactness
+from ..engines.case_rows import device_bytes, exactness
 from .rows import Row, pooled, split
 
 NO_OFFLOADING = "no offloading"
@@ -101,9 +101,9 @@ def _floors(record: dict[str, Any]) -> dict[str, tuple[float | None, bool]]:
         key: (one["ms"], False) for key, one in record.get("rooflines", {}).items()
     }
     if any(entry["result"].get("kernel_ms") for entry in record["cases"]):
-        for row in tables.rows(record["cases"]):
-            if row["roofline"]:
-                found[row["key"]] = (None, True) if row["host_binds"] else (row["roofline"].ms, False)
+        for row in case_rows.rows(record["cases"]):
+            if row.roofline:
+                found[row.key] = (None, True) if row.host_binds else (row.roofline.ms, False)
     return found
 
 

@@ -16,12 +16,14 @@ import psutil
 import pytest
 from carom.benchmarks.engines import figures, measure, runner, suite
 from carom.benchmarks.engines.case import ENGINES, Case
+from carom.benchmarks.engines.case_rows import compare_fingerprints, rows
 from carom.benchmarks.engines.dit import build
 from carom.benchmarks.engines.measure import HostEvent, fingerprint
 from carom.benchmarks.engines.peers import get_engine
 from carom.benchmarks.engines.record import SCHEMA, new_record, read_record, write_record
 from carom.benchmarks.engines.roofline import crossing_bytes, roofline
-from carom.benchmarks.engines.tables import chart, compare_fingerprints, rows, table
+from carom.benchmarks.results.render import rendered
+from carom.benchmarks.results.table import table
 from carom.cli.main import main
 from tests_harness import heed_interrupts
 
@@ -398,7 +400,7 @@ class TestRecord:
             read_record(tmp_path / "r.json")
 
     def test_rows_compare_each_case_with_the_resident_run_of_its_shape(self):
-        base = Case(d=3072, depth=20, mode="infer", tokens=4096, resident=20)
+        base = Case(d=3072, depth=20, mode="infer", tokens=4096, resident=20, device="cuda")
         print_a = {"output": {"sha256": "a", "sample": [1.0]}, "passes_agree": True}
         print_b = {"output": {"sha256": "b", "sample": [1.5]}, "passes_agree": True}
         streamed = base.but(engine="carom", resident=0, slots=2)
@@ -410,19 +412,27 @@ class TestRecord:
             ("other", streamed.but(engine="musubi", tokens=1024), _result(130.0, fingerprint=print_b)),
             ("gone", streamed.but(engine="ramtorch"), {"status": "skipped", "reason": "not installed"}),
         )
-        found = {row["key"]: row for row in rows(entries)}
-        assert found["carom"]["of_roofline"] == pytest.approx(
+        found = {row.key: row for row in rows(entries)}
+        assert found["carom"].of_roofline == pytest.approx(
             123.0 / (1e3 * base.weight_bytes / 55.5e9), rel=1e-3
         )
-        assert found["carom"]["bit_exact"] is True
-        assert found["musubi"]["bit_exact"] is False
-        assert found["other"]["bit_exact"] is None and found["other"]["roofline"] is None
-        text, markdown = table(entries), table(entries, markdown=True)
-        assert "not installed" in text and "roofline, 2 slots" in text
-        assert markdown.count("\n") == text.count("\n") + 1 and markdown.startswith("| mode |")
+        assert found["carom"].bit_exact is True
+        assert found["musubi"].bit_exact is False
+        assert found["other"].bit_exact is None and found["other"].roofline is None
+        shown = table(rendered({"tool": "carom bench", "cases": entries}).rows)
+        assert "not installed" in shown and "55.5 GB/s" in shown
+
+    def test_a_cpu_has_no_roofline(self):
+        base = Case(d=64, depth=2, device="cpu", resident=2)
+        entries = _entries(
+            ("link", base.but(kind="link"), {"status": "ok", "link_bytes_per_second": 5e9}),
+            ("none", base, _result(10.0)),
+            ("carom", base.but(engine="carom", resident=0), _result(9.0)),
+        )
+        assert [row.roofline for row in rows(entries)] == [None, None]
 
     def test_a_budget_of_bytes_and_what_stays_packed_in_it_are_in_the_table(self):
-        base = Case(d=3072, depth=20, mode="infer", tokens=4096, resident=20)
+        base = Case(d=3072, depth=20, mode="infer", tokens=4096, resident=20, device="cuda")
         half = base.but(engine="carom", resident=0, vram=base.weight_bytes // 2, codec="lossless")
         report = {"resident_packed_units": 18, "slot_bytes": 1, "resident_bytes": 2 * base.block_bytes,
                   "resident_packed_bytes": base.block_bytes, "resident_packed_raw_bytes": 2 * base.block_bytes}  # fmt: skip
@@ -432,24 +442,16 @@ class TestRecord:
             ("raw", half.but(codec="raw"), _result(66.0)),
             ("packed", half, _result(44.0, report=report)),
         )
-        text = table(entries)
-        assert "in 3.4 GB" in text and "carom, lossless, 18 stay packed" in text and "0/20" not in text
-        assert "roofline, lossless" in text and "carom  " in text
         # 20 blocks, less the one that stays raw and the two that stay in the bytes of one.
         streamed = base.weight_bytes - 3 * base.block_bytes
-        packed = next(row for row in rows(entries) if row["key"] == "packed")
-        assert packed["packed"] == 18 and packed["roofline"].forward_bytes == streamed
-
-    def test_chart_is_a_picture(self, tmp_path):
-        base = Case(d=3072, depth=20, mode="infer", tokens=4096, resident=20)
-        entries = _entries(
-            ("link", base.but(kind="link"), {"status": "ok", "link_bytes_per_second": 55.5e9}),
-            ("none", base, _result(38.6)),
-            ("carom", base.but(engine="carom", resident=0), _result(123.0)),
+        packed = next(row for row in rows(entries) if row.key == "packed")
+        assert packed.roofline.forward_bytes == streamed
+        shown = table(rendered({"tool": "carom bench", "cases": entries}).rows)
+        assert (
+            "Carom, 3.4 GB budget, lossless" in shown
+            and "18 units stay packed" in shown
+            and "0 of 20" not in shown
         )
-        chart(entries, tmp_path / "c.png")
-        assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
-        assert [p.name for p in tmp_path.iterdir()] == ["c.png"]
 
 
 class TestCommand:
@@ -488,7 +490,7 @@ class TestCommand:
                 == mine["result"]["vram_budget_bytes"]
             )
             assert report["vram_peak_bytes"] < mine["result"]["weight_bytes"]
-            assert mine["key"] in record["rooflines"]
+            assert record["rooflines"] == {}, "a CPU has no roofline"
         assert set(base["phases_ms"]) == {"forward", "backward", "optimizer"}
         if "infer" in modes:
             for engine in ("none-infer-8", "carom-infer-8-0"):  # also on the layout that the steps led to
