@@ -53,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--codec", default="raw", metavar="LIST", help="Carom's codecs: raw, lossless, auto (default: raw)")
     add("--steps", type=int, help="timed steps (default: 8 on a GPU, 5 on a CPU)")
     add("--warmup", type=int, default=3, help="steps before the timed ones (default: 3)")
+    add(
+        "--processes",
+        type=int,
+        default=2,
+        metavar="N",
+        help="processes for each case, one of all cases before the next of any (default: 2)",
+    )
     add("--device", help="cpu, cuda, cuda:1, ... (default: the GPU if there is one)")
     add("--seed", type=int, default=0, help="of weights and inputs (default: 0)")
     add(
@@ -142,6 +149,8 @@ def run(args: argparse.Namespace) -> int:
         return _show(args)
     if args.write_docs:
         return _write_docs(args)
+    if not 1 <= args.processes <= 100:
+        raise ValueError(f"--processes {args.processes}: write a number from 1 to 100")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.device(device)
@@ -160,21 +169,23 @@ def run(args: argparse.Namespace) -> int:
         able = sum(unavailable(case) is None for case in cases.values())
         print(
             f"carom bench: {_count(len(cases), 'case')} on {device}, {'all' if able == len(cases) else able} of which can "
-            f"run here, one after the other, each in a process of its own for {args.timeout:.0f} s at most",
+            f"run here, one after the other, each in {_count(args.processes, 'process')} of its own for {args.timeout:.0f} s at most",
             file=sys.stderr,
             flush=True,
         )
-    with _progress(len(cases), quiet=args.json or not sys.stderr.isatty()) as bar:
+    steps = sum(case.kind == "step" for case in cases.values())
+    total = len(cases) + (args.processes - 1) * steps
+    with _progress(total, quiet=args.json or not sys.stderr.isatty()) as bar:
 
-        def keep(key: str, result: dict[str, Any]) -> None:
+        def keep(key: str, process: int, result: dict[str, Any]) -> None:
             """Add a case's result to the record, and write the record, so that an interrupted run keeps it."""
-            add_result(record, key, cases[key], result)
+            add_result(record, key, cases[key], result, process)
             if path:
                 write_record(record, path)
             bar.done()
 
-        _, record["interrupted"] = run_cases(
-            cases, progress=bar, on_start=lambda _, case: bar.begins(case), on_result=keep
+        record["interrupted"] = run_cases(
+            cases, keep, processes=args.processes, progress=bar, on_start=bar.begins
         )
     found = rows(record["cases"])
     record["rooflines"] = {row.key: row.roofline.to_dict() for row in found if row.roofline}

@@ -14,27 +14,29 @@ from .case import Case
 SCHEMA = 1
 
 
-def new_record(tool: str, argv: list[str], *, peers: Mapping[str, str] | None = None) -> dict[str, Any]:
+def new_record(
+    tool: str, argv: list[str], *, peers: Mapping[str, str] | None = None, kept: bool = True
+) -> dict[str, Any]:
     """Return a record without results. `peers`: versions of programs that run from a checkout, by name.
 
-    Raises ProvenanceError if the commit of this checkout is not known.
+    `kept`: whether the record is written to a file. Raises ProvenanceError if the commit of a kept record is not
+    known. The `commit` of a record that is only printed is then None.
     """
     return {
         "schema": SCHEMA,
         "tool": tool,
         "arguments": argv,
-        **provenance(peers=peers),
+        **provenance(peers=peers, kept=kept),
         "interrupted": False,
         "cases": [],
     }
 
 
 def add_result(
-    record: dict[str, Any], key: str, case: Case, result: dict[str, Any], process: int | None = None
+    record: dict[str, Any], key: str, case: Case, result: dict[str, Any], process: int = 1
 ) -> None:
-    """Append a case and its unedited result to ``record``; ``process``: the number of the process, if several ran."""
-    numbered = {} if process is None else {"process": process}
-    record["cases"].append({"key": key, **numbered, "case": case.to_dict(), "result": result})
+    """Append a case and its unedited result to ``record``; ``process``: the number of its process."""
+    record["cases"].append({"key": key, "process": process, "case": case.to_dict(), "result": result})
 
 
 def write_record(record: dict[str, Any], path: Path) -> None:

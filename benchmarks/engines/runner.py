@@ -126,17 +126,22 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 def run_cases(
     cases: dict[str, Case],
+    on_result: Callable[[str, int, dict[str, Any]], None],
     *,
+    processes: int = 1,
     time_limit_s: float | None = None,
     least_s: float = 20.0,
     progress: Lines | None = None,
-    on_start: Callable[[str, Case], None] | None = None,
-    on_result: Callable[[str, dict[str, Any]], None] | None = None,
-) -> tuple[dict[str, dict[str, Any]], bool]:
-    """Run the cases in order; return their results by key, and whether the run was interrupted.
+    on_start: Callable[[Case], None] | None = None,
+) -> bool:
+    """Run the cases in order, each in ``processes`` processes; return whether the run was interrupted.
 
-    ``on_start`` is called before each case that runs. With a time limit, a case that would start with less than
-    `least_s` seconds left is skipped, and its result says so.
+    One process of every case runs before the next process of any, so that a change of the host's speed meets all
+    engines. Exactness is checked in the first process only, and so is everything that is no step.
+
+    ``on_result`` is called with key, number of the process (from 1) and result. ``on_start`` is called before each
+    process that runs. With a time limit, a process that would start with less than `least_s` seconds left is skipped,
+    and its result says so.
     """
 
     def say(line: str) -> None:
@@ -144,10 +149,16 @@ def run_cases(
             progress.write(line + "\n")
             progress.flush()
 
-    results: dict[str, dict[str, Any]] = {}
+    turns = [(1, key, case) for key, case in cases.items()]
+    turns += [
+        (process, key, case.but(verify=False))
+        for process in range(2, processes + 1)
+        for key, case in cases.items()
+        if case.kind == "step"
+    ]
     began = time.perf_counter()
     with terminate_as_interrupt():
-        for number, (key, case) in enumerate(cases.items(), 1):
+        for number, (process, key, case) in enumerate(turns, 1):
             left = None if time_limit_s is None else time_limit_s - (time.perf_counter() - began)
             try:
                 reason = unavailable(case)
@@ -157,16 +168,14 @@ def run_cases(
                     result = {"status": "skipped", "reason": "the time limit was reached", "seconds": 0.0}
                 else:
                     if on_start:
-                        on_start(key, case)
+                        on_start(case)
                     result = run_case(case, left)
             except KeyboardInterrupt:
                 say("interrupted; what is done is kept")
-                return results, True
-            results[key] = result
-            say(f"[{number}/{len(cases)}] {case.label()}: {outcome(result)}")
-            if on_result:
-                on_result(key, result)
-    return results, False
+                return True
+            say(f"[{number}/{len(turns)}] {case.label()}: {outcome(result)}")
+            on_result(key, process, result)
+    return False
 
 
 def unavailable(case: Case) -> str | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -293,21 +292,14 @@ def main(argv: list[str] | None = None) -> int:
         cases = {"touch": touch, **cases}
     record = new_record("carom benchmark suite" + (" (tiny)" if args.tiny else ""), sys.argv[1:])
     path = args.out / "suite.json"
-    began = time.perf_counter()
-    for process in range(1, args.processes + 1):
 
-        def keep(key: str, result: dict[str, Any], process: int = process) -> None:
-            add_result(record, key, cases[key], result, process=process)
-            write_record(record, path)
+    def keep(key: str, process: int, result: dict[str, Any]) -> None:
+        add_result(record, key, cases[key], result, process=process)
+        write_record(record, path)
 
-        # One process of every case, then the next of every case: a change of the host's speed meets all engines.
-        # Exactness is checked in the first process.
-        once = process == 1
-        turn = {k: c if once else c.but(verify=False) for k, c in cases.items() if once or c.kind == "step"}
-        left = args.limit_s - (time.perf_counter() - began)
-        _, record["interrupted"] = run_cases(turn, time_limit_s=left, progress=sys.stderr, on_result=keep)
-        if record["interrupted"]:
-            break
+    record["interrupted"] = run_cases(
+        cases, keep, processes=args.processes, time_limit_s=args.limit_s, progress=sys.stderr
+    )
     merged = {entry["key"]: entry["result"] for entry in pooled(record["cases"])}
     judged = [figure.judge(Results(cases, merged)) for figure in suite_figures()]
     record["figures"] = judged

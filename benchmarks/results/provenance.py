@@ -67,26 +67,29 @@ class ProvenanceError(CaromError):
     """A record cannot be made, because it would not say which commit it measured."""
 
 
-def provenance(*, peers: Mapping[str, str] | None = None) -> dict[str, Any]:
+def provenance(*, peers: Mapping[str, str] | None = None, kept: bool = True) -> dict[str, Any]:
     """Return the keys `date`, `commit`, `machine` and `versions` of a new record.
 
     `peers`: versions or commits of host programs and peers that run from a checkout (ComfyUI, ai-toolkit, musubi),
     by name; they are added to the versions of the installed packages.
+    `kept`: whether the record is written to a file. A result that is only printed has `commit` None where the commit
+    is not known, as in a package that was installed from a wheel.
 
-    Raises ProvenanceError if the commit is not known.
+    Raises ProvenanceError if the commit of a kept record is not known, or CAROM_COMMIT is no commit.
     """
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": commit(required=kept),
         "machine": machine(),
         "versions": {**versions(), **(peers or {})},
     }
 
 
-def commit() -> str:
+def commit(*, required: bool = True) -> str | None:
     """Return the hash of the checkout's commit, with "+changes" if files differ from it.
 
-    The environment variable CAROM_COMMIT has precedence over git. Raises ProvenanceError if neither gives a hash.
+    The environment variable CAROM_COMMIT has precedence over git. Raises ProvenanceError if CAROM_COMMIT is no commit.
+    If neither gives a hash, raises ProvenanceError where the commit is ``required``, else returns None.
     """
     given = os.environ.get("CAROM_COMMIT")
     if given is not None:
@@ -98,7 +101,7 @@ def commit() -> str:
         return given
 
     found = checkout_commit(ROOT)
-    if found is None:
+    if found is None and required:
         raise ProvenanceError(
             f"The commit of {ROOT} is not known (it is no git checkout, or git is not installed), and a record must say "
             "what it measured. Set CAROM_COMMIT to the output of `git rev-parse HEAD` in the checkout it was copied from"

@@ -289,11 +289,11 @@ class TestPeers:
     def test_a_peer_that_is_not_there_is_a_result_not_an_error(self, monkeypatch):
         monkeypatch.delenv("MUSUBI_PATH", raising=False)
         seen = io.StringIO()
-        results, interrupted = runner.run_cases(
-            {"m": SMALL.but(engine="musubi", device="cuda")}, progress=seen
-        )
-        assert not interrupted
-        assert results["m"]["status"] == "skipped" and "MUSUBI_PATH" in results["m"]["reason"]
+        results = []
+        case = SMALL.but(engine="musubi", device="cuda")
+        assert not runner.run_cases({"m": case}, lambda *result: results.append(result), progress=seen)
+        ((key, process, result),) = results
+        assert (key, process, result["status"]) == ("m", 1, "skipped") and "MUSUBI_PATH" in result["reason"]
         assert "skipped" in seen.getvalue()
 
     def test_a_checkout_that_does_not_import_is_skipped_with_its_words(self, tmp_path, monkeypatch):
@@ -327,8 +327,13 @@ class TestRunner:
         assert "chatter" in result["stderr_tail"] and "Traceback" in result["stderr_tail"]
 
     def test_cases_past_the_time_limit_are_skipped_with_that_reason(self):
-        results, _ = runner.run_cases({"a": SMALL, "b": SMALL}, time_limit_s=5.0, least_s=20.0)
-        assert [r["reason"] for r in results.values()] == ["the time limit was reached"] * 2
+        seen = []
+        cases = {"link": SMALL.but(kind="link"), "a": SMALL, "b": SMALL}
+        runner.run_cases(cases, lambda *one: seen.append(one), processes=2, time_limit_s=5.0, least_s=20.0)
+        assert [(key, process) for key, process, _ in seen] == [
+            ("link", 1), ("a", 1), ("b", 1), ("a", 2), ("b", 2),
+        ]  # fmt: skip
+        assert {result["reason"] for _, _, result in seen} == {"the time limit was reached"}
 
     @pytest.mark.skipif(os.name != "posix", reason="signals")
     @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
@@ -461,7 +466,7 @@ class TestCommand:
         assert "no case could run" in capsys.readouterr().err
 
     SMALL_RUN = ("bench", "--d", "256", "--depth", "4", "--tokens", "8", "--rank", "2", "--steps", "2", "--warmup", "1",
-                 "--device", "cpu")  # fmt: skip
+                 "--processes", "1", "--device", "cpu")  # fmt: skip
 
     @pytest.mark.parametrize("modes", ["train", pytest.param("infer,train", marks=pytest.mark.slow)])
     def test_small_run_end_to_end(self, tmp_path, capsys, modes):
@@ -501,7 +506,7 @@ class TestCommand:
         assert "carom train" in done.err
         assert main(["bench", "--show", str(tmp_path / "bench.json"), "--markdown"]) == 0
         shown = capsys.readouterr().out
-        assert shown.startswith("| case |") and "x roofline" in shown
+        assert shown.startswith("| case |") and "median" in shown
 
     def test_where_no_engine_could_run_it_is_exit_one(self, capsys, monkeypatch):
         monkeypatch.delenv("MUSUBI_PATH", raising=False)
@@ -510,6 +515,8 @@ class TestCommand:
 
     LINE = [
         "bench",
+        "--processes",
+        "1",
         "--engines",
         "none,carom,musubi",
         "--device",

@@ -10,6 +10,7 @@ import pytest
 from carom.benchmarks.engines.record import new_record
 from carom.benchmarks.results import provenance as module
 from carom.benchmarks.results.provenance import ProvenanceError, checkout_commit, provenance
+from carom.cli.main import main
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,27 @@ def test_without_git_the_error_names_the_setting(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "ROOT", tmp_path)
     with pytest.raises(ProvenanceError, match="Set CAROM_COMMIT"):
         new_record("test", [])
+
+
+def test_without_git_a_record_that_is_only_printed_has_no_commit(monkeypatch, tmp_path):
+    monkeypatch.delenv("CAROM_COMMIT", raising=False)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    assert new_record("test", [], kept=False)["commit"] is None
+    monkeypatch.setenv("CAROM_COMMIT", "not a commit")
+    with pytest.raises(ProvenanceError, match="CAROM_COMMIT"):
+        new_record("test", [], kept=False)
+
+
+def test_without_git_bench_prints_json_and_keeps_no_file(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("CAROM_COMMIT", raising=False)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    small = ["bench", "--engines", "none", "--mode", "infer", "--d", "64", "--depth", "2", "--tokens", "8",
+             "--steps", "1", "--warmup", "0", "--device", "cpu"]  # fmt: skip
+    assert main([*small, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["commit"] is None and printed["cases"][-1]["result"]["status"] == "ok"
+    assert main([*small, "--out", str(tmp_path / "kept")]) != 0
+    assert "Set CAROM_COMMIT" in capsys.readouterr().err and not (tmp_path / "kept").exists()
 
 
 def test_the_commit_of_a_checkout(tmp_path):
