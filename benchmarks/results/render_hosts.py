@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 from typing import Any
 
 from .rows import Row, pooled, split
@@ -18,8 +17,8 @@ def comfy_rows(record: dict[str, Any]) -> list[Row]:
     """Return the rows of a `comfy_gpu` record: time of an iteration by prompt, of the first image, and of a turn of two
     models.
 
-    The base case is ComfyUI's own loader with the same free memory in the same record. Carom's settled layout is
-    compared with stock's second prompt where stock has no settled one.
+    The base case is ComfyUI's own loader with the same free memory in the same record, pooled over its processes like
+    the case itself. Carom's settled layout is compared with stock's second prompt where stock has no settled one.
     """
     places: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in record["runs"]:
@@ -45,17 +44,14 @@ def _comfy_row(
     runs: list[dict[str, Any]],
     stock: list[dict[str, Any]],
 ) -> Row | None:
-    values = [value for run in runs if (value := _comfy_value(run, name)) is not None]
-    if not values:
+    row = _comfy_pooled(runs, name)
+    if row is None:
         return None
-    samples = [s for run in runs for s in _samples(run, name)]
-    row = pooled(values, samples)
-    base = [value for run in stock if (value := _comfy_value(run, name)) is not None]
-    if not base and name == "settled":
-        name_of_base = "second"
-        base = [value for run in stock if (value := _comfy_value(run, name_of_base)) is not None]
-    if base and loader != STOCK:
-        row |= {"base": statistics.median(base), "base_case": STOCK}
+    base = _comfy_pooled(stock, name)
+    if base is None and name == "settled":
+        base = _comfy_pooled(stock, "second")
+    if base is not None and loader != STOCK:
+        row |= {"base": base["value"], "base_case": STOCK}
     run = runs[0]
     if name == "turn":
         return Row(group, loader, "turn of a model", "s", **row, same_bits=run.get("same_latents"))
@@ -80,6 +76,12 @@ def _comfy_row(
         kernels=(("iteration", profile["kernel_ms"]),) if "kernel_ms" in profile and name != "first" else (),
         note=split((run.get(name) or {}).get("report")) if name != "first" else "",
     )
+
+
+def _comfy_pooled(runs: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
+    """Return the pooled result of the runs of one case, None if no run has this metric."""
+    values = [value for run in runs if (value := _comfy_value(run, name)) is not None]
+    return pooled(values, [s for run in runs for s in _samples(run, name)]) if values else None
 
 
 def _compared(name: str) -> tuple[tuple[str, str], ...]:

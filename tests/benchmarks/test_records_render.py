@@ -183,6 +183,23 @@ def test_samples_and_kernels_of_a_new_comfyui_record():
     assert iteration.kernels == (("iteration", 90.0),) and first.kernels == ()
 
 
+def test_comfyuis_ratio_is_of_two_pooled_medians():
+    def run(loader: str, samples: list[float]) -> dict:
+        prompt = {"hash": "a", "wall_s": 9.0}
+        return {"limit": None, "loader": loader, "status": "ok", "first": prompt, "second": prompt, "samples_s": samples,
+                "s_per_iteration": sorted(samples)[len(samples) // 2],
+                "host": {"before": {"resident_bytes": 1}, "peak": {"resident_bytes": 3}}}  # fmt: skip
+
+    # The median of the two medians is 0.25, that of all eight samples 0.4.
+    stock = [run("stock", [0.1, 0.1, 0.1]), run("stock", [0.4] * 5)]
+    record = {"tool": "comfy_gpu", "arguments": [], "shape": {"double": 1, "single": 2, "hidden": 8}, "file_bytes": 10,
+              "runs": [*stock, run("auto", [0.2])]}  # fmt: skip
+    rows = {(row.case, row.metric): row for row in render_hosts.comfy_rows(record)}
+    base = rows["stock", "iteration, 2nd prompt"]
+    assert base.value == 0.4
+    assert rows["Carom, auto", "iteration, 2nd prompt"].base == base.value
+
+
 def test_configurations_of_ai_toolkit_in_words():
     record = {"layers": 2, "rank": 16, "arguments": ["--limit", "fit"]}
     for word, case in {
