@@ -55,13 +55,19 @@ class Engine(Protocol):
     pinner: Pinner | None
     blocking: bool  # whether a copy is done when the call returns
     grain: int  # bytes; the device's allocator rounds large buffers up to a multiple of it
-    unpacks: bool  # whether unpacking on the device is faster than copying unpacked weights over the link
     shares_host: bool  # whether the device computes in host memory, so that its allocations reduce the host's
     virtual_clock: bool  # whether the times of marks are simulated
-    decodes_files: bool  # whether packed weights of a file may be copied packed, even if that is no faster
     decode_bytes_per_second: float | None  # unpacked bytes per second, if known without measuring
     # Whether `memory` also counts device memory that is not the allocator's, such as VBAR pages.
     counts_all_memory: bool
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether unpacking on the device is faster than copying unpacked weights over the link."""
+
+    @property
+    def decodes_files(self) -> bool:
+        """Whether packed weights of a file may be copied packed, even if that is no faster."""
 
     @property
     def place(self) -> Hashable:

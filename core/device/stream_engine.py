@@ -4,6 +4,7 @@ runtime.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -36,7 +37,6 @@ class StreamEngine(DefaultEngine):
             self._in = self._api.Stream(device=device, priority=-1)
             self._out = self._api.Stream(device=device)
             self._decode = self._api.Stream(device=device, priority=-1)
-        self.unpacks = self.decodes_files = device.type == "cuda" and triton_works()
         self.pinner = runtime_pinner(device) if device.type == "cuda" else None
         self._countable = device.type == "cuda"
         self.shares_host = self._integrated()
@@ -47,6 +47,16 @@ class StreamEngine(DefaultEngine):
             getattr(torch._C, "_cuda_getCurrentRawStream", None) if device.type == "cuda" else None
         )
         self._stream_objects: dict[int, Any] = {}
+
+    @functools.cached_property
+    def unpacks(self) -> bool:  # type: ignore[override]
+        """Whether Triton decodes on the device, tried when a codec first asks: a broken Triton may end a process."""
+        return self.device.type == "cuda" and triton_works()
+
+    @functools.cached_property
+    def decodes_files(self) -> bool:  # type: ignore[override]
+        """Whether packed weights of a file are copied packed: where Triton decodes."""
+        return self.unpacks
 
     def _device_context(self) -> AbstractContextManager:
         """Return a context in which the engine's device is the current device."""

@@ -107,7 +107,7 @@ class Session:
         managed.hooks.listen(parts.passes, self, owner=self)
         try:
             parts.memory.begin(vram == "auto" or parts.ledger.shared is not None)
-            keep_packed = engine.decodes_files and codec == "auto" and not manager.uses_vbars
+            keep_packed = codec == "auto" and engine.decodes_files and not manager.uses_vbars
             managed.bind(weights, engine, keep_packed)
             parts.host_memory.begin(ram == "auto")
             attach_first(parts, vram)
