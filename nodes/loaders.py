@@ -40,7 +40,8 @@ class CaromLoadDiffusionModel(io.ComfyNode):
             node_id="CaromLoadDiffusionModel",
             display_name="Load Diffusion Model (Carom)",
             category=CATEGORY,
-            description="Takes the place of Load Diffusion Model, for models that are larger than the VRAM.",
+            description="Replaces Load Diffusion Model. Weights that do not fit into the VRAM stream from "
+            "RAM.",
             search_aliases=["unet loader", "low vram", "flux", "wan"],
             inputs=[
                 io.Combo.Input(
@@ -52,7 +53,8 @@ class CaromLoadDiffusionModel(io.ComfyNode):
                     "weight_dtype",
                     options=stock_options("UNETLoader", "weight_dtype"),
                     default="default",
-                    tooltip="default keeps the file's own precision; the others are ComfyUI's.",
+                    tooltip="The precision of the weights. default: that of the file. The other values are "
+                    "those of ComfyUI's own loader.",
                 ),
                 *widgets(device_widget()),
             ],
@@ -80,7 +82,8 @@ class CaromLoadCheckpoint(io.ComfyNode):
             node_id="CaromLoadCheckpoint",
             display_name="Load Checkpoint (Carom)",
             category=CATEGORY,
-            description="Takes the place of Load Checkpoint; the model and its text encoder stream, and the VAE if you like.",
+            description="Replaces Load Checkpoint. The weights of the model and its text encoder stream if "
+            "they do not fit into the VRAM; those of the VAE stream if you choose so.",
             search_aliases=["checkpoint loader", "low vram", "sdxl"],
             inputs=[
                 io.Combo.Input(
@@ -93,8 +96,8 @@ class CaromLoadCheckpoint(io.ComfyNode):
                         default=VAES[0],
                         optional=True,
                         advanced=True,
-                        tooltip="comfyui: the VAE is loaded whole, as always. stream: its weights stream like the model's, "
-                        "for cards on which even the VAE is too large beside its images.",
+                        tooltip="comfyui: ComfyUI loads the whole VAE. stream: the weights of the VAE stream like "
+                        "the model's, for cards with too little VRAM for the VAE and its images.",
                     ),
                     device_widget(),
                 ),
@@ -148,7 +151,9 @@ class CaromLoadCLIP(io.ComfyNode):
             node_id="CaromLoadCLIP",
             display_name="Load CLIP (Carom)",
             category=CATEGORY,
-            description="Takes the place of Load CLIP, DualCLIPLoader and their larger kin: one to four text encoders.",
+            description="Replaces Load CLIP, DualCLIPLoader, TripleCLIPLoader and QuadrupleCLIPLoader: "
+            "loads one to four text encoders, whose weights stream if they do not fit into the "
+            "VRAM.",
             search_aliases=["text encoder", "clip loader", "dual clip", "t5"],
             inputs=[
                 io.Combo.Input("clip_name", options=files, tooltip="A file of models/text_encoders."),
@@ -196,7 +201,8 @@ class CaromLoadVAE(io.ComfyNode):
             node_id="CaromLoadVAE",
             display_name="Load VAE (Carom)",
             category=CATEGORY,
-            description="Takes the place of Load VAE, for VAEs that are too large beside their images or frames.",
+            description="Replaces Load VAE, for cards with too little VRAM for the VAE and its images or "
+            "frames.",
             search_aliases=["vae loader", "low vram"],
             inputs=[
                 io.Combo.Input(

@@ -9,7 +9,7 @@ from comfy_api.latest import io  # type: ignore[import-not-found]
 from .convert_patchers import offload, offload_clip, offload_control, offload_vae, told
 from .widgets import CATEGORY, settings_from, widgets
 
-SAME = "only where its weights wait has changed."
+SAME = "its weights stream if they do not fit."
 
 
 class CaromOffload(io.ComfyNode):
@@ -19,8 +19,9 @@ class CaromOffload(io.ComfyNode):
             node_id="CaromOffload",
             display_name="Offload Model (Carom)",
             category=CATEGORY,
-            description="Runs a model that is larger than the VRAM at nearly the speed of one that fits: what does not "
-            "fit waits in RAM and comes just in time. Goes anywhere between the loader and the sampler.",
+            description="Runs a model that is larger than the VRAM. Weights that do not fit stay in RAM and "
+            "are copied to the card just before they are needed. Put the node anywhere between "
+            "the loader and the sampler.",
             search_aliases=["low vram", "block swap", "offload", "streaming"],
             inputs=[
                 io.Model.Input("model", tooltip="Any model, from any loader, with or without LoRA."),
@@ -43,8 +44,7 @@ class CaromOffloadCLIP(io.ComfyNode):
             node_id="CaromOffloadCLIP",
             display_name="Offload CLIP (Carom)",
             category=CATEGORY,
-            description="The same as Offload Model, for text encoders: large ones such as T5 XXL or Qwen need only a few "
-            "hundred MB of VRAM.",
+            description="The same as Offload Model, for text encoders such as T5 XXL or Qwen.",
             search_aliases=["low vram", "text encoder", "offload"],
             inputs=[io.Clip.Input("clip", tooltip="Any text encoder, from any loader."), *widgets()],
             outputs=[io.Clip.Output(tooltip=f"The same text encoder; {SAME}")],
@@ -64,8 +64,8 @@ class CaromOffloadVAE(io.ComfyNode):
             node_id="CaromOffloadVAE",
             display_name="Offload VAE (Carom)",
             category=CATEGORY,
-            description="The same as Offload Model, for VAEs: for cards on which a large video VAE leaves too little room for "
-            "the frames. Tiled decoding saves more where the frames themselves are too large.",
+            description="The same as Offload Model, for large video VAEs that leave too little VRAM for the "
+            "frames. If the frames themselves need too much VRAM, tiled decoding saves more.",
             search_aliases=["low vram", "vae", "offload"],
             inputs=[io.Vae.Input("vae", tooltip="Any VAE, from any loader."), *widgets()],
             outputs=[io.Vae.Output(tooltip=f"The same VAE; {SAME}")],
@@ -85,12 +85,13 @@ class CaromOffloadControlNet(io.ComfyNode):
             node_id="CaromOffloadControlNet",
             display_name="Offload ControlNet (Carom)",
             category=CATEGORY,
-            description="The same as Offload Model, for ControlNets: goes between Load ControlNet Model and Apply ControlNet.",
+            description="The same as Offload Model, for ControlNets. Put the node between Load ControlNet "
+            "Model and Apply ControlNet.",
             search_aliases=["low vram", "controlnet", "offload"],
             inputs=[
                 io.ControlNet.Input(
                     "control_net",
-                    tooltip="A ControlNet, as Load ControlNet Model gives it, before it is applied.",
+                    tooltip="A ControlNet from Load ControlNet Model, before Apply ControlNet.",
                 ),
                 *widgets(),
             ],

@@ -33,8 +33,9 @@ class CaromPlan(io.ComfyNode):
             node_id="CaromPlan",
             display_name="Plan (Carom)",
             category=CATEGORY,
-            description="What a model would do on this machine or on a card you think of buying, before anything is "
-            "loaded: what stays, what streams, how fast and why.",
+            description="Predicts how a model would run on this machine or on another card, without loading "
+            "it: which layers stay on the card, which stream, how long a step takes, and what "
+            "limits it.",
             search_aliases=["vram calculator", "estimate", "requirements"],
             inputs=[
                 io.Combo.Input(
@@ -49,17 +50,21 @@ class CaromPlan(io.ComfyNode):
                     options=[THIS_MACHINE, *CARDS],
                     default=THIS_MACHINE,
                     optional=True,
-                    tooltip="The card to plan for. this machine: its own card is measured; where it has none, a card is "
-                    "assumed, and the plan says which.",
+                    tooltip="The card to plan for. this machine: the card of this machine is measured; if there "
+                    "is none, the plan names the card that it assumes.",
                 ),
                 io.String.Input(
                     "vram",
                     default="auto",
                     optional=True,
-                    tooltip="The most VRAM the weights may take: auto (all that is left of it), or 8GiB.",
+                    tooltip="The most VRAM that the weights may take: auto (all that activations leave), or a "
+                    "size such as 8GiB.",
                 ),
                 io.String.Input(
-                    "ram", default="auto", optional=True, tooltip="RAM of the machine: auto, or 32GiB."
+                    "ram",
+                    default="auto",
+                    optional=True,
+                    tooltip="The RAM of the machine: auto, or a size such as 32GiB.",
                 ),
                 io.Int.Input(
                     "tokens",
@@ -67,14 +72,15 @@ class CaromPlan(io.ComfyNode):
                     min=0,
                     max=1 << 20,
                     optional=True,
-                    tooltip="Tokens of a step (4096 for 1024 x 1024 pixels with Flux); 0: one image, clip or sequence.",
+                    tooltip="The number of tokens of a step (with Flux, 4096 for 1024 x 1024 pixels). 0: the "
+                    "usual number for the model.",
                 ),
                 io.Combo.Input(
                     "quant",
                     options=[AS_STORED, *presets.QUANT_BITS],
                     default=AS_STORED,
                     optional=True,
-                    tooltip="What the weights would be kept in: as stored in the file, or quantised to this.",
+                    tooltip="The format of the weights: as stored in the file, or quantised to this format.",
                 ),
                 io.Combo.Input(
                     "codec",
@@ -82,14 +88,16 @@ class CaromPlan(io.ComfyNode):
                     default="auto",
                     optional=True,
                     advanced=True,
-                    tooltip="auto: weights cross to the card packed to about 70 % where that is faster. raw: as they are.",
+                    tooltip="auto: weights are copied to the card losslessly packed if that is faster. raw: "
+                    "weights are copied unpacked.",
                 ),
                 io.String.Input(
                     "link",
                     default="auto",
                     optional=True,
                     advanced=True,
-                    tooltip="How fast weights are copied from RAM to the card, a second: auto, or 22GB.",
+                    tooltip="The rate at which weights are copied from RAM to the card, in bytes a second: "
+                    "auto, or a rate such as 22GB.",
                 ),
             ],
             outputs=[io.String.Output(display_name="text", tooltip="The plan, as the node shows it.")],

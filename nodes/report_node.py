@@ -29,10 +29,11 @@ class CaromReport(io.ComfyNode):
             node_id="CaromReport",
             display_name="Report (Carom)",
             category=CATEGORY,
-            description="What the last run did: VRAM and RAM used, what crossed to the card, how long it waited; with a timeline.",
+            description="Shows the figures of the last run: VRAM and RAM in use, bytes copied to the card, "
+            "seconds of a step and of waiting for weights, and a timeline.",
             search_aliases=["vram", "statistics", "profile"],
             inputs=[
-                io.Model.Input("model", optional=True, tooltip="The model as it goes into the sampler."),
+                io.Model.Input("model", optional=True, tooltip="The model that is connected to the sampler."),
                 io.Clip.Input("clip", optional=True, tooltip="A text encoder to report on instead."),
                 io.Vae.Input("vae", optional=True, tooltip="A VAE to report on instead."),
                 io.ControlNet.Input(
@@ -41,14 +42,16 @@ class CaromReport(io.ComfyNode):
                 io.AnyType.Input(
                     "after",
                     optional=True,
-                    tooltip="Anything that comes out of the run (a latent, an image), so that the report is made after it.",
+                    tooltip="Any result of the run, such as a latent or an image. It makes ComfyUI run this "
+                    "node after the run.",
                 ),
             ],
             outputs=[
-                io.String.Output(display_name="text", tooltip="The figures as lists, a line each."),
+                io.String.Output(display_name="text", tooltip="The figures as text."),
                 io.Image.Output(
                     display_name="timeline",
-                    tooltip="One step (computing, copies and waits), and all figures as a table.",
+                    tooltip="A picture of one step (computing, copies and waiting), with the figures as a "
+                    "table.",
                 ),
             ],
             hidden=[io.Hidden.unique_id],

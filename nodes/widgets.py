@@ -24,23 +24,27 @@ def widgets(*more: Any) -> list[Any]:
             options=list(MODES),
             default="auto",
             optional=True,
-            tooltip="auto: stream what does not fit, where copies run beside computing; else leave the weights to ComfyUI, and "
-            "say which and why. stream: always stream, also a model that fits (an eighth of it at least). native: ComfyUI keeps the weights, Carom only plans and reports.",
+            tooltip="auto: weights that do not fit into vram stream. Where streaming is not possible, "
+            "ComfyUI manages the weights, and the node shows the reason. stream: at least an "
+            "eighth of the weights streams, even if the model fits; an error if streaming is "
+            "not possible. native: ComfyUI manages the weights, Carom only plans and reports.",
         ),
         io.String.Input(
             "vram",
             default="auto",
             optional=True,
-            tooltip="The most VRAM the weights may take: auto (what ComfyUI has to give), a size such as 8GiB or "
-            "6000MB, or a share of the card such as 50%. Images and latents come on top of it.",
+            tooltip="The most VRAM that the weights may take: auto (the free VRAM that ComfyUI offers), "
+            "a size such as 8GiB or 6000MB, or a percentage of the card's VRAM such as 50%. "
+            "Images and latents need VRAM in addition.",
         ),
         io.String.Input(
             "ram",
             default="auto",
             optional=True,
             advanced=True,
-            tooltip="The most RAM that may be pinned for fast copies: auto, a size such as 24GiB, or a share such as 50%. "
-            "Weights beyond it still stream, more slowly.",
+            tooltip="The most RAM that may be pinned (locked in memory, for fast copies): auto, a size "
+            "such as 24GiB, or a percentage such as 50%. Weights that do not fit into it stream "
+            "from ordinary RAM, which is slower.",
         ),
         io.Combo.Input(
             "granularity",
@@ -48,8 +52,10 @@ def widgets(*more: Any) -> list[Any]:
             default="auto",
             optional=True,
             advanced=True,
-            tooltip="What comes and goes as one. Leave it on auto, which takes whole blocks while two of them fit into vram. "
-            "block: fewest copies. phase, layer: smaller pieces, for a vram in which a block does not fit.",
+            tooltip="Which weights are copied to the card together. auto: blocks of the model, in parts "
+            "if a block is large or vram is small. block: whole blocks. phase: attention and "
+            "feed-forward apart. layer: single layers. Smaller parts need less VRAM and more "
+            "CPU time.",
         ),
         io.Combo.Input(
             "codec",
@@ -57,9 +63,10 @@ def widgets(*more: Any) -> list[Any]:
             default="auto",
             optional=True,
             advanced=True,
-            tooltip="How weights are packed on the way to the card. Every choice gives the same picture, bit for bit. Leave it "
-            "on auto, which measures. lossless: packs from the start, for a slow link (a laptop, PCIe 3, x4 or x8). raw: never "
-            "packs, for a fast link or a CPU that has little to spare.",
+            tooltip="Whether weights are copied to the card packed (losslessly compressed) and unpacked "
+            "there. Every choice gives the same picture, bit for bit. auto: packed if Triton is "
+            "installed, until measured times show that unpacked is faster. lossless: "
+            "packed, for a slow link such as PCIe 3 or x4. raw: never packed.",
         ),
         *more,
         io.Combo.Input(
@@ -68,9 +75,10 @@ def widgets(*more: Any) -> list[Any]:
             default="normal",
             optional=True,
             advanced=True,
-            tooltip="Which model gives way first where models of Carom share memory: high gives way last, low first. ComfyUI "
-            "gives each model a budget of its own in bytes, so this only matters in comfy-aimdo's pool, or where sessions "
-            "share a budget.",
+            tooltip="The order in which models give up VRAM when several of Carom's models share it: "
+            "low gives it up first, high last. It only has an effect in comfy-aimdo's memory "
+            "pool or with a shared budget, because ComfyUI otherwise gives each model a budget "
+            "of its own.",
         ),
     ]
 
@@ -83,7 +91,8 @@ def device_widget() -> Any:
         default="default",
         optional=True,
         advanced=True,
-        tooltip="Where the model computes: default (where ComfyUI does), cpu (nothing streams then), or one of several GPUs.",
+        tooltip="The device that runs the model: default (ComfyUI's choice), cpu (no weights "
+        "stream), or one of several GPUs.",
     )
 
 
