@@ -23,6 +23,9 @@ do not edit it. [benchmarks/README.md](../benchmarks/README.md) says how each fi
   the samples.
 - *x base* divides it by the base case of the same record; the table or the row names it. A table
   may hold rows of several records; only *x base* compares.
+- *x roofline* divides the newest value by the [roofline](planning.md#the-roofline). The link's rate is
+  measured once, in a process of its own, and copies within a step can be a little faster; so a value
+  just below 1 is possible.
 - *GB* is the peak that the device's allocator reserved, in 10^9 bytes. In ComfyUI it is the peak use
   of the card.
 - *same bits* says whether outputs (in training: loss and all gradients) equal those of the base case

@@ -219,9 +219,9 @@ class Report:
         if self.adapter_bytes:
             rows.append(
                 (
-                    "adapters",
+                    "trainable",
                     format_size(self.adapter_bytes),
-                    "trainable, on the device, not counted in the budget",
+                    "adapters and other weights that train, on the device, not counted in the budget",
                 )
             )
         rows += [("Memory on the host",)]
