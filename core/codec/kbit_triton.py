@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .kbit import Layout, codebook_on, dequantize_torch
+from .lossless_triton import lanes_of_a_warp
 
 
 @triton.jit
@@ -108,8 +109,9 @@ def dequantize_triton(blob: torch.Tensor, layout: Layout, out: torch.Tensor, war
     by torch operations.
     """
     full = layout.numel // 8
-    # One group for each lane: with more, Triton would exchange values between lanes through shared memory.
-    groups = 32 * warps
+    # One group for each lane: with more or fewer, Triton would exchange values between lanes through shared
+    # memory and write less than 16 bytes at a time.
+    groups = lanes_of_a_warp(blob.device) * warps
     if full:
         _dequantize[(triton.cdiv(full, groups),)](
             # ROUND_BF16: Triton's interpreter truncates to bf16 where hardware rounds to nearest even.

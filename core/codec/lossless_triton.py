@@ -243,7 +243,7 @@ def _decode(
 
 
 @functools.cache
-def _lanes_of_a_warp(device: torch.device) -> int:
+def lanes_of_a_warp(device: torch.device) -> int:
     """Return the lanes in a warp of ``device``: 32, or 64 on AMD's data-centre GPUs."""
     if device.type != "cuda":
         return 32
@@ -273,7 +273,7 @@ def decode_group(
     _decode[(programs,)](
         wire, out, table, table.shape[0],
         ROWS=_rows(table), KIND=kind, K=k, LANES=lanes, TILES=tiles, ASM=asm,
-        num_warps=warps or max(1, lanes // _lanes_of_a_warp(wire.device)),
+        num_warps=warps or max(1, lanes // lanes_of_a_warp(wire.device)),
     )  # fmt: skip
 
 
@@ -291,7 +291,7 @@ def launcher(
     asm = wire.is_cuda and torch.version.hip is None
     constants = {"ROWS": _rows(table), "KIND": kind, "K": k, "LANES": lanes, "TILES": tiles, "ASM": asm}
     arguments = (wire, out, table, table.shape[0])
-    warps = warps or max(1, lanes // _lanes_of_a_warp(wire.device))
+    warps = warps or max(1, lanes // lanes_of_a_warp(wire.device))
     compiled = _decode[(programs,)](*arguments, **constants, num_warps=warps)
     if compiled is None:  # Triton's interpreter compiles nothing
         return None

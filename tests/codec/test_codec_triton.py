@@ -7,7 +7,6 @@ long as a check.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -99,44 +98,6 @@ def test_the_check_above_notices_a_kernel_that_decodes_one_exponent_wrong(checks
     assert checks["damage"], checks["ended"]
     triton, torch = map(int, checks["damage"].split())
     assert triton >= 6 and torch == 0
-
-
-COMPILE = """
-import sys
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-import importlib, importlib.util
-spec = importlib.util.spec_from_file_location("script", sys.argv[1])
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
-script.load_checkout()
-kernels = importlib.import_module("carom.core.codec.lossless_triton")
-for backend, arch in (("cuda", 90), ("hip", "gfx1100")):
-    constants = {"ROWS": 8, "KIND": "bf16", "K": 3, "LANES": 128, "TILES": 1, "ASM": backend == "cuda"}
-    signature = {"wire": "*u8", "out": "*u8", "table": "*i64", "tensors": "i32", **{name: "constexpr" for name in constants}}
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(3)}
-    source = ASTSource(kernels._decode, signature=signature, constexprs=constants, attrs=aligned)
-    built = compile(source, target=GPUTarget(backend, arch, 32), options={"num_warps": 4})
-    text = built.asm.get("ptx") or built.asm["amdgcn"]
-    print(text.count("st.global.v2.b64") + text.count("global_store_b128"))
-"""
-
-
-def test_the_kernel_compiles_for_nvidia_and_amd_and_writes_16_bytes_at_a_time(root: Path):
-    """No GPU is needed to compile. Were the layouts to change, stores would be split and rates with them."""
-    try:
-        version = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("this triton is not the PyPI one")
-    if version < (3, 4):
-        pytest.skip(f"triton {version} takes other arguments for compiling without a GPU")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILE, str(root / "benchmarks" / "tiers" / "codec_gpu.py")],
-        capture_output=True, text=True, timeout=240, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["4", "4"]
 
 
 HOSTILE = """
