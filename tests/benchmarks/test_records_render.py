@@ -92,7 +92,7 @@ def test_processes_of_a_case_are_pooled_from_their_samples():
 
 
 def _suite(*results: tuple[str, float, dict]) -> dict:
-    base = Case(d=64, depth=4, tokens=16, steps=4).to_dict()
+    base = Case(d=64, depth=4, tokens=16, steps=4, device="cuda").to_dict()
     entries = [
         {"key": engine, "process": number, "case": {**base, "engine": engine},
          "result": {"status": "ok", "ms_per_step": ms, **more}}
@@ -160,6 +160,9 @@ def test_the_roofline_comes_from_kernels_alone():
     record["cases"][0]["result"]["host_ms_per_step"] = 5.0
     late = render_engines.rows(record)[1]
     assert late.floor is None and "the host limits" in late.note
+    record["cases"][0]["result"]["host_ms_per_step"] = 1.0
+    record["cases"][1]["case"]["device"] = "cpu"  # it has no link
+    assert render_engines.rows(record)[1].floor is None
 
 
 def test_samples_and_kernels_of_a_new_comfyui_record():
