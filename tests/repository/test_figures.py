@@ -17,7 +17,7 @@ PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").gl
 PAGES.remove(GENERATED)
 
 _NUMBER = r"(?<![\w.])\d+(?:[.,]\d+)*"
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+_SECONDS = {"s": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 _RATE = r"[MGT]i?B/s"
 _SPEED = r"(?:as (?:fast|slow|long)|faster|slower|longer)"
 FIGURES = (
@@ -26,6 +26,8 @@ FIGURES = (
     rf"\b(?:twice|half|(?:two|three|four|five|ten|twenty|thirty) times) {_SPEED}\b",
 )
 FIGURE = re.compile("|".join(FIGURES))
+# A column of figures without units has the unit in its head, as in "decoded output, GB/s".
+HEAD = re.compile(rf"(?:^|[\s,(|])(?:ms|us|µs|s|seconds|{_RATE})(?=\s*[,()|])", re.I)
 TIME = re.compile(rf"({_NUMBER})\s?({'|'.join(_SECONDS)})(?![\w/])")
 RECORD = re.compile(r"\]\((?:\.\./)?benchmarks/records/([^)#\s]+)\)")
 OTHER_SOURCE = re.compile(r"\]\(https?://|\bpublished\s+note\b")
@@ -42,8 +44,14 @@ class Block:
 
     @property
     def figures(self) -> list[str]:
-        """The measured figures of the block. Code spans and the targets of links have none."""
-        return [found.group() for found in FIGURE.finditer(_prose(self.text))]
+        """The measured figures of the block, or the heads of a table's columns of figures. Code spans and the targets
+        of links have none.
+        """
+        found = [found.group() for found in FIGURE.finditer(_prose(self.text))]
+        head, *rows = self.text.splitlines()
+        if _table(head) and re.search(r"\d", _prose("".join(rows))):
+            found += [match.group().strip(" ,(|") for match in HEAD.finditer(_prose(head))]
+        return found
 
     @property
     def records(self) -> list[str]:
@@ -165,6 +173,8 @@ LINK = "[record](../benchmarks/records/known.json)"
         (f"Before.\n\n| a | b |\n|---|---|\n| 1 s | 2 s |\n\nAfter.\n\n{LINK}", ["1 s", "2 s"]),
         ("5 s [record](../benchmarks/records/unknown.json)", ["5 s"]),
         ("5 s [page](other.md)", ["5 s"]),
+        ("It takes 3 seconds.", ["3 seconds"]),
+        ("| codec | rate, GB/s | Seconds | ms (median) |\n|---|---|---|---|\n| a | 1 | 2 | 3 |", ["GB/s", "Seconds", "ms"]),
         ("- An item.\n\n    6 s, a paragraph of the item.", ["6 s"]),
     ],
 )  # fmt: skip
@@ -188,6 +198,9 @@ def test_figures_without_a_source_are_found(page: str, figures: list[str]):
         "```sh\nsleep 5 s\n```\n\n~~~\n5 s\n~~~",
         "The formula:\n\n    10 s of kernels\n    20 s of copies",
         "4 slots, 340 MB, 20 blocks, 3 steps, 95 %, H200 SXM, v2.3, PCIe 4.0 x16, 1.4 times as many",
+        "| s | the rate (GB/s) |\n|---|---|\n| slow | fast |",
+        "| columns | what it says |\n|---|---|\n| 1 | 2 |",
+        f"| ms | GB/s |\n|---|---|\n| 1 | 2 |\n\n{LINK}",
         "<!-- bench:start -->\n| 1 s |\n<!-- bench:end -->",
     ],
 )
