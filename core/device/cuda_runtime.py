@@ -13,12 +13,13 @@ import ctypes
 import logging
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from ..common.errors import CaromError
 from .engine import Decoder
+from .runtime_library import runtime_library
 from .stream_engine import StreamEngine
 
 logger = logging.getLogger("carom")
@@ -26,6 +27,14 @@ _DISABLE_TIMING = 2  # cudaEventDisableTiming
 _DEFAULT = 4  # cudaMemcpyDefault: the runtime finds the direction from the addresses
 _NOT_READY = 600  # cudaErrorNotReady
 _PROOF_BYTES = 4096  # bytes of the test copy, see `RuntimeEngine.prove`
+
+
+class DeviceError(CaromError, RuntimeError):
+    """The error for a failed call of the CUDA or HIP runtime. ``code``: the runtime's error code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class FreeEvents(list[int]):
@@ -67,12 +76,15 @@ class Event:
 
 
 class Runtime:
-    """The bound functions of one loaded runtime library; each raises RuntimeError with the runtime's error
-    code on failure.
+    """The bound functions of one loaded runtime library; each raises DeviceError on failure.
+
+    ``prefix``: "cuda" or "hip". Both runtimes have the same functions, constants and error codes here
+    (include/hip/hip_runtime_api.h of https://github.com/ROCm/HIP).
     """
 
     def __init__(self, library: Any, prefix: str) -> None:
         pointer, size, flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+        self._prefix = prefix
 
         def bind(name: str, *arguments: Any) -> Callable[..., int]:
             """Return the library's function ``name`` with its argument types set."""
@@ -88,6 +100,9 @@ class Runtime:
         self._synchronize = bind("EventSynchronize", pointer)
         self._last_error = bind("GetLastError")
         self._device_pointer = bind("HostGetDevicePointer", ctypes.POINTER(pointer), pointer, flags)
+        self._error_name: Any = getattr(library, prefix + "GetErrorName", None)
+        if self._error_name is not None:
+            self._error_name.argtypes, self._error_name.restype = (ctypes.c_int,), ctypes.c_char_p
         destroy, forget = bind("EventDestroy", pointer), self._last_error
         # Events hold the list and not the runtime, so the list lives until the last event dies.
         self._free = FreeEvents(lambda handle: destroy(handle) and forget())
@@ -104,7 +119,7 @@ class Runtime:
         handle = ctypes.c_void_p()
         code = self._create(ctypes.byref(handle), _DISABLE_TIMING)
         if code:
-            self._failed(code, "EventCreate")
+            self._failed(code, "EventCreateWithFlags")
         return Event(handle.value or 0, self._free)
 
     def device_pointer(self, address: int) -> int | None:
@@ -156,11 +171,19 @@ class Runtime:
         """
         self._last_error()
 
+    def error_text(self, code: int) -> str:
+        """Return "error 2 (hipErrorOutOfMemory)" for code 2; without the name if the library has no names."""
+        name = self._error_name(code) if self._error_name is not None else None
+        return f"error {code} ({name.decode('ascii', 'replace')})" if name else f"error {code}"
+
     def _failed(self, code: int, name: str) -> NoReturn:
-        """Clear the thread's error and raise RuntimeError for the failed call of ``name``."""
+        """Clear the thread's error and raise DeviceError for the failed call of ``name``."""
         self.forget_error()
-        raise RuntimeError(
-            f"{name} failed with error {code} of the device's runtime; the device may be unusable from here on"
+        serial = "AMD_SERIALIZE_KERNEL=3" if self._prefix == "hip" else "CUDA_LAUNCH_BLOCKING=1"
+        raise DeviceError(
+            f"{self._prefix}{name} failed with {self.error_text(code)}. An earlier kernel or copy may be the cause, and "
+            f"the device may be unusable in this process: start the process again, with {serial} to find the cause",
+            code,
         )
 
 
@@ -168,17 +191,18 @@ def find() -> Runtime | None:
     """Return the runtime library that torch uses in this process, None if it cannot be found or lacks a
     function.
     """
-    prefix, stem = ("hip", "amdhip64") if torch.version.hip else ("cuda", "cudart")
     try:
-        library = (
-            _loaded_windows(stem)
-            if sys.platform == "win32"
-            else _torch_library(prefix) or _loaded_library(stem)
-        )
-        return None if library is None else Runtime(library, prefix)
+        found = runtime_library()
+        return None if found is None else Runtime(*found)
     except (OSError, AttributeError) as error:
         logger.debug("carom: the device's runtime is called through torch: %s", error)
         return None
+
+
+def error_text(code: int) -> str:
+    """Return the runtime's error ``code`` with its name, where the runtime library is found."""
+    runtime = find()
+    return f"error {code}" if runtime is None else runtime.error_text(code)
 
 
 def forget_error(device: torch.device) -> None:
@@ -194,48 +218,6 @@ def forget_error(device: torch.device) -> None:
         return
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)  # torch raises the error here, which clears it
-
-
-def _torch_library(prefix: str) -> Any:
-    """Return torch's own device library (libc10_cuda or libc10_hip), None if runtime functions cannot be
-    found through it.
-
-    Looking names up there finds the runtime that torch is linked with. Other packages may load other copies
-    of the runtime, and each copy has its own error for each thread.
-    """
-    path = Path(torch.__file__).parent / "lib" / f"libc10_{prefix}.so"
-    if not path.exists():
-        return None
-    library = ctypes.CDLL(str(path))
-    return library if hasattr(library, f"{prefix}GetLastError") else None
-
-
-def _loaded_library(stem: str) -> Any:
-    """Return a library of this process whose file name begins with lib``stem``, None if there is none."""
-    try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # a system without /proc
-        return None
-    for line in maps.splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if path.startswith("/") and path.rsplit("/", 1)[-1].startswith(f"lib{stem}."):
-            return ctypes.CDLL(path)
-    return None
-
-
-def _loaded_windows(stem: str) -> Any:
-    """Return the runtime DLL of this process, None if none is loaded."""
-    major = (torch.version.cuda or "").split(".")[0]
-    names = (
-        [f"{stem}.dll", f"{stem}_7.dll", f"{stem}_6.dll"] if torch.version.hip else [f"{stem}64_{major}.dll"]
-    )
-    kernel: Any = ctypes.WinDLL("kernel32")  # type: ignore[attr-defined,unused-ignore]
-    kernel.GetModuleHandleW.restype = ctypes.c_void_p
-    for name in names:
-        handle = kernel.GetModuleHandleW(ctypes.c_wchar_p(name))
-        if handle:
-            return ctypes.CDLL(name, handle=handle)
-    return None
 
 
 class RuntimeEngine(StreamEngine):

@@ -256,7 +256,7 @@ def runtime_pinner(device: torch.device) -> Pinner:
 
     The functions have the same names in both runtimes.
     """
-    from .cuda_runtime import forget_error
+    from .cuda_runtime import error_text, forget_error
 
     runtime: Any = torch.cuda.cudart()
 
@@ -266,7 +266,11 @@ def runtime_pinner(device: torch.device) -> Pinner:
         if code == 0:
             return None
         forget_error(device)
-        return f"cudaHostRegister of {size} bytes failed with error {code}"
+        name = "hipHostRegister" if torch.version.hip else "cudaHostRegister"
+        return (
+            f"{name} of {size} bytes failed with {error_text(code)}; set a smaller ram, or close programs that "
+            "pin memory"
+        )
 
     def unregister(address: int) -> None:
         """Unpin the host memory at ``address``."""
