@@ -102,10 +102,14 @@ class HostArena:
 
     def pin(self, block: Block) -> bool:
         """Pin a filled block; return whether the block is pinned. A refused block stays pageable, and a note
-        tells why.
+        tells why. Without a driver to pin with, the block stays pageable and no note is made.
         """
-        if self._pinner is None or block.pinned or block.data.numel() == 0:
+        if block.pinned or block.data.numel() == 0:
             return block.pinned
+        if self._pinner is None:
+            with self._lock:
+                self.pageable_bytes += block.data.numel()
+            return False
         size = -(-block.data.numel() // PAGE) * PAGE
         if self._limit is not None and (over := self.pinned_bytes + size - self._limit) > 0:
             self.reclaim(over)

@@ -148,7 +148,8 @@ def within_dedicated(budget: int, engine: Engine, mine: int = 0) -> tuple[int, s
 def device_note(engine: Engine) -> str:
     """Return a note on a property of the device that limits streaming, or "" if there is none.
 
-    Such properties are: no streams, memory shared with the host, and an untested backend.
+    Such properties are: no streams, memory shared with the host, host memory that cannot be pinned, and an
+    untested backend.
     """
     if engine.blocking and engine.device.type != "cpu":
         return (
@@ -157,7 +158,16 @@ def device_note(engine: Engine) -> str:
     if getattr(engine, "shares_host", False):
         return f"{engine.name} computes in the host's memory: vram and ram are parts of one budget"
     if engine.device.type not in ("cpu", "cuda"):
-        return f"{engine.device} streams by torch's generic interface, on which Carom was never run: report what you see"
+        # On XPU, torch copies such memory into a pinned buffer of its own before the copy to the device
+        # (src/ATen/native/xpu/Copy.cpp of https://github.com/intel/torch-xpu-ops).
+        pageable = (
+            "copies are from pageable memory, which is slower and takes time of the host, as torch cannot pin memory "
+            f"that is in use for a device of type {engine.device.type}; "
+        )
+        return (
+            f"{engine.device} streams by torch's generic interface: {pageable if engine.pinner is None else ''}"
+            "Carom was never run there, so report what you see"
+        )
     return ""
 
 

@@ -109,7 +109,8 @@ def make_report(held: Held, layout: Layout, arena: HostArena, device: str) -> Re
         packed_units=tier.packed_units,
         decode_seconds=figures.decode_seconds,
         effective_link_bytes_per_second=_effective(figures),
-        pageable_bytes=arena.pageable_bytes,
+        # Where host and device are one memory, no copy is slower for being from pageable memory.
+        pageable_bytes=0 if device.startswith(("cpu", "mps")) else arena.pageable_bytes,
         steps=figures.steps,
         device=device,
         pool=held.pool,

@@ -204,6 +204,25 @@ def test_refused_pinning_falls_back_to_pageable_memory(timing, caplog):
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize(("name", "all_pageable"), [("xpu:0", True), ("cpu", False), ("mps", False)])
+def test_memory_that_nothing_pins_is_reported_as_pageable_where_it_is_copied(name, all_pageable, monkeypatch):
+    """An engine like that of torch's XPU, which has no function that pins memory in use."""
+    made = SimulatedEngine.__init__
+
+    def without_pinner(self, config) -> None:
+        made(self, config)
+        self.pinner, self.name = None, name
+
+    monkeypatch.setattr(SimulatedEngine, "__init__", without_pinner)
+    case, model = frozen("stack")
+    with streamed(model, LATE, harness.some_vram(model, LATE, 0.1)) as s:
+        harness.infer(model, case, torch.device("cpu"))
+        report = s.report()
+    assert report.streamed_bytes > 0 and report.pinned_peak_bytes == 0
+    assert report.pageable_bytes == (report.streamed_bytes if all_pageable else 0)
+    assert ("copied more slowly" in report.table()) is all_pageable
+
+
 def test_a_budget_with_no_ram_at_all_still_runs():
     case, model = frozen("stack")
     expected = harness.infer(copy.deepcopy(model), case, torch.device("cpu"))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from carom.core.device import stream_engine
+from carom.core.session.settings import device_note
 
 
 class Stream:
@@ -83,6 +84,12 @@ def api(request, monkeypatch):
 @pytest.fixture
 def engine(api):
     return stream_engine.StreamEngine(torch.device("cpu", 0))
+
+
+def test_on_xpu_nothing_is_pinned_or_decoded_by_triton_and_the_session_says_so(api):
+    engine = stream_engine.StreamEngine(torch.device("xpu", 0))
+    assert engine.pinner is None and not engine.unpacks and not engine.blocking
+    assert "pageable memory" in device_note(engine) and "xpu:0" in device_note(engine)
 
 
 def test_a_copy_to_the_device_waits_for_all_it_is_told_of_on_a_stream_of_its_own(api, engine):

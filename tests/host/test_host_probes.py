@@ -75,10 +75,12 @@ def test_on_windows_a_budget_stays_below_the_cards_own_memory(monkeypatch):
 
 def test_a_device_without_streams_or_never_tried_says_so():
     def engine(kind: str, blocking: bool) -> Any:
-        return SimpleNamespace(device=torch.device(kind), blocking=blocking)
+        return SimpleNamespace(device=torch.device(kind), blocking=blocking, pinner=None)
 
     assert "no streams" in settings.device_note(engine("mps", True))
-    assert "xpu" in settings.device_note(engine("xpu", False))
+    for kind in ("xpu", "mtia"):
+        note = settings.device_note(engine(kind, False))
+        assert note.startswith(kind) and "copies are from pageable memory" in note
     assert settings.device_note(engine("cuda", False)) == settings.device_note(engine("cpu", True)) == ""
 
 
