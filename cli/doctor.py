@@ -25,22 +25,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--amd",
         action="store_true",
-        help="run the AMD checks even where no AMD card and no ROCm build of torch is found",
+        help="check and prove torch for ROCm, also where neither it nor an AMD card is found",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Probe the machine, print the findings, and return exit code 0."""
-    found = hardware.probe(args.folder, disk=not args.no_disk)
-    findings = diagnose(found)
-    rocm = None
-    if args.amd or amd.has_amd(found.torch.build):
-        # Trying comfy-aimdo's library starts a child process that imports torch, so do that only with a ROCm
-        # build.
-        rocm = amd.run_checks(prove=found.torch.build.startswith("rocm"))
-        findings += amd.findings(rocm)
+    # The proof runs first and in a child process: a GPU that crashes the child is not used in this process.
+    rocm = amd.examine() if args.amd or amd.has_amd() else None
+    unsafe = None
+    if rocm is not None and rocm.died:
+        version = rocm.facts.get("torch")
+        unsafe = hardware.TorchInstall(version, "rocm" if version else "none")
+    found = hardware.probe(args.folder, disk=not args.no_disk, extras=rocm is None, unsafe=unsafe)
+    findings = diagnose(found) + (list(rocm.findings) if rocm is not None else [])
     if args.json:
-        print(json.dumps({**to_dict(found, findings), "rocm": rocm}, indent=2))
+        print(json.dumps({**to_dict(found, findings), "rocm": rocm and rocm.to_dict()}, indent=2))
     else:
         print(table(found, findings))
     return 0

@@ -1,376 +1,431 @@
-"""scripts/rocm_setup.py over fake environment trees: every exit code, and nothing changed by looking."""
+"""scripts/rocm_setup.py over fake folders: what it finds, refuses, runs and says. pip and the doctor are stand-ins."""
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location(
-    "rocm_trees", Path(__file__).parent / "rocm_fakes" / "trees.py"
-)
-assert _spec and _spec.loader
-trees = importlib.util.module_from_spec(_spec)
-sys.modules["rocm_trees"] = trees
-_spec.loader.exec_module(trees)
-Tree, FakeRunner, Result, events, failed = (
-    trees.Tree,
-    trees.FakeRunner,
-    trees.Result,
-    trees.events,
-    trees.failed,
-)
-EXITS = trees.FINDINGS.EXITS
+ROCM = "__version__ = '2.9.1+rocmsdk20260116'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.2.53211-e1a6bc5663'\n"
+PROVEN = [{"level": "good", "check": "AMD: proof", "what": "streams", "remedy": "nothing to do"}]
 
 
-def run(tree, *argv, probe=None, pip=None, capsys=None):
-    """(exit code, JSON report, runner) of one run of main over a tree."""
-    runner = FakeRunner(tree, probe, pip)
-    code = trees.SETUP.main([*argv, "--json"], tree.host(), runner)
-    out, err = capsys.readouterr()
-    assert "Traceback" not in out + err
-    report = json.loads(out)
+@pytest.fixture
+def setup(root, tmp_path, monkeypatch):
+    """The script as a module, with a checkout in tmp_path and a torch for ROCm; `pip` and `doctor` record calls."""
+    spec = importlib.util.spec_from_file_location("rocm_setup", root / "scripts" / "rocm_setup.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "rocm_setup", module)
+    spec.loader.exec_module(module)
+    version = tmp_path / "version.py"
+    version.write_text(ROCM)
+    module.calls = []
+    monkeypatch.setattr(module, "torch_file", lambda: version)
+    monkeypatch.setattr(module, "run_pip", lambda command, say: module.calls.append(command))
+    monkeypatch.setattr(
+        module, "doctor", lambda start, folder: module.calls.append(["doctor", *start]) or PROVEN
+    )
+    monkeypatch.setattr(module, "link", lambda command, folder: module.calls.append(command) or "linked")
+    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv("CAROM_PYTHON", raising=False)
+    place_checkout(module, monkeypatch, tmp_path / "work" / "carom")
+    return module
+
+
+def place_checkout(module, monkeypatch, folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "requirements.txt").write_text("numpy\n")
+    monkeypatch.setattr(module, "ROOT", folder)
+    return folder
+
+
+def comfyui(folder: Path) -> Path:
+    for name in ("comfy", "custom_nodes"):
+        (folder / name).mkdir(parents=True)
+    (folder / "main.py").touch()
+    return folder
+
+
+def desktop(folder: Path) -> Path:
+    """Comfy Desktop's base folder, which holds no program."""
+    for name in ("custom_nodes", "models", "user"):
+        (folder / name).mkdir(parents=True)
+    return folder
+
+
+def ai_toolkit(folder: Path) -> Path:
+    for name in ("toolkit", "extensions"):
+        (folder / name).mkdir(parents=True)
+    (folder / "run.py").touch()
+    return folder
+
+
+def touch(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+def ask(setup, capsys, *words: str) -> dict:
+    """What --json prints, with the exit code that was returned."""
+    code = setup.main([*words, "--json"])
+    report = json.loads(capsys.readouterr().out)
     assert report["exit_code"] == code
-    return code, report, runner
+    return report
 
 
-# Exit name -> what to do to a healthy Windows tree, and options, probe and pip's answers for the run.
-def _torch(**how):
-    def change(tree):
-        (tree.site / "torch" / "version.py").unlink()
-        for info in tree.site.glob("torch-*.dist-info/*"):
-            info.unlink()
-        tree.torch(**how)
-
-    return change
-
-
-def _remove(*patterns):
-    def change(tree):
-        for pattern in patterns:
-            for path in [p for p in tree.site.glob(pattern) if p.is_file()]:
-                path.unlink()
-            for path in [p for p in tree.site.glob(pattern) if p.is_dir()]:
-                path.rename(tree.base / ("gone-" + path.name))
-
-    return change
-
-
-def _file(where, data=b"x"):
-    def change(tree):
-        path = tree.base / where
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-    return change
-
-
-def _set(**values):
-    return lambda tree: tree.__dict__.update(values)
-
-
-def _facts(**values):
-    return lambda tree: tree.host_facts.update(values)
-
-
-def _own_library_missing(tree):
-    _remove("comfy_aimdo*")(tree)
-    tree.dist("comfy_aimdo", "0.2.0", {"comfy_aimdo/control.py": b"#"})
-
-
-def _no_disk(tree):
-    host = tree.host
-    tree.host = lambda: type("Full", (type(host()),), {"free_disk": lambda self, path: 5 << 20})(
-        **vars(host())
-    )
-
-
-SITE = "ComfyUI/venv/Lib/site-packages/"
-NEW_CONNECTION = "WARNING: Retrying after NewConnectionError\nERROR: No matching distribution found for numpy"
-DLL = SITE + "torch/lib/amdhip64_7.dll"
-CHECK = ["--check"]
-TOOLKIT = ("run.py", "toolkit/x.py", "extensions/x.py")
-CASES = [
-    ("ready", "healthy", None, CHECK, None, None),
-    ("ready", "install twice over is idle", None, [], None, None),
-    ("no_python", "no venv", lambda t: t.python.unlink(), [*CHECK, "--comfyui", "ComfyUI"], None, None),
-    ("no_python", "--python names nothing", None, [*CHECK, "--python", "absent.exe"], None, None),
-    ("no_python", "it does not start", lambda t: t.python.rename(t.python.with_name("python.exe")) and _facts(running=t.base / "x.exe")(t), [*CHECK, "--python", "ComfyUI/main.py"], None, None),
-    ("platform", "Python 3.9", _set(version=[3, 9, 1]), CHECK, None, None),
-    ("platform", "32 bit Python", _set(bits=32), CHECK, None, None),
-    ("platform", "ARM", _set(machine="ARM64"), CHECK, None, None),
-    ("platform", "old Windows", _facts(build=17763), CHECK, None, None),
-    ("platform", "macOS", _facts(system="Darwin"), [*CHECK, "--python", "{python}"], None, None),
-    ("no_torch", "none", _remove("torch*"), CHECK, None, None),
-    ("no_torch", "version.py cut off", _file(SITE + "torch/version.py", b"__version__ = '2."), CHECK, None, None),
-    ("torch_cpu", "CPU torch", _torch(version="2.12.0+cpu", hip=None), CHECK, None, None),
-    ("torch_cuda", "CUDA torch", _torch(version="2.12.0+cu130", hip=None, cuda="13.0"), CHECK, None, None),
-    ("torch_old", "torch 2.7", _torch(version="2.7.1+rocm7.14.0"), CHECK, None, None),
-    ("torch_old", "ROCm 6", _torch(version="2.8.0", hip="6.4.43482"), CHECK, None, None),
-    ("no_sdk", "no HIP runtime", _remove("_rocm_sdk_core/bin/*"), CHECK, None, None),
-    ("no_space", "disk full", _no_disk, CHECK, None, None),
-    ("no_aimdo", "none", _remove("comfy_aimdo*"), CHECK, None, None),
-    ("aimdo_no_library", "wheel without the DLL", _own_library_missing, CHECK, None, None),
-    ("aimdo_damaged", "DLL altered", _file(SITE + "comfy_aimdo/aimdo_rocm.dll", b"other"), CHECK, None, None),
-    ("aimdo_damaged", "DLL taken by a scanner", _remove("comfy_aimdo/aimdo_rocm.dll"), CHECK, None, None),
-    ("aimdo_damaged", "two records", lambda t: t.dist("comfy_aimdo", "0.4.0", t.aimdo_files()), CHECK, None, None),
-    ("stale_dlls", "copied beside torch", _file(DLL), CHECK, None, None),
-    ("stale_dlls", "copied beside python", _file("ComfyUI/venv/Scripts/amdhip64_7.dll"), CHECK, None, None),
-    ("stale_dlls", "copied into ComfyUI", _file("ComfyUI/aimdo.dll"), [*CHECK, "--comfyui", "ComfyUI"], None, None),
-    ("stale_dlls", "install without --fix", _file(DLL), [], None, None),
-    ("no_carom", "none", _remove("carom*"), CHECK, None, None),
-    ("no_carom", "damaged", _file(SITE + "carom/__init__.py"), CHECK, None, None),
-    ("no_carom", "not in ComfyUI", None, [*CHECK, "--comfyui", "ComfyUI"], None, None),
-    ("bad_folder", "not ComfyUI", None, [*CHECK, "--comfyui", "checkout", "--python", "{python}"], None, None),
-    ("bad_folder", "another carom", _file("ComfyUI/custom_nodes/carom/x.py"), ["--comfyui", "ComfyUI"], None, None),
-    ("bad_folder", "not ai-toolkit", None, [*CHECK, "--ai-toolkit", "ComfyUI"], None, None),
-    ("no_extension", "ai-toolkit", lambda t: [_file(f"ComfyUI/{n}")(t) for n in TOOLKIT], [*CHECK, "--ai-toolkit", "ComfyUI"], None, None),
-    ("bad_folder", "another extension", lambda t: [_file(f"ComfyUI/{n}")(t) for n in (*TOOLKIT, "extensions/carom_offload/__init__.py")], [*CHECK, "--ai-toolkit", "ComfyUI"], None, None),
-    ("bad_wheel", "absent", None, [*CHECK, "--wheel", "comfy_aimdo-0.6.0-cp39-abi3-win_amd64.whl"], None, None),
-    ("bad_wheel", "no zip", _file("comfy_aimdo-0.6.0-cp39-abi3-win_amd64.whl"), [*CHECK, "--wheel", "comfy_aimdo-0.6.0-cp39-abi3-win_amd64.whl"], None, None),
-    ("bad_wheel", "without the DLL", lambda t: trees.make_wheel(t.base, "comfy_aimdo", "0.6.0", {"comfy_aimdo/aimdo_rocm.so": b""}), [*CHECK, "--wheel", "comfy_aimdo-0.6.0-py3-none-any.whl"], None, None),
-    ("pip_failed", "no pip", _remove("carom*"), [], None, {"--version": Result(1, "", "No module named pip")}),
-    ("pip_failed", "install fails", _remove("carom*"), [], None, {"install": Result(1, "", "ERROR: [WinError 5] Access is denied")}),
-    ("pip_failed", "staging fails", _remove("carom*"), [], None, {"stage": Result(2, "", "ERROR: odd")}),
-    ("offline", "aimdo cannot be fetched", _remove("comfy_aimdo*"), [], None, {"download": Result(1, "", NEW_CONNECTION)}),
-    ("offline", "numpy cannot be fetched", _remove("numpy*"), [], None, {"stage": Result(1, "", NEW_CONNECTION)}),
-    ("build_failed", "setup error", _remove("carom*"), [], None, {"wheel": Result(1, "", "ERROR: Failed building wheel")}),
-    ("build_failed", "no checkout", lambda t: (t.root / "pyproject.toml").unlink(), [], None, None),
-    ("init_false", "library", None, CHECK, Result(0, events(failed("aimdo_init", "init_false")), ""), None),
-    ("device_false", "hooks refused", None, CHECK, Result(0, events(failed("aimdo_device", "device_false")), ""), None),
-    ("access_violation", "0xC0000005", None, CHECK, Result(0xC0000005, events(last="aimdo_device"), ""), None),
-    ("access_violation", "as a signed status", None, CHECK, Result(-1073741819, events(last="torch"), ""), None),
-    ("access_violation", "SIGSEGV", None, CHECK, Result(-11, events(last="vbar"), ""), None),
-    ("access_violation", "stack overrun", None, CHECK, Result(0xC0000409, events(last="vbar"), ""), None),
-    ("wrong_runtime", "System32's", None, CHECK, Result(0, events({"step": "hip_runtime", "state": "ok", "loaded": ["C:\\Windows\\System32\\amdhip64_7.dll"]}), ""), None),
-    ("wrong_runtime", "two HIP runtimes", None, CHECK, Result(0, events({"step": "hip_runtime", "state": "ok", "loaded": ["C:\\a\\amdhip64_7.dll", "C:\\Windows\\System32\\amdhip64_7.dll"]}), ""), None),
-    ("hang", "driver call", None, CHECK, Result(None, events(last="aimdo_device"), "", timed_out=True), None),
-    ("hang", "before the first line", None, CHECK, Result(None, "", "", timed_out=True), None),
-    ("wrong_result", "stream", None, CHECK, Result(0, events(failed("stream", "wrong_result")), ""), None),
-    ("no_gpu", "no driver", None, CHECK, Result(1, events(failed("gpu", "no_gpu")), ""), None),
-    ("probe_failed", "an exception", None, CHECK, Result(0, events(failed("pinned", "probe_failed")), ""), None),
-    ("probe_failed", "ends without a word", None, CHECK, Result(1, "", "ImportError: DLL load failed"), None),
-    ("probe_failed", "leaves a step by exit", None, CHECK, Result(3, events(last="pinned"), ""), None),
-    ("probe_failed", "unknown kind", None, CHECK, Result(0, events(failed("pinned", "no such kind")), ""), None),
-    ("address_space", "none", None, CHECK, Result(0, events(failed("address_space", "address_space")), ""), None),
-    ("address_space", "crash while reserving", None, CHECK, Result(0xC0000005, events(last="address_space"), ""), None),
-]  # fmt: skip
-ELSEWHERE = {"driver", "bad_use", "internal", "interrupted"}  # tests of their own below
+# -- where the checkout lies
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "change", "argv", "probe", "pip"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES]
+    ("make", "host", "checkout", "kind", "linked"),
+    [
+        (comfyui, "ComfyUI", "ComfyUI/custom_nodes/carom", "ComfyUI", False),
+        (comfyui, "portable/ComfyUI", "portable/carom", "ComfyUI", True),
+        (comfyui, "ComfyUI", "ComfyUI/carom", "ComfyUI", True),
+        (desktop, "Documents/ComfyUI", "Documents/ComfyUI/custom_nodes/carom-main", "ComfyUI", False),
+        (ai_toolkit, "ai-toolkit", "ai-toolkit/carom", "ai-toolkit", True),
+        (ai_toolkit, "Ostris & ü", "Ostris & ü/extensions/carom", "ai-toolkit", True),
+        (ai_toolkit, "ai-toolkit", "carom", "ai-toolkit", True),
+    ],
 )
-def test_each_case_ends_with_its_exit_code_and_changes_nothing(
-    name, case, change, argv, probe, pip, tmp_path, capsys, monkeypatch
+def test_the_place_of_the_checkout_decides_what_is_installed(
+    setup, capsys, monkeypatch, tmp_path, make, host, checkout, kind, linked
 ):
-    tree = Tree(tmp_path).healthy()
-    if change:
-        change(tree)
-    monkeypatch.chdir(tmp_path)
-    before = tree.snapshot()
-    argv = [a.replace("{python}", str(tree.python)) for a in argv]
-    code, report, _ = run(tree, *argv, probe=probe, pip=pip, capsys=capsys)
-    assert (code, report["exit_name"]) == (EXITS[name].code, name), report["missing"]
-    assert tree.snapshot() == before
-    assert report["changed"] == []
-    if name != "ready":
-        first = next(f for f in report["findings"] if f["level"] == "bad")
-        assert first["what"] == report["missing"][0] and len(first["what"]) > 10
-        if name not in ("probe_failed", "pip_failed", "build_failed"):
-            assert first["remedy"]
+    folder = make(tmp_path / "place" / host)
+    place_checkout(setup, monkeypatch, tmp_path / "place" / checkout)
+    report = ask(setup, capsys)
+    assert report["exit_code"] == 0 and report["host"] == f"{kind}, {folder}"
+    requirements, carom, proof, *link = setup.calls
+    assert "-r" in requirements and "--no-deps" in carom and proof == ["doctor", "-m", "carom"]
+    assert link == (
+        [[sys.executable, "-m", "carom", f"install-{kind.lower()}", str(folder)]] if linked else []
+    )
+    assert ("offload: bouncing" in report["message"]) == (kind == "ai-toolkit")
 
 
-def test_the_cases_cover_every_exit_code():
-    assert {c[0] for c in CASES} | ELSEWHERE == set(EXITS)
-    codes = [e.code for e in EXITS.values()]
-    assert len(set(codes)) == len(codes)
+def test_a_checkout_that_lies_alone_is_installed_and_says_how_to_name_a_host(setup, capsys):
+    report = ask(setup, capsys)
+    assert report["exit_code"] == 0 and "--ai-toolkit" in report["message"] and len(setup.calls) == 3
 
 
-def test_every_exit_code_is_documented_in_help_and_page(root):
-    text = trees.SETUP.build_parser().format_help()
-    page = (root / "docs" / "amd.md").read_text("utf-8")
-    for name, entry in EXITS.items():
-        assert f"{entry.code:3}  {name}" in text
-        assert f"| {entry.code} | `{name}` | {entry.meaning} |" in page
+def test_two_hosts_beside_the_checkout_are_a_question(setup, capsys, tmp_path):
+    comfyui(tmp_path / "work" / "ComfyUI"), ai_toolkit(tmp_path / "work" / "ai-toolkit")
+    report = ask(setup, capsys)
+    assert report["exit_code"] == 2 and "--comfyui" in report["remedy"] and not setup.calls
+    assert ask(setup, capsys, "--ai-toolkit", str(tmp_path / "work" / "ai-toolkit"))["exit_code"] == 0
 
 
-@pytest.mark.parametrize("broken", ["absent", "unreadable"])
-def test_linux_without_the_compute_device_names_the_driver(broken, tmp_path, capsys, monkeypatch):
-    tree = Tree(tmp_path, windows=False).healthy()
-    code, report, _ = run(tree, "--check", capsys=capsys)
-    assert code == 0, report["missing"]
-    if broken == "absent":
-        (tree.dev / "kfd").unlink()
-    else:
-        monkeypatch.setattr(os, "access", lambda *a: False)
-    code, report, _ = run(tree, "--check", capsys=capsys)
-    assert code == EXITS["driver"].code and "kfd" in report["missing"][0]
+@pytest.mark.parametrize("option", ["--comfyui", "--ai-toolkit"])
+def test_a_named_folder_that_is_no_host_is_refused(setup, capsys, tmp_path, option):
+    other = ai_toolkit(tmp_path / "t") if option == "--comfyui" else comfyui(tmp_path / "c")
+    for folder in (other, tmp_path / "absent"):
+        report = ask(setup, capsys, option, str(folder))
+        assert report["exit_code"] == 2 and str(folder) in report["message"] and not setup.calls
 
 
 @pytest.mark.parametrize(
-    "argv", [["--check", "--dry-run"], ["--nonsense"], ["--timeout", "0"], ["--timeout", "nan"]]
-)
-def test_bad_use_exits_with_2(argv, capsys):
-    with pytest.raises(SystemExit) as stop:
-        trees.SETUP.main(argv)
-    assert stop.value.code == EXITS["bad_use"].code
-    assert "Traceback" not in capsys.readouterr().err
+    ("windows", "python"),
+    [
+        (True, "host/.venv/Scripts/python.exe"), (True, "host/venv/Scripts/python.exe"),
+        (True, "host/env/Scripts/python.exe"), (True, "python_embeded/python.exe"),
+        (True, "host/python_embeded/python.exe"), (False, "host/.venv/bin/python"), (False, "host/venv/bin/python"),
+    ],
+)  # fmt: skip
+def test_a_host_has_its_own_python(setup, tmp_path, windows, python):
+    assert setup.python_of(tmp_path / "host", windows) is None
+    touch(tmp_path / python)
+    assert setup.python_of(tmp_path / "host", windows) == tmp_path / python
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a shell script")
+def test_a_named_host_is_set_up_with_its_own_python(setup, tmp_path):
+    folder, told = ai_toolkit(tmp_path / "ai & toolkit"), tmp_path / "told"
+    python = touch(folder / "venv/bin/python")
+    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$CAROM_PYTHON" "$@" > "{told}"\nexit 12\n')
+    python.chmod(0o755)
+    assert setup.main(["--ai-toolkit", str(folder), "--check"]) == 12 and not setup.calls
+    named, script, *words = told.read_text().splitlines()
+    assert named == str(python) and script.endswith("rocm_setup.py")
+    assert words == ["--ai-toolkit", str(folder), "--check"]
+
+
+# -- checks: nothing is changed where one fails
 
 
 @pytest.mark.parametrize(
-    ("error", "name"), [(RuntimeError("odd \udcff"), "internal"), (KeyboardInterrupt(), "interrupted")]
+    ("text", "build"),
+    [
+        (ROCM, None),
+        ("__version__ = '2.8.0+rocm6.4'\nhip = '6.4.43482'\n", None),
+        ("__version__ = '2.6.0'\ncuda = None\nhip = '6.2.0'\n", None),  # a distribution's own build
+        ("__version__ = '2.10.0a0+rocm7.11.0a20260101'\n", None),
+        (
+            "__version__ = '2.9.0+cu128'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n",
+            "CUDA build",
+        ),
+        ("__version__ = '2.9.0+xpu'\nxpu: Optional[str] = '20250101'\n", "XPU build"),
+        ("__version__ = '2.9.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", "CPU build"),
+        ("", "not installed"),
+    ],
 )
-def test_an_unforeseen_error_is_a_line_and_never_a_traceback(error, name, tmp_path, capsys):
-    tree = Tree(tmp_path).healthy()
-    runner = FakeRunner(tree)
+def test_torchs_build_is_read_without_importing_torch(setup, tmp_path, text, build):
+    (tmp_path / "version.py").write_text(text)
+    if build is None:
+        assert setup.check_torch(tmp_path / "version.py") == "torch " + text.split("'")[1]
+        return
+    with pytest.raises(setup.Stop, match=build) as caught:
+        setup.check_torch(tmp_path / "version.py")
+    assert caught.value.code == 12 and "stable.repo.amd.com" in caught.value.remedy
+    assert ("uninstall" in caught.value.remedy) == (build != "not installed")
+    if os.name != "nt":
+        typed = next(line for line in caught.value.remedy.splitlines() if "install --index-url" in line)
+        assert shlex.split(typed)[:4] == [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+        ] and "torch[device-all]" in shlex.split(typed)
 
-    def fail(*a, **k):
-        raise error
 
-    runner.run = fail
-    assert trees.SETUP.main(["--check"], tree.host(), runner) == EXITS[name].code
-    out, err = capsys.readouterr()
-    assert "Traceback" not in out + err and len(out + err) > 20
+def without_torch(setup, monkeypatch):
+    monkeypatch.setattr(setup, "torch_file", lambda: None)
 
 
-@pytest.mark.parametrize("kind", ["venv", "portable"])
-@pytest.mark.parametrize("folder", ["plain", "with spaces (x86) & co", "имя-日本-ü"])
-def test_environments_are_found_wherever_they_lie(kind, folder, tmp_path, capsys):
-    tree = Tree(tmp_path / folder, kind).healthy()
-    code, report, _ = run(
-        tree, "--check", "--comfyui", str(tree.base if kind == "portable" else tree.comfyui), capsys=capsys
+def without_pip(setup, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None if name == "pip" else real(name))
+
+
+def on_arm(setup, monkeypatch):
+    monkeypatch.setattr(setup.platform, "machine", lambda: "arm64")
+
+
+def old_python(setup, monkeypatch):
+    monkeypatch.setattr(setup.sys, "version_info", (3, 9, 1))
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        (without_torch, 12, "not installed"),
+        (without_pip, 20, "no pip"),
+        (on_arm, 11, "arm64"),
+        (old_python, 11, "too old"),
+    ],
+)
+def test_a_failed_check_names_the_remedy_and_changes_nothing(setup, capsys, monkeypatch, fault, code, words):
+    fault(setup, monkeypatch)
+    report = ask(setup, capsys)
+    assert report["exit_code"] == code and words in report["message"] and report["remedy"]
+    assert not setup.calls and not report["changed"]
+
+
+# -- modes
+
+
+def test_check_proves_this_checkout_and_runs_no_pip(setup, capsys):
+    report = ask(setup, capsys, "--check")
+    assert (
+        report["exit_code"] == 0
+        and report["findings"] == PROVEN
+        and "Nothing was changed" in report["message"]
     )
-    assert report["python"]["executable"] == str(tree.python)
-    assert report["python"]["portable"] is (kind == "portable")
-    assert report["exit_name"] == "no_carom", "only the node is missing"
+    ((word, option, *_),) = setup.calls
+    assert (word, option) == ("doctor", "-c")
 
 
-def test_a_portable_folder_holding_the_checkout_as_node_is_found_without_options(tmp_path, capsys):
-    tree = Tree(tmp_path, "portable").healthy()
-    inside = tree.comfyui / "custom_nodes" / "carom-main"
-    tree.root.rename(inside)
-    tree.root = inside
-    tree.host_facts["cwd"] = inside / "scripts"
-    code, report, _ = run(tree, "--check", "--comfyui", str(tree.comfyui), capsys=capsys)
-    assert code == 0, report["missing"]
-    code, report, _ = run(tree, "--check", capsys=capsys)
-    assert report["python"]["executable"] == str(tree.python)
+def test_dry_run_prints_what_an_install_runs(setup, capsys, tmp_path):
+    ai_toolkit(tmp_path / "work" / "ai-toolkit")
+    report = ask(setup, capsys, "--dry-run")
+    assert report["exit_code"] == 0 and not setup.calls
+    assert [
+        word
+        for step in report["planned"]
+        for word in ("-r ", "--no-deps", "doctor", "install-ai-toolkit")
+        if word in step
+    ]
+    assert ask(setup, capsys)["exit_code"] == 0 and len(report["planned"]) == len(setup.calls)
 
 
-def test_an_active_venv_goes_before_neighbours_and_conda_after_them(tmp_path, capsys):
-    tree, other = Tree(tmp_path / "a").healthy(), Tree(tmp_path / "b").healthy()
-    tree.host_facts["env"] = {"CONDA_PREFIX": str(other.prefix)}
-    assert run(tree, "--check", capsys=capsys)[1]["python"]["executable"] == str(tree.python)
-    tree.host_facts.update(env={"VIRTUAL_ENV": str(tree.prefix)}, cwd=other.comfyui, root=other.root)
-    assert run(tree, "--check", capsys=capsys)[1]["python"]["executable"] == str(tree.python)
+def test_wheels_are_installed_without_the_network(setup, capsys, tmp_path):
+    wheel = touch(tmp_path / "usb stick" / "carom-0.2.0-py3-none-any.whl")
+    assert ask(setup, capsys, "--wheel", str(wheel))["exit_code"] == 0
+    for command in setup.calls[:2]:
+        assert "--no-index" in command and f"--find-links={wheel.parent}" in command
+    assert setup.calls[1][-1] == str(wheel) and str(setup.ROOT) not in setup.calls[1]
+    for wrong in (tmp_path / "absent.whl", touch(tmp_path / "carom.zip")):
+        assert ask(setup, capsys, "--wheel", str(wrong))["exit_code"] == 2
+    assert len(setup.calls) == 3
 
 
-def test_torch_is_read_and_never_run(tmp_path, capsys):
-    tree = Tree(tmp_path).healthy()
-    evil = "import os\nos.abort()\n__version__ = '2.12.0+rocm7.14.0'\nhip = '7.14'\n"
-    (tree.site / "torch" / "version.py").write_text(evil)
-    assert run(tree, "--check", capsys=capsys)[0] == 0
-    (tree.site / "torch" / "version.py").write_text("(" * 50000)
-    assert run(tree, "--check", capsys=capsys)[1]["exit_name"] == "no_torch"
+@pytest.mark.parametrize(
+    "words", [["--bogus"], ["--check", "--dry-run"], ["--comfyui", "a", "--ai-toolkit", "b"]]
+)
+def test_wrong_use_exits_with_2(setup, capsys, words):
+    with pytest.raises(SystemExit) as caught:
+        setup.main(words)
+    assert caught.value.code == 2 and not setup.calls
 
 
-def test_a_nightly_that_leaves_hip_unset_still_counts_as_amd(tmp_path, capsys):
-    tree = Tree(tmp_path).healthy()
-    _torch(version="2.13.0a0+rocm7.15.0a20260701", hip=None)(tree)
-    report = run(tree, "--check", capsys=capsys)[1]
-    assert report["exit_name"] == "ready"
-    assert any("rocm-sdk-core is 7.14.0" in f["what"] for f in report["findings"]), (
-        "mismatched SDK is warned of"
-    )
+def test_interrupted_exits_with_130(setup, capsys, monkeypatch):
+    def interrupt(command, say):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(setup, "run_pip", interrupt)
+    assert ask(setup, capsys)["exit_code"] == 130
 
 
-def test_warnings_do_not_change_the_exit_code(tmp_path, capsys):
-    tree = Tree(tmp_path).healthy()
-    system32 = tmp_path / "Windows" / "System32"
-    system32.mkdir(parents=True)
-    (system32 / "amdhip64_7.dll").write_bytes(b"driver's")
-    tree.host_facts["env"] = {
-        "SystemRoot": str(tmp_path / "Windows"),
-        "PYTORCH_ALLOC_CONF": "expandable_segments: True",
-        "HIP_VISIBLE_DEVICES": "-1",
-    }
-    code, report, _ = run(tree, "--check", capsys=capsys)
-    warned = " ".join(f["what"] for f in report["findings"] if f["level"] == "warn")
-    assert code == 0
-    for word in ("System32", "expandable_segments", "HIP_VISIBLE_DEVICES"):
-        assert word in warned
+def test_the_text_ends_with_one_sentence_and_its_remedy(setup, capsys, monkeypatch):
+    assert setup.main([]) == 0 and capsys.readouterr().out.splitlines()[-1].startswith("Carom is installed.")
+    without_pip(setup, monkeypatch)
+    assert setup.main([]) == 20
+    text = capsys.readouterr().out
+    assert "NOT READY (exit code 20): this Python has no pip." in text and "ensurepip" in text
 
 
-def test_check_on_this_machine_prints_json_and_changes_nothing(root, tmp_path):
-    script = root / "scripts" / "rocm_setup.py"
-    before = {p: p.stat().st_mtime_ns for p in (root / "scripts").rglob("*")}
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run(
-        [sys.executable, "-I", str(script), "--check", "--json", "--python", sys.executable],
-        capture_output=True, text=True, timeout=240, cwd=tmp_path, env=env,
-    )  # fmt: skip
-    report = json.loads(done.stdout)
-    assert done.returncode == report["exit_code"]
-    assert report["ok"] is (report["exit_code"] == 0)
-    assert bool(report["missing"]) is not report["ok"]
-    assert {p: p.stat().st_mtime_ns for p in (root / "scripts").rglob("*")} == before
-    assert list(tmp_path.iterdir()) == []
+# -- pip, the doctor and the link: the real functions over processes that fail
 
 
-def test_examine_gives_doctor_the_same_report(tmp_path):
-    report = trees.SETUP.examine(sys.executable, prove=False)
-    assert {"ok", "exit_code", "findings", "missing", "carom_will_use"} <= report.keys()
-    assert report["python"] == {} or report["python"]["executable"] == sys.executable
-    assert any(f["check"] == "torch" for f in report["findings"])
+@pytest.fixture
+def real(root):
+    spec = importlib.util.spec_from_file_location("rocm_setup_real", root / "scripts" / "rocm_setup.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["rocm_setup_real"] = module  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["rocm_setup_real"]
 
 
-OWN = {
-    "rocm_setup",
-    "rocm_run",
-    "rocm_findings",
-    "rocm_host",
-    "rocm_env",
-    "rocm_checks",
-    "rocm_packages",
-    "rocm_proof",
-    "rocm_install",
-    "rocm_wheels",
+@pytest.mark.parametrize(
+    ("printed", "meaning"),
+    [
+        (
+            "WARNING: Retrying ... NewConnectionError('Failed to establish a new connection')",
+            "index cannot be reached",
+        ),
+        ("socket.gaierror: [Errno 11001] getaddrinfo failed", "index cannot be reached"),
+        ("ERROR: [WinError 5] Access is denied: 'python_embeded'", "in use"),
+        ("error: externally-managed-environment", "may not be changed"),
+        ("ERROR: [Errno 28] No space left on device", "disk is full"),
+        ("ERROR: Failed building wheel for carom", "Failed building wheel for carom"),
+        ("", "no message"),
+    ],
+)
+def test_what_pip_printed_becomes_one_sentence(real, printed, meaning):
+    lines = []
+    with pytest.raises(real.Stop, match=meaning) as caught:
+        real.run_pip([sys.executable, "-c", f"print({printed!r}); raise SystemExit(1)"], lines.append)
+    assert caught.value.code == 20 and "run this again" in caught.value.remedy
+    assert any(printed in line for line in lines), "pip's own lines are shown"
+
+
+def test_a_pip_that_is_content_is_no_error(real):
+    real.run_pip([sys.executable, "-c", "print('ERROR: not one')"], lambda line: None)
+
+
+FAILED = {
+    "ok": False,
+    "findings": [{"level": "missing", "check": "AMD: proof", "what": "hung", "remedy": "restart"}],
 }
 
 
-def test_the_scripts_need_the_standard_library_alone_and_old_python_reads_them(root):
-    for path in (root / "scripts").glob("*.py"):
-        tree = ast.parse(path.read_text("utf-8"), feature_version=(3, 8))
-        for node in ast.walk(tree):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for name in names:
-                assert name.split(".")[0] in sys.stdlib_module_names | OWN, f"{path.name}: {name}"
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ("import not_there", "No module named 'not_there'"),
+        ("import os; os.abort()", "does not start"),
+        (f"import json; print('noise', json.dumps({{'rocm': {FAILED!r}}}))", "AMD: proof: hung"),
+    ],
+)
+def test_a_doctor_that_fails_is_exit_code_30(real, tmp_path, code, what):
+    with pytest.raises(real.Stop, match=what) as caught:
+        real.doctor(["-c", code], str(tmp_path))
+    assert caught.value.code == 30 and caught.value.remedy
 
 
-def test_an_ancient_python_gets_a_sentence(root, monkeypatch):
-    """No such Python is at hand everywhere; the file's own words are run as one."""
-    source = (root / "scripts" / "rocm_setup.py").read_text("utf-8")
-    for modern in ('f"', "->", "from __future__", "nonlocal", ": str"):
-        assert modern not in source, "Python 2 must be able to parse this file"
-    monkeypatch.setattr(sys, "version_info", (2, 7, 18))
-    monkeypatch.setattr(sys, "argv", ["rocm_setup.py", "--json"])
-    printed: list[str] = []
-    with pytest.raises(SystemExit) as stop:
-        exec(
-            source,
-            {
-                "__file__": str(root / "scripts" / "rocm_setup.py"),
-                "__name__": "__main__",
-                "print": printed.append,
-            },
-        )
-    assert stop.value.code == EXITS["platform"].code
-    assert json.loads(printed[0])["exit_code"] == stop.value.code
+def test_a_doctor_that_hangs_is_exit_code_30(real, tmp_path, monkeypatch):
+    monkeypatch.setattr(real, "DOCTOR_SECONDS", 0.5)
+    with pytest.raises(real.Stop, match="no answer"):
+        real.doctor(["-c", "import time; time.sleep(60)"], str(tmp_path))
+
+
+def test_the_checkouts_own_doctor_is_run_without_being_installed(real, root, tmp_path):
+    """This machine has no AMD GPU, so the doctor's verdict is exit code 30, in its own words."""
+    with pytest.raises(real.Stop, match="AMD: ") as caught:
+        real.doctor(["-c", real.LOADER, str(root)], str(tmp_path))
+    assert caught.value.code == 30
+
+
+def test_a_host_that_refuses_the_link_is_exit_code_20_with_the_command(real, tmp_path):
+    with pytest.raises(real.Stop, match="is not Carom's") as caught:
+        real.link([sys.executable, "-c", 'print("x is not Carom\'s"); raise SystemExit(1)'], str(tmp_path))
+    assert caught.value.code == 20 and caught.value.remedy.startswith("repeat: ")
+
+
+def test_the_checkout_is_copied_without_what_is_not_the_package(real, tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    for name in (
+        "core/a.py",
+        "tests/t.py",
+        ".git/config",
+        "build/lib/old.py",
+        "venv/bin/python",
+        "core/__pycache__/a.pyc",
+    ):
+        touch(source / name)
+    monkeypatch.setattr(real, "ROOT", source)
+    copied = real.copy_checkout(str(tmp_path))
+    assert [path.name for path in copied.rglob("*") if path.is_file()] == ["a.py"]
+
+
+# -- what is printed to be pasted
+
+
+@pytest.mark.parametrize(
+    ("words", "shell", "line"),
+    [
+        (["python", "-m", "pip", "a==1"], "cmd", "python -m pip a==1"),
+        (
+            [r"C:\x & (y)\python.exe", "torch[device-all]"],
+            "cmd",
+            r'"C:\x & (y)\python.exe" "torch[device-all]"',
+        ),
+        ([r"C:\it's\python.exe", "a"], "powershell", r"& 'C:\it''s\python.exe' a"),
+        (["python", "torch[device-all]"], "powershell", "python 'torch[device-all]'"),
+        (["/a b/python", "torch[device-all]"], "sh", "'/a b/python' 'torch[device-all]'"),
+    ],
+)
+def test_commands_are_quoted_for_their_shell(real, words, shell, line):
+    assert real.quote(words, shell) == line
+
+
+def test_on_windows_both_shells_are_served(real):
+    assert real.typed(["python", "-m", "pip"], windows=True) == "python -m pip"
+    assert "in PowerShell: & " in real.typed([r"C:\a b\python.exe"], windows=True)
+
+
+def test_an_old_python_gets_a_sentence(root, tmp_path):
+    """The file's syntax and names are those of Python 3.7, or it could not say that the Python is too old."""
+    import ast
+
+    ast.parse((root / "scripts" / "rocm_setup.py").read_text("utf-8"), feature_version=(3, 7))
+    done = subprocess.run(
+        [sys.executable, str(root / "scripts/rocm_setup.py"), "--check", "--json"], capture_output=True
+    )
+    report = json.loads(done.stdout)
+    assert done.returncode == report["exit_code"] != 0 and report["python"]
+
+
+def test_options_are_those_of_the_documentation(real, capsys):
+    with pytest.raises(SystemExit):
+        real.main(["--help"])
+    text = capsys.readouterr().out
+    for option in ("--comfyui PATH", "--ai-toolkit PATH", "--check", "--json", "--dry-run", "--wheel FILE"):
+        assert option in text

@@ -22,7 +22,7 @@ import carom
 import pytest
 
 NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "tests", "records")
-# What ComfyUI reads beside the code, and the scripts that `carom doctor` loads.
+# What ComfyUI reads beside the code, and the scripts, which a checkout that ComfyUI-Manager copied has too.
 BESIDE_THE_CODE = ("web", "locales", "workflows", "scripts")
 BUILD = "import setuptools.build_meta as b; b.build_sdist('out'); b.build_wheel('out')"
 

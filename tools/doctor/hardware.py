@@ -401,19 +401,28 @@ def _memory_rate(torch, device, size: int) -> float:
     return 2 * a.numel() / _timed(torch, lambda: b.copy_(a), 0.05)
 
 
-def probe(folder: str | os.PathLike = ".", *, disk: bool = True, extras: bool = True) -> Hardware:
+def probe(
+    folder: str | os.PathLike = ".",
+    *,
+    disk: bool = True,
+    extras: bool = True,
+    unsafe: TorchInstall | None = None,
+) -> Hardware:
     """Probe the whole machine in a few seconds. Never raises.
 
     `folder`: a folder on the drive to measure, where the models are stored; `disk`, `extras`: whether to
-    probe the drive and the optional backends.
+    probe the drive and the optional backends; `unsafe`: a torch that must not be imported in this process,
+    because it crashed another one.
     """
     start = time.monotonic()
-    torch = torch_build()
+    torch = unsafe or torch_build()
     memory = host_probe.host_memory()
     gpu: Gpu | None = None
     reason: str | None = "torch cannot be imported"
     cpu_flops = None
-    if torch.error is None:
+    if unsafe is not None:
+        reason = "not measured, because the proof on the GPU crashed or hung"
+    elif torch.error is None:
         gpu, reason = host_probe.call_with_timeout(lambda: probe_gpu(memory), GPU_SECONDS, "the GPU probe")
         if gpu is None:
             cpu_flops, _ = host_probe.call_with_timeout(measure_cpu, 5.0, "the CPU probe")
