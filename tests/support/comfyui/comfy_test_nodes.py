@@ -387,7 +387,7 @@ class Mapped:
         import nodes
 
         own_nodes = nodes.NODE_CLASS_MAPPINGS["CaromOffload"].__module__
-        offload = sys.modules[own_nodes.replace("offload_nodes", "offload")]
+        offload = sys.modules[own_nodes.replace("offload_nodes", "convert_patchers")]
         settings = offload.Settings("stream", vram)
         return (offload.wear(offload._static(patcher), settings),)
 
