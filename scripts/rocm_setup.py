@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Install Carom on a machine with an AMD GPU: check Python, torch and pip; `pip install`; prove; link into the host.
 
-Standard library only. The launchers beside this file find a Python and run it. Carom goes into that Python or, with
---comfyui and --ai-toolkit, into the host program's own. torch is never installed or changed. `carom doctor --amd`
+Standard library only. The launchers beside this file find a Python and run it. Carom goes into the host program's own
+Python, if it has one, else into the one that runs this file; CAROM_PYTHON decides otherwise. torch is never installed or changed. `carom doctor --amd`
 does the proving. Exit codes: 0 done, 2 wrong use, 10 no Python, 11 Python or platform, 12 torch missing or of another
 build, 20 installation failed, 30 proof failed, 130 interrupted. More: docs/amd.md.
 """
@@ -35,22 +35,14 @@ TORCH_COMMANDS = {
     " torchaudio",
     "PyTorch's wheels": "--index-url https://download.pytorch.org/whl/rocm7.2 torch torchvision torchaudio",
 }
-NO_NETWORK = (
-    r"NewConnection|ConnectTimeout|[Nn]ame ?[Rr]esolution|getaddrinfo|Max retries|unreachable|ProxyError"
-)
 # What pip's output holds: what it means, and what to do.
 PIP_FAILURES = {
-    NO_NETWORK: (
-        "the package index cannot be reached",
-        "connect to the network, or use --wheel (docs/amd.md)",
-    ),
+    r"NewConnection|ConnectTimeout|[Nn]ame ?[Rr]esolution|getaddrinfo|Max retries|unreachable|ProxyError":
+        ("the package index cannot be reached", "connect to the network, or use --wheel (docs/amd.md)"),
     r"WinError (5|32)|Access is denied": ("a file is in use", "close every program that uses this Python"),
-    r"Permission denied|externally-managed": (
-        "this Python may not be changed",
-        "make a venv, or set CAROM_PYTHON",
-    ),
+    r"Permission denied|externally-managed": ("this Python may not be changed", "make a venv, or set CAROM_PYTHON"),
     r"No space left": ("the disk is full", "make room on it"),
-}
+}  # fmt: skip
 # Runs the checkout ROOT, whatever its folder is called, as the package carom.
 LOADER = """import importlib, importlib.util as u, sys
 root = sys.argv.pop(1)
@@ -118,9 +110,8 @@ def host_in(folder: Path) -> Host | None:
     for place in (folder, folder / "ComfyUI"):
         nodes = place / "custom_nodes"
         if nodes.is_dir() and ((place / "main.py").is_file() or (place / "models").is_dir()):
-            return Host(
-                "ComfyUI", place, any(node.is_dir() and node.samefile(ROOT) for node in nodes.iterdir())
-            )
+            mine = any(node.is_dir() and node.samefile(ROOT) for node in nodes.iterdir())
+            return Host("ComfyUI", place, mine)
     return None
 
 
@@ -135,9 +126,8 @@ def find_host(root: Path, comfyui: str | None, ai_toolkit: str | None) -> Host |
     around = root.parent.parent if root.parent.name in ("custom_nodes", "extensions") else root.parent
     hosts = [host for host in (host_in(around), host_in(around / "ai-toolkit")) if host]
     if len(hosts) == 2 and hosts[0].folder != around:
-        raise Stop(
-            2, f"both ComfyUI and ai-toolkit lie in {around}", "name one with --comfyui or --ai-toolkit"
-        )
+        both = f"both ComfyUI and ai-toolkit lie in {around}"
+        raise Stop(2, both, "name one with --comfyui or --ai-toolkit")
     return hosts[0] if hosts else None
 
 
@@ -145,9 +135,8 @@ def check_python() -> str:
     """Return a line on this Python. Raises Stop where it cannot run Carom, or no torch for ROCm exists for it."""
     name = f"Python {platform.python_version()}, {sys.executable}"
     if sys.version_info < (3, 10) or sys.maxsize < 2**32:
-        raise Stop(
-            11, f"{name}: too old, or not of 64 bit", "set CAROM_PYTHON to a 64-bit Python 3.10 or newer"
-        )
+        remedy = "set CAROM_PYTHON to a 64-bit Python 3.10 or newer"
+        raise Stop(11, f"{name}: too old, or not of 64 bit", remedy)
     if platform.system() not in ("Windows", "Linux") or platform.machine().lower() not in ("amd64", "x86_64"):
         here = f"{platform.system()} on {platform.machine()}"
         raise Stop(11, f"torch for ROCm does not exist for {here}", "use Windows or Linux on x86-64")
@@ -183,13 +172,10 @@ def pip_steps(wheels: list[Path], source: Path) -> list[list[str]]:
     torch stays as it is: requirements.txt leaves it out, and the second command installs no dependencies. With
     ``wheels`` pip uses no network, looks for packages in their folders, and builds with the setuptools that is there.
     """
-    offline = [
-        "--no-index",
-        *(f"--find-links={folder}" for folder in sorted({str(w.parent) for w in wheels})),
-    ]
+    folders = sorted({str(wheel.parent) for wheel in wheels})
     carom = [] if any(wheel.name.startswith("carom-") for wheel in wheels) else [str(source)]
     forced = ["--no-deps", "--force-reinstall", *(["--no-build-isolation"] if carom and wheels else [])]
-    extra = offline if wheels else []
+    extra = ["--no-index", *(f"--find-links={folder}" for folder in folders)] if wheels else []
     return [
         pip("install", *extra, "-r", str(ROOT / "requirements.txt")),
         pip("install", *extra, *forced, *carom, *map(str, wheels)),
@@ -200,17 +186,14 @@ def run_pip(command: list[str], say: Callable[[str], None]) -> None:
     """Run pip and pass its lines to ``say``. Raises Stop with the meaning of what it printed."""
     lines: list[str] = []
     settings = {"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_PROGRESS_BAR": "off"}
-    with subprocess.Popen(
-        command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, env={**os.environ, **settings}
-    ) as child:
+    env = {**os.environ, **settings}
+    with subprocess.Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, env=env) as child:
         for line in child.stdout or ():
             lines.append(line.decode("utf-8", "replace").rstrip())
             say("  " + lines[-1])
     if child.returncode:
-        what = next(
-            (line for line in lines if line.startswith("ERROR")),
-            ([*filter(None, lines)] or ["no message"])[-1],
-        )
+        last = next(filter(None, reversed(lines)), "no message")
+        what = next((line for line in lines if line.startswith("ERROR")), last)
         found = (pair for words, pair in PIP_FAILURES.items() if re.search(words, "\n".join(lines)))
         meaning, remedy = next(found, (what, "put that right"))
         raise Stop(20, f"pip failed: {meaning}", f"{remedy}, then run this again")
@@ -218,10 +201,9 @@ def run_pip(command: list[str], say: Callable[[str], None]) -> None:
 
 def copy_checkout(folder: str) -> Path:
     """Copy the checkout into ``folder`` and return the copy: building in place would leave files in the checkout."""
-    skip = shutil.ignore_patterns(
-        ".*", "__pycache__", "tests", "records", "build", "dist", "*.egg-info", "venv", "env"
-    )
-    return Path(shutil.copytree(str(ROOT), os.path.join(folder, "carom"), ignore=skip))
+    skip = (".*", "__pycache__", "tests", "records", "build", "dist", "*.egg-info", "venv", "env", "carom-*")
+    target = os.path.join(folder, "carom")
+    return Path(shutil.copytree(str(ROOT), target, ignore=shutil.ignore_patterns(*skip)))
 
 
 def doctor(start: list[str], folder: str) -> list[dict]:
@@ -230,17 +212,15 @@ def doctor(start: list[str], folder: str) -> list[dict]:
     try:
         done = subprocess.run(command, stdin=DEVNULL, capture_output=True, cwd=folder, timeout=DOCTOR_SECONDS)
     except subprocess.TimeoutExpired:
-        raise Stop(
-            30, "`carom doctor --amd` gave no answer", "restart the machine and run this again"
-        ) from None
+        what = f"`carom doctor --amd` gave no answer within {DOCTOR_SECONDS} s"
+        raise Stop(30, what, "restart the machine and run this again") from None
     out, error = done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
     try:
         report = json.loads(out[out.index("{") :])["rocm"]
     except (ValueError, KeyError):
         last = (error.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise Stop(
-            30, f"Carom does not start: {last[:300]}", "run this without --check, which installs it"
-        ) from None
+        remedy = "run this without --check, which installs what Carom needs"
+        raise Stop(30, f"Carom does not start: {last[:300]}", remedy) from None
     if not report["ok"]:
         bad = next(finding for finding in report["findings"] if finding["level"] == "missing")
         raise Stop(30, f"{bad['check']}: {bad['what']}", bad["remedy"])
@@ -252,11 +232,8 @@ def link(command: list[str], folder: str) -> str:
     done = subprocess.run(command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, cwd=folder)
     text = done.stdout.decode("utf-8", "replace").strip()
     if done.returncode:
-        raise Stop(
-            20,
-            f"Carom is installed, but the host does not use it: {text[-300:]}",
-            "repeat: " + typed(command),
-        )
+        what = f"Carom is installed, but the host does not use it: {text[-300:]}"
+        raise Stop(20, what, "put that right, then repeat: " + typed(command))
     return text.splitlines()[0]
 
 
@@ -268,7 +245,7 @@ def run(options: argparse.Namespace, report: dict, say: Callable[[str], None]) -
             raise Stop(2, f"--wheel {wheel} is no wheel", "name a .whl file that exists")
     host = find_host(ROOT, options.comfyui, options.ai_toolkit)
     report["host"] = (
-        f"{host.kind}, {host.folder}" if host else "no ComfyUI and no ai-toolkit around this checkout"
+        f"{host.kind}, {host.folder}" if host else "no ComfyUI, no ai-toolkit around this checkout"
     )
     say(report["host"])
     report["python"] = check_python()
@@ -286,12 +263,8 @@ def run(options: argparse.Namespace, report: dict, say: Callable[[str], None]) -
             ensure = typed([sys.executable, "-m", "ensurepip", "--upgrade"])
             raise Stop(20, "this Python has no pip", f"get it, then run this again:\n    {ensure}")
         if options.dry_run:
-            steps = [
-                *pip_steps(wheels, ROOT),
-                [sys.executable, "-m", "carom", "doctor", "--amd"],
-                *([linking] if linking else []),
-            ]
-            report["planned"] = list(map(typed, steps))
+            steps = [*pip_steps(wheels, ROOT), [sys.executable, "-m", "carom", "doctor", "--amd"], linking]
+            report["planned"] = [typed(step) for step in steps if step]
             return "\n    ".join(["Would run:", *report["planned"]])
         for step in pip_steps(wheels, copy_checkout(folder)):
             run_pip(step, say)
@@ -304,18 +277,22 @@ def run(options: argparse.Namespace, report: dict, say: Callable[[str], None]) -
         return "Carom is installed. Name a host with --comfyui or --ai-toolkit to let it use Carom."
     if host.kind == "ComfyUI":
         return "Carom is installed. Restart ComfyUI; the nodes are named Carom (docs/comfyui.md)."
-    return (
-        "Carom is installed. Write `offload: bouncing` under `model:` in a job's YAML (docs/ai-toolkit.md)."
-    )
+    return "Carom is installed. Write `offload: bouncing` under `model:` in a job (docs/ai-toolkit.md)."
+
+
+def run_in(python: Path, words: list[str]) -> int:
+    """Run this file with another Python and return its exit code. Raises Stop where that does not start."""
+    command = [str(python), os.path.abspath(__file__), *words]
+    try:
+        return subprocess.run(command, env={**os.environ, "CAROM_PYTHON": str(python)}).returncode
+    except OSError as error:
+        raise Stop(10, f"{python} does not start: {error}", "repair it, or set CAROM_PYTHON") from None
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run, print the result, and return the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "rocm_setup.py", description=__doc__, formatter_class=raw, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser("rocm_setup.py", description=__doc__, allow_abbrev=False)
     mode, host = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="check and prove; change nothing")
     mode.add_argument("--dry-run", action="store_true", help="check, and print the commands that would run")
@@ -334,14 +311,12 @@ def main(argv: list[str] | None = None) -> int:
         stream.flush()
 
     try:
-        if (options.comfyui or options.ai_toolkit) and "CAROM_PYTHON" not in os.environ:
+        python = None
+        if not os.environ.get("CAROM_PYTHON"):
             target = find_host(ROOT, options.comfyui, options.ai_toolkit)
             python = python_of(target.folder) if target else None
-            if python:
-                environment = {**os.environ, "CAROM_PYTHON": str(python)}
-                return subprocess.run(
-                    [str(python), os.path.abspath(__file__), *words], env=environment
-                ).returncode
+        if python:
+            return run_in(python, words)
         report["message"] = run(options, report, say)
     except Stop as stop:
         report.update(exit_code=stop.code, message=stop.what, remedy=stop.remedy)
@@ -355,6 +330,8 @@ def main(argv: list[str] | None = None) -> int:
             say(f"        -> {finding['remedy']}")
     if report["exit_code"]:
         say(f"NOT READY (exit code {report['exit_code']}): {report['message']}.\n-> {report['remedy']}")
+        if report["changed"] or report["exit_code"] in (2, 10, 11, 12):
+            say(f"Changed: {'; '.join(report['changed']) or 'nothing'}.")
     else:
         say(report["message"])
     if options.json:

@@ -60,7 +60,8 @@ def _decodes_exactly(device: torch.device) -> bool:
     from .unit_decoder import UnitDecoder
 
     with torch.inference_mode(False):
-        values = ((torch.arange(4096) % 251 - 125) / 64).bfloat16()
+        # On the CPU, also where the program has set another default device.
+        values = ((torch.arange(4096, device="cpu") % 251 - 125) / 64).bfloat16()
         packed = encode(values)
         decoder = UnitDecoder([entry_of(packed, 0, 0)], method="triton")
         decoded = torch.empty(values.nbytes, dtype=torch.uint8, device=device)

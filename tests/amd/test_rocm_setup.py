@@ -144,16 +144,36 @@ def test_a_host_has_its_own_python(setup, tmp_path, windows, python):
     assert setup.python_of(tmp_path / "host", windows) == tmp_path / python
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a shell script")
-def test_a_named_host_is_set_up_with_its_own_python(setup, tmp_path):
-    folder, told = ai_toolkit(tmp_path / "ai & toolkit"), tmp_path / "told"
+@pytest.fixture
+def own_python(setup, tmp_path, monkeypatch):
+    """An ai-toolkit around the checkout, with a Python of its own that writes down how it was called."""
+    if sys.platform == "win32":
+        pytest.skip("the stand-in is a shell script")
+    folder = ai_toolkit(tmp_path / "ai & toolkit")
+    place_checkout(setup, monkeypatch, folder / "carom")
     python = touch(folder / "venv/bin/python")
-    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$CAROM_PYTHON" "$@" > "{told}"\nexit 12\n')
+    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$CAROM_PYTHON" "$@" > "{tmp_path / "told"}"\nexit 12\n')
     python.chmod(0o755)
-    assert setup.main(["--ai-toolkit", str(folder), "--check"]) == 12 and not setup.calls
-    named, script, *words = told.read_text().splitlines()
-    assert named == str(python) and script.endswith("rocm_setup.py")
-    assert words == ["--ai-toolkit", str(folder), "--check"]
+    return python
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_host_is_set_up_with_its_own_python(setup, tmp_path, own_python, named):
+    words = ["--ai-toolkit", str(own_python.parents[2]), "--check"] if named else ["--check"]
+    assert setup.main(words) == 12 and not setup.calls
+    told, script, *passed = (tmp_path / "told").read_text().splitlines()
+    assert told == str(own_python) and script.endswith("rocm_setup.py") and passed == words
+
+
+def test_carom_python_keeps_the_script_in_the_python_that_runs_it(setup, capsys, own_python, monkeypatch):
+    monkeypatch.setenv("CAROM_PYTHON", sys.executable)
+    assert ask(setup, capsys)["exit_code"] == 0 and setup.calls
+
+
+def test_a_python_of_the_host_that_does_not_start_is_exit_code_10(setup, capsys, own_python):
+    own_python.chmod(0o644)
+    report = ask(setup, capsys)
+    assert report["exit_code"] == 10 and str(own_python) in report["message"] and not setup.calls
 
 
 # -- checks: nothing is changed where one fails
@@ -225,6 +245,17 @@ def test_a_failed_check_names_the_remedy_and_changes_nothing(setup, capsys, monk
     report = ask(setup, capsys)
     assert report["exit_code"] == code and words in report["message"] and report["remedy"]
     assert not setup.calls and not report["changed"]
+
+
+def test_a_failed_proof_leaves_the_host_as_it_was_and_says_what_changed(setup, capsys, monkeypatch, tmp_path):
+    def failed(start, folder):
+        raise setup.Stop(30, "AMD: proof: the attempt crashed", "update the driver")
+
+    ai_toolkit(tmp_path / "work" / "ai-toolkit")
+    monkeypatch.setattr(setup, "doctor", failed)
+    report = ask(setup, capsys)
+    assert report["exit_code"] == 30 and len(setup.calls) == 2 and "installed Carom" in report["changed"][0]
+    assert setup.main([]) == 30 and "Changed: installed Carom" in capsys.readouterr().out
 
 
 # -- modes
@@ -366,7 +397,7 @@ def test_the_checkouts_own_doctor_is_run_without_being_installed(real, root, tmp
 def test_a_host_that_refuses_the_link_is_exit_code_20_with_the_command(real, tmp_path):
     with pytest.raises(real.Stop, match="is not Carom's") as caught:
         real.link([sys.executable, "-c", 'print("x is not Carom\'s"); raise SystemExit(1)'], str(tmp_path))
-    assert caught.value.code == 20 and caught.value.remedy.startswith("repeat: ")
+    assert caught.value.code == 20 and "repeat: " in caught.value.remedy
 
 
 def test_the_checkout_is_copied_without_what_is_not_the_package(real, tmp_path, monkeypatch):

@@ -51,6 +51,7 @@ def finding(report: amd.Report, topic: str):
     [
         (Ended(-11, events("train", "start")), "AMD: proof", "stream and train a model crashed: killed by SIGSEGV", "update AMD's driver"),
         (Ended(3221225477, events("gpu", "start")), "AMD: proof", "access violation", "update AMD's driver"),
+        (Ended(-9, events("pin")), "AMD: proof", "crashed: killed by SIGKILL", "update AMD's driver"),
         (Ended(None, events("gpu", "start")), "AMD: proof", "no answer within 180 s", "restart"),
         (Ended(1, events("torch", "failed", torch={"why": "OSError: [WinError 126] hipblas"})), "AMD: torch", "WinError 126", "docs/amd.md"),
         (Ended(0, events("gpu", "failed", gpu={"why": "torch sees no GPU"})), "AMD: gpu", "no GPU", " "),

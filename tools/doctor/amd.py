@@ -230,6 +230,8 @@ def judge(ended: Ended, seconds: float) -> list[Finding]:
         if gpu["integrated"]:
             found.append(Finding("AMD: memory", "integrated GPU: its memory is the system's RAM", "info",
                                  "budgets of VRAM and RAM share that memory, and Carom counts it once"))  # fmt: skip
+    elif state and not any(finding.verdict == "missing" for finding in found) and built:
+        found.append(_stuck("run the proof to its end", ended, seconds))
     if not state:
         found.append(Finding("AMD: proof", f"Carom does not start: {ended.error or ended.code}", "missing",
                              "install what Carom needs: pip install -r requirements.txt"))  # fmt: skip
