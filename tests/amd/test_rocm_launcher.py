@@ -172,7 +172,8 @@ def test_a_wrong_carom_python_is_an_error(wine, root, tmp_path, absent):
 def test_an_active_environment_is_used_where_none_lies_beside(wine, root, tmp_path, variable, python):
     bat = checkout(tmp_path, root, "carom")
     stand_in_python(tmp_path / "v e" / python, tmp_path / "told.txt", 7)
-    assert wine(bat, "--check", cwd=tmp_path, **{variable: windows(tmp_path / "v e")}).returncode == 7
+    found = {"VIRTUAL_ENV": "C:\\gone", variable: windows(tmp_path / "v e")}
+    assert wine(bat, "--check", cwd=tmp_path, **found).returncode == 7
 
 
 def test_without_any_python_it_says_so_and_exits_with_10(wine, root, tmp_path):
@@ -231,7 +232,7 @@ class TestLinux:
 
     @pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
     def test_an_active_environment_is_used_where_none_lies_beside(self, sh, python, variable):
-        done = sh("carom", **{variable: str(python("v e").parents[1])})
+        done = sh("carom", **{"VIRTUAL_ENV": "/gone", variable: str(python("v e").parents[1])})
         assert done.returncode == 42 and "v e" in done.stdout
 
     @pytest.mark.parametrize("quotes", ["", '"', "'"])

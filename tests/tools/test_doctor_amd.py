@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from carom.cli import main as cli
@@ -58,6 +59,7 @@ def finding(report: amd.Report, topic: str):
         (Ended(0, events("train", "failed", train={"why": "other results than the resident one"})), "AMD: train", "other results", "report it"),
         (Ended(0, events(runtime={"loaded": ["C:\\Windows\\System32\\amdhip64_7.dll"]})), "AMD: runtime", "System32", "PATH"),
         (Ended(0, events(runtime={"loaded": [OWN, "C:\\Windows\\System32\\amdhip64_6.dll"]})), "AMD: runtime", "amdhip64_6.dll", "PATH"),
+        (Ended(0, events(runtime={"loaded": ["/opt/rocm/lib/libamdhip64.so.6", "/usr/lib/libamdhip64.so.7"], "brought": []})), "AMD: runtime", "so.7", "PATH"),
         (Ended(0, events(torch={"version": "2.9.0+cu128", "hip": None})), "AMD: torch", "not built for ROCm", "docs/amd.md"),
         (Ended(1, (), "ModuleNotFoundError: No module named 'psutil'"), "AMD: proof", "psutil", "requirements.txt"),
     ],
@@ -197,10 +199,18 @@ def test_a_child_that_hangs_is_killed_with_its_children():
     ended = amd.run_child(
         "from carom.tools.doctor import amd_proof\namd_proof.tell('torch', 'start')\n"
         "import subprocess, sys, time\n"
-        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\ntime.sleep(600)", 3
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "amd_proof.tell('gpu', 'start', pid=child.pid)\ntime.sleep(600)", 3
     )  # fmt: skip
     assert ended.code is None and time.monotonic() - begin < 30
-    assert ended.events == ({"step": "torch", "state": "start"},)
+    assert [event["step"] for event in ended.events] == ["torch", "gpu"]
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(ended.events[-1]["pid"]) and time.monotonic() < deadline:
+        if psutil.Process(ended.events[-1]["pid"]).status() == psutil.STATUS_ZOMBIE:
+            break  # nobody reaps it in this container
+        time.sleep(0.05)
+    else:
+        assert not psutil.pid_exists(ended.events[-1]["pid"])
 
 
 def test_the_proof_runs_on_the_cpu_in_a_child():
