@@ -39,6 +39,8 @@ TORCH_COMMANDS = {
 PIP_FAILURES = {
     r"NewConnection|ConnectTimeout|[Nn]ame ?[Rr]esolution|getaddrinfo|Max retries|unreachable|ProxyError":
         ("the package index cannot be reached", "connect to the network, or use --wheel (docs/amd.md)"),
+    r"from versions: none": ("the index, or the folder of --wheel, does not have a package that Carom needs",
+                             "connect to the network, or put the named package's wheel beside that of --wheel"),
     r"WinError (5|32)|Access is denied": ("a file is in use", "close every program that uses this Python"),
     r"Permission denied|externally-managed": ("this Python may not be changed", "make a venv, or set CAROM_PYTHON"),
     r"No space left": ("the disk is full", "make room on it"),

@@ -341,6 +341,10 @@ def real(root):
             "WARNING: Retrying ... NewConnectionError('Failed to establish a new connection')",
             "index cannot be reached",
         ),
+        (
+            "ERROR: Could not find a version that satisfies the requirement numpy>=1.24 (from versions: none)",
+            "does not have a package",
+        ),
         ("socket.gaierror: [Errno 11001] getaddrinfo failed", "index cannot be reached"),
         ("ERROR: [WinError 5] Access is denied: 'python_embeded'", "in use"),
         ("error: externally-managed-environment", "may not be changed"),
