@@ -167,6 +167,24 @@ def test_an_amd_card_is_seen_without_torch(tmp_path, vendor, there):
 
 
 @pytest.mark.parametrize(
+    ("text", "rocm"),
+    [
+        ("__version__ = '2.9.1+rocmsdk20260116'", True),
+        ("hip: Optional[str] = '7.2'", True),
+        ("hip: Optional[str] = None", False),
+        ("", False),
+    ],
+)
+def test_a_torch_for_rocm_is_seen_without_importing_it(tmp_path, monkeypatch, text, rocm):
+    package = tmp_path / "a_torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('imported')")
+    (package / "version.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert amd.has_amd(drm=str(tmp_path), kfd=str(tmp_path / "no"), torch="a_torch") is rocm
+
+
+@pytest.mark.parametrize(
     ("code", "words"),
     [(0, ""), (1, ""), (-11, "SIGSEGV"), (-6, "SIGABRT"), (3221225477, "access violation"), (-1073741819, "access violation"),
      (0xC0000409, "0xC0000409")],

@@ -6,7 +6,6 @@ Nothing is installed or changed. What touches the GPU runs in child processes wi
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -79,14 +78,18 @@ class Report:
         return {"ok": self.ok, **self.facts, "findings": findings}
 
 
-def has_amd(drm: str = "/sys/class/drm", kfd: str = "/dev/kfd") -> bool:
-    """Return whether an AMD GPU is likely here: torch is named a ROCm build, or Linux lists such a card.
+def has_amd(drm: str = "/sys/class/drm", kfd: str = "/dev/kfd", torch: str = "torch") -> bool:
+    """Return whether an AMD GPU is likely here: torch is built for ROCm, or Linux lists such a card.
 
-    ``drm`` and ``kfd``: the paths under which Linux lists graphics cards, and AMD's compute device.
+    ``drm`` and ``kfd``: the paths under which Linux lists graphics cards, and AMD's compute device; ``torch``: the
+    name of torch's package, whose version.py is read and not imported.
     """
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        if "+rocm" in importlib.metadata.version("torch"):
-            return True
+    spec = importlib.util.find_spec(torch)
+    if spec is not None and spec.origin:
+        with contextlib.suppress(OSError):
+            text = Path(spec.origin).with_name("version.py").read_text("utf-8", "replace")
+            if "+rocm" in text or re.search(r"""^hip\b[^=\n]*=\s*["']""", text, re.M):
+                return True
     if Path(kfd).exists():
         return True
     try:
