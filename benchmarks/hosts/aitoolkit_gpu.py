@@ -47,13 +47,14 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TESTS = ROOT / "tests" / "support" / "ai_toolkit"
-sys.path.insert(0, str(ROOT / "benchmarks" / "engines"))
-import launch  # noqa: E402
-
-sys.path.pop(0)  # its modules could shadow others
-if "carom" not in sys.modules:
+if __name__ == "__main__":  # run by its path: runs itself as a part of the package, for any folder name
+    sys.path.insert(0, str(ROOT / "benchmarks" / "engines"))
+    launch = importlib.import_module("launch")
+    sys.path.pop(0)  # its modules could shadow others
     launch.load_checkout()
-from carom.benchmarks.hosts.aitoolkit_cases import (  # noqa: E402
+    sys.exit(importlib.import_module("carom.benchmarks.hosts.aitoolkit_gpu").main())
+
+from .aitoolkit_cases import (  # noqa: E402
     Config,
     Shape,
     against,
@@ -66,8 +67,8 @@ from carom.benchmarks.hosts.aitoolkit_cases import (  # noqa: E402
     phases,
     table,
 )  # fmt: skip
-from carom.benchmarks.hosts.aitoolkit_ready import Ready, copied, processes  # noqa: E402
-from carom.benchmarks.hosts.rounds import TimeLimit, interleaved  # noqa: E402
+from .aitoolkit_ready import Ready, copied, processes  # noqa: E402
+from .rounds import TimeLimit, interleaved  # noqa: E402
 
 CONFIGS = "plain,stock,stock50,all/auto,half/auto;float8-plain,float8-half/auto"
 LEAST = re.compile(
@@ -398,7 +399,3 @@ class Bench:
             if process.poll() is None:
                 process.kill()
             process.wait()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

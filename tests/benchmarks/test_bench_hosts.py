@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from carom.benchmarks.hosts import aitoolkit_cases as cases
+from carom.benchmarks.hosts import aitoolkit_gpu as aitoolkit
 from carom.benchmarks.hosts import aitoolkit_ready as ready
 from carom.benchmarks.hosts import comfy_table, device_time, process, rounds
 from carom.core.common import sizes
@@ -30,7 +31,7 @@ def _load(name: str):
     return module
 
 
-comfy, aitoolkit = _load("comfy_gpu"), _load("aitoolkit_gpu")
+comfy = _load("comfy_gpu")
 
 
 def sampled(seconds: float, digest: str = "aa", **more):
