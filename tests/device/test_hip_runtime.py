@@ -210,3 +210,9 @@ def test_memory_is_pinned_and_a_refused_pin_is_reported_with_a_remedy(hip, monke
     (note,) = arena.notes
     assert f"hipHostRegister of 4096 bytes failed with error {code} ({meaning}); set a smaller ram" in note
     assert hip.hipGetLastError() == 0
+
+
+def test_loaded_libraries_are_enumerated():
+    if not Path("/proc/self/maps").exists() and sys.platform != "win32":
+        pytest.skip("this system lists no loaded libraries")
+    assert any("torch" in Path(path).name for path in loaded_libraries())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -191,12 +190,6 @@ def test_a_torch_for_rocm_is_seen_without_importing_it(tmp_path, monkeypatch, te
 )  # fmt: skip
 def test_an_exit_code_tells_a_crash_from_an_end(code, words):
     assert bool(amd.cause_of_death(code)) == bool(words) and words in amd.cause_of_death(code)
-
-
-def test_loaded_libraries_are_enumerated():
-    if not Path("/proc/self/maps").exists() and sys.platform != "win32":
-        pytest.skip("this system lists no loaded libraries")
-    assert any("torch" in Path(path).name for path in amd_proof.loaded_libraries())
 
 
 # -- child processes

@@ -137,7 +137,7 @@ def test_a_file_that_is_not_there_is_bad_use(tmp_path):
 def test_without_pyyaml_the_error_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "job.yaml").write_text("job: extension")
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(UnsupportedError, match=r'pip install pyyaml'):
+    with pytest.raises(UnsupportedError, match=r"pip install pyyaml"):
         read_job(str(tmp_path / "job.yaml"))
 
 

@@ -75,6 +75,8 @@ def find_runtimes() -> dict[str, Any]:
     """Return the HIP runtimes that this process has loaded, and those that torch's packages brought."""
     import torch
 
+    from ...core.device.runtime_library import loaded_libraries
+
     package = Path(torch.__file__).resolve().parent
     brought: list[Path] = []
     for folder in (
@@ -89,34 +91,6 @@ def find_runtimes() -> dict[str, Any]:
         if "amdhip64" in path.replace("\\", "/").rpartition("/")[2].lower()
     ]
     return {"loaded": sorted(set(names)), "brought": sorted(map(str, brought))}
-
-
-def loaded_libraries() -> list[str]:
-    """Return the paths of all libraries that are loaded in this process; [] where the system does not list them."""
-    if sys.platform != "win32":
-        try:
-            lines = Path("/proc/self/maps").read_text("utf-8", "replace").splitlines()
-        except OSError:
-            return []
-        return [fields[5] for fields in (line.split(None, 5) for line in lines) if len(fields) == 6]
-    import ctypes
-    from ctypes import wintypes
-
-    kernel = ctypes.WinDLL("kernel32")
-    kernel.GetCurrentProcess.restype = wintypes.HANDLE
-    kernel.K32EnumProcessModules.argtypes = [
-        wintypes.HANDLE, ctypes.POINTER(wintypes.HMODULE), wintypes.DWORD, ctypes.POINTER(wintypes.DWORD),
-    ]  # fmt: skip
-    kernel.GetModuleFileNameW.argtypes = [wintypes.HMODULE, wintypes.LPWSTR, wintypes.DWORD]
-    handles, size = (wintypes.HMODULE * 4096)(), wintypes.DWORD()
-    process = kernel.GetCurrentProcess()
-    if not kernel.K32EnumProcessModules(process, handles, ctypes.sizeof(handles), ctypes.byref(size)):
-        return []
-    buffer, paths = ctypes.create_unicode_buffer(32768), []
-    for handle in handles[: size.value // ctypes.sizeof(wintypes.HMODULE)]:
-        if kernel.GetModuleFileNameW(handle, buffer, len(buffer)):
-            paths.append(buffer.value)
-    return paths
 
 
 def pin(device: Any) -> None:

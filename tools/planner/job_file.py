@@ -137,7 +137,7 @@ def _load(path: str) -> Any:
         import yaml
     except ImportError as error:
         raise UnsupportedError(
-            f'{path}: a job cannot be read without pyyaml; run: python -m pip install pyyaml'
+            f"{path}: a job cannot be read without pyyaml; run: python -m pip install pyyaml"
         ) from error
     with open(file, "rb") as stream:
         raw = stream.read(MAX_JOB + 1)
