@@ -27,6 +27,8 @@ from subprocess import DEVNULL, PIPE, STDOUT
 
 ROOT = Path(os.path.abspath(__file__)).parent.parent  # links stay: one in custom_nodes says where Carom lies
 WINDOWS = os.name == "nt"
+# MiB of addresses for HIP on Windows (docs/amd.md). ai-toolkit reads .env before torch starts HIP.
+ADDRESSES = "OCL_SET_SVM_SIZE=4194304"
 DOCTOR_SECONDS = 900  # more than the doctor's own limits together
 # Indexes as of 24 November 2026. AMD's: ComfyUI's README and https://rocm.docs.amd.com; PyTorch's, for Linux only:
 # https://pytorch.org/get-started/locally. docs/amd.md lists the cards.
@@ -239,6 +241,23 @@ def link(command: list[str], folder: str) -> str:
     return text.splitlines()[0]
 
 
+def set_addresses(host: Host, windows: bool = WINDOWS) -> str:
+    """Let ai-toolkit set OCL_SET_SVM_SIZE on Windows: add it to .env, unless it stands there. Return what was done."""
+    file = host.folder / ".env"
+    name = ADDRESSES.partition("=")[0]
+    text = file.read_text("utf-8", "surrogateescape") if file.is_file() else ""
+    if not windows or host.kind != "ai-toolkit" or re.search(rf"^\s*(export\s+)?{name}\s*=", text, re.M):
+        return ""
+    new = file.with_name(".env.carom")
+    new.write_text(
+        text + ("\n" if text and not text.endswith("\n") else "") + ADDRESSES + "\n",
+        "utf-8",
+        "surrogateescape",
+    )
+    os.replace(str(new), str(file))
+    return f"wrote {ADDRESSES} to {file}"
+
+
 def run(options: argparse.Namespace, report: dict, say: Callable[[str], None]) -> str:
     """Do what the options ask for, note it in ``report``, and return the last sentence. Raises Stop."""
     wheels = [Path(os.path.abspath(wheel)) for wheel in options.wheel]
@@ -275,6 +294,7 @@ def run(options: argparse.Namespace, report: dict, say: Callable[[str], None]) -
         report["findings"] = doctor(["-m", "carom"], folder)
         if linking:
             report["changed"].append(link(linking, folder))
+            report["changed"] += filter(None, [set_addresses(host)] if host else [])
     if host is None:
         return "Carom is installed. Name a host with --comfyui or --ai-toolkit to let it use Carom."
     if host.kind == "ComfyUI":

@@ -464,3 +464,30 @@ def test_options_are_those_of_the_documentation(real, capsys):
     text = capsys.readouterr().out
     for option in ("--comfyui PATH", "--ai-toolkit PATH", "--check", "--json", "--dry-run", "--wheel FILE"):
         assert option in text
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (None, "OCL_SET_SVM_SIZE=4194304\n"),
+        ("HF_TOKEN=a", "HF_TOKEN=a\nOCL_SET_SVM_SIZE=4194304\n"),
+        ("OCL_SET_SVM_SIZE=262144\n", "OCL_SET_SVM_SIZE=262144\n"),
+        ("export OCL_SET_SVM_SIZE = 1", "export OCL_SET_SVM_SIZE = 1"),
+    ],
+)
+def test_on_windows_ai_toolkits_env_file_sets_hips_addresses_unless_it_does(real, tmp_path, before, after):
+    file = ai_toolkit(tmp_path / "ai-toolkit") / ".env"
+    if before is not None:
+        file.write_text(before)
+    host = real.Host("ai-toolkit", file.parent)
+    said = real.set_addresses(host, windows=True)
+    assert file.read_text() == after and bool(said) == (before != after)
+    assert [path.name for path in file.parent.iterdir() if path.name.startswith(".env")] == [".env"]
+    assert real.set_addresses(host, windows=True) == ""
+
+
+def test_no_env_file_is_written_elsewhere(real, tmp_path):
+    folder = ai_toolkit(tmp_path / "ai-toolkit")
+    assert real.set_addresses(real.Host("ai-toolkit", folder), windows=False) == ""
+    assert real.set_addresses(real.Host("ComfyUI", folder), windows=True) == ""
+    assert not (folder / ".env").exists()
