@@ -222,7 +222,7 @@ def _records(entries: Iterable[dict[str, Any]]) -> str:
     lines = [markdown_line(("record", "date", "commit", "host", "remarks")), markdown_line(("---",) * 5)]
     for one in entries:
         marks = [
-            f"Disturbed{' (' + mark['group'] + ')' if mark['group'] else ''}: {mark['why']}."
+            f"Disturbed{' (' + mark['group'] + ')' if mark['group'] else ''}: {mark['why'].rstrip('.')}."
             for mark in one.get("disturbed", ())
         ]
         lines.append(
