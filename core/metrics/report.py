@@ -324,7 +324,7 @@ class Report:
         """Return the remark on the kernels' seconds: their share, how they were measured, and contention."""
         share = _share(self.kernel_seconds, self.step_seconds, "of the step")
         if self.kernel_source == "events":
-            share += " at most, by events (profile_step measures it)"
+            share += " at most (events around units)"
         if self.decode_contention_seconds:
             share += f", {format_seconds(self.decode_contention_seconds)} of it because of unpacking"
         return share
