@@ -255,7 +255,7 @@ class Report:
             ("  kernels", format_seconds(self.kernel_seconds), self._kernels_remark()),
             ("  waiting for weights", format_seconds(self.stall_seconds), _share(self.stall_seconds, self.step_seconds, "of the step (stall)")),
             ("  host late", format_seconds(self.host_late_seconds), _share(self.host_late_seconds, self.step_seconds, "of the step")),
-            ("  gaps between kernels", format_seconds(self.gap_seconds), _share(self.gap_seconds, self.step_seconds, "of the step")),
+            *self._gaps_row(),
             ("  best possible", format_seconds(self.roofline_seconds), self._roofline_verdict()),
             ("  predicted", format_seconds(self.predicted_seconds), "by the planner, from the first steps"),
             ("transfers hidden", _percent(self.hidden_fraction if self.raw_bytes_per_step else None), "behind computing"),
@@ -319,6 +319,13 @@ class Report:
         if not self.roofline_seconds or self.step_seconds is None:
             return "roofline"
         return f"roofline; the step takes {self.step_seconds / self.roofline_seconds:.2f}x"
+
+    def _gaps_row(self) -> list[tuple[str, ...]]:
+        """Return the row of the gaps between kernels; none where only a profiler could tell them."""
+        if self.gap_seconds is None:
+            return []
+        share = _share(self.gap_seconds, self.step_seconds, "of the step")
+        return [("  gaps between kernels", format_seconds(self.gap_seconds), share)]
 
     def _kernels_remark(self) -> str:
         """Return the remark on the kernels' seconds: their share, how they were measured, and contention."""
