@@ -61,7 +61,8 @@ def _dequantize(
     """Decode GROUPS groups of 8 elements, one group for each lane; `dequantize_triton` launches this kernel."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     exists = group < full
-    scales = (blob + scales_at16 * 16).to(tl.pointer_type(tl.float32))
+    sixteen = tl.full((), 16, tl.int64)  # byte offsets in tensors of 2**32 elements and more exceed 32 bits
+    scales = (blob + scales_at16 * sixteen).to(tl.pointer_type(tl.float32))
     scale = tl.load(scales + group // (BLOCK // 8), mask=exists, other=0.0)
     p0, p1, p2, codes = 0, 0, 0, 0
     if BITS == 4:
@@ -70,8 +71,8 @@ def _dequantize(
         codes = tl.load(blob.to(tl.pointer_type(tl.uint16)) + group, mask=exists, other=0).to(tl.int32)
     else:
         p0 = tl.load(blob + group, mask=exists, other=0).to(tl.int32)
-        p1 = tl.load(blob + plane16 * 16 + group, mask=exists, other=0).to(tl.int32)
-        p2 = tl.load(blob + plane16 * 32 + group, mask=exists, other=0).to(tl.int32)
+        p1 = tl.load(blob + plane16 * sixteen + group, mask=exists, other=0).to(tl.int32)
+        p2 = tl.load(blob + plane16 * (2 * sixteen) + group, mask=exists, other=0).to(tl.int32)
     e0 = _decode_element(codes, codebook, scale, 0, BITS, p0, p1, p2, DTYPE, ROUND_BF16)
     e1 = _decode_element(codes, codebook, scale, 1, BITS, p0, p1, p2, DTYPE, ROUND_BF16)
     e2 = _decode_element(codes, codebook, scale, 2, BITS, p0, p1, p2, DTYPE, ROUND_BF16)
