@@ -249,12 +249,13 @@ def set_addresses(host: Host, windows: bool = WINDOWS) -> str:
     if not windows or host.kind != "ai-toolkit" or re.search(rf"^\s*(export\s+)?{name}\s*=", text, re.M):
         return ""
     new = file.with_name(".env.carom")
-    new.write_text(
-        text + ("\n" if text and not text.endswith("\n") else "") + ADDRESSES + "\n",
-        "utf-8",
-        "surrogateescape",
-    )
-    os.replace(str(new), str(file))
+    line = ("\n" if text and not text.endswith("\n") else "") + ADDRESSES + "\n"
+    try:
+        new.write_text(text + line, "utf-8", "surrogateescape")
+        os.replace(str(new), str(file))
+    finally:
+        if new.exists():  # it may hold secrets of .env
+            new.unlink()
     return f"wrote {ADDRESSES} to {file}"
 
 

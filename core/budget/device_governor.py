@@ -56,8 +56,7 @@ class Left:
         return max(self.least, min(self.most, int(self.share * total)))
 
 
-# A unit of a model takes 50 to 130 MB, so these values decide whether one more unit fits. On a card with
-# 8 GB that unit is 3 % of the time of a step (measured).
+# A unit of a model takes 50 to 130 MB, so these values decide whether one more unit fits.
 INFERENCE = Left(0.01, 96 * MIB, 256 * MIB)
 TRAINING = Left(0.0175, 160 * MIB, 448 * MIB)
 

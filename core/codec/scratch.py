@@ -2,7 +2,7 @@
 arithmetic on them.
 
 glibc returns a thread's large arrays to the system when they are freed, so without reuse every temporary
-array of a chunk would be faulted in anew: measured, that is two thirds of the time of encoding.
+array of a chunk would be faulted in anew, page by page.
 """
 
 from __future__ import annotations

@@ -364,11 +364,12 @@ class Session:
         Errors of ``step`` are raised.
         """
         self._need_open()
-        self._manager.layout.meter.profile_next()
-        kernels, meter = record_kernels(step, self._parts.engine.device), self._manager.layout.meter
+        with self._manager.lock, self._manager.layout.streamer.lock:
+            self._manager.layout.meter.profile_next()
+        kernels = record_kernels(step, self._parts.engine.device)
         if kernels:
             with self._manager.lock, self._manager.layout.streamer.lock:
-                meter.kernels_ran(kernels, time.time() - time.perf_counter())
+                self._manager.layout.meter.kernels_ran(kernels, time.time() - time.perf_counter())
         return self.report()
 
     def stall_share(self) -> float | None:

@@ -491,3 +491,17 @@ def test_no_env_file_is_written_elsewhere(real, tmp_path):
     assert real.set_addresses(real.Host("ai-toolkit", folder), windows=False) == ""
     assert real.set_addresses(real.Host("ComfyUI", folder), windows=True) == ""
     assert not (folder / ".env").exists()
+
+
+def test_a_full_disk_leaves_ai_toolkits_env_file_as_it_was(real, tmp_path, monkeypatch):
+    file = ai_toolkit(tmp_path / "ai-toolkit") / ".env"
+    file.write_text("HF_TOKEN=a")
+
+    def full(source: str, target: str) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(real.os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        real.set_addresses(real.Host("ai-toolkit", file.parent), windows=True)
+    assert file.read_text() == "HF_TOKEN=a"
+    assert not (file.parent / ".env.carom").exists()
