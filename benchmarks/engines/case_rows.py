@@ -28,8 +28,8 @@ def compare_fingerprints(mine: dict[str, Any], reference: dict[str, Any]) -> dic
 class CaseRow:
     """A timed case beside the others of its run.
 
-    ``roofline``: None on a CPU, which computes and copies with the same cores, and without the link and the resident run
-    of the same shape. ``of_roofline``: the step time divided by it. ``bit_exact``: whether the results are the resident
+    ``roofline``: None on a CPU, which computes and copies with the same cores; without the link and the resident run of
+    the same shape; and for ai-toolkit with residents, which are linears chosen at random, of unknown size. ``of_roofline``: the step time divided by it. ``bit_exact``: whether the results are the resident
     run's; None if they were not compared. ``host_binds``: whether the host, and not the device, limits the resident run
     of the shape; the roofline then says nothing about the engine.
     """
@@ -54,7 +54,9 @@ def rows(entries: list[dict[str, Any]]) -> list[CaseRow]:
             continue
         base = resident.get(_shape(entry["case"]))
         bound: Roofline | None = None
-        if link and base and "phases_ms" in base and case.engine != "none" and case.device != "cpu":
+        random_residents = case.engine == "ai-toolkit" and case.resident > 0
+        comparable = case.engine != "none" and case.device != "cpu" and not random_residents
+        if link and base and "phases_ms" in base and comparable:
             bound = roofline(case, base, link, result.get("report"))
         share = result["ms_per_step"] / bound.ms if bound and "ms_per_step" in result else None
         row = CaseRow(entry["key"], case, bound, share, exactness(result, base), _host_binds(base))

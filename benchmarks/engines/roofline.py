@@ -52,7 +52,8 @@ def crossing_bytes(case: Case, report: Mapping[str, Any] | None = None) -> tuple
     In inference every streamed block is copied once a pass. In training the blocks that the engine holds at each of
     the two turns are not copied again: musubi holds its ring, RamTorch its window, Carom its slots. ai-toolkit holds
     none, and copies a weight twice in the backward of a checkpointed step: for the recomputation, and for the gradient
-    of the weight's input where that is needed. Carom's `report`, if given, supplies the actual residents and slots
+    of the weight's input where that is needed. It also keeps linears that it chooses at random, so this function counts
+    its bytes only where no block is resident. Carom's `report`, if given, supplies the actual residents and slots
     (large blocks can stay and stream in parts), and the ratio of packed to raw bytes.
     """
     streamed, held, backward_copies = case.streamed * case.block_bytes, case.slots * case.block_bytes, 1.0

@@ -13,6 +13,9 @@ _MARKERS = {True: "o", False: "X", None: "s"}
 _WORDS = {True: "same bits as without offloading", False: "other bits", None: "bits not compared"}
 
 
+_PEER_COLOURS = ("#3b6ea5", "#4f9d69", "#8c6bb1", "#9a8f2f", "#7d8a94")
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The cells of one group in one record that have a time and a size of device memory."""
@@ -33,14 +36,15 @@ class Comparison:
     def enough(self) -> bool:
         """Whether there are at least three budgets of Carom's, two kinds of peers and the run without offloading."""
         base = any(cell["case"] == NO_OFFLOADING for cell in self.cells)
-        kinds = {cell["case"].partition(", ")[0] for cell in self.peers}
+        kinds = {_engine(cell) for cell in self.peers}
         return base and len(self.carom) >= 3 and len(kinds) >= 2
 
 
 def comparison(index: dict[str, Any]) -> Comparison | None:
-    """Return the comparison to draw: the newest one with enough points, else the one with the most; None without any.
+    """Return the comparison to draw: with enough points that of the newest day, else the one with the most points; None
+    without any.
 
-    Of several in one record the one with the most points is taken.
+    Of several the one with the most points is taken.
     """
     found = []
     for entry in index["records"]:
@@ -56,7 +60,7 @@ def comparison(index: dict[str, Any]) -> Comparison | None:
         found,
         key=lambda one: (
             one.enough,
-            one.entry["date"] if one.enough else "",
+            one.entry["date"][:10] if one.enough else "",
             len(one.cells),
             one.entry["date"],
         ),
@@ -93,17 +97,21 @@ def draw(one: Comparison, path: Path) -> None:
             axes.plot(
                 x, y, _MARKERS[cell.get("same_bits")], color=colours.get(codec, "#c2452d"), markersize=7
             )
-    others = [cell for cell in one.cells if cell not in one.carom]
-    for number, cell in enumerate(sorted(others, key=lambda cell: cell["device_bytes"])):
-        base = cell["case"] == NO_OFFLOADING
+    others = sorted(
+        (cell for cell in one.cells if cell not in one.carom), key=lambda cell: cell["device_bytes"]
+    )
+    engines = list(dict.fromkeys(_engine(cell) for cell in others if cell["case"] != NO_OFFLOADING))
+    colour_of = dict(zip(engines, _PEER_COLOURS, strict=False)) | {NO_OFFLOADING: "black"}
+    for cell in others:
         x, y = cell["device_bytes"] / 1e9, cell["value"] / 1e3
-        same = True if base else cell.get("same_bits")
-        axes.plot(x, y, _MARKERS[same], color="black" if base else "#7d8a94", markersize=7)
-        # Labels stand to the left and to the right of their points in turn, because peers lie close together.
-        side = "left" if number % 2 else "right"
-        axes.annotate(_name(cell), (x, y), textcoords="offset points", xytext=(0, 8), ha=side, fontsize=8)
+        same = True if cell["case"] == NO_OFFLOADING else cell.get("same_bits")
+        axes.plot(x, y, _MARKERS[same], color=colour_of.get(_engine(cell), "#7d8a94"), markersize=7)
     there = {True if cell["case"] == NO_OFFLOADING else cell.get("same_bits") for cell in one.cells}
     handles, _ = axes.get_legend_handles_labels()
+    handles += [
+        Line2D([], [], marker="o", color=colour, linestyle="", label=engine)
+        for engine, colour in colour_of.items()
+    ]
     handles += [
         Line2D([], [], marker=_MARKERS[same], color="#555555", linestyle="", label=_WORDS[same])
         for same in (True, False, None)
@@ -124,11 +132,5 @@ def _codec(cell: dict[str, Any]) -> str:
     return next((word for word in cell["case"].split(", ") if word in ("raw", "lossless", "auto")), "raw")
 
 
-def _name(cell: dict[str, Any]) -> str:
-    """Return a short name of an engine: its blocks that stay, without the words that all share."""
-    engine, _, rest = cell["case"].partition(", ")
-    return (
-        engine
-        if not rest or rest.startswith("0 of")
-        else f"{engine}, {rest.replace(' blocks resident', ' stay')}"
-    )
+def _engine(cell: dict[str, Any]) -> str:
+    return cell["case"].partition(", ")[0]

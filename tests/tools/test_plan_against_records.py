@@ -162,13 +162,14 @@ def flux_case(name: str, gib: int | None, loader: str, prompt: str) -> tuple[flo
     """
     kept = record(name)
     limit = None if gib is None else gib << 30
-    (run,) = (
+    run = next(
         r for r in kept["runs"] if r["limit"] == limit and r["loader"] == loader and not r.get("alternating")
     )
     measured = run["s_per_iteration_settled" if prompt == "settled" else "s_per_iteration"]
     report = run[prompt]["report"]
     budget = report["vram_budget_bytes"] if report else None
-    job, machine, tokens = Job(codec="raw" if loader == "stock" else loader, vram=budget), Machine(H200), 4608
+    codec = {"stock": "raw", "auto": "lossless"}.get(loader, loader)
+    job, machine, tokens = Job(codec=codec, vram=budget), Machine(H200), 4608
     planned = estimate.evaluate(flux(kept), machine, job, tokens).step.seconds
     first = first_layout(flux(kept), machine, job, tokens) if budget else planned
     return planned, first, measured
@@ -185,6 +186,25 @@ def flux_case(name: str, gib: int | None, loader: str, prompt: str) -> tuple[flo
 def test_flux_in_comfyui_is_planned_within_15_percent_once_its_layout_has_settled(name, gib, loader):
     planned, _, measured = flux_case(name, gib, loader, "settled")
     assert abs(error(planned, measured)) <= WITHIN, (planned, measured)
+
+
+DEFAULTS = ["2026-11-24-h200-comfyui", "2026-11-24-h200-comfyui-2"]
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_flux_in_comfyui_with_default_settings_is_planned_within_15_percent(name):
+    """These records were taken before the layout had settled, so the plan is of the first layout."""
+    _, first, measured = flux_case(name, 4, "auto", "second")
+    assert abs(error(first, measured)) <= WITHIN, (first, measured)
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_the_first_layout_at_6_gib_is_missed_and_known(name):
+    """Kernels (77 ms) and copies (79 ms) take about equally long there, and the plan lets them overlap in full. In the
+    record the step waits for weights for 11 % of its time, and the host is late for 8 %.
+    """
+    _, first, measured = flux_case(name, 6, "auto", "second")
+    assert error(first, measured) == pytest.approx(-0.20, abs=0.02)
 
 
 def test_flux_with_all_weights_on_the_card_is_planned_within_15_percent():
