@@ -90,11 +90,22 @@ def describe(codec: str, version: int, tensor: torch.Tensor, data: memoryview, *
     return {**meta, "crc32": _metadata_crc32(meta, data)}
 
 
-def _metadata_crc32(meta: Mapping[str, Any], data: memoryview) -> int:
+def _metadata_crc32(meta: Mapping[str, Any], data: memoryview | bytes) -> int:
     """Return the CRC-32 (zlib's) of ``meta`` as JSON without its ``crc32``, continued over ``data``."""
     others = {key: value for key, value in meta.items() if key != "crc32"}
     text = json.dumps(others, separators=(",", ":"), sort_keys=True)
     return zlib.crc32(data, zlib.crc32(text.encode()))
+
+
+def metadata_crc32(meta: Mapping[str, Any], name: str) -> int:
+    """Return the CRC-32 of ``meta`` alone; the blob's bytes added to it give ``crc32`` of `describe`.
+
+    Raises WeightsError naming the tensor ``name`` for a ``meta`` that cannot be written as JSON.
+    """
+    try:
+        return _metadata_crc32(meta, b"")
+    except (TypeError, ValueError, RecursionError):
+        raise corrupt(name, "its metadata is no JSON") from None
 
 
 def check_metadata_crc32(meta: Mapping[str, Any], data: memoryview, name: str) -> None:

@@ -123,7 +123,8 @@ class Layout:
 @functools.cache
 def codebook_on(codebook: Codebook, device: torch.device) -> torch.Tensor:
     """Return the codebook's values as a float32 tensor on ``device``; the copy is cached."""
-    return torch.tensor(codebook.values, dtype=torch.float32, device=device)
+    with torch.inference_mode(False):
+        return torch.tensor(codebook.values, dtype=torch.float32, device=device)
 
 
 def quantize(tensor: torch.Tensor, codebook: Codebook, block: int, name: str = "tensor") -> torch.Tensor:

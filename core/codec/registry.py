@@ -284,15 +284,22 @@ class KbitCodec(_CodecBase):
 
     def layout(self, packed: Packed, name: str = "tensor") -> kbit.Layout:
         """Return the byte offsets of codes and scales, after checking that they fit the blob's size."""
-        check_version(packed.meta, self.version, name)
         check_blob(packed, name)
-        dtype, shape, nbytes = parse_meta(packed.meta, name)
-        block = packed.meta.get("block")
+        return self.layout_of(packed.meta, packed.blob.numel(), name)
+
+    def layout_of(self, meta: Mapping[str, Any], length: int, name: str) -> kbit.Layout:
+        """Return the byte offsets of codes and scales in a blob of ``length`` bytes, which is not read.
+
+        Raises WeightsError naming ``name`` where the metadata is damaged or does not fit ``length``.
+        """
+        check_version(meta, self.version, name)
+        dtype, _, nbytes = parse_meta(meta, name)
+        block = meta.get("block")
         if dtype not in kbit.DTYPES or type(block) is not int or block not in kbit.BLOCKS:
             raise corrupt(name, "its metadata has no valid dtype or block size")
         layout = kbit.Layout(self.codebook, nbytes // dtype.itemsize, block)
-        if packed.blob.numel() != layout.total:
-            raise corrupt(name, f"the blob has {packed.blob.numel()} bytes, its shape needs {layout.total}")
+        if length != layout.total:
+            raise corrupt(name, f"the blob has {length} bytes, its shape needs {layout.total}")
         return layout
 
     def verify(self, packed: Packed, name: str = "tensor") -> None:

@@ -17,7 +17,7 @@ import torch
 
 from ..common.errors import WeightsError
 from .backends import triton_works
-from .kbit import Layout, dequantize, dequantize_torch
+from .kbit import Layout, codebook_on, dequantize, dequantize_torch
 from .lossless_format import ALIGN, Header
 from .lossless_torch import decode_torch
 
@@ -59,7 +59,8 @@ class KbitEntry:
     out_at: int
 
 
-AnyEntry = LosslessEntry | RawEntry | KbitEntry
+PackedEntry = LosslessEntry | KbitEntry
+AnyEntry = PackedEntry | RawEntry
 
 
 def sizes(entry: AnyEntry) -> tuple[int, int]:
@@ -237,12 +238,15 @@ class UnitDecoder:
         return None if wire.data_ptr() % ALIGN or out.data_ptr() % ALIGN else ready
 
     def prepare(self, device: torch.device | str) -> None:
-        """Copy the tables to ``device`` (blocking; once, when the unit is loaded)."""
+        """Copy the tables and codebooks to ``device`` (blocking; once, when the unit is loaded)."""
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         if device not in self._tables:
             self._tables[device] = [group.table.to(device) for group in self._groups]
+            for entry in self.entries:
+                if isinstance(entry, KbitEntry):
+                    codebook_on(entry.layout.codebook, device)
 
     def __call__(self, wire: torch.Tensor, out: torch.Tensor) -> None:
         """Decode ``wire`` into ``out`` on the current stream; raise WeightsError where a buffer is too small

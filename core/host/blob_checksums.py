@@ -1,12 +1,14 @@
-"""CRC-32 checks of losslessly packed tensors (blobs) that stay packed in the host cache.
+"""CRC-32 checks of packed tensors (blobs) that stay packed in the host cache.
 
 The cache reads the weights of a unit (a module whose weights are copied to the device together) in pieces,
 which are byte ranges of the unit. A blob may extend over several pieces.
 
 When a piece is read, a thread of the cache computes the CRC of the piece's part of each blob. Before a unit's
 blobs are decoded, the CRCs of each blob's parts are combined and compared with the checksum in the blob's
-header. The author of a hostile file can write matching checksums, so when a blob is read for the first time,
-its tile table is also compared with its bit planes. After that, an equal checksum means equal bytes.
+header (lossless) or in the file's metadata (quantised). The author of a hostile file can write matching
+checksums, so when a losslessly packed blob is read for the first time, its tile table is also compared with its
+bit planes. After that, an equal checksum means equal bytes. No bytes of a quantised blob can lead a decoder
+outside the blob: their places follow from the metadata, and every code is a valid index of its codebook.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ import torch
 
 from ..checkpoint.disk_reader import as_bytes
 from ..codec import lossless_validation
+from ..codec.blob_format import BlobFormat
 from ..codec.blob_metadata import corrupt
 from ..codec.crc import combine_crc32
-from ..codec.lossless_format import HEADER_BYTES, Header
 from ..common.errors import WeightsError
 from .cache_pieces import CachePiece
 
@@ -31,8 +33,9 @@ from .cache_pieces import CachePiece
 class PartChecksum:
     """The check results of the bytes of a packed tensor (blob) that lie in one piece of the host cache.
 
-    ``crc``: their CRC-32, or None if the blob's header is not the one that was parsed earlier. ``tiles``:
-    escape counts for comparison with the blob's tile table, or None if the table is known to be correct.
+    ``crc``: the CRC-32 of those after the blob's head, or None if the head is not the one that was parsed
+    earlier. ``tiles``: escape counts for comparison with the blob's tile table, or None if the table is known
+    to be correct or the blob has none.
     """
 
     crc: int | None
@@ -44,12 +47,12 @@ PieceChecksums = tuple[PartChecksum, ...]  # one for each blob that the piece co
 
 @dataclass(frozen=True)
 class Blob:
-    """A losslessly packed tensor at byte ``at`` (a multiple of 4096) of its unit's packed bytes, read from
-    file ``path``.
+    """A packed tensor at byte ``at`` (a multiple of 4096) of its unit's packed bytes, read from file
+    ``path``.
     """
 
     at: int
-    header: Header
+    format: BlobFormat
     name: str
     path: str
 
@@ -95,17 +98,17 @@ class BlobChecks:
         data = as_bytes(memory).toreadonly() if parts else memoryview(b"")
         for part in parts:
             blob = self._blobs[piece.unit][part.blob]
-            low, header = part.low, blob.header
+            low, header = part.low, blob.format.header
             if part.first:
-                low += HEADER_BYTES
-                if data[part.low : low] != header.pack():
+                low += len(blob.format.head)
+                if data[part.low : low] != blob.format.head:
                     results.append(PartChecksum(None))
                     continue
             part_bytes = data[low : part.high]
             at = piece.start + low - blob.at
             tiles = (
                 None
-                if fits
+                if fits or header is None
                 else lossless_validation.summarize_run(header, np.frombuffer(part_bytes, np.uint8), at)
             )
             results.append(PartChecksum(zlib.crc32(part_bytes), tiles))
@@ -121,12 +124,12 @@ class BlobChecks:
         ):
             return
         blobs = self._blobs[unit]
-        totals: list[int | None] = [zlib.crc32(blob.header.with_crc(0).pack()) for blob in blobs]
+        totals: list[int | None] = [blob.format.crc_start for blob in blobs]
         tiles: list[list[lossless_validation.RunSummary]] = [[] for _ in blobs]
         for piece, sums in zip(self._pieces[unit], results, strict=True):
             for part, checksum in zip(self._parts[piece.rank], sums, strict=True):
                 total = totals[part.blob]
-                nbytes = part.high - part.low - (HEADER_BYTES if part.first else 0)
+                nbytes = part.high - part.low - (len(blobs[part.blob].format.head) if part.first else 0)
                 totals[part.blob] = (
                     None
                     if checksum.crc is None or total is None
@@ -136,10 +139,10 @@ class BlobChecks:
                     tiles[part.blob].append(checksum.tiles)
         for blob, total, tile_runs in zip(blobs, totals, tiles, strict=True):
             try:
-                if total != blob.header.crc:
+                if total != blob.format.crc:
                     raise corrupt(blob.name, "its checksum differs")
-                if unit not in self._tables_checked:
-                    lossless_validation.check_runs(blob.header, tile_runs, blob.name)
+                if unit not in self._tables_checked and blob.format.header is not None:
+                    lossless_validation.check_runs(blob.format.header, tile_runs, blob.name)
             except WeightsError as error:
                 raise WeightsError(f"{blob.path}: {error}") from None
         self._tables_checked.add(unit)
@@ -152,7 +155,7 @@ def _parts(piece: CachePiece, blobs: Sequence[Blob]) -> tuple[_Part, ...]:
     """Return the parts of the unit's ``blobs`` that ``piece`` contains."""
     found = []
     for number, blob in enumerate(blobs):
-        low, high = max(blob.at, piece.start), min(blob.at + blob.header.total, piece.start + piece.nbytes)
+        low, high = max(blob.at, piece.start), min(blob.at + blob.format.nbytes, piece.start + piece.nbytes)
         if low < high:
             found.append(_Part(number, low - piece.start, high - piece.start, low == blob.at))
     return tuple(found)

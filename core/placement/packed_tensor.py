@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..codec import lossless
 from ..codec.lossless_device import encode_device_blob
 from ..codec.lossless_format import Header, parse_header
 from ..codec.lossless_torch import decode_torch
-from ..codec.unit_decoder import AnyEntry, LosslessEntry, RawEntry, UnitDecoder
+from ..codec.unit_decoder import AnyEntry, LosslessEntry, PackedEntry, RawEntry, UnitDecoder, sizes
 from ..host.arena import storage_bytes, typed_view
 from ..model.units import Entry
 
@@ -130,21 +130,26 @@ class PackedLayout:
     @property
     def packs(self) -> bool:
         """Whether any tensor is packed."""
-        return any(isinstance(entry, LosslessEntry) for entry in self.entries)
+        return not all(isinstance(entry, RawEntry) for entry in self.entries)
 
 
 def lay_out_tensors(entries: list[Entry], packed: list[PackedTensor | None]) -> PackedLayout:
     """Return the layout of a unit with the packed tensors ``packed`` (None for plain tensors), aligned to
     `WIRE_ALIGN` bytes.
     """
-    return lay_headers(entries, [None if found is None else found.header for found in packed], WIRE_ALIGN)
+    found = [
+        None if tensor is None or tensor.header is None else LosslessEntry(tensor.header, 0, 0)
+        for tensor in packed
+    ]
+    return lay_out_packed(entries, found, WIRE_ALIGN)
 
 
-def lay_headers(entries: list[Entry], headers: Sequence[Header | None], align: int) -> PackedLayout:
+def lay_out_packed(entries: list[Entry], packed: Sequence[PackedEntry | None], align: int) -> PackedLayout:
     """Return the layout of a unit: packed tensors start at multiples of ``align`` bytes, and adjacent plain
     tensors lie as in the slot.
 
     Adjacent plain tensors can thus be copied to the slot at once.
+    ``packed``: a decoder's entry for each packed tensor, whose offsets are ignored; None for plain tensors.
     """
     places: list[int] = []
     wire: list[AnyEntry] = []
@@ -152,11 +157,11 @@ def lay_headers(entries: list[Entry], headers: Sequence[Header | None], align: i
     run: tuple[int, int] | None = (
         None  # offsets in the block and in the slot at which the present run of plain tensors starts
     )
-    for entry, header in zip(entries, headers, strict=True):
-        if header is not None:
+    for entry, found in zip(entries, packed, strict=True):
+        if found is not None:
             at = -(-end // align) * align
-            wire.append(LosslessEntry(header, at, entry.offset))
-            end, run = at + header.total, None
+            wire.append(replace(found, wire_at=at, out_at=entry.offset))
+            end, run = at + sizes(found)[0], None
         else:
             if run is None:
                 run = -(-end // align) * align, entry.offset

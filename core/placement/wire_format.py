@@ -2,36 +2,39 @@
 Tensors are packed if possible.
 
 A slot is the device memory that holds a streamed unit while it is used. A tensor stays packed until it is on
-the device if a whole packed tensor of the file fills a whole tensor of the module, and the codec is lossless.
-All other packed tensors (slices of fused or stacked tensors, lossy codecs) are decoded on the host by the
-reader. Headers of packed tensors are read once, when the session is created. The rest of a packed tensor is
-verified when it is read (`host.blob_checksums`).
+the device if a whole packed tensor of the file fills a whole tensor of the module, whether it is packed
+losslessly or quantised. All other packed tensors (parts of fused or stacked tensors) are decoded on the host by
+the reader. The formats of packed tensors are validated once, when the session is created. The rest of a packed
+tensor is verified when it is read (`host.blob_checksums`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..checkpoint.direct_io import ALIGN as PAGE
 from ..checkpoint.disk_reader import DiskReader, ReaderPolicy
+from ..checkpoint.header import show
 from ..checkpoint.index import TensorEntry
 from ..checkpoint.mapping import Segment
 from ..checkpoint.packed_source import PackedSource, codec_name
-from ..codec import lossless
-from ..codec.lossless_format import HEADER_BYTES, Header, parse_header
-from ..codec.registry import LosslessCodec, codec_of
-from ..codec.unit_decoder import LosslessEntry, RawEntry, UnitDecoder
+from ..codec import kbit, lossless
+from ..codec.blob_format import BlobFormat
+from ..codec.lossless_format import HEADER_BYTES, parse_header
+from ..codec.registry import LosslessCodec
+from ..codec.unit_decoder import KbitEntry, LosslessEntry, RawEntry, UnitDecoder
 from ..common.errors import CaromError
 from ..device.engine import Engine
 from ..host.blob_checksums import Blob
 from ..host.cache_pieces import PlacedTensor
 from ..model.units import Unit
-from .packed_tensor import PackedLayout, lay_headers
+from .packed_tensor import PackedLayout, lay_out_packed
 
 if TYPE_CHECKING:
     from .bound_checkpoint import FileTensor
@@ -105,31 +108,31 @@ def plain_wire_format(unit: Unit, file_tensor_of: Callable[[torch.Tensor], FileT
 
 
 class WireFormats:
-    """A factory of wire formats. Packs those tensors of a unit that have a lossless header in ``headers``."""
+    """A factory of wire formats. Packs those tensors of a unit that have a format in ``formats``."""
 
     def __init__(
         self,
-        headers: Mapping[FileTensor, Header],
+        formats: Mapping[FileTensor, BlobFormat],
         file_tensor_of: Callable[[torch.Tensor], FileTensor | None],
     ) -> None:
-        self._headers, self._stand_of = headers, file_tensor_of
+        self._formats, self._stand_of = formats, file_tensor_of
 
     def __call__(self, unit: Unit) -> WireFormat:
-        """Return the unit's layout with lossless tensors packed, or the plain layout if packing saves no
-        bytes.
+        """Return the unit's layout with the file's packed tensors packed, or the plain layout if packing
+        saves no bytes.
         """
-        headers, layout = self._lay_out(unit)
+        formats, layout = self._lay_out(unit)
         if not layout.packs:
             return plain_wire_format(unit, self._stand_of)
         placed, blobs = [], []
-        for entry, header, at in zip(unit.entries, headers, layout.places, strict=True):
+        for entry, found, at in zip(unit.entries, formats, layout.places, strict=True):
             segments = _segments(entry.tensor, self._stand_of)
-            if header is None:
+            if found is None:
                 placed.append(PlacedTensor(at, segments))
                 continue
             stored = _stored(segments[0])
             placed.append(PlacedTensor(at, (Segment(stored, 0, 0, stored.nbytes),)))
-            blobs.append(Blob(at, header, stored.name, stored.file.path))
+            blobs.append(Blob(at, found, stored.name, stored.file.path))
         return WireFormat(layout.nbytes, tuple(placed), tuple(blobs), UnitDecoder(layout.entries))
 
     def nbytes(self, unit: Unit) -> int:
@@ -139,19 +142,20 @@ class WireFormats:
         layout = self._lay_out(unit)[1]
         return layout.nbytes if layout.packs else 0
 
-    def _lay_out(self, unit: Unit) -> tuple[list[Header | None], PackedLayout]:
-        """Return the headers of the unit's packed tensors (None for others) and the resulting layout."""
+    def _lay_out(self, unit: Unit) -> tuple[Sequence[BlobFormat | None], PackedLayout]:
+        """Return the formats of the unit's packed tensors (None for others) and the resulting layout."""
         file_tensors = [self._stand_of(entry.tensor) for entry in unit.entries]
-        headers = [
-            None if file_tensor is None else self._headers.get(file_tensor) for file_tensor in file_tensors
+        formats = [
+            None if file_tensor is None else self._formats.get(file_tensor) for file_tensor in file_tensors
         ]
+        packed = [None if found is None else found.entry for found in formats]
         # Align to pages, as in the file. Pages are then read directly to their place, and adjacent tensors
         # are read at once.
-        layout = lay_headers(unit.entries, headers, PAGE)
-        if layout.nbytes >= unit.nbytes:
-            headers = [None] * len(file_tensors)
-            layout = lay_headers(unit.entries, headers, PAGE)
-        return headers, layout
+        layout = lay_out_packed(unit.entries, packed, PAGE)
+        if layout.nbytes < unit.nbytes:
+            return formats, layout
+        nothing = [None] * len(file_tensors)
+        return nothing, lay_out_packed(unit.entries, nothing, PAGE)
 
 
 def find_wire_formats(
@@ -166,23 +170,20 @@ def find_wire_formats(
     The formats are None if no tensor can stay packed. A damaged or unreadable header raises no error here;
     the error is raised when the tensor is needed.
     """
-    packed = {
-        file_tensor: _stored(file_tensor.bound.segments[0])
-        for file_tensor in file_tensors
-        if _stays_packed(file_tensor)
-    }
-    headers = _headers(packed, workers)
-    if not headers:
-        return None, ""
+    packed = [file_tensor for file_tensor in file_tensors if _is_packed(file_tensor)]
+    whole = [file_tensor for file_tensor in packed if _is_whole(file_tensor)]
+    formats = _formats(whole, workers)
+    note = _parts_note([file_tensor for file_tensor in packed if file_tensor not in set(whole)])
+    if not formats:
+        return None, note
     try:
-        kinds = {(header.kind.name, header.k, header.lanes): header for header in headers.values()}
-        for header in kinds.values():
-            _check_decoder(header, engine)
+        for found in {found.decoder_variant: found for found in formats.values()}.values():
+            _check_decoder(found, engine)
     except Exception as error:
         note = f"packed weights cannot be decoded on {engine.name} ({error}): the host decodes them"
         logger.warning("carom: %s", note)
         return None, note
-    return WireFormats(headers, file_tensor_of), ""
+    return WireFormats(formats, file_tensor_of), note
 
 
 def _segments(
@@ -201,53 +202,85 @@ def _stored(segment: Segment) -> TensorEntry:
     return segment.entry.file.stored
 
 
-def _stays_packed(file_tensor: FileTensor) -> bool:
-    """Return whether the tensor is one whole tensor of the file, packed by the lossless codec."""
+def _is_packed(file_tensor: FileTensor) -> bool:
+    """Return whether any part of the tensor is packed in the file."""
+    return any(isinstance(segment.entry.file, PackedSource) for segment in file_tensor.bound.segments)
+
+
+def _is_whole(file_tensor: FileTensor) -> bool:
+    """Return whether the tensor is one whole tensor of the file."""
     bound = file_tensor.bound
     if len(bound.segments) != 1 or not bound.nbytes:
         return False
     segment = bound.segments[0]
-    whole = segment.start == segment.at == 0 and segment.nbytes == bound.nbytes == segment.entry.nbytes
-    return whole and codec_name(segment.entry) == LosslessCodec.name
+    return segment.start == segment.at == 0 and segment.nbytes == bound.nbytes == segment.entry.nbytes
 
 
-def _headers(packed: Mapping[FileTensor, TensorEntry], workers: int) -> dict[FileTensor, Header]:
-    """Read the headers of packed tensors with ``workers`` threads. Return those that are valid and have the
-    dtype that the module expects.
+def _parts_note(parts: Sequence[FileTensor]) -> str:
+    """Return a note on packed tensors that the host decodes because they are ``parts`` or joins of the
+    file's tensors.
     """
+    parts = [file_tensor for file_tensor in parts if file_tensor.bound.nbytes]
+    if not parts:
+        return ""
+    return (
+        f"the host decodes {len(parts)} packed weights, first {show(parts[0].name)}: only a weight that is one "
+        "whole tensor of the file is copied to the device packed"
+    )
+
+
+def _formats(packed: Sequence[FileTensor], workers: int) -> dict[FileTensor, BlobFormat]:
+    """Return the formats of those of ``packed`` that are valid and have the dtype that the module expects.
+
+    The headers of losslessly packed tensors are read with ``workers`` threads. The formats of quantised
+    tensors are in the file's metadata.
+    """
+    segments = [file_tensor.bound.segments[0] for file_tensor in packed]
     memory = torch.empty(len(packed), HEADER_BYTES, dtype=torch.uint8)
-    found: dict[FileTensor, Header] = {}
+    found: dict[FileTensor, BlobFormat] = {}
     with DiskReader(ReaderPolicy(direct=False, workers=workers)) as reader:
         reads = [
-            reader.submit(stored, row, nbytes=min(HEADER_BYTES, stored.nbytes))
-            for stored, row in zip(packed.values(), memory, strict=True)
+            reader.submit(_stored(segment), row, nbytes=min(HEADER_BYTES, _stored(segment).nbytes))
+            if codec_name(segment.entry) == LosslessCodec.name
+            else None
+            for segment, row in zip(segments, memory, strict=True)
         ]
-        for (file_tensor, stored), row, read in zip(packed.items(), memory, reads, strict=True):
-            source = file_tensor.bound.segments[0].entry.file
+        for file_tensor, segment, row, read in zip(packed, segments, memory, reads, strict=True):
+            source, stored = segment.entry.file, _stored(segment)
             assert isinstance(source, PackedSource)
             try:
-                head = row.numpy().data[: read.result()]
-                codec: Any = codec_of(source.meta, stored.name)
-                header = codec.header_of(source.meta, head, stored.nbytes, stored.name)
+                head = row.numpy().data[: 0 if read is None else read.result()]
+                blob = BlobFormat.parse(source.meta, head, stored.nbytes, stored.name)
             except CaromError as error:
                 logger.debug("carom: %s is decoded on the host: %s", stored.name, error)
                 continue
-            if header.kind.dtype is file_tensor.bound.dtype:
-                found[file_tensor] = header
+            if blob is not None and blob.dtype is file_tensor.bound.dtype:
+                found[file_tensor] = blob
     return found
 
 
-def _check_decoder(like: Header, engine: Engine) -> None:
+def _check_decoder(like: BlobFormat, engine: Engine) -> None:
     """Decode a test tensor in the format of ``like`` on the device. Raises RuntimeError if the bytes differ."""
     if engine.device.type == "cpu":
         return
-    value = torch.linspace(-3, 3, _CHECK_ELEMENTS).to(like.kind.dtype)
-    code = lossless.Code(like.k, like.base, like.escape_table)
-    blob = lossless.encode(value, lanes=like.lanes, code=code, limit=4 * value.nbytes + PAGE)
-    if blob is None:
-        return
-    header = parse_header(blob.numpy().data[:HEADER_BYTES], "decoder_check", blob.numel())
-    out = torch.empty(header.raw_nbytes, dtype=torch.uint8, device=engine.device)
-    UnitDecoder([LosslessEntry(header, 0, 0)])(blob.to(engine.device), out)
-    if not torch.equal(out.cpu(), value.view(torch.uint8)):
+    value = torch.linspace(-3, 3, _CHECK_ELEMENTS).to(like.dtype)
+    entry: LosslessEntry | KbitEntry
+    if isinstance(like.entry, LosslessEntry):
+        header = like.entry.header
+        code = lossless.Code(header.k, header.base, header.escape_table)
+        packed = lossless.encode(value, lanes=header.lanes, code=code, limit=4 * value.nbytes + PAGE)
+        if packed is None:
+            return
+        blob, expected = packed, value
+        entry = LosslessEntry(
+            parse_header(blob.numpy().data[:HEADER_BYTES], "decoder_check", len(blob)), 0, 0
+        )
+    else:
+        layout = dataclasses.replace(like.entry.layout, numel=len(value))
+        blob, expected = kbit.quantize(value, layout.codebook, layout.block), torch.empty_like(value)
+        kbit.dequantize_torch(blob, layout, expected)
+        entry = KbitEntry(layout, like.dtype, 0, 0)
+    out = torch.empty(value.nbytes, dtype=torch.uint8, device=engine.device)
+    UnitDecoder([entry])(blob.to(engine.device), out)
+    if not torch.equal(out.cpu(), expected.view(torch.uint8)):
         raise RuntimeError("what was decoded is not what was encoded")

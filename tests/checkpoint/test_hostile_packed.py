@@ -13,6 +13,7 @@ import carom
 import pytest
 import torch
 from carom.core.codec import lossless
+from carom.core.codec.blob_format import BlobFormat
 from carom.core.codec.blob_metadata import METADATA_KEY, describe
 from carom.core.codec.lossless_format import HEADER_BYTES, KINDS, Header, checksum, parse_header
 from carom.core.codec.lossless_torch import decode_torch
@@ -111,7 +112,7 @@ def test_whatever_the_cut_a_table_that_does_not_fit_is_named(how, lanes):
             memory[: len(blob)] = blob if good else damaged(blob, how)
             parsed = parse_header(memory.numpy().data[: len(blob)], "a")
             pieces = cut([(padded, ())], 4096 * pages)
-            checks = BlobChecks(pieces, [[Blob(0, parsed, "a", "f")]])
+            checks = BlobChecks(pieces, [[Blob(0, BlobFormat.lossless(parsed), "a", "f")]])
             for _ in range(2):
                 found = [checks.checksum(p, memory[p.start : p.start + p.nbytes]) for p in pieces[0]]
                 if good:
