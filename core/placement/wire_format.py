@@ -171,9 +171,8 @@ def find_wire_formats(
     the error is raised when the tensor is needed.
     """
     packed = [file_tensor for file_tensor in file_tensors if _is_packed(file_tensor)]
-    whole = [file_tensor for file_tensor in packed if _is_whole(file_tensor)]
-    formats = _formats(whole, workers)
-    note = _parts_note([file_tensor for file_tensor in packed if file_tensor not in set(whole)])
+    formats = _formats([file_tensor for file_tensor in packed if _is_whole(file_tensor)], workers)
+    note = _parts_note([file_tensor for file_tensor in packed if not _is_whole(file_tensor)])
     if not formats:
         return None, note
     try:
