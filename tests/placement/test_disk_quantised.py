@@ -1,6 +1,6 @@
 """Files that `carom pack --quant` wrote: their codes stay packed in RAM and over the link, and the bits are those of the dequantised model."""
 
-# mypy: disable-error-code="union-attr,arg-type,index"
+# mypy: disable-error-code="union-attr,arg-type,index,operator,call-overload"
 
 from __future__ import annotations
 
@@ -39,7 +39,13 @@ from torch.nn import functional as F  # noqa: N812
 
 WIDE = 256
 CPU = torch.device("cpu")
-AT_RANDOM = SIMULATED["simulated-random"]
+# A GPU that is there decodes with Triton, the simulated device with torch operations.
+DECODING: dict[str, Any] = {**SIMULATED, **({"cuda": "cuda"} if torch.cuda.is_available() else {})}
+
+
+def place(device: Any) -> torch.device:
+    """Where the model that is compared with computes."""
+    return torch.device("cuda", 0) if device == "cuda" else CPU
 
 
 def filled(model: nn.Module) -> nn.Module:
@@ -108,17 +114,17 @@ RAMS = {"all of it": ALL * 3 // 10, "some": ALL // 10, "two pages": 8192}
 # -- the same bits, in the file's bytes
 
 
-@each(device=SIMULATED, ram=RAMS, quant=["nf4", "nf3", "nf2"])
+@each(device=DECODING, ram=RAMS, quant=["nf4", "nf3", "nf2"])
 def test_codes_cross_the_link_and_the_bits_are_those_of_the_dequantised_model(
     tmp_path, monkeypatch, device, ram, quant
 ):
     model = stack().eval()
     path = quantised_file(model, tmp_path, quant)
-    expected = infer(model, Case, CPU, passes=5)
+    expected = infer(model.to(place(device)), Case, place(device), passes=5)
     forbid_host_decoding(monkeypatch)
     empty = stack(meta=True).eval()
     with carom.stream(empty, device=device, vram=VRAM, weights=path, ram=ram) as session:
-        assert_same(expected, infer(empty, Case, CPU, passes=5))
+        assert_same(expected, infer(empty, Case, place(device), passes=5))
         report = session.report()
         assert report.packed_units == len(inside(session).placement.streamed) > 0
         # Each tensor begins at a page, as in the file, and the blocks of this model are small.
@@ -135,7 +141,7 @@ def test_codes_cross_the_link_and_the_bits_are_those_of_the_dequantised_model(
         assert {e.layout.codebook.name for e in within} == {quant}
 
 
-@each(device=SIMULATED, checkpoint=["non-reentrant", "reentrant"])
+@each(device=DECODING, checkpoint=["non-reentrant", "reentrant"])
 def test_lora_trains_on_codes_as_on_the_resident_dequantised_model(tmp_path, monkeypatch, device, checkpoint):
     check_lora(tmp_path, checkpoint, device, monkeypatch)
 
@@ -157,12 +163,12 @@ def check_lora(folder: Path, checkpoint: str, device: Any, monkeypatch: Any) -> 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             wrapped = peft.get_peft_model(model, config)
-        model(Case.inputs(0, CPU))
-        return train(wrapped, Case, CPU, steps=2)
+        model(Case.inputs(0, place(device)))
+        return train(wrapped, Case, place(device), steps=2)
 
     model = stack(checkpoint)
     path = quantised_file(model, folder)
-    expected = run(copy.deepcopy(model))
+    expected = run(copy.deepcopy(model).to(place(device)))
     empty = stack(checkpoint, meta=True)
     if monkeypatch is not None:
         forbid_host_decoding(monkeypatch)
@@ -221,6 +227,7 @@ def test_qlora_of_a_llama_of_the_70b_shape_crosses_the_files_bytes(tmp_path, dev
         assert report.packed_units == len(inside(session).placement.streamed) >= 1
         assert report.disk_bytes_per_step == 0, "the codes fit `ram`"
         assert 0 < report.wire_bytes_per_step <= 1.02 * held * report.transfers_per_weight
+        assert report.transfers_per_weight <= 2
         assert report.wire_bytes_per_step < 0.3 * report.raw_bytes_per_step
 
 
@@ -237,8 +244,8 @@ class Mixture(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights = self.gate(self.norm(x)).softmax(-1)[..., :4]
-        each = torch.einsum("btd,edf->btef", F.gelu(self.up(x)), self.experts.down)
-        return x + (weights[..., None] * each).sum(-2)
+        outputs = torch.einsum("btd,edf->btef", F.gelu(self.up(x)), self.experts.down)
+        return x + (weights[..., None] * outputs).sum(-2)
 
 
 @on_simulated_devices
