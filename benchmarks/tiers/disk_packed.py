@@ -15,6 +15,7 @@ import time
 import torch
 
 from ...core.checkpoint.packed_source import codec_name
+from ...core.codec.unit_decoder import sizes
 from ...core.common.sizes import parse_size
 from ...tools.pack.writer import pack
 from . import disk_llama
@@ -135,6 +136,6 @@ def decoded(session) -> dict[str, int]:
         *(backing.wire for backing in tier.backings),
         *(load.wire for load in tier.residents._pending.values() if load.packed is not None),
     ]
-    there = sum(blob.header.raw_nbytes for wire in wires for blob in wire.blobs)
+    there = sum(sizes(blob.format.entry)[1] for wire in wires for blob in wire.blobs)
     whole = sum(entry.nbytes for entry in index.entries.values() if codec_name(entry) != "raw")
     return {"device": there, "host": whole - there}
