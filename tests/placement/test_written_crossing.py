@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
+from typing import Any
 
 import carom
 import pytest
 import torch
 from carom.core.device.simulated import SimulatedDevice
+from carom.core.placement.file_backing import FileBacking
 from carom.tools.pack.writer import pack
 from safetensors.torch import save_file
 from tests_inside import inside
@@ -71,9 +74,29 @@ CASES = [
 ]
 
 
+@pytest.fixture
+def fetches(monkeypatch) -> list[tuple[str, int]]:
+    """(name, bytes that crossed) of each fetch of a unit.
+
+    Whether a unit is fetched before or after the end of a pass depends on when its disk read ends, so the bytes
+    of a pass are not the same in each pass. Those of a fetch are.
+    """
+    found: list[tuple[str, int]] = []
+    fetch = FileBacking.fetch
+
+    def counted(self: FileBacking, target: Any, after: Any, link: Any) -> Any:
+        before = link.engine.bytes_in
+        event = fetch(self, target, after, link)
+        found.append((self.name, link.engine.bytes_in - before))
+        return event
+
+    monkeypatch.setattr(FileBacking, "fetch", counted)
+    return found
+
+
 @pytest.mark.parametrize(("packed", "written", "timing", "ram"), CASES)
 def test_what_was_written_crosses_once_and_the_report_says_what_crossed(
-    tmp_path, packed, written, timing, ram
+    tmp_path, fetches, packed, written, timing, ram
 ):
     loaded, empty, path = pair(tmp_path, packed)
     x = torch.ones(2, SIDE, dtype=torch.bfloat16)
@@ -83,31 +106,40 @@ def test_what_was_written_crosses_once_and_the_report_says_what_crossed(
         assert bool(session.report().packed_units) == packed
         engine = inside(session).engine
 
-        def crossed(passes: int) -> list[int]:
-            found = []
+        def crossed(passes: int) -> tuple[list[int], dict[str, int]]:
+            """The bytes of each pass, and the bytes of a fetch of each unit."""
+            passed, first = [], len(fetches)
             for _ in range(passes):
                 before = engine.bytes_in
                 assert torch.equal(empty(x), loaded(x))
-                found.append(engine.bytes_in - before)
-            return found
+                passed.append(engine.bytes_in - before)
+            sizes = {
+                name: {n for other, n in fetches[first:] if other == name} for name, _ in fetches[first:]
+            }
+            assert all(len(each) == 1 for each in sizes.values())
+            return passed, {name: each.pop() for name, each in sizes.items()}
 
-        before = crossed(3)[-1]
+        _, before = crossed(3)
         streamed = [str(i) for i, block in enumerate(empty) if block.up.weight.is_meta]
-        assert len(streamed) >= 3
+        assert len(streamed) >= 3 and set(before) >= set(streamed)
         for name in [f"{streamed[1]}.{each}" for each in written]:
             value = loaded.get_parameter(name) * 1.5
             session.write(name, value)
             loaded.get_parameter(name).copy_(value)
         crossed(1)
         session.set_budget(vram=9 * MATRIX)  # another layout: the report's medians begin anew
-        after = crossed(5)[-3:]
+        passed, after = crossed(5)
         report = session.report()
-        assert len(set(after)) == 1
-        assert report.wire_bytes_per_step == after[0]
-        assert report.transfers_per_weight == 1
-        changed = sum(loaded.get_parameter(f"{streamed[1]}.{each}").nbytes for each in written)
-        if packed:
-            assert after[0] <= before + changed
-        else:
+        assert report.wire_bytes_per_step == statistics.median(passed[2:])
+        mine = streamed[1]
+        assert {name: n for name, n in after.items() if name != mine} == {
+            name: before[name] for name in after if name != mine
+        }
+        changed = sum(loaded.get_parameter(f"{mine}.{each}").nbytes for each in written)
+        if not packed:
             padding = 4096 * len(written)  # of what was written need not cross
-            assert before - padding < after[0] <= before
+            assert before[mine] - padding < after[mine] <= before[mine]
+        elif len(written) == len(WRITES["all of a unit"]):
+            assert after[mine] == changed, "nothing of the file crosses beside the values"
+        else:
+            assert changed < after[mine] <= before[mine] + changed
