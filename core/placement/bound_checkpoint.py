@@ -23,7 +23,8 @@ from ..checkpoint.computed_buffers import compute_buffers
 from ..checkpoint.direct_io import ALIGN
 from ..checkpoint.disk_reader import DiskReader, ReaderPolicy
 from ..checkpoint.header import show
-from ..checkpoint.index import Index, open_index
+from ..checkpoint.index import open_index
+from ..checkpoint.mapped_views import memory_of
 from ..checkpoint.mapping import BoundTensor, match_module
 from ..checkpoint.read_concurrency import ReadLimit
 from ..checkpoint.read_path import ReadPathTuner
@@ -90,6 +91,7 @@ class FileTensor:
     ``trainable``: whether ``original`` required a gradient.
     ``changed``: the value on the CPU if it differs from the file's value, otherwise None.
     ``block``: the pinnable memory of ``changed``.
+    ``mapped``: whether ``original`` is a view of a mapped file, and its bytes are read from there.
     """
 
     bound: BoundTensor
@@ -99,6 +101,7 @@ class FileTensor:
     trainable: bool
     changed: torch.Tensor | None = None
     block: Block | None = None
+    mapped: bool = False
 
     @property
     def name(self) -> str:
@@ -123,11 +126,13 @@ class FileTensor:
         bound, block = self.bound, None
         with torch.inference_mode(False), torch.no_grad():
             if bound.nbytes < _SMALL:
-                return HostValue(value.detach().to("cpu", copy=True).contiguous())
+                own = torch.empty_strided(bound.shape, self.tensor.stride(), dtype=bound.dtype)
+                return HostValue(own.copy_(value.detach()))
             block = HostArena(None, None).allocate(bound.nbytes)
             # Give the view an untyped storage of exactly its size, so that torch.save does not write the
             # padding of the block.
-            own = torch.frombuffer(block.data.numpy(), dtype=torch.uint8).view(bound.dtype).view(bound.shape)
+            flat = torch.frombuffer(block.data.numpy(), dtype=torch.uint8).view(bound.dtype)
+            own = flat.as_strided(bound.shape, self.tensor.stride())
             own.copy_(value.detach())
         return HostValue(own, block)
 
@@ -161,105 +166,53 @@ class _Computed:
 
 
 class Checkpoint:
-    """The binding of ``module`` to the weights file ``weights`` (a path or `Weights`), until `unbind`.
+    """Weights of ``module`` that are in files: each is represented in the module by a meta tensor, until `unbind`.
 
-    The constructor raises WeightsError and UnsupportedError as `open_index`, `match_module` and
-    `compute_buffers` do, and UnsupportedError for weights of the file that require gradients. After an error
-    the module is unchanged.
+    ``settings``: how the files are read. `bind_file` and `disk_binding.bind_memory` make checkpoints.
     """
 
-    def __init__(self, module: nn.Module, weights: Weights | str | os.PathLike[str]) -> None:
-        self.settings = weights if isinstance(weights, Weights) else Weights(weights)
-        self.index: Index = open_index(self.settings.path)
+    def __init__(self, module: nn.Module, settings: Weights) -> None:
+        self.module, self.settings = module, settings
         # Measurements of the drive. They are kept here so that the readers of later layouts start from them.
-        self.path_tuner, self.read_limit = ReadPathTuner(), ReadLimit(self.settings.workers)
-        self.module = module
+        self.path_tuner, self.read_limit = ReadPathTuner(), ReadLimit(settings.workers)
         self.notes: list[str] = []
         # None until `stay_packed` has found tensors that the device can decode.
         self.wires: WireFormats | None = None
+        # Whether `carom pack` would bring nothing: the tensors are aligned in the order of use already.
+        self.laid_out = False
         self._file_tensors: dict[int, FileTensor] = {}
         self._computed: list[_Computed] = []
-        try:
-            found = match_module(module, self.index, prefix=self.settings.prefix, rename=self.settings.rename)
-        except WeightsError as error:
-            raise WeightsError(f"{error}{_about_adapters(module)}") from error
-        values = compute_buffers(module, found.computed)
-        tensors = {
-            **dict(module.named_parameters(remove_duplicate=False)),
-            **dict(module.named_buffers(remove_duplicate=False)),
-        }
-        sites = {id(entry.tensor): entry.sites for entry in collect(module)}
-        self._refuse_trained({name: tensors[name] for name in found.bound})
-        self._refuse_layouts({name: tensors[name] for name in found.bound})
-        try:
-            for bound in found.bound.values():
-                self._insert_placeholder(bound, tensors[bound.name], sites[id(tensors[bound.name])])
-            for name, value in values.items():
-                original = tensors[name]
-                self._computed.append(_Computed(value, original, sites[id(original)]))
-                replace_in_modules(sites[id(original)], original, value)
-            self._note(found.extra)
-        except BaseException:
-            self.unbind()
-            raise
 
-    def _refuse_trained(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Raise UnsupportedError if some, but not all, floating-point parameters that the file holds require
-        a gradient.
+    def bind(self, bound: BoundTensor, tensor: torch.Tensor, sites: list[Site]) -> FileTensor:
+        """Put a meta tensor without gradient into the module in place of ``tensor``, whose bytes are in files.
+
+        The meta tensor has the shape and strides of ``tensor``, and is ``tensor`` itself if that is on meta.
         """
-        parameters = {
-            n: t for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.is_floating_point()
-        }
-        trained = [name for name, tensor in parameters.items() if tensor.requires_grad]
-        if trained and len(trained) < len(parameters):
-            raise UnsupportedError(
-                f"{len(trained)} weights of the file are to be trained, first {trained[0]}; weights that stream from a "
-                "file are frozen. Freeze them (requires_grad_(False)) and train adapters, or load the module first "
-                "and stream it without weights="
-            )
-
-    def _refuse_layouts(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Raise UnsupportedError for a meta tensor that is not contiguous, because safetensors files hold
-        contiguous tensors.
-        """
-        for name, tensor in tensors.items():
-            if tensor.is_meta and not tensor.is_contiguous():
-                raise UnsupportedError(
-                    f"{name} has strides {tensor.stride()} on meta, files hold contiguous tensors; build it contiguous"
-                )
-
-    def _insert_placeholder(self, bound: BoundTensor, tensor: torch.Tensor, sites: list[Site]) -> None:
-        """Put a meta tensor without gradient into the module in place of ``tensor``, which the file holds."""
         placeholder: torch.Tensor = tensor
         with torch.inference_mode(False):
             if not tensor.is_meta:
-                placeholder = torch.empty(bound.shape, dtype=bound.dtype, device="meta")
+                placeholder = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+                )
                 if isinstance(tensor, nn.Parameter):
                     placeholder = nn.Parameter(placeholder, requires_grad=False)
-        self._file_tensors[id(placeholder)] = FileTensor(
-            bound, placeholder, tensor, sites, tensor.requires_grad
-        )
+        found = FileTensor(bound, placeholder, tensor, sites, tensor.requires_grad)
+        self._file_tensors[id(placeholder)] = found
         replace_in_modules(sites, tensor, placeholder)
         placeholder.requires_grad_(False)
+        return found
 
-    def _note(self, extra: tuple[str, ...]) -> None:
-        """Collect and log notes for the report: tensors of the file that are not used (``extra``), weights
-        that are frozen, and weights that are in memory twice.
-        """
-        if extra:
-            names = ", ".join(show(name) for name in extra[:4])
-            self.notes.append(
-                f"{len(extra)} tensors of the file have no place in the module and are not read: {names}"
-                f"{', ...' if len(extra) > 4 else ''}"
-            )
+    def compute(self, original: torch.Tensor, value: torch.Tensor, sites: list[Site]) -> None:
+        """Put ``value``, which its module computed, into the module in place of a buffer on meta."""
+        self._computed.append(_Computed(value, original, sites))
+        replace_in_modules(sites, original, value)
+
+    def note(self, *notes: str) -> None:
+        """Add and log ``notes`` for the report, and one on weights that are frozen while they stream."""
+        self.notes += notes
         trained = sum(file_tensor.trainable for file_tensor in self._file_tensors.values())
         if trained:
             self.notes.append(f"{trained} weights from the file take no gradients while they stream")
-        kept = sum(s.original.nbytes for s in self._file_tensors.values() if not s.original.is_meta)
-        if kept:
-            self.notes.append(
-                f"the module holds {kept} bytes of weights of its own besides; built on meta it would not"
-            )
         for note in self.notes:
             logger.info("carom: %s", note)
 
@@ -300,12 +253,12 @@ class Checkpoint:
         bound = file_tensor.bound
         with torch.inference_mode(False):
             try:
-                value = torch.empty(bound.shape, dtype=bound.dtype)
+                value = torch.empty_strided(bound.shape, file_tensor.tensor.stride(), dtype=bound.dtype)
             except (RuntimeError, MemoryError) as error:
                 raise WeightsError(
                     f"no memory for {show(bound.name)} of {bound.nbytes} bytes; stream it instead of reading it"
                 ) from error
-            raw = value.reshape(-1).view(torch.uint8)
+            raw = memory_of(value)
         with DiskReader(ReaderPolicy(direct=False, workers=self.settings.workers)) as reader:
             handles = [
                 reader.submit(
@@ -388,6 +341,8 @@ class Checkpoint:
                     back = file_tensor.changed
                     if isinstance(file_tensor.original, nn.Parameter):
                         back = nn.Parameter(back, requires_grad=file_tensor.trainable)
+                elif file_tensor.changed is not None and file_tensor.mapped:
+                    back.data = file_tensor.changed  # the mapped file may not be writable
                 elif file_tensor.changed is not None:
                     back.copy_(file_tensor.changed)
                 replace_in_modules(file_tensor.sites, file_tensor.tensor, back)
@@ -395,6 +350,84 @@ class Checkpoint:
             replace_in_modules(computed.sites, computed.value, computed.original)
         self._file_tensors.clear()
         self._computed.clear()
+
+
+def bind_file(module: nn.Module, weights: Weights | str | os.PathLike[str]) -> Checkpoint:
+    """Bind ``module`` to the weights file ``weights`` (a path or `Weights`).
+
+    Raises WeightsError and UnsupportedError as `open_index`, `match_module` and `compute_buffers` do, and
+    UnsupportedError for weights of the file that require gradients. After an error the module is unchanged.
+    """
+    settings = weights if isinstance(weights, Weights) else Weights(weights)
+    index = open_index(settings.path)
+    try:
+        found = match_module(module, index, prefix=settings.prefix, rename=settings.rename)
+    except WeightsError as error:
+        raise WeightsError(f"{error}{_about_adapters(module)}") from error
+    values = compute_buffers(module, found.computed)
+    tensors = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    sites = {id(entry.tensor): entry.sites for entry in collect(module)}
+    _refuse_trained({name: tensors[name] for name in found.bound})
+    _refuse_layouts({name: tensors[name] for name in found.bound})
+    checkpoint = Checkpoint(module, settings)
+    checkpoint.laid_out = index.packed
+    try:
+        for bound in found.bound.values():
+            checkpoint.bind(bound, tensors[bound.name], sites[id(tensors[bound.name])])
+        for name, value in values.items():
+            checkpoint.compute(tensors[name], value, sites[id(tensors[name])])
+        checkpoint.note(*_file_notes(found.extra, [tensors[name] for name in found.bound]))
+    except BaseException:
+        checkpoint.unbind()
+        raise
+    return checkpoint
+
+
+def _refuse_trained(tensors: dict[str, torch.Tensor]) -> None:
+    """Raise UnsupportedError if some, but not all, floating-point parameters that the file holds require a
+    gradient.
+    """
+    parameters = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.is_floating_point()}
+    trained = [name for name, tensor in parameters.items() if tensor.requires_grad]
+    if trained and len(trained) < len(parameters):
+        raise UnsupportedError(
+            f"{len(trained)} weights of the file are to be trained, first {trained[0]}; weights that stream from a "
+            "file are frozen. Freeze them (requires_grad_(False)) and train adapters, or load the module first "
+            "and stream it without weights="
+        )
+
+
+def _refuse_layouts(tensors: dict[str, torch.Tensor]) -> None:
+    """Raise UnsupportedError for a meta tensor that is not contiguous, because safetensors files hold
+    contiguous tensors.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_meta and not tensor.is_contiguous():
+            raise UnsupportedError(
+                f"{name} has strides {tensor.stride()} on meta, files hold contiguous tensors; build it contiguous"
+            )
+
+
+def _file_notes(extra: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Return notes on tensors of the file that are not used (``extra``), and on weights that are in memory
+    although the file holds them.
+    """
+    notes = []
+    if extra:
+        names = ", ".join(show(name) for name in extra[:4])
+        notes.append(
+            f"{len(extra)} tensors of the file have no place in the module and are not read: {names}"
+            f"{', ...' if len(extra) > 4 else ''}"
+        )
+    kept = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
+    if kept:
+        notes.append(
+            f"the module holds {kept} bytes of weights of its own besides; built on meta it would not"
+        )
+    return notes
 
 
 def _about_adapters(module: nn.Module) -> str:

@@ -346,7 +346,7 @@ class FileReads:
         )
         count = sum(len(piece.reads) for pieces in self._pieces for piece in pieces)
         whole = sum(len(pieces) for pieces in self._pieces)
-        if not copied or self._source.checkpoint.index.packed:
+        if not copied or self._source.checkpoint.laid_out:
             return ()
         return (
             f"the file is not packed: {count} reads a pass instead of {whole}, and {copied} bytes copied once more "

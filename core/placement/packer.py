@@ -53,6 +53,13 @@ def packs(entry: Entry) -> bool:
     return not entry.trainable and entry.nbytes >= LEAST and entry.tensor.dtype in KIND_BY_DTYPE
 
 
+def host_bytes(unit: Unit, packed: bool) -> int:
+    """Return the bytes of host memory that ``unit`` is expected to take, if its weights are ``packed`` or not."""
+    if not packed:
+        return unit.nbytes
+    return sum(round(EXPECTED * entry.nbytes) if packs(entry) else entry.nbytes for entry in unit.entries)
+
+
 def without_codec(units: Iterable[Unit]) -> list[str]:
     """Return notes for the report on large weights whose dtype no lossless codec supports."""
     found: dict[torch.dtype, list[Entry]] = {}

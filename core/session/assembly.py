@@ -7,6 +7,7 @@ streamed.
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +62,12 @@ class Parts:
 
 def assemble(
     module: nn.Module, *, device: Any, vram: Any, ram: int | str, weights: Any, granularity: str, codec: str, pool: str,
-    host: str, training: str | None, backward: bool,
+    host: str, training: str | None, disk: str | os.PathLike[str] | None, backward: bool,
 ) -> Parts:  # fmt: skip
     """Return the connected parts of a session, without changing the module yet.
 
-    Arguments: those of `carom.stream`, already checked.
+    Arguments: those of `carom.stream`, already checked. Trainable weights cannot stream from disk, so ``disk`` has no
+    effect with ``training="stream"``.
     ``backward``: whether backward passes go through the module although none of its weights are trained.
     """
     engine = make_engine(device)
@@ -78,7 +80,7 @@ def assemble(
     nbytes = settings.ram_beside_device(ram, engine, module, budget, waiting)
     wanted = Wanted(budget, nbytes, packing, note=note)
 
-    managed = ManagedModule(module, RootHooks(module))
+    managed = ManagedModule(module, RootHooks(module), None if training == "stream" else disk)
     host_resources = HostResources(engine, wanted.ram)
     ledger = BudgetLedger(engine, vram if isinstance(vram, SharedBudget) else None)
     ledger.set(budget)

@@ -28,7 +28,7 @@ from ..placement import make_tier as tiers
 from ..placement.bound_checkpoint import FileTensor
 from ..placement.file_source import FileSource
 from ..placement.host_store import HostStore
-from ..placement.packer import without_codec
+from ..placement.packer import host_bytes, without_codec
 from ..placement.placement import Placement
 from ..plan.residency import Plan
 from ..streaming.streamer import Streamer
@@ -203,7 +203,8 @@ class LayoutManager:
         outcome = Outcome.TOOK
         with self.ledger.laying_out():
             try:
-                self._take_down(reuse=reuse and self.simple, keep=True)
+                moves = self._exceeds_ram(wanted)
+                self._take_down(reuse=reuse and self.simple and not moves, keep=not moves)
                 if between is not None:
                     try:
                         between()
@@ -306,6 +307,9 @@ class LayoutManager:
     # -- making a layout
 
     def _attach(self, wanted: Wanted) -> None:
+        if self._exceeds_ram(wanted) and self.module.move_to_disk(wanted.ram):
+            # The device unpacks only what is packed in its file.
+            self.wanted = wanted = dataclasses.replace(wanted, packing=None)
         try:
             self._layout = self._build(wanted)
         except NativeError as error:
@@ -373,6 +377,17 @@ class LayoutManager:
         except BaseException:
             self._take_down(reuse=False, keep=True)
             raise
+
+    def _exceeds_ram(self, wanted: Wanted) -> bool:
+        """Return whether the weights would stream from host memory beyond ``wanted.ram``, and could stream from
+        disk instead.
+        """
+        if self.module.disk is None or self.module.checkpoint is not None:
+            return False
+        carving, plan = self.planner.plan(wanted, self._layout)
+        streamed = [unit for index, unit in enumerate(carving.units) if index not in plan.resident]
+        packs = wanted.packing is not None and not wanted.packing.plain
+        return sum(host_bytes(unit, packs) for unit in streamed) > wanted.ram
 
     def _make_placement(self, wanted: Wanted, carving: Carving, plan: Plan) -> Placement:
         """Return a new placement, with the tier (the store of streamed units) that the plan and the settings

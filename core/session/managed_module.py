@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 
 from ..device.engine import Engine
 from ..model.quantized import FlattenedWeights
-from ..placement.bound_checkpoint import Checkpoint
+from ..placement.bound_checkpoint import Checkpoint, bind_file
+from ..placement.disk_binding import bind_memory
 from ..placement.packed_tensor import give_back
 from .host_resources import HostResources
 from .root_hooks import RootHooks
@@ -20,14 +22,15 @@ class ManagedModule:
     layout to the next.
 
     ``root``: the module.
-    ``checkpoint``: the weights file that the module is bound to, or None.
+    ``disk``: as in `carom.stream`.
+    ``checkpoint``: the weights that are in files, or None if all are in memory.
     ``quantized``: the module's quantised weights, flattened so that their inner tensors are streamed; None
     for a module with a weights file.
     ``hooks``: the wrapped forwards.
     """
 
-    def __init__(self, root: nn.Module, hooks: RootHooks) -> None:
-        self.root, self.hooks = root, hooks
+    def __init__(self, root: nn.Module, hooks: RootHooks, disk: str | os.PathLike[str] | None = None) -> None:
+        self.root, self.hooks, self.disk = root, hooks, disk
         self.checkpoint: Checkpoint | None = None
         self.quantized: FlattenedWeights | None = None
 
@@ -45,9 +48,22 @@ class ManagedModule:
         if weights is None:
             self.quantized = FlattenedWeights(self.root)
             return
-        self.checkpoint = Checkpoint(self.root, weights)
+        self.checkpoint = bind_file(self.root, weights)
         if keep_packed:
             self.checkpoint.stay_packed(engine)
+
+    def move_to_disk(self, ram: int) -> bool:
+        """Let the weights stream from disk from now on, if `disk` allows it. Returns whether that changed.
+
+        Called while no layout is in effect. ``ram``: the budget of host memory in bytes. Raises BudgetError and
+        WeightsError as `bind_memory` does.
+        """
+        if self.disk is None or self.checkpoint is not None:
+            return False
+        self.checkpoint = bind_memory(self.root, self.disk, ram)
+        if self.quantized is not None:
+            self.quantized.follow()
+        return self.checkpoint is not None
 
     @property
     def simple(self) -> bool:

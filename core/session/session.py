@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ def stream(
     pool: str = "auto",
     host: str = "auto",
     training: str | None = None,
+    disk: str | os.PathLike[str] | None = None,
 ) -> Session:
     """Run ``module`` on ``device`` with at most ``vram`` bytes of weights on the device. The other weights
     stay in host memory or in a file.
@@ -70,12 +72,17 @@ def stream(
     ``training``: "resident" or "stream" for trainable weights. None keeps trainable weights on the device,
     unless they alone exceed the budget. They are then streamed, and their gradients are delivered to host
     memory.
+    ``disk``: what happens to weights in memory that would be streamed and exceed ``ram``. With a folder, frozen
+    weights are written to a file there once, which is deleted after its last use, and are streamed from it through
+    a host cache of at most ``ram`` bytes. Weights that are views of a mapped file (loaders of safetensors files
+    make such views) are streamed from that file and are not written. "auto": only views of mapped files are
+    streamed from disk. None: weights beyond ``ram`` are streamed from pageable memory.
 
     Raises BudgetError (with the smallest budget that works), UnsupportedError, WeightsError and PinError.
     """
     return Session(
         module, device=device, vram=vram, ram=ram, weights=weights, granularity=granularity,
-        codec=codec, pool=pool, host=host, training=training,
+        codec=codec, pool=pool, host=host, training=training, disk=disk,
     )  # fmt: skip
 
 
@@ -88,19 +95,20 @@ class Session:
 
     def __init__(
         self, module: nn.Module, *, device: Any, vram: int | str | SharedBudget, ram: int | str, weights: Any, granularity: str,
-        codec: str, pool: str, host: str, training: str | None, backward: bool = False,
+        codec: str, pool: str, host: str, training: str | None, disk: str | os.PathLike[str] | None = None,
+        backward: bool = False,
     ) -> None:  # fmt: skip
         """Make the first layout of ``module``. Arguments and errors: those of `stream`.
 
         ``backward``: whether backward passes will go through the module although none of its weights are
         trained (other code keeps the adapters).
         """
-        settings.check(module, weights, granularity, codec, pool, host, training)
+        settings.check(module, weights, granularity, codec, pool, host, training, disk)
         registry.refuse_streamed(module)
         self.module = module
         parts = self._parts = assemble(
             module, device=device, vram=vram, ram=ram, weights=weights, granularity=granularity, codec=codec,
-            pool=pool, host=host, training=training, backward=backward,
+            pool=pool, host=host, training=training, disk=disk, backward=backward,
         )  # fmt: skip
         self._manager = manager = parts.manager
         engine, managed = parts.engine, manager.module
@@ -111,6 +119,8 @@ class Session:
             managed.bind(weights, engine, keep_packed)
             parts.host_memory.begin(ram == "auto")
             attach_first(parts, vram)
+            if weights is None and managed.checkpoint is not None:  # the weights moved to disk
+                parts.host_memory.begin(ram == "auto")
             registry.enter(self)
             parts.policies.plan_next()
         except BaseException:

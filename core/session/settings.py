@@ -28,7 +28,14 @@ GRANULARITIES = ("auto", "block", "phase", "layer")
 
 
 def check(
-    module: Any, weights: Any, granularity: str, codec: str, pool: str, host: str, training: str | None
+    module: Any,
+    weights: Any,
+    granularity: str,
+    codec: str,
+    pool: str,
+    host: str,
+    training: str | None,
+    disk: Any = None,
 ) -> None:
     """Raise UnsupportedError for an unknown setting, or for a setting that this version does not support."""
 
@@ -51,6 +58,8 @@ def check(
         raise UnsupportedError(
             "weights that stream from a file are frozen; train adapters, or load the module first and leave weights= out"
         )
+    if disk is not None and (not isinstance(disk, (str, os.PathLike)) or not os.fspath(disk)):
+        raise UnsupportedError(f"disk={disk!r}: name a folder, or choose 'auto' or None")
     choose("granularity", granularity, GRANULARITIES)
     choose("codec", codec, ("auto", "raw", "lossless"))
     choose("pool", pool, ("auto", "torch", "aimdo"))

@@ -1,0 +1,219 @@
+"""Defines `spill`: writes tensors of a program's memory to a file and maps the file in their place.
+
+After it, the bytes of the tensors are on disk: the system can drop their pages without swapping, and
+`MappedViews` finds them, so they stream from the file as the views of a checkpoint do. The file is deleted when
+the last tensor that uses it is freed, at the latest at the end of the process. Files of killed processes are
+deleted by the next `spill` into the same folder. Bytes that this process has spilled before, and still has, are
+not written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import mmap
+import os
+import shutil
+import threading
+import weakref
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..common.errors import BudgetError, WeightsError
+from ..common.progress import Progress
+from ..common.sizes import MIB, format_size
+from .direct_io import ALIGN
+from .mapped_views import memory_of
+
+PREFIX, SUFFIX = "carom-spill-", ".bin"
+_CHUNK = (
+    64 * MIB
+)  # bytes between two writes to the drive; more would fill the page cache with unwritten pages
+_SAMPLE = 4096  # bytes at the start, in the middle and at the end that are hashed to find equal tensors
+
+_number = itertools.count()
+_lock = threading.Lock()
+
+
+class _Mapping(mmap.mmap):
+    """A private mapping of a spill file. Views of it keep it alive."""
+
+
+# What is spilled now: views of mappings by (bytes, CRC-32 of a sample).
+_spilled: dict[tuple[int, int], list[tuple[weakref.ref[_Mapping], int]]] = {}
+
+
+def spill(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) -> list[torch.Tensor]:
+    """Write the memory of ``tensors`` to a file in ``folder``. Return views of the mapped file with the same
+    dtypes, shapes, strides and bytes.
+
+    ``tensors``: dense tensors on the CPU; they are not changed. Raises BudgetError if the drive has no room,
+    and WeightsError if the folder cannot be written. No file is left behind after an error.
+    """
+    where = Path(folder)
+    with _lock:
+        _delete_abandoned(where)
+        memories = [memory_of(tensor) for tensor in tensors]
+        keys = [_key(memory) for memory in memories]
+        found = [_known(memory, key) for memory, key in zip(memories, keys, strict=True)]
+        offsets, nbytes = [], 0
+        for memory, known in zip(memories, found, strict=True):
+            offsets.append(nbytes)
+            nbytes += 0 if known else -(-memory.numel() // ALIGN) * ALIGN
+        if nbytes:
+            mapping = _write(
+                where, [m for m, known in zip(memories, found, strict=True) if not known], nbytes
+            )
+            for index, known in enumerate(found):
+                if known is None:
+                    found[index] = mapping, offsets[index]
+                    _spilled.setdefault(keys[index], []).append((weakref.ref(mapping), offsets[index]))
+        return [_view(tensor, *place) for tensor, place in zip(tensors, found, strict=True) if place]
+
+
+def _view(tensor: torch.Tensor, mapping: _Mapping, offset: int) -> torch.Tensor:
+    """Return the bytes of ``mapping`` from ``offset`` as a tensor like ``tensor``."""
+    with torch.inference_mode(False):
+        flat = torch.frombuffer(mapping, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+        return flat.as_strided(tensor.shape, tensor.stride())
+
+
+def _key(memory: torch.Tensor) -> tuple[int, int]:
+    """Return the length of ``memory`` and the CRC-32 of a sample of it."""
+    nbytes, crc = memory.numel(), 0
+    for at in (0, nbytes // 2, max(0, nbytes - _SAMPLE)):
+        crc = zlib.crc32(memory[at : at + _SAMPLE].numpy().data, crc)
+    return nbytes, crc
+
+
+def _known(memory: torch.Tensor, key: tuple[int, int]) -> tuple[_Mapping, int] | None:
+    """Return the mapping and offset at which the bytes of ``memory`` were spilled before, or None."""
+    live = [(reference, offset) for reference, offset in _spilled.get(key, ()) if reference() is not None]
+    if key in _spilled:
+        _spilled[key] = live
+    for reference, offset in live:
+        mapping = reference()
+        if mapping is not None:
+            there = torch.frombuffer(mapping, dtype=torch.uint8, count=memory.numel(), offset=offset)
+            if torch.equal(there, memory):
+                return mapping, offset
+    return None
+
+
+def _write(folder: Path, memories: Sequence[torch.Tensor], nbytes: int) -> _Mapping:
+    """Write ``memories``, each from a multiple of `ALIGN`, to a new file of ``nbytes`` bytes, and map the file."""
+    path = folder / f"{PREFIX}{os.getpid()}-{next(_number)}{SUFFIX}"
+    progress = Progress(sum(memory.numel() for memory in memories))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
+    except OSError as error:
+        raise WeightsError(
+            f"disk={str(folder)!r}: no file can be written there ({error.strerror}); name a folder on a local drive"
+        ) from error
+    try:
+        _hold(handle)
+        _reserve(handle, nbytes, folder)
+        for memory in memories:
+            data = memory.numpy().data
+            for at in range(0, len(data), _CHUNK):
+                _write_all(handle, data[at : at + _CHUNK])
+                progress.add(len(data[at : at + _CHUNK]))
+                _flush(handle)
+            os.lseek(handle, -len(data) % ALIGN, os.SEEK_CUR)
+        mapping = _Mapping(handle, nbytes, access=mmap.ACCESS_COPY)
+    except BaseException as error:
+        os.close(handle)
+        _delete(path)
+        if isinstance(error, OSError):
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise _no_room(folder, nbytes) from error
+            raise WeightsError(
+                f"{path}: the weights could not be written ({error.strerror}); name another folder as disk="
+            ) from error
+        raise
+    weakref.finalize(mapping, _discard, handle, path)
+    return mapping
+
+
+def _write_all(handle: int, data: memoryview) -> None:
+    """Write all of ``data`` at the file's position."""
+    while data:
+        data = data[os.write(handle, data) :]
+
+
+def _flush(handle: int) -> None:
+    """Wait until the drive has what was written, and release its pages in the page cache."""
+    os.fsync(handle)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _reserve(handle: int, nbytes: int, folder: Path) -> None:
+    """Give the file its length, and its room on the drive where the system can."""
+    if shutil.disk_usage(folder).free < nbytes:
+        raise _no_room(folder, nbytes)
+    os.ftruncate(handle, nbytes)
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(handle, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+
+
+def _no_room(folder: Path, nbytes: int) -> BudgetError:
+    free = shutil.disk_usage(folder).free
+    return BudgetError(
+        f"disk={str(folder)!r}: the weights take {format_size(nbytes)} and the drive has {format_size(free)} free; make "
+        "room, name a folder on another drive, or raise ram",
+        nbytes,
+    )
+
+
+# -- deletion
+
+
+def _hold(handle: int) -> None:
+    """Lock the file, so that other processes see that it is in use. The system unlocks it when this process
+    ends, however that happens.
+    """
+    with contextlib.suppress(ImportError, OSError):  # Windows does not delete an open file anyway
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined,unused-ignore]
+
+
+def _discard(handle: int, path: Path) -> None:
+    """Close and delete a spill file that nothing uses any more."""
+    with contextlib.suppress(OSError):
+        os.close(handle)
+    _delete(path)
+
+
+def _delete(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _delete_abandoned(folder: Path) -> None:
+    """Delete the spill files of processes that ended without deleting them."""
+    for path in folder.glob(f"{PREFIX}*{SUFFIX}") if folder.is_dir() else ():
+        if path.name.startswith(f"{PREFIX}{os.getpid()}-"):
+            continue
+        try:
+            import fcntl
+        except ImportError:
+            _delete(path)  # Windows refuses this for a file that is open
+            continue
+        with contextlib.suppress(OSError):
+            handle = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined,unused-ignore]
+                _delete(path)
+            finally:
+                os.close(handle)

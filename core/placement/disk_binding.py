@@ -1,0 +1,106 @@
+"""Defines `bind_memory`: lets the frozen weights of a module that is in memory stream from disk.
+
+A weight that is a view of a mapped file streams from that file. Other weights are spilled into a folder first, or
+stay in host memory if there is no folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..checkpoint.index import TensorEntry, format_code
+from ..checkpoint.mapped_views import FileRange, MappedViews
+from ..checkpoint.mapping import BoundTensor, Segment
+from ..checkpoint.spill import spill
+from ..common.errors import BudgetError
+from ..common.sizes import format_size
+from ..model.units import Entry, collect, why_not_streamed
+from .bound_checkpoint import Checkpoint, Weights
+
+AUTO = "auto"  # the value of disk= by which only weights of mapped files stream from disk
+_LEAST = 4096  # bytes; smaller tensors stay on the device
+
+
+def bind_memory(module: nn.Module, disk: str | os.PathLike[str], ram: int) -> Checkpoint | None:
+    """Let the frozen weights of ``module`` stream from disk, and return the binding.
+
+    ``disk``: a folder into which weights that are not views of a mapped file are spilled, or "auto". With "auto"
+    these weights stay in host memory.
+    ``ram``: the budget of host memory in bytes.
+    Returns None, and leaves the module alone, if nothing of it can stream from disk, or if the weights that
+    would stay in host memory exceed ``ram``. Raises BudgetError and WeightsError as `spill` does.
+    """
+    entries = [entry for entry in collect(module) if _can_stream(entry)]
+    if any(
+        not entry.trainable for entry in entries
+    ):  # otherwise the module is new and nothing is trained yet
+        entries = [entry for entry in entries if not entry.trainable]
+    views = MappedViews()
+    ranges = [views.find(entry.tensor) for entry in entries]
+    others = [entry for entry, found in zip(entries, ranges, strict=True) if found is None]
+    spilled = 0
+    if disk != AUTO and others:
+        for entry, view in zip(others, spill([entry.tensor for entry in others], disk), strict=True):
+            entry.tensor.data = view
+            spilled += entry.nbytes
+        views = MappedViews()
+        ranges = [found or views.find(entry.tensor) for entry, found in zip(entries, ranges, strict=True)]
+        others = [entry for entry, found in zip(entries, ranges, strict=True) if found is None]
+    if len(others) == len(entries) or sum(entry.nbytes for entry in others) > ram // 2:
+        return None
+    checkpoint = Checkpoint(module, Weights(disk))
+    checkpoint.laid_out = spilled > 0
+    try:
+        for entry, found in zip(entries, ranges, strict=True):
+            tensor = checkpoint.bind(_bound(entry, found), entry.tensor, entry.sites)
+            tensor.mapped = True
+            if found is None:
+                tensor.change(tensor.original)
+                assert tensor.changed is not None
+                tensor.original.data = tensor.changed
+        checkpoint.note(_note(entries, ranges, spilled, disk))
+    except MemoryError as error:
+        checkpoint.unbind()
+        raise BudgetError(
+            "host memory has no room for the weights that cannot stream from disk; name a folder as disk="
+        ) from error
+    except BaseException:
+        checkpoint.unbind()
+        raise
+    return checkpoint
+
+
+def _can_stream(entry: Entry) -> bool:
+    """Return whether a weight can be read from disk for each use."""
+    return entry.nbytes >= _LEAST and entry.tensor.device.type == "cpu" and why_not_streamed(entry) is None
+
+
+def _bound(entry: Entry, found: FileRange | None) -> BoundTensor:
+    """Return the description of the entry's bytes on disk; without segments if they are not on disk."""
+    tensor = entry.tensor
+    segments: tuple[Segment, ...] = ()
+    if found is not None:
+        code = format_code(str(tensor.dtype).removeprefix("torch."))
+        stored = TensorEntry(entry.name, code, tuple(tensor.shape), found.file, found.offset, found.nbytes)
+        segments = (Segment(stored, 0, 0, found.nbytes),)
+    names = tuple(f"{entry.name}" for _ in entry.sites)
+    return BoundTensor(
+        entry.name, names, entry.is_buffer, tensor.dtype, tuple(tensor.shape), entry.nbytes, segments
+    )
+
+
+def _note(
+    entries: Sequence[Entry], ranges: Sequence[FileRange | None], spilled: int, disk: str | os.PathLike[str]
+) -> str:
+    """Return a note for the report: how many bytes stream from which files."""
+    nbytes = sum(found.nbytes for found in ranges if found is not None)
+    files = len({found.file.path for found in ranges if found is not None})
+    where = f"{files} mapped file{'s' if files > 1 else ''}"
+    if spilled:
+        where = f"{where}, of which {format_size(spilled)} were spilled to {os.fspath(disk)}"
+    kept = sum(entry.nbytes for entry, found in zip(entries, ranges, strict=True) if found is None)
+    rest = f"; {format_size(kept)} that are in no file stay in host memory" if kept else ""
+    return f"{format_size(nbytes)} of weights stream from {where}{rest}"
