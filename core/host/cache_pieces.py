@@ -148,17 +148,20 @@ def _pages(nbytes: int) -> int:
 
 def cut(units: Sequence[tuple[int, Sequence[PlacedTensor]]], nbytes: int) -> list[list[CachePiece]]:
     """Cut units, given as (bytes, their tensors), into pieces of at most ``nbytes`` bytes (whole pages); one
-    list a unit.
+    list a unit, empty for a unit of 0 bytes.
     """
     pieces: list[list[CachePiece]] = []
     rank = 0
     for unit, (size, tensors) in enumerate(units):
+        if not size:
+            pieces.append([])
+            continue
         reads = _reads(tensors)
-        count = max(1, -(-size // nbytes))
+        count = -(-size // nbytes)
         # Make the pieces equally long: a short last piece would leave its buffer half empty.
         piece_bytes = max(ALIGN, _pages(-(-size // count)))
         pieces_of_unit: list[CachePiece] = []
-        for number, start in enumerate(range(0, max(size, 1), piece_bytes)):
+        for number, start in enumerate(range(0, size, piece_bytes)):
             end = min(size, start + piece_bytes)
             pieces_of_unit.append(
                 CachePiece(unit, number, rank, start, end - start, _within(reads, start, end))

@@ -34,7 +34,6 @@ class PackedBacking(PinnedBacking):
     ``tensors``: a PackedTensor for each entry of the unit, None for entries that are not packed.
     ``encoded``: the version number of the weights when they were packed, if they keep their plain bytes too
     (`Packing.keep_raw`), otherwise None.
-    ``wire``: the packed bytes on the device if they stay there, otherwise None.
     """
 
     def __init__(self, unit: Unit, runtime: Runtime, index: int, packed_residents: PackedResidents) -> None:
@@ -43,7 +42,6 @@ class PackedBacking(PinnedBacking):
         self.tensors: list[PackedTensor | None] = []
         self.decoder: UnitDecoder | None = None
         self.encoded: int | None = None
-        self.wire: torch.Tensor | None = None
 
     @property
     def packed(self) -> bool:
@@ -53,7 +51,7 @@ class PackedBacking(PinnedBacking):
     @property
     def on_device(self) -> bool:  # type: ignore[override]
         """Whether the packed bytes stay on the device, so that a fetch copies nothing from the host."""
-        return self.wire is not None
+        return self in self._packed_residents
 
     @property
     def host(self) -> torch.Tensor:
@@ -78,8 +76,8 @@ class PackedBacking(PinnedBacking):
         # a weight has changed since it was packed
         if self.encoded is not None and self.version() != self.encoded:
             return self._copy_plain(target, after, link)
-        if self.wire is not None:
-            return self._unpack_on_device(target, after, link)
+        if self.on_device:
+            return self._unpack_on_device(self.decoder, target, after, link)
         return self._copy_packed(self.decoder, target, after, link)
 
     def _copy_plain(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
@@ -95,7 +93,9 @@ class PackedBacking(PinnedBacking):
             meter.copied(self.name, marks, end - start, end - start, backward, int(start == 0))
         return event
 
-    def _unpack_on_device(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
+    def _unpack_on_device(
+        self, decoder: UnitDecoder, target: torch.Tensor, after: Sequence[Any], link: Link
+    ) -> Any:
         """Decode the packed bytes that stay on the device. Unpacked tensors that changed on the host are
         copied first. Returns the last event.
         """
@@ -103,7 +103,7 @@ class PackedBacking(PinnedBacking):
         if packed_residents.is_stale(self):
             for marks, nbytes, raw in packed_residents.copy_changes(self, meter.timing):
                 meter.copied(self.name, marks, nbytes, raw, in_backward(), 0)
-        event, times = packed_residents.unpack(self, target, after, meter.timing)
+        event, times = packed_residents.unpack(self, decoder, target, after, meter.timing)
         meter.decoded(times)
         return event
 

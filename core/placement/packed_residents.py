@@ -6,22 +6,26 @@ device. About 1.4 times as many weights fit into the same device memory if they 
 copied over the link. The cost is the time of decoding. On an H200 the decoder alone writes 2009 GB/s of
 unpacked weights (benchmarks/records/2026-11-22-h200-codec-3.json), and the link copies 54.6 GB/s
 (benchmarks/records/2026-11-22-h200-suite-12.json). The streamer treats such a unit as any streamed unit:
-order, slots and events are the same, but the bytes come from device memory. The unit's host block is kept, so
-the packed bytes on the device can be given up at no cost.
+order, slots and events are the same, but the bytes come from device memory. A unit of host memory keeps its
+host block, so its packed bytes on the device can be given up at no cost. A unit of a weights file has no host
+copy; its packed bytes are loaded from the file on first use (`resident_loads.Load`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..codec.unit_decoder import RawEntry
+from ..codec.unit_decoder import RawEntry, UnitDecoder
 from ..device.engine import Engine
 from ..model.units import Unit
 from ..plan.residency import SMALL_UNIT, round_up
+from .backing import Backing
 from .host_copies import HostCopies
+from .tier import TierFigures
 
 if TYPE_CHECKING:
     from .packed_backing import PackedBacking
@@ -43,14 +47,18 @@ class PackedResidents:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.on_unit_dropped: Callable[[], None] = lambda: None
-        self._buffers: dict[int, torch.Tensor] = {}  # the packed bytes on the device, by the unit's index
-        self._units: dict[int, PackedBacking] = {}
+        self._buffers: dict[int, torch.Tensor] = {}  # the device memory of each unit, by the unit's index
+        self._wires: dict[int, torch.Tensor] = {}  # the part of each buffer that holds the packed bytes
+        self._units: dict[int, Backing] = {}
         self._versions: dict[int, int] = {}  # the version of the host bytes that each buffer holds
         self._copied: dict[int, Any] = {}  # events of copies that decoding has to wait for
         self._read: dict[int, Any] = {}  # events of the last decoding from each buffer
 
     def __len__(self) -> int:
         return len(self._units)
+
+    def __contains__(self, unit: Backing) -> bool:
+        return self._units.get(unit.index) is unit
 
     @property
     def nbytes(self) -> int:
@@ -62,15 +70,23 @@ class PackedResidents:
         """Bytes of the units when decoded."""
         return sum(unit.nbytes for unit in self._units.values())
 
-    def keep(self, units: Sequence[PackedBacking]) -> None:
-        """Copy the packed bytes of ``units`` to the device. Raises torch.OutOfMemoryError."""
-        buffers = [self._engine.allocate(unit.host.numel()) for unit in units]
+    def allocate(self, units: Sequence[Backing], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return a device buffer for each of ``units``, of as many bytes as ``sizes`` says, which the caller
+        fills with the unit's packed bytes. Raises torch.OutOfMemoryError.
+        """
+        buffers = [self._engine.allocate(nbytes) for nbytes in sizes]
         self._engine.synchronize()  # other streams may still use memory that the allocator reused
         for unit, buffer in zip(units, buffers, strict=True):
-            assert unit.decoder is not None
+            self._buffers[unit.index] = self._wires[unit.index] = buffer
+            self._units[unit.index] = unit
+        return buffers
+
+    def keep(self, units: Sequence[PackedBacking]) -> None:
+        """Copy the packed bytes of ``units`` to the device. Raises torch.OutOfMemoryError."""
+        buffers = self.allocate(units, [unit.host.numel() for unit in units])
+        for unit, buffer in zip(units, buffers, strict=True):
             self._versions[unit.index] = unit.version()
             self._engine.copy_in(buffer, unit.host, (), False)
-            self._buffers[unit.index], self._units[unit.index], unit.wire = buffer, unit, buffer
         self._engine.synchronize()
 
     def update(self, unit: PackedBacking) -> None:
@@ -86,7 +102,7 @@ class PackedResidents:
             self._drop(unit)
             self.on_unit_dropped()
             return
-        unit.wire = buffer[: unit.host.numel()]
+        self._wires[unit.index] = buffer[: unit.host.numel()]
         self._versions.pop(unit.index, None)
 
     def is_stale(self, unit: PackedBacking) -> bool:
@@ -103,8 +119,8 @@ class PackedResidents:
         unpacked tensors are copied, or the whole block if they take more than half of it. ``timed``: whether
         to record time marks.
         """
-        assert unit.wire is not None and unit.decoder is not None
-        index, version = unit.index, unit.version()
+        assert unit.decoder is not None
+        index, version, wire = unit.index, unit.version(), self._wires[unit.index]
         raw_ones = [e for e in unit.decoder.entries if isinstance(e, RawEntry) and e.nbytes]
         plain = [(e.wire_at, e.wire_at + e.nbytes, e.nbytes) for e in raw_ones]
         if (
@@ -118,36 +134,52 @@ class PackedResidents:
         copies = []
         for start, end, raw in plain:
             self._copied[index], marks = self._engine.copy_in(
-                unit.wire[start:end], unit.host[start:end], read, timed
+                wire[start:end], unit.host[start:end], read, timed
             )
             copies.append((marks, end - start, raw))
         self._versions[index] = version
         return copies
 
     def unpack(
-        self, unit: PackedBacking, target: torch.Tensor, after: Sequence[Any], timed: bool
+        self, unit: Backing, decoder: UnitDecoder, target: torch.Tensor, after: Sequence[Any], timed: bool
     ) -> tuple[Any, Any]:
-        """Enqueue the decoding of the unit into ``target``, after the events ``after``. Returns the event at
-        the end of decoding, and the time marks.
+        """Enqueue the decoding of the unit by ``decoder`` into ``target``, after the events ``after``. Returns
+        the event at the end of decoding, and the time marks.
         """
-        assert unit.decoder is not None and unit.wire is not None
         fresh = [self._copied[unit.index]] if unit.index in self._copied else []
-        event, times = self._engine.decode(unit.decoder, unit.wire, target, (*fresh, *after), timed)
+        event, times = self._engine.decode(decoder, self._wires[unit.index], target, (*fresh, *after), timed)
         self._read[unit.index] = event
         self._copied.pop(unit.index, None)
         return event, times
 
-    def _drop(self, unit: PackedBacking) -> None:
+    def _drop(self, unit: Backing) -> None:
         """Release the unit's buffer on the device."""
-        unit.wire = None
-        del self._buffers[unit.index], self._units[unit.index]
+        del self._buffers[unit.index], self._units[unit.index], self._wires[unit.index]
         for known in (self._versions, self._copied, self._read):
             known.pop(unit.index, None)
+
+    def figures(self, others: TierFigures) -> TierFigures:
+        """Return ``others``, the figures of a tier, with those of the tier's units that stay packed."""
+        return replace(
+            others,
+            packed_resident_bytes=self.nbytes,
+            packed_resident_raw_bytes=self.raw_bytes,
+            packed_resident_units=len(self),
+        )
 
     def close(self) -> None:
         """Release all buffers. Must not be called while work is pending on the device."""
         for unit in list(self._units.values()):
             self._drop(unit)
+
+
+def worth_keeping(unit: Unit, packed_bytes: int, saved_bytes: int | None = None) -> int:
+    """Return ``packed_bytes``, or 0 if the unit is small or packing saves less than 10 % of its bytes.
+
+    ``saved_bytes``: by default the difference to the unit's bytes.
+    """
+    saved = unit.nbytes - packed_bytes if saved_bytes is None else saved_bytes
+    return packed_bytes if unit.nbytes >= LEAST_UNIT and saved > 0.1 * unit.nbytes else 0
 
 
 def wire_bytes(
@@ -176,4 +208,4 @@ def wire_bytes(
             size = int(expected * entry.nbytes)
         saved += entry.nbytes - size
         total += -(-size // 512) * 512
-    return total if saved > 0.1 * unit.nbytes else 0
+    return worth_keeping(unit, total, saved)

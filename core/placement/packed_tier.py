@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -430,13 +429,7 @@ class PackedTier(BlockTier):
 
     def figures(self) -> TierFigures:
         """Return the figures for the report."""
-        stay = self.packed_residents
-        return replace(
-            super().figures(),
-            packed_resident_bytes=stay.nbytes,
-            packed_resident_raw_bytes=stay.raw_bytes,
-            packed_resident_units=len(stay),
-        )
+        return self.packed_residents.figures(super().figures())
 
     # -- restoring the tensors
 
