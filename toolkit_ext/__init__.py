@@ -4,6 +4,7 @@
 - `choose_mode` decides how the requested mode runs on the job's device, and `device_trial` tries the device out.
 - `budget_shares` checks that a job's models fit one budget.
 - `loading` keeps whole models on the host while they load.
+- `spilled_loading` moves weights to disk while models load.
 - `attachment` manages one model, and `job` all models of one process of a job.
 - `log_messages` writes the lines for the job's log.
 - `toolkit_patches` patches ai-toolkit's classes.

@@ -32,8 +32,8 @@ class Attachment:
     ``percent``: the share (0 to 1) of the weights to stream that the YAML requests, None without a request;
     ``unmanaged_modules``: the modules that ai-toolkit asked to ignore; ``session``: the session, None before the first
     forward and while paused; ``least``: the least budget that works, in bytes, for each granularity; ``given``: the
-    budget of the session, or its future budget; ``trains``: whether backward passes go through the model; ``gone``:
-    whether `detach` was called. The argument ``open`` makes the session, at the first forward.
+    budget of the session, or its future budget; ``trains``: whether backward passes go through the model;
+    ``trains_whole``: whether all of its own weights train; ``gone``: whether `detach` was called. The argument ``open`` makes the session, at the first forward.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Attachment:
         self.session: Session | None = None
         self.least: dict[str | None, int] = {}
         self.given: int | str | SharedBudget | None = None
-        self.trains = False
+        self.trains = self.trains_whole = False
         self._laid_open: FlattenedWeights | None = None
         self.gone = False
         self._open = open
@@ -73,6 +73,11 @@ class Attachment:
             p.requires_grad and p.dtype != torch.float32 and getattr(p, "_carom", None) is not None
             for p in self.module.parameters()
         )
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether weights stream from disk at present."""
+        return self.session is not None and self.session.report().ram_budget_bytes > 0
 
     # -- life
 

@@ -19,14 +19,16 @@ from ..core.common.errors import BudgetError, CaromError, UnsupportedError
 from ..core.device.make_engine import make_engine
 from ..core.metrics.report import Report
 from ..core.model.quantized import FlattenedWeights
+from ..core.placement.disk_binding import AUTO
 from ..core.session.session import Session
-from ..core.session.settings import vram_budget, within_dedicated
+from ..core.session.settings import ram_budget, vram_budget, within_dedicated
 from . import log_messages
 from .attachment import Attachment, tensors, weight_bytes
 from .budget_shares import require
 from .choose_mode import choose
 from .loading import building_on_the_host, models_stay_on_the_host
 from .options import Policy
+from .spilled_loading import SpilledLoading
 
 logger = logging.getLogger("carom")
 
@@ -80,14 +82,15 @@ class JobOffload:
         """
         kept: list[Any] = []
         if attaches_itself(sd):
-            with building_on_the_host(sd), models_stay_on_the_host(self.device) as kept:
+            with building_on_the_host(sd), models_stay_on_the_host(self.device, self._arrived()) as kept:
                 result = original()
         else:  # such classes use these device attributes only for loading
             before = {name: getattr(sd, name) for name in DEVICES if hasattr(sd, name)}
             for name in before:
                 setattr(sd, name, torch.device("cpu"))
             try:
-                result = original()
+                with models_stay_on_the_host(torch.device("cpu"), self._arrived()):
+                    result = original()
             finally:
                 for name, value in before.items():
                     setattr(sd, name, value)
@@ -116,6 +119,12 @@ class JobOffload:
                 if id(attachment.module) in parts:
                     attachment.trains = True  # set here because the adapters belong to the network
         return result
+
+    def _arrived(self) -> Callable[[nn.Module], None]:
+        """Return the function to call with each module whose weights loading brought to the host."""
+        if self.policy.disk in (None, AUTO):
+            return lambda module: None
+        return SpilledLoading(self.policy.disk, ram_budget(self.policy.ram)).note
 
     def _place_the_rest(self, kept: list[Any], alone: list[Any]) -> None:
         """Place the models in ``kept``, which the loader tried to move to the device and which are not attached yet.
@@ -159,8 +168,9 @@ class JobOffload:
         of models with trainable weights.
         """
         for attachment in self.attachments:
-            trains = any(t.requires_grad for t in tensors(attachment.module))
-            if attachment.session is None and (trains or not trainable_only):
+            trains = [p.requires_grad for p in attachment.module.parameters() if p.is_floating_point()]
+            if attachment.session is None and (any(trains) or not trainable_only):
+                attachment.trains_whole = trainable_only and all(trains)
                 attachment.activate()
 
     def refresh(self) -> None:
@@ -168,19 +178,39 @@ class JobOffload:
         for attachment in self.attachments:
             attachment.refresh()
 
+    def sampling(self, network: Any) -> None:
+        """Prepare for samples: open all sessions, and forbid ``network`` to merge into weights that stream from disk.
+
+        ai-toolkit then runs the network beside the model, as it does for quantised models and with its own layer
+        offloading. A merge would write all weights to host memory.
+        """
+        self.ready()
+        if getattr(network, "can_merge_in", False) and any(a.trains and a.on_disk for a in self.attachments):
+            network.can_merge_in = False
+            self.say("samples are made without merging the network, because the model streams from disk")
+
     # -- before the first step
 
-    def check(self, optimizer: Any, averages: bool) -> None:
+    def check(self, optimizer: Any, averages: bool, merges: bool = False) -> None:
         """Raise an exception if the job cannot train with these settings; called before the first step.
 
         Raises BudgetError if a model does not fit its budget. Raises UnsupportedError if trainable weights stream and
         ``optimizer`` cannot step weights on the host, or if they stream and ``averages`` is True: ai-toolkit's average
-        of the weights (EMA) cannot be computed on the host either.
+        of the weights (EMA) cannot be computed on the host either. Raises UnsupportedError if weights stream from disk
+        and ``merges`` is True: the job will merge its network into them.
         """
         sharing = self._sharing()
         if not self.choice.alone and any(a.session is None for a in sharing):
             total = self._total() if self._bytes is None else self._bytes
             require(total, {a.name: self._least(a) for a in sharing if a.session is None})
+        if merges and self.policy.disk is not None:
+            self.ready()
+            for attachment in self.attachments:
+                if attachment.trains and attachment.on_disk:
+                    raise UnsupportedError(
+                        f"train.merge_network_on_save changes the weights of {attachment.name}, and these stream from disk: "
+                        "they exceed offload_kwargs.ram. Remove merge_network_on_save, or write a ram that holds them"
+                    )
         for attachment in self.attachments:
             if attachment.streams_what_trains and (rounds_at_random(optimizer) or averages):
                 what = type(optimizer).__name__ if rounds_at_random(optimizer) else "ema_config.use_ema"
@@ -201,16 +231,21 @@ class JobOffload:
         if attachment.trains:
             self._rank(session)
         self.say(log_messages.start(attachment.name, session.report()))
+        if attachment.trains_whole and self.policy.disk is not None:
+            self.say(
+                f"{attachment.name}: disk has no effect, because weights that train cannot stream from disk"
+            )
         return session
 
     def _stream(
         self, attachment: Attachment, vram: int | str | SharedBudget, granularity: str | None = None
     ) -> Session:
         policy = self.policy
+        disk = None if attachment.trains_whole else policy.disk  # weights on disk cannot be trained
         return Session(
             attachment.module, device=engine_device(self.device), vram=vram, ram=self._ram(attachment), weights=None,
             granularity=granularity or policy.granularity, codec=policy.codec, pool=self.choice.pool, host="auto",
-            training=None, backward=attachment.trains,
+            training=None, disk=disk, backward=attachment.trains,
         )  # fmt: skip
 
     def _rank(self, session: Session) -> None:
@@ -329,7 +364,8 @@ class JobOffload:
             target = Path(folder) / output_name(job)
             target.mkdir(parents=True, exist_ok=True)
             reports = {name: report.to_dict() for name, report in self._reports.items()}
-            policy = {"offload": self.policy.mode, "vram": self.policy.vram, "ram": self.policy.ram}
+            policy: dict[str, Any] = {"offload": self.policy.mode}
+            policy |= {name: getattr(self.policy, name) for name in ("vram", "ram", "disk")}
             _write(target / "report.json", json.dumps({**policy, "models": reports}, indent=2))
             _write(
                 target / "report.txt",

@@ -19,11 +19,18 @@ from torch import nn
 _BUILDS_ON_DEVICE = {"Ideogram4Model"}
 
 
+def _nothing(module: nn.Module) -> None:
+    """Do nothing. The default for ``arrived`` in `models_stay_on_the_host`."""
+
+
 @contextlib.contextmanager
-def models_stay_on_the_host(device: torch.device) -> Iterator[list[weakref.ref[nn.Module]]]:
+def models_stay_on_the_host(
+    device: torch.device, arrived: Callable[[nn.Module], None] = _nothing
+) -> Iterator[list[weakref.ref[nn.Module]]]:
     """Keep modules that hold a stack of blocks on the host when they are moved to ``device`` inside this context.
 
     Such a move still converts dtypes.
+    ``arrived``: called with each module whose own weights were moved to the host, or converted there.
     Yields a list of weak references to the modules that were kept on the host. The list grows during the context.
     """
     kept: list[weakref.ref[nn.Module]] = []
@@ -31,10 +38,14 @@ def models_stay_on_the_host(device: torch.device) -> Iterator[list[weakref.ref[n
 
     def _apply(module: nn.Module, function: Callable, recurse: bool = True) -> nn.Module:
         if device.type == "cpu" or not _moves_to(function, device) or not has_stack(module):
-            return plain(module, function, recurse)
+            result = plain(module, function, recurse)
+            arrived(module)
+            return result
         if not any(module is other() for other in kept):
             kept.append(weakref.ref(module))
-        return without_moving(module, function, plain, recurse)
+        result = without_moving(module, function, plain, recurse)
+        arrived(module)
+        return result
 
     nn.Module._apply = _apply  # type: ignore[method-assign]
     try:

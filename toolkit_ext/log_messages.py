@@ -21,9 +21,14 @@ def start(name: str, report: Report) -> str:
     stay, stream = _places(report)
     if not stream:
         return f"{name}: all {format_size(stay)} stay on {report.device}; {budget}"
+    disk = (
+        f" from disk, with {format_size(report.ram_budget_bytes)} of RAM as cache"
+        if report.ram_budget_bytes
+        else ""
+    )
     return (
         f"{name}: {format_size(stay)} stay on {report.device}{need}, "
-        f"{format_size(stream)} stream through {format_size(report.slot_bytes)} of slots; {budget}"
+        f"{format_size(stream)} stream through {format_size(report.slot_bytes)} of slots{disk}; {budget}"
     )
 
 
@@ -55,6 +60,8 @@ def advice(report: Report) -> str:
 
     The estimate: each byte that no longer streams saves its time on the link.
     """
+    if report.bound_by == "disk" and report.stall_seconds:
+        return "the drive limits it: more ram would help"
     step, stall = report.step_seconds or 0.0, report.stall_seconds or 0.0
     if stall <= NOTICEABLE * step:
         return "nothing to gain"

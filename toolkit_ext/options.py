@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..core.common.errors import UnsupportedError
@@ -23,8 +24,8 @@ class Policy:
     """The offload settings of one process of a job.
 
     ``mode``: one of `MODES` except "off"; ``vram``, ``ram``: as in `carom.stream`, for all models of the process
-    together; ``codec``, ``granularity``: as in `carom.stream`; ``priority``: the rank of the transformer that trains
-    among the models that share the budget.
+    together; ``disk``, ``codec``, ``granularity``: as in `carom.stream`; ``priority``: the rank of the transformer that
+    trains among the models that share the budget.
     ``transformer_percent``, ``text_encoder_percent``: ai-toolkit's share (0 to 1) of the weights to stream. They are
     None if the YAML gives no share, if ``layer_offloading`` is not true, or if ``vram`` overrules the share.
     ``remarks``: one line for each key in the YAML or the environment that has no effect.
@@ -33,6 +34,7 @@ class Policy:
     mode: str
     vram: int | str = "auto"
     ram: int | str = "auto"
+    disk: str | None = None
     codec: str = "auto"
     granularity: str = "auto"
     priority: str = "normal"
@@ -67,11 +69,8 @@ def read(model: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> 
                 f"model.offload_kwargs: {name!r} is not known; the options are {_list(OPTIONS)}"
             )
     values = {name: value for name, value in options.items() if value is not None}
-    if "disk" in values:
-        raise UnsupportedError(
-            f"model.offload_kwargs.disk: {values['disk']!r}: streaming from disk is not in this version; write null"
-        )
     vram, ram = _size("vram", values.get("vram", "auto"), 1), _size("ram", values.get("ram", "auto"), 0)
+    disk = _disk(values.get("disk"))
     codec = _choice("codec", values.get("codec", "auto"), CODECS)
     granularity = _choice("granularity", values.get("granularity", "auto"), GRANULARITIES)
     priority = _choice("priority", values.get("priority", "normal"), PRIORITIES)
@@ -87,7 +86,7 @@ def read(model: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> 
     remarks = _remarks(vram, percents, environ or {})
     if vram != "auto":
         percents = [None if percent else percent for percent in percents]
-    return Policy(mode, vram, ram, codec, granularity, priority, percents[0], percents[1], remarks)
+    return Policy(mode, vram, ram, disk, codec, granularity, priority, percents[0], percents[1], remarks)
 
 
 def _remarks(
@@ -136,6 +135,21 @@ def _size(name: str, value: Any, least: int) -> int | str:
     if meant is not None:
         raise UnsupportedError(f"{setting}: {value} means {nbytes} bytes; did you mean {meant}?")
     return value if isinstance(value, str) else int(value)
+
+
+def _disk(value: Any) -> str | None:
+    """Return None, "auto" or the absolute path of the folder ``value``; raise UnsupportedError for other values."""
+    if value is None or value == "auto":
+        return value
+    setting = "model.offload_kwargs.disk"
+    if not isinstance(value, str) or not value.strip():
+        raise UnsupportedError(
+            f"{setting}: {value!r} is not known; write auto, the path of a folder, or null"
+        )
+    folder = Path(value).expanduser().absolute()
+    if folder.exists() and not folder.is_dir():
+        raise UnsupportedError(f"{setting}: {value!r} is a file; write the path of a folder")
+    return str(folder)
 
 
 def _percent(name: str, value: Any) -> float | None:

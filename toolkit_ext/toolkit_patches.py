@@ -209,7 +209,8 @@ def _before_train_loop(original: Callable, self: Any, *args: Any, **kwargs: Any)
     job: JobOffload | None = self.__dict__.get(JOB)
     if job is not None:
         averages = getattr(getattr(getattr(self, "train_config", None), "ema_config", None), "use_ema", False)
-        job.check(getattr(self, "optimizer", None), averages)
+        merges = getattr(getattr(self, "train_config", None), "merge_network_on_save", False)
+        job.check(getattr(self, "optimizer", None), averages, merges)
         if getattr(self.model_config, "compile", False):
             job.ready()
     return result
@@ -226,7 +227,7 @@ def _before_optimizer(original: Callable, self: Any, *args: Any, **kwargs: Any) 
 def _sample(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     job: JobOffload | None = self.__dict__.get(JOB)
     if job is not None:
-        job.ready()
+        job.sampling(getattr(self, "network", None))
         job.progress(args[0] if args else kwargs.get("step"))
         job.write(self.save_root, self.job.name, pictures=False)
     return original(self, *args, **kwargs)

@@ -26,7 +26,7 @@ def test_every_option_arrives():
     policy = options.read(
         {"offload": "bouncing", "offload_kwargs": {"vram": "12GiB", "ram": "20GB", "disk": None, "codec": "raw", "granularity": "block", "priority": "high"}}
     )  # fmt: skip
-    assert policy == options.Policy("bouncing", "12GiB", "20GB", "raw", "block", "high")
+    assert policy == options.Policy("bouncing", "12GiB", "20GB", None, "raw", "block", "high")
     assert options.read({"offload": "auto"}) == options.Policy("auto")
 
 
@@ -52,7 +52,12 @@ def test_every_option_arrives():
             "offload_kwargs.priority: 1 is not known",
         ),
         ({"offload": "bouncing", "offload_kwargs": {"granularity": "atom"}}, "auto, block, phase, layer"),
-        ({"offload": "bouncing", "offload_kwargs": {"disk": "/d"}}, "write null"),
+        ({"offload": "bouncing", "offload_kwargs": {"disk": True}}, "the path of a folder, or null"),
+        ({"offload": "bouncing", "offload_kwargs": {"disk": " "}}, "the path of a folder, or null"),
+        (
+            {"offload": "bouncing", "offload_kwargs": {"disk": __file__}},
+            "is a file; write the path of a folder",
+        ),
         (
             {"offload": "bouncing", "layer_offloading": True, "layer_offloading_transformer_percent": 70},
             "between 0 and 1",

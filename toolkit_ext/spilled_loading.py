@@ -1,0 +1,79 @@
+"""Defines `SpilledLoading`, which moves weights to disk while a model class of ai-toolkit loads them.
+
+Quantising and converting make new weights, block by block. Without this, host memory would hold all of them before
+the model streams. The session that opens later finds the weights in their spill file and writes nothing again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..core.checkpoint.mapped_views import MappedViews
+from ..core.checkpoint.spill import spill
+from ..core.model.tensor_flatten import flatten, is_wrapper
+
+LEAST = 4096  # bytes; smaller tensors stay in host memory
+
+
+class SpilledLoading:
+    """Spills the weights that loading made in host memory, whenever they exceed ``ram`` bytes.
+
+    ``folder``: where the spill files are; ``ram``: bytes of weights that may stay in host memory.
+    """
+
+    def __init__(self, folder: str, ram: int) -> None:
+        self._folder, self._ram = folder, ram
+        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._bytes = 0
+
+    def note(self, module: nn.Module) -> None:
+        """Count the weights of ``module`` itself, without its children, and spill all counted ones if necessary.
+
+        Called after the weights were moved to the host or converted there. Raises BudgetError if the drive has no room,
+        and WeightsError if the folder cannot be written.
+        """
+        for tensor in own_tensors(module):
+            seen = self._seen.get(id(tensor))
+            if seen is None or seen() is not tensor:
+                self._seen[id(tensor)] = weakref.ref(tensor)
+                self._bytes += tensor.nbytes
+        if self._bytes > self._ram:
+            self._spill()
+
+    def _spill(self) -> None:
+        views = MappedViews()
+        alive = [tensor for reference in self._seen.values() if (tensor := reference()) is not None]
+        made = [tensor for tensor in alive if _may_spill(tensor) and views.find(tensor) is None]
+        if sum(tensor.nbytes for tensor in made) > self._ram:
+            for tensor, view in zip(made, spill(made, self._folder), strict=True):
+                tensor.data = view
+            made = []
+        self._seen = {id(tensor): weakref.ref(tensor) for tensor in made}
+        self._bytes = sum(tensor.nbytes for tensor in made)
+
+
+def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers of ``module`` itself. A quantised weight counts as its inner tensors."""
+    for table in (module._parameters, module._buffers):
+        for tensor in table.values():
+            if tensor is not None:
+                yield from flatten(tensor)[1] if is_wrapper(tensor) else (tensor,)
+
+
+def _may_spill(tensor: torch.Tensor) -> bool:
+    """Return whether spilling ``tensor`` gives memory back: a plain tensor on the CPU with a storage of its own."""
+    if (
+        type(tensor) not in (torch.Tensor, nn.Parameter)
+        or tensor.device.type != "cpu"
+        or tensor.nbytes < LEAST
+    ):
+        return False
+    return (
+        tensor.layout == torch.strided
+        and not tensor.is_inference()
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )
