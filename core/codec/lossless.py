@@ -53,7 +53,7 @@ class Code:
     """The parameters of a tensor's exponent code, which are chosen for each tensor.
 
     ``k``: the bits of a code. ``base``: the exponent of code 0. ``table``: the 16 exponents that 4-bit
-    escapes stand for.
+    escapes stand for; for fp8 e4m3, the three that second codes stand for, then zeros.
     """
 
     k: int
@@ -67,7 +67,8 @@ def choose_code(counts: np.ndarray, kind: Kind, tile: int, widths: Sequence[int]
 
     ``tile``: elements in a tile. ``widths``: the code widths (k) to choose from; by default all that the
     dtype allows. An escape takes 4 bits if all escapes of its tile are among the table's 16 exponents, else 8
-    bits.
+    bits. In version 2 of the format it takes 2 bits, or 6 if its exponent is not among the table's three. There
+    is no penalty, because the decoder's time does not depend on the number of escapes.
     """
     share = counts.astype(np.float64) / max(1, int(counts.sum()))
     fields = 1 << kind.exponent_bits
@@ -78,12 +79,15 @@ def choose_code(counts: np.ndarray, kind: Kind, tile: int, widths: Sequence[int]
         base = int(np.argmax(inside))
         outside = share[:fields].copy()
         outside[base : base + window] = 0
-        table = np.argsort(-outside, kind="stable")[:16]
+        table = np.argsort(-outside, kind="stable")[: 3 if kind.two_level else 16]
         escaped = float(outside.sum())
         rare = max(0.0, escaped - float(outside[table].sum()))
-        bits = k + escaped * (4 + ESCAPE_PENALTY + 4 * min(1.0, tile * rare))
+        if kind.two_level:
+            bits = k + 2 * escaped + 4 * rare
+        else:
+            bits = k + escaped * (4 + ESCAPE_PENALTY + 4 * min(1.0, tile * rare))
         if best is None or bits < best[0]:
-            best = bits, Code(k, base, bytes(sorted(int(e) for e in table)))
+            best = bits, Code(k, base, bytes(sorted(int(e) for e in table)).ljust(16, b"\0"))
     assert best is not None
     return best[1]
 
@@ -138,9 +142,9 @@ def encode(
                 return None
             blob[write_at : write_at + len(stream)] = stream
             starts = escape_bytes + np.cumsum(sizes) - sizes
-            entries.append(starts | flags)
+            entries.append((starts // 8 if kind.two_level else starts) | flags)
             write_at, escape_bytes = write_at + len(stream), escape_bytes + len(stream)
-            most = max(most, int((flags >> MOST_SHIFT).max()))
+            most = 0 if kind.two_level else max(most, int((flags >> MOST_SHIFT).max()))
         header = Header(kind, code.k, lanes, code.base, len(flat), escape_bytes, code.table, tail, most)
         if header.total >= limit:
             return None

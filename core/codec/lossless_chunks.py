@@ -14,6 +14,7 @@ import numpy as np
 
 from .lossless_escapes import count_escapes, elements_of, empty_mask
 from .lossless_format import HEADER_BYTES, MOST_SHIFT, WIDE_BIT, Header, Kind
+from .lossless_second_codes import encode_escapes, second_codes_of
 from .scratch import scratch
 
 _U64 = np.uint64
@@ -43,6 +44,7 @@ class ChunkEncoder:
         self.header, self.flat, self.blob, self.max_tiles = header, flat, blob, max_tiles
         self.nibble_of = np.full(256, 255, np.uint8)
         self.nibble_of[np.frombuffer(header.escape_table, np.uint8)] = np.arange(16, dtype=np.uint8)
+        self.second_codes = second_codes_of(header)
         # NumPy's minimum with a scalar takes ten times as long as with an array.
         self.highest = np.full(header.tile, (1 << header.k) - 1, np.uint8)
         bits = blob[header.bits_at : header.tiles_at].view(np.uint32)
@@ -52,7 +54,7 @@ class ChunkEncoder:
         """Encode ``count`` tiles from tile ``first``; return (escape bytes, bytes of each tile's escapes,
         flags of each tile).
 
-        The flags are the upper bits of the tile's 64-bit entry in the tile table.
+        The flags are the upper bits of the tile's 64-bit entry in the tile table, above the offset.
         """
         header = self.header
         tiles = min(count, header.tiles - first)
@@ -63,10 +65,10 @@ class ChunkEncoder:
             targets.append(self.blob[at + start : at + end])
             if end == header.words * 4:
                 self.blob[at + end : at + header.byte_plane_stride] = 0
-        exponents = scratch("exponents", self.max_tiles * header.tile + 1, np.uint8)
-        # One more entry pads an odd number of escapes. Its exponent is the first of the escape table, so it
-        # is encoded as half byte 0.
-        exponents[-1] = header.escape_table[0]
+        exponents = scratch("exponents", (self.max_tiles + 1) * header.tile, np.uint8)
+        # The entries of one more tile pad a tile's escapes. Their exponent is the first of the escape table, so
+        # they are encoded as zero.
+        exponents[-header.tile :] = header.escape_table[0]
         exponent = exponents[: end - start]
         rest = self._split(self.flat[start:end], targets, exponent)
         whole = scratch("combined", tiles * header.tile, np.uint8)
@@ -79,6 +81,8 @@ class ChunkEncoder:
             np.bitwise_or(combined, rest, out=combined)
         whole[end - start :] = 0  # elements that pad the last tile have code 0
         mask = self._bit_planes(whole.view(np.uint64).reshape(tiles, 4, header.lanes), first)
+        if header.kind.two_level:
+            return encode_escapes(mask, exponents, self.second_codes, header.tile, self.max_tiles)
         return self._escapes(mask, exponents)
 
     def _split(self, x: np.ndarray, targets: list[np.ndarray], exponent: np.ndarray) -> np.ndarray | None:

@@ -17,12 +17,15 @@ from .lossless_format import (
     DEFAULT_LANES,
     HEADER_BYTES,
     KIND_BY_DTYPE,
+    LITERAL_SHIFT,
     MOST_SHIFT,
+    SECOND_SHIFT,
     WIDE_BIT,
     Header,
     Kind,
     checksum,
 )
+from .lossless_second_codes import GROUP, SECOND_ESCAPE, second_codes_of
 from .lossless_torch import popcount
 
 SCRATCH_ELEMENTS = 1 << 24
@@ -104,6 +107,7 @@ def encode_device_blob(
     nibble_of = torch.full((256,), 255, dtype=torch.uint8)
     nibble_of[torch.tensor(list(code.table))] = torch.arange(16, dtype=torch.uint8)
     nibble_of = nibble_of.to(device)
+    second_codes = torch.from_numpy(second_codes_of(header)).to(device)
     positions = torch.arange(8, dtype=torch.int32, device=device).view(4, 1, 2)
     streams, written, most = [], 0, 0
     step = max(1, min(step_elements, SCRATCH_ELEMENTS) // header.tile)
@@ -127,8 +131,13 @@ def encode_device_blob(
         mask = part[:, 0]
         for j in range(1, code.k):
             mask = mask & part[:, j]
-        stream, tile_entries, fullest = _escapes(mask, exponent, nibble_of)
-        entries[first : first + tiles] = tile_entries + written
+        if kind.two_level:
+            stream, tile_entries = _two_level_escapes(mask, exponent, second_codes)
+            entries[first : first + tiles] = tile_entries + written // 8
+            fullest = 0
+        else:
+            stream, tile_entries, fullest = _escapes(mask, exponent, nibble_of)
+            entries[first : first + tiles] = tile_entries + written
         streams.append(stream)
         written += len(stream)
         most = max(most, fullest)
@@ -153,21 +162,18 @@ def _escapes(
     ``mask``: int32 [tiles, lanes], a bit for each element. ``exponent``: the exponents of all elements.
     ``nibble_of``: maps an exponent to its index in the table of 4-bit escapes, or to 255.
     """
-    tiles, lanes = mask.shape
+    tiles = len(mask)
     device = mask.device
     by_lane = popcount(mask)
     counts, most = by_lane.sum(1), by_lane.amax(1).to(torch.int64)
-    shifts = torch.arange(32, dtype=torch.int32, device=device)
-    found = ((mask.reshape(-1, 1) >> shifts) & 1).to(torch.bool).view(-1).nonzero().view(-1)
-    bit, lane, tile = found & 31, (found >> 5) % lanes, (found >> 5) // lanes
-    element = tile * (32 * lanes) + ((bit >> 1 & 3) * lanes + lane) * 8 + (bit & 1) * 4 + (bit >> 3)
+    element, tile = _positions(mask)
     values = exponent[element]
     nibbles = nibble_of[values.to(torch.int32)]
     wide = torch.zeros(tiles, dtype=torch.int64, device=device)
     wide[tile[nibbles == 255]] = 1
     sizes = ((counts << wide) + 1) >> 1
     offsets = torch.cumsum(sizes, 0) - sizes
-    rank = torch.arange(len(found), device=device) - (torch.cumsum(counts, 0) - counts)[tile]
+    rank = torch.arange(len(element), device=device) - (torch.cumsum(counts, 0) - counts)[tile]
     of_wide = wide[tile] == 1
     at = 2 * offsets[tile] + (rank << wide[tile])
     half = torch.zeros(2 * int(sizes.sum()), dtype=torch.uint8, device=device)
@@ -175,3 +181,59 @@ def _escapes(
     half[at[of_wide] + 1] = values[of_wide] >> 4
     entries = offsets | wide << WIDE_BIT | most << MOST_SHIFT
     return half[0::2] | (half[1::2] << 4), entries, int(most.max())
+
+
+def _positions(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the element number and the tile of each bit that is set in ``mask``, by tile, lane and bit (int64)."""
+    lanes = mask.shape[1]
+    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
+    found = ((mask.reshape(-1, 1) >> shifts) & 1).to(torch.bool).view(-1).nonzero().view(-1)
+    bit, lane, tile = found & 31, (found >> 5) % lanes, (found >> 5) // lanes
+    return tile * (32 * lanes) + ((bit >> 1 & 3) * lanes + lane) * 8 + (bit & 1) * 4 + (bit >> 3), tile
+
+
+def _two_level_escapes(
+    mask: torch.Tensor, exponent: torch.Tensor, second_codes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (escape bytes, table entry of each tile) for the escapes set in ``mask`` (version 2 of the format).
+
+    ``second_codes``: maps an exponent to its second code. Otherwise as `_escapes`.
+    """
+    tiles = len(mask)
+    element, tile = _positions(mask)
+    values = exponent[element]
+    codes = second_codes[values.to(torch.int32)]
+    literal = (codes == SECOND_ESCAPE).nonzero().view(-1)
+    counts = torch.bincount(tile, minlength=tiles)
+    of_tile = torch.bincount(tile[literal], minlength=tiles)
+    seconds, literals = -(-counts // GROUP), -(-of_tile // GROUP)
+    second_words = _planes(codes, tile, counts, seconds, 2)
+    literal_words = _planes(values[literal], tile[literal], of_tile, literals, 4)
+    sizes = seconds + 2 * literals
+    starts = torch.cumsum(sizes, 0) - sizes
+    stream = torch.empty(len(second_words) + len(literal_words), dtype=torch.int64, device=mask.device)
+    stream[_consecutive(starts, seconds)] = second_words
+    stream[_consecutive(starts + seconds, 2 * literals)] = literal_words
+    return stream.view(torch.uint8), starts | seconds << SECOND_SHIFT | literals << LITERAL_SHIFT
+
+
+def _planes(
+    values: torch.Tensor, tile: torch.Tensor, counts: torch.Tensor, groups: torch.Tensor, bits: int
+) -> torch.Tensor:
+    """Return the bit planes (int64) of ``values``: in groups of 32 values, with a group's planes together.
+
+    ``tile``: the tile of each value. ``counts`` and ``groups``: the values and the groups of each tile.
+    """
+    moved = GROUP * (torch.cumsum(groups, 0) - groups) - (torch.cumsum(counts, 0) - counts)
+    padded = torch.zeros(GROUP * int(groups.sum()), dtype=torch.int64, device=values.device)
+    padded[torch.arange(len(values), device=values.device) + moved[tile]] = values.to(torch.int64)
+    padded = padded.view(-1, 1, GROUP)
+    planes = torch.arange(bits, device=values.device).view(1, bits, 1)
+    words = ((padded >> planes & 1) << torch.arange(GROUP, device=values.device)).sum(2)
+    return words[:, 0::2].reshape(-1) | words[:, 1::2].reshape(-1) << 32
+
+
+def _consecutive(starts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return ``counts[0]`` numbers from ``starts[0]`` on, then ``counts[1]`` from ``starts[1]`` on, and so on."""
+    moved = torch.repeat_interleave(starts - (torch.cumsum(counts, 0) - counts), counts)
+    return torch.arange(len(moved), device=starts.device) + moved

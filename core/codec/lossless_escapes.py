@@ -14,7 +14,7 @@ import numpy as np
 
 from .scratch import scratch
 
-GAP = 8  # bytes after each tile's mask; the first is 1 where the tile's number of escapes is odd
+GAP = 8  # bytes after each tile's mask; their bits make the tile's number of set bits a multiple of 2 or 32
 _ONES_OF_BYTE = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
 
@@ -34,15 +34,17 @@ def empty_mask(tiles: int, lanes: int) -> np.ndarray:
     return scratch("mask", tiles * (4 * lanes + GAP), np.uint8).reshape(tiles, 4 * lanes + GAP)
 
 
-def count_escapes(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def count_escapes(mask: np.ndarray, multiple: int = 2) -> tuple[np.ndarray, np.ndarray]:
     """Return (escapes of each tile, int64; largest number in a lane of 32 elements, uint8), and fill in the
     gap of ``mask``.
+
+    ``multiple``: the gap gets as many set bits as make the number of a tile's set bits a multiple of this (at
+    most 32).
     """
     lanes = (mask.shape[1] - GAP) // 4
     by_lane = popcount_uint32(mask.view(np.uint32)[:, :lanes])
     counts = by_lane.sum(1, dtype=np.int64)
-    mask[:, 4 * lanes :] = 0
-    mask[:, 4 * lanes] = counts & 1
+    mask.view(np.int64)[:, lanes // 2] = (1 << (-counts % multiple)) - 1
     return counts, by_lane.max(1)
 
 
@@ -50,9 +52,9 @@ def elements_of(mask: np.ndarray, max_tiles: int) -> np.ndarray:
     """Return int64: the element number of each escape set in ``mask``, in order, counted from the mask's
     first element.
 
-    ``max_tiles``: the largest number of tiles that any mask has. For a tile with an odd number of escapes,
-    one more entry, ``max_tiles`` times the elements of a tile, makes the number even: two 4-bit escapes share
-    a byte.
+    ``max_tiles``: the largest number of tiles that any mask has. Bits in a tile's gap give entries as well, from
+    ``max_tiles`` times the elements of a tile on, and by less than a tile's elements above that. They make the
+    number of a tile's entries even, because two 4-bit escapes share a byte, or a multiple of 32 (`count_escapes`).
     """
     lanes = (mask.shape[1] - GAP) // 4
     flat = mask.reshape(-1)

@@ -1,5 +1,5 @@
-"""The lossless wire format, version 1: header fields, section offsets and sizes. Handles bytes and integers
-only.
+"""The lossless wire format, versions 1 and 2: header fields, section offsets and sizes. Handles bytes and
+integers only.
 
 docs/codec.md describes the format to the bit; this file is its only implementation of the layout. A blob is
 
@@ -14,6 +14,11 @@ decodes one lane. A *byte plane* holds one byte of every element. A *bit plane* 
 element, as one 32-bit word for each lane. *Rest bits* are the sign and mantissa bits of an element that are
 in no byte plane. The *tile table* holds, for each tile, the byte offset of its escapes and the largest number
 of escapes in any of its lanes.
+
+Version 2 is for fp8 e4m3 and differs in the tile table and the escapes. Every escape has a *second code* of 2
+bits. Three second codes stand for an exponent each; an element with the fourth has its exponent stored as a
+*literal* of 4 bits. Second codes and literals are bit planes as well, without gaps between lanes
+(core/codec/lossless_two_level.py).
 """
 
 from __future__ import annotations
@@ -31,11 +36,13 @@ from .blob_metadata import corrupt
 from .crc import crc32
 
 MAGIC = b"CRML"
-VERSION = 1
 HEADER_BYTES = 128
 ALIGN = 16
 TABLE_AT, TAIL_AT = 48, 64
+# Fields of a tile table entry, version 1: byte offset, a flag for 8-bit escapes, most escapes of a lane.
 OFFSET_BITS, WIDE_BIT, MOST_SHIFT = 40, 40, 48
+# Version 2: offset in units of 8 bytes, groups of 32 second codes, groups of 32 literals.
+UNIT_BITS, SECOND_SHIFT, LITERAL_SHIFT = 32, 32, 48
 DEFAULT_LANES = 128
 _HEADER = struct.Struct("<4sHBBBBBBIQQQ8x16s32s32x")
 assert _HEADER.size == HEADER_BYTES
@@ -47,7 +54,7 @@ class Kind:
     ``mantissa_bits``.
 
     Whole bytes of the sign and mantissa are stored in ``byte_planes`` byte planes. The other ``rest_bits``
-    bits are stored in bit planes.
+    bits are stored in bit planes. ``version``: the version of the format that blobs of this dtype have.
     """
 
     code: int
@@ -58,6 +65,12 @@ class Kind:
     mantissa_bits: int
     byte_planes: int
     rest_bits: int
+    version: int = 1
+
+    @property
+    def two_level(self) -> bool:
+        """Whether escapes have second codes, as in version 2 of the format."""
+        return self.version == 2
 
     @property
     def max_k(self) -> int:
@@ -79,7 +92,7 @@ KINDS = (
     Kind(1, "bf16", torch.bfloat16, 2, 8, 7, 1, 0),
     Kind(2, "fp16", torch.float16, 2, 5, 10, 1, 3),
     Kind(3, "fp32", torch.float32, 4, 8, 23, 3, 0),
-    Kind(4, "e4m3", torch.float8_e4m3fn, 1, 4, 3, 0, 4),
+    Kind(4, "e4m3", torch.float8_e4m3fn, 1, 4, 3, 0, 4, version=2),
     Kind(5, "e5m2", torch.float8_e5m2, 1, 5, 2, 0, 3),
 )
 KIND_BY_DTYPE = {kind.dtype: kind for kind in KINDS}
@@ -98,8 +111,8 @@ class Header:
 
     ``k``: bits of an exponent code. ``lanes``: lanes of 32 elements in a tile. ``base``: the exponent of code
     0. ``numel``: elements. ``escape_bytes``: bytes of the escapes section. ``escape_table``: the 16 exponents
-    of 4-bit escapes. ``tail``: the last ``numel % 8`` elements, raw. ``most_escapes``: the largest number of
-    escapes in a lane.
+    of 4-bit escapes; in version 2, the exponents of second codes 0 to 2, then zeros. ``tail``: the last
+    ``numel % 8`` elements, raw. ``most_escapes``: the largest number of escapes in a lane; 0 in version 2.
     """
 
     kind: Kind
@@ -173,7 +186,7 @@ class Header:
     def pack(self) -> bytes:
         """Return the 128 bytes of the header."""
         return _HEADER.pack(
-            MAGIC, VERSION, self.kind.code, self.k, self.lanes.bit_length() - 1, self.base, self.tail_count,
+            MAGIC, self.kind.version, self.kind.code, self.k, self.lanes.bit_length() - 1, self.base, self.tail_count,
             self.most_escapes, self.crc, self.numel, self.total, self.escape_bytes, self.escape_table, self.tail,
         )  # fmt: skip
 
@@ -194,7 +207,7 @@ def parse_header(blob: memoryview, name: str, length: int | None = None) -> Head
     """Return the validated header of ``blob``; allocate nothing whose size the header declares.
 
     ``blob``: all bytes of the blob, or only the first 128 together with ``length``, the blob's true length.
-    Raises WeightsError naming ``name`` for a header that version 1 cannot have written, and UnsupportedError
+    Raises WeightsError naming ``name`` for a header that no encoder writes, and UnsupportedError
     for a version that this Carom does not read.
     """
     length = len(blob) if length is None else length
@@ -207,12 +220,14 @@ def parse_header(blob: memoryview, name: str, length: int | None = None) -> Head
     magic, version, code, k, lanes_log2, base, tail_count, most, crc, numel, total, escape_bytes = fields[:12]
     if magic != MAGIC:
         raise corrupt(name, "it does not start with a lossless header")
-    if version != VERSION:
-        raise UnsupportedError(
-            f"tensor {name!r} is packed in version {version} of Carom's lossless format; this Carom reads version "
-            f"{VERSION} (Carom 0.1 and later): " + ("update Carom" if version > VERSION else "pack it again")
-        )
     kind = _KIND_BY_CODE.get(code)
+    known = 1 if kind is None else kind.version
+    if version != known:
+        raise UnsupportedError(
+            f"tensor {name!r} is packed in version {version} of Carom's lossless format; for its dtype this Carom "
+            f"reads version {known} (Carom 0.1 and later): "
+            + ("update Carom" if version > known else "pack the original file again")
+        )
     if kind is None or not 1 <= k <= kind.max_k or not 5 <= lanes_log2 <= 8:
         raise corrupt(name, "its header has an unknown dtype or code width")
     header = Header(kind, k, 1 << lanes_log2, base, numel, escape_bytes, fields[12], fields[13], most, crc)
@@ -220,7 +235,8 @@ def parse_header(blob: memoryview, name: str, length: int | None = None) -> Head
         numel < 8
         or base > kind.max_base(k)
         or most > 32
-        or (most > 0) != (escape_bytes > 0)
+        or (most > 0) != (escape_bytes > 0 and not kind.two_level)
+        or (kind.two_level and (escape_bytes % 8 or not _is_second_table(fields[12])))
         or tail_count != header.tail_count
         or total != header.total
         or header.pack() != bytes(blob[:HEADER_BYTES])
@@ -229,3 +245,8 @@ def parse_header(blob: memoryview, name: str, length: int | None = None) -> Head
     if total != length:
         raise corrupt(name, f"the blob has {length} bytes, its header declares {total}")
     return header
+
+
+def _is_second_table(table: bytes) -> bool:
+    """Return whether ``table`` has three exponents of 4 bits, in increasing order, and then zeros."""
+    return table[0] < table[1] < table[2] < 16 and not any(table[3:])

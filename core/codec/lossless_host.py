@@ -13,7 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from .lossless_escapes import count_escapes, elements_of, empty_mask
-from .lossless_format import HEADER_BYTES, OFFSET_BITS, TAIL_AT, WIDE_BIT, Header, Kind
+from .lossless_format import HEADER_BYTES, LITERAL_SHIFT, OFFSET_BITS, TAIL_AT, WIDE_BIT, Header, Kind
+from .lossless_two_level import decode_words
 from .scratch import scratch
 
 CHUNK = 1 << 18  # elements decoded at a time
@@ -60,6 +61,9 @@ def _decode(blob: np.ndarray, header: Header, start: int, count: int, out: np.nd
     first, tiles = start // tile, -(-count // tile)
     shape = (header.tiles, header.planes, header.lanes)
     bits = blob[header.bits_at : header.tiles_at].view(np.uint32).reshape(shape)[first : first + tiles]
+    if kind.two_level:
+        _decode_two_level(blob, header, bits, first, out)
+        return
     most = max(1, CHUNK // tile)
     # One byte more than the elements: for a tile with an odd number of escapes, `_patch` writes the padding
     # value there.
@@ -80,6 +84,24 @@ def _decode(blob: np.ndarray, header: Header, start: int, count: int, out: np.nd
         _spread(bits[:, header.k :], rest)
         rest = rest[:count]
     _join(kind, planes, rest, exponent, out)
+
+
+def _decode_two_level(
+    blob: np.ndarray, header: Header, bits: np.ndarray, first: int, out: np.ndarray
+) -> None:
+    """Decode the tiles from number ``first`` on, which have the bit planes ``bits``, into ``out`` (version 2)."""
+    tiles = len(bits)
+    table = blob[header.tiles_at + 8 * first : header.tiles_at + 8 * (first + tiles)].view(np.int64)
+    stream = blob[header.escapes_at : header.escapes_at + header.escape_bytes].view(np.int32)
+    literals = bool((table >> LITERAL_SHIFT).any())
+    words = decode_words(header, bits.view(np.int32), table, stream, literals)
+    whole = len(out) == tiles * header.tile
+    target = out if whole and out.ctypes.data % 4 == 0 else scratch("elements", tiles * header.tile, np.uint8)
+    elements = target.view(np.int32).reshape(tiles, 4, header.lanes, 2)
+    for r, word in enumerate(words):
+        elements[:, r // 2, :, r % 2] = word
+    if target is not out:
+        out[:] = target[: len(out)]
 
 
 def _spread(planes: np.ndarray, out: np.ndarray) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from .lossless_format import HEADER_BYTES, OFFSET_BITS, TABLE_AT, WIDE_BIT, Header
+from .lossless_two_level import decode_words
 
 SCRATCH_ELEMENTS = 1 << 24  # elements decoded at a time; each takes about 4 bytes of temporary memory
 _ONES = 0x01010101
@@ -28,26 +29,50 @@ def decode_torch(blob: torch.Tensor, header: Header, out: torch.Tensor) -> None:
     bits = blob[header.bits_at : header.tiles_at].view(torch.int32)
     bits = bits.view(header.tiles, header.planes, header.lanes)
     entries = blob[header.tiles_at : header.tiles_at + 8 * header.tiles].view(torch.int64)
-    table = blob[TABLE_AT : TABLE_AT + 16]
     stream = blob[header.escapes_at : header.escapes_at + header.escape_bytes]
-    elements = out[: coded * kind.itemsize].view(coded, kind.itemsize)
     step = max(1, SCRATCH_ELEMENTS // header.tile)
     for first in range(0, header.tiles, step):
-        tiles = min(step, header.tiles - first)
-        begin, end = first * header.tile, min((first + tiles) * header.tile, coded)
-        part = bits[first : first + tiles]
-        exponent = _spread(part[:, : header.k], header.base)
-        if header.most_escapes:
-            _patch(exponent, part[:, : header.k], entries[first : first + tiles], stream, table, header)
-        exponent = exponent[: end - begin]
-        bytes_ = [
-            blob[HEADER_BYTES + p * header.byte_plane_stride :][begin:end] for p in range(kind.byte_planes)
-        ]
-        rest = _spread(part[:, header.k :], 0)[: end - begin] if kind.rest_bits else None
-        for at, byte in enumerate(_join(kind.name, bytes_, rest, exponent)):
-            elements[begin:end, at] = byte
+        tiles = slice(first, min(first + step, header.tiles))
+        part = slice(first * header.tile, min(tiles.stop * header.tile, coded))
+        if kind.two_level:
+            out[part] = _two_level(header, bits[tiles], entries[tiles], stream)[: part.stop - part.start]
+        else:
+            _one_level(blob, header, bits[tiles], entries[tiles], stream, part, out)
     if header.tail_count:
         out[coded * kind.itemsize :] = blob[64 : 64 + header.tail_count * kind.itemsize]
+
+
+def _one_level(
+    blob: torch.Tensor, header: Header, bits: torch.Tensor, entries: torch.Tensor, stream: torch.Tensor, part: slice,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write the elements ``part`` of a tensor in version 1 of the format to their places in ``out``.
+
+    ``bits`` and ``entries``: the bit planes and the tile table entries of the tiles of these elements.
+    """
+    kind, coded, count = header.kind, header.words * 4, part.stop - part.start
+    exponent = _spread(bits[:, : header.k], header.base)
+    if header.most_escapes:
+        _patch(exponent, bits[:, : header.k], entries, stream, blob[TABLE_AT : TABLE_AT + 16], header)
+    planes = [blob[HEADER_BYTES + p * header.byte_plane_stride :][part] for p in range(kind.byte_planes)]
+    rest = _spread(bits[:, header.k :], 0)[:count] if kind.rest_bits else None
+    elements = out[: coded * kind.itemsize].view(coded, kind.itemsize)
+    for at, byte in enumerate(_join(planes, rest, exponent[:count])):
+        elements[part, at] = byte
+
+
+def _two_level(
+    header: Header, bits: torch.Tensor, entries: torch.Tensor, stream: torch.Tensor
+) -> torch.Tensor:
+    """Return the bytes of whole tiles of a tensor in version 2 of the format."""
+    words = decode_words(header, bits, entries, stream.view(torch.int32))
+    return (
+        torch.stack(words, 2)
+        .view(len(bits), header.lanes, 4, 2)
+        .transpose(1, 2)
+        .reshape(-1)
+        .view(torch.uint8)
+    )
 
 
 def _spread(planes: torch.Tensor, base: int) -> torch.Tensor:
@@ -113,12 +138,10 @@ def _patch(
 
 
 def _join(
-    name: str, planes: list[torch.Tensor], rest: torch.Tensor | None, exponent: torch.Tensor
+    planes: list[torch.Tensor], rest: torch.Tensor | None, exponent: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return the bytes of the decoded elements as uint8 tensors: the lowest byte of all elements first."""
     if rest is None:
         signed = planes[-1]
         return [*planes[:-1], (signed & 0x7F) | (exponent << 7), (signed & 0x80) | (exponent >> 1)]
-    if name == "e4m3":
-        return [((rest & 8) << 4) | (exponent << 3) | (rest & 7)]
     return [*planes, ((rest & 4) << 5) | (exponent << 2) | (rest & 3)]

@@ -25,6 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .lossless_triton_two_level import decode_tile, store_tile
+
 log = logging.getLogger(__name__)
 # Int64 fields of a row of the table that describes the tensors to decode, see core/codec/unit_decoder.py.
 ROW_FIELDS = 16
@@ -92,9 +94,6 @@ def _store(
         low_odd = (odd & 0x7F7F7F7F) | ((e_odd << 7) & -2139062144)
         high_even = (even & -2139062144) | ((e_even >> 1) & 0x7F7F7F7F)
         high_odd = (odd & -2139062144) | ((e_odd >> 1) & 0x7F7F7F7F)
-    elif KIND == "e4m3":
-        high_even = ((r_even & 0x08080808) << 4) | (e_even << 3) | (r_even & 0x07070707)
-        high_odd = ((r_odd & 0x08080808) << 4) | (e_odd << 3) | (r_odd & 0x07070707)
     else:
         high_even = ((r_even & 0x04040404) << 5) | (e_even << 2) | (r_even & 0x03030303)
         high_odd = ((r_odd & 0x04040404) << 5) | (e_odd << 2) | (r_odd & 0x03030303)
@@ -103,7 +102,7 @@ def _store(
         low_odd = (bytes_ >> 32).to(tl.int32)
 
     words = target.to(tl.pointer_type(tl.int64))
-    if KIND == "e4m3" or KIND == "e5m2":
+    if KIND == "e5m2":
         tl.store(words + at, _widen(high_even, high_odd), mask=live)
     else:
         a, b = _interleave(low_even, high_even, ASM)
@@ -125,6 +124,73 @@ def _store(
 def _halves(low, high):
     """Return the 16-bit halves of two words as (low, high) pairs: two 32-bit elements in an int64."""
     return _widen((low & 0xFFFF) | (high << 16), ((low >> 16) & 0xFFFF) | (high & -65536))
+
+
+@triton.jit
+def _decode_tile(
+    planes, entry, escapes, escape_bytes, header, base, data, stride, target, lane, first, left, pairs,
+    KIND: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, REST: tl.constexpr, SIZE: tl.constexpr,
+    BYTES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Decode a tile of version 1 of the format and write its elements.
+
+    ``planes``: for each lane, the address of its word of the tile's first bit plane. ``entry``: the tile's entry in
+    the tile table. ``first``: the number of the tile's first word pair. ``left``: word pairs from there to the end.
+    """
+    mask = tl.load(planes)
+    # Load the last byte plane (sign and top mantissa bits, or fp16's low byte) now, so that the load
+    # is under way while the exponents are decoded.
+    src = data + first * 8
+    b0, b1, b2, b3 = pairs, pairs, pairs, pairs
+    if BYTES > 0:
+        top = (src + (BYTES - 1) * stride).to(tl.pointer_type(tl.int64)) + lane
+        b0 = tl.load(top, mask=lane < left, other=0)
+        b1 = tl.load(top + LANES, mask=lane + LANES < left, other=0)
+        b2 = tl.load(top + 2 * LANES, mask=lane + 2 * LANES < left, other=0)
+        b3 = tl.load(top + 3 * LANES, mask=lane + 3 * LANES < left, other=0)
+    e0 = tl.zeros_like(mask) + base * 0x01010101
+    e1, e2, e3, e4, e5, e6, e7 = e0, e0, e0, e0, e0, e0, e0
+    e0, e1, e2, e3, e4, e5, e6, e7 = _add_plane(e0, e1, e2, e3, e4, e5, e6, e7, mask, 1)
+    for j in tl.static_range(1, K):
+        plane = tl.load(planes + j * LANES)
+        mask = mask & plane
+        e0, e1, e2, e3, e4, e5, e6, e7 = _add_plane(e0, e1, e2, e3, e4, e5, e6, e7, plane, 1 << j)
+    r0 = tl.zeros_like(mask)
+    r1, r2, r3, r4, r5, r6, r7 = r0, r0, r0, r0, r0, r0, r0
+    for j in tl.static_range(0, REST):
+        plane = tl.load(planes + (K + j) * LANES)
+        r0, r1, r2, r3, r4, r5, r6, r7 = _add_plane(r0, r1, r2, r3, r4, r5, r6, r7, plane, 1 << j)
+
+    most = (entry >> 48).to(tl.int32) & 0xFF
+    if most > 0:
+        wide = (entry >> 40).to(tl.int32) & 1
+        offset = entry & 0xFFFFFFFFFF
+        stream = escapes + offset
+        # Bound every load by the end of the escapes section, whatever the tile table and the planes
+        # say: so no hostile file makes a lane read outside the section.
+        inside = tl.minimum(tl.maximum(escape_bytes - offset, 0), 0x7FFFFFFF).to(tl.int32)
+        count = mask - ((mask >> 1) & 0x55555555)
+        count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
+        count = (count + (count >> 4)) & 0x0F0F0F0F
+        count = (count * 0x01010101) >> 24
+        rank = tl.cumsum(count, axis=0) - count
+        for turn in range(most):
+            lowest = mask & (0 - mask)
+            active = mask != 0
+            mask ^= lowest
+            nibble = (rank + turn) << wide
+            there = active & ((nibble >> 1) < inside)
+            byte = tl.load(stream + (nibble >> 1), mask=there, other=0).to(tl.int32)
+            value = (byte >> ((nibble & 1) * 4)) & 15
+            value = tl.load(header + 48 + value, mask=active, other=0).to(tl.int32)
+            value = tl.where(wide != 0, byte, value) - (base + ((1 << K) - 1))
+            e0, e1, e2, e3, e4, e5, e6, e7 = _add_plane(e0, e1, e2, e3, e4, e5, e6, e7, lowest, value)
+
+    dst = target + first * (8 * SIZE)
+    _store(b0, src, dst, stride, lane, lane < left, e0, e1, r0, r1, KIND, ASM)
+    _store(b1, src, dst, stride, lane + LANES, lane + LANES < left, e2, e3, r2, r3, KIND, ASM)
+    _store(b2, src, dst, stride, lane + 2 * LANES, lane + 2 * LANES < left, e4, e5, r4, r5, KIND, ASM)
+    _store(b3, src, dst, stride, lane + 3 * LANES, lane + 3 * LANES < left, e6, e7, r6, r7, KIND, ASM)
 
 
 @triton.jit(do_not_specialize=["tensors"])
@@ -158,9 +224,9 @@ def _decode(
     plain = tl.load(row + 13)
 
     REST: tl.constexpr = 3 if KIND == "fp16" or KIND == "e5m2" else (4 if KIND == "e4m3" else 0)
+    TWO_LEVEL: tl.constexpr = KIND == "e4m3"
     SIZE: tl.constexpr = 4 if KIND == "fp32" else (2 if KIND == "bf16" or KIND == "fp16" else 1)
     BYTES: tl.constexpr = 3 if KIND == "fp32" else (1 if KIND == "bf16" or KIND == "fp16" else 0)
-    ESCAPE: tl.constexpr = (1 << K) - 1
     lane = tl.arange(0, LANES)
 
     if plain > 0:  # a tensor that is not packed: copied, eight 64-bit words a lane
@@ -179,62 +245,19 @@ def _decode(
         if tile < tiles:
             planes = bits + tile.to(tl.int64) * ((K + REST) * LANES) + lane
             entry = tl.load(tile_table + tile)
-            mask = tl.load(planes)
-            # Load the last byte plane (sign and top mantissa bits, or fp16's low byte) now, so that the load
-            # is under way while the exponents are decoded.
+            # Pairs of words from the tile's first one to the tensor's end.
             first = tile.to(tl.int64) * (4 * LANES)
             left = pairs - first
-            src = data + first * 8
-            b0, b1, b2, b3 = pairs, pairs, pairs, pairs
-            if BYTES > 0:
-                top = (src + (BYTES - 1) * stride).to(tl.pointer_type(tl.int64)) + lane
-                b0 = tl.load(top, mask=lane < left, other=0)
-                b1 = tl.load(top + LANES, mask=lane + LANES < left, other=0)
-                b2 = tl.load(top + 2 * LANES, mask=lane + 2 * LANES < left, other=0)
-                b3 = tl.load(top + 3 * LANES, mask=lane + 3 * LANES < left, other=0)
-            e0 = tl.zeros_like(mask) + base * 0x01010101
-            e1, e2, e3, e4, e5, e6, e7 = e0, e0, e0, e0, e0, e0, e0
-            e0, e1, e2, e3, e4, e5, e6, e7 = _add_plane(e0, e1, e2, e3, e4, e5, e6, e7, mask, 1)
-            for j in tl.static_range(1, K):
-                plane = tl.load(planes + j * LANES)
-                mask = mask & plane
-                e0, e1, e2, e3, e4, e5, e6, e7 = _add_plane(e0, e1, e2, e3, e4, e5, e6, e7, plane, 1 << j)
-            r0 = tl.zeros_like(mask)
-            r1, r2, r3, r4, r5, r6, r7 = r0, r0, r0, r0, r0, r0, r0
-            for j in tl.static_range(0, REST):
-                plane = tl.load(planes + (K + j) * LANES)
-                r0, r1, r2, r3, r4, r5, r6, r7 = _add_plane(r0, r1, r2, r3, r4, r5, r6, r7, plane, 1 << j)
-
-            most = (entry >> 48).to(tl.int32) & 0xFF
-            if most > 0:
-                wide = (entry >> 40).to(tl.int32) & 1
-                offset = entry & 0xFFFFFFFFFF
-                stream = escapes + offset
-                # Bound every load by the end of the escapes section, whatever the tile table and the planes
-                # say: so no hostile file makes a lane read outside the section.
-                inside = tl.minimum(tl.maximum(escape_bytes - offset, 0), 0x7FFFFFFF).to(tl.int32)
-                count = mask - ((mask >> 1) & 0x55555555)
-                count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
-                count = (count + (count >> 4)) & 0x0F0F0F0F
-                count = (count * 0x01010101) >> 24
-                rank = tl.cumsum(count, axis=0) - count
-                for turn in range(most):
-                    lowest = mask & (0 - mask)
-                    active = mask != 0
-                    mask ^= lowest
-                    nibble = (rank + turn) << wide
-                    there = active & ((nibble >> 1) < inside)
-                    byte = tl.load(stream + (nibble >> 1), mask=there, other=0).to(tl.int32)
-                    value = (byte >> ((nibble & 1) * 4)) & 15
-                    value = tl.load(header + 48 + value, mask=active, other=0).to(tl.int32)
-                    value = tl.where(wide != 0, byte, value) - (base + ESCAPE)
-                    e0, e1, e2, e3, e4, e5, e6, e7 = _add_plane(e0, e1, e2, e3, e4, e5, e6, e7, lowest, value)
-
-            dst = target + first * (8 * SIZE)
-            _store(b0, src, dst, stride, lane, lane < left, e0, e1, r0, r1, KIND, ASM)
-            _store(b1, src, dst, stride, lane + LANES, lane + LANES < left, e2, e3, r2, r3, KIND, ASM)
-            _store(b2, src, dst, stride, lane + 2 * LANES, lane + 2 * LANES < left, e4, e5, r4, r5, KIND, ASM)
-            _store(b3, src, dst, stride, lane + 3 * LANES, lane + 3 * LANES < left, e6, e7, r6, r7, KIND, ASM)
+            if TWO_LEVEL:
+                w0, w1, w2, w3, w4, w5, w6, w7 = decode_tile(
+                    planes, entry, escapes, escape_bytes, header, base, K, LANES
+                )
+                store_tile(target + first * 8, lane, left, w0, w1, w2, w3, w4, w5, w6, w7, LANES)
+            else:
+                _decode_tile(
+                    planes, entry, escapes, escape_bytes, header, base, data, stride, target, lane, first, left, pairs,
+                    KIND, K, LANES, REST, SIZE, BYTES, ASM,
+                )  # fmt: skip
 
     if (index == 0) & (tail > 0):
         i = tl.arange(0, 32)

@@ -14,7 +14,8 @@ import numpy as np
 
 from .blob_metadata import corrupt
 from .lossless_escapes import popcount_uint32
-from .lossless_format import MOST_SHIFT, OFFSET_BITS, WIDE_BIT, Header
+from .lossless_format import LITERAL_SHIFT, MOST_SHIFT, OFFSET_BITS, SECOND_SHIFT, UNIT_BITS, WIDE_BIT, Header
+from .lossless_second_codes import GROUP
 
 _STEP_ELEMENTS = 1 << 22  # elements whose bit planes are examined at a time
 
@@ -28,7 +29,8 @@ class RunSummary:
     lanes elements; each of its lanes has 32 of them. ``counts`` and ``most``: for each tile that lies in the
     run as a whole, from tile ``first`` on, the number of escapes and the largest number in any lane.
     ``edges``: (byte offset in the bit planes, bytes) of tiles that the run contains in part. ``table``: the
-    run's bytes of the tile table.
+    run's bytes of the tile table. ``escapes``: the run's bytes of the escapes, which are examined in version 2
+    of the format only (empty otherwise).
     """
 
     first: int
@@ -36,6 +38,7 @@ class RunSummary:
     most: np.ndarray  # uint8 [tiles]
     edges: list[tuple[int, np.ndarray]] = field(default_factory=list)
     table: bytes = b""
+    escapes: bytes = b""
 
 
 def summarize_run(header: Header, data: np.ndarray, begin: int) -> RunSummary:
@@ -57,11 +60,13 @@ def summarize_run(header: Header, data: np.ndarray, begin: int) -> RunSummary:
         if whole
         else [(planes_begin, planes_end)]
     )
-    rest = slice(max(header.tiles_at - begin, 0), max(header.tiles_at + 8 * header.tiles - begin, 0))
+    table = slice(max(header.tiles_at - begin, 0), max(header.tiles_at + 8 * header.tiles - begin, 0))
+    escape_bytes = header.escape_bytes if header.kind.two_level else 0
+    escapes = slice(max(header.escapes_at - begin, 0), max(header.escapes_at + escape_bytes - begin, 0))
     return RunSummary(
         first, counts, most,
         [(start - header.bits_at, data[start - begin : stop - begin].copy()) for start, stop in edges if start < stop],
-        data[rest].tobytes(),
+        data[table].tobytes(), data[escapes].tobytes(),
     )  # fmt: skip
 
 
@@ -74,11 +79,12 @@ def check_runs(header: Header, runs: Iterable[RunSummary], name: str) -> None:
     """
     size = _tile_bytes(header)
     counts, most = np.zeros(header.tiles, np.int64), np.zeros(header.tiles, np.uint8)
-    table, divided = bytearray(), dict[int, np.ndarray]()
+    table, escapes, divided = bytearray(), bytearray(), dict[int, np.ndarray]()
     for run in runs:
         tiles = slice(run.first, run.first + len(run.counts))
         counts[tiles], most[tiles] = run.counts, run.most
         table += run.table
+        escapes += run.escapes
         for at, data in run.edges:
             while len(data):
                 tile, within = divmod(at, size)
@@ -87,7 +93,13 @@ def check_runs(header: Header, runs: Iterable[RunSummary], name: str) -> None:
                 at, data = at + len(part), data[len(part) :]
     for tile, data in divided.items():
         (counts[tile],), (most[tile],) = _count(header, data)
-    _check_table(header, counts, most, np.frombuffer(bytes(table), "<u8"), name)
+    entries = np.frombuffer(bytes(table), "<u8")
+    if header.kind.two_level:
+        fits = _fits_two_level(header, counts, entries.astype(np.int64), np.frombuffer(bytes(escapes), "<u4"))
+    else:
+        fits = _fits(header, counts, most, entries)
+    if not fits:
+        raise corrupt(name, "its tile table does not fit its escapes")
 
 
 def check_tiles(blob: np.ndarray, header: Header, name: str) -> None:
@@ -117,19 +129,40 @@ def _count(header: Header, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return counts, most
 
 
-def _check_table(header: Header, counts: np.ndarray, most: np.ndarray, table: np.ndarray, name: str) -> None:
-    """Raise WeightsError unless ``table`` (uint64, one entry a tile) has exactly the entries that ``counts``
-    and ``most`` imply.
+def _fits(header: Header, counts: np.ndarray, most: np.ndarray, table: np.ndarray) -> bool:
+    """Return whether ``table`` (uint64, one entry a tile) has exactly the entries that ``counts`` and ``most``
+    imply.
     """
     wide = (table >> np.uint64(WIDE_BIT) & np.uint64(1)).astype(np.int64)
     sizes = ((counts << wide) + 1) >> 1
     ends = np.cumsum(sizes)
     # This compares whole entries, so unused bits must be zero.
     expected = (ends - sizes) | wide << WIDE_BIT | most.astype(np.int64) << MOST_SHIFT
-    if (
-        int(ends[-1]) != header.escape_bytes
-        or int(ends[-1]) >> OFFSET_BITS
-        or (expected != table.astype(np.int64)).any()
-        or int(most.max()) != header.most_escapes
-    ):
-        raise corrupt(name, "its tile table does not fit its escapes")
+    return (
+        int(ends[-1]) == header.escape_bytes
+        and not int(ends[-1]) >> OFFSET_BITS
+        and not (expected != table.astype(np.int64)).any()
+        and int(most.max()) == header.most_escapes
+    )
+
+
+def _fits_two_level(header: Header, counts: np.ndarray, table: np.ndarray, escapes: np.ndarray) -> bool:
+    """Return whether ``table`` (int64, one entry a tile) has exactly the entries that ``counts`` and the second
+    codes imply (version 2).
+
+    ``escapes``: the escapes section as uint32.
+    """
+    seconds, literals = -(-counts // GROUP), table >> LITERAL_SHIFT
+    ends = np.cumsum(seconds + 2 * literals)
+    starts = ends - seconds - 2 * literals
+    expected = starts | seconds << SECOND_SHIFT | literals << LITERAL_SHIFT
+    if (literals < 0).any() or 8 * int(ends[-1]) != header.escape_bytes or int(ends[-1]) >> UNIT_BITS:
+        return False
+    if (expected != table).any():
+        return False
+    # The second codes of a tile whose bits are both set are the literals: count them by a prefix sum.
+    low, high = escapes[0::2], escapes[1::2]
+    before = np.zeros(len(low) + 1, np.int64)
+    np.cumsum(popcount_uint32(low & high), dtype=np.int64, out=before[1:])
+    found = before[starts + seconds] - before[starts]
+    return not (-(-found // GROUP) != literals).any()

@@ -34,6 +34,7 @@ from torch import nn
 
 GUARD = 4096
 DAMAGE = ("offset", "wide", "fullest lane", "unknown bit", "planes", "all escapes", "noise")
+DTYPES = (torch.bfloat16, torch.float8_e4m3fn)  # versions 1 and 2 of the format
 
 
 def sealed(header: Header, body: torch.Tensor) -> torch.Tensor:
@@ -45,7 +46,7 @@ def sealed(header: Header, body: torch.Tensor) -> torch.Tensor:
 def damaged(blob: torch.Tensor, how: str) -> torch.Tensor:
     """``blob`` made hostile: its tile table and its planes no longer fit, its checksum does."""
     header, blob = parse_header(blob.numpy().data, "x"), blob.clone()
-    assert header.most_escapes
+    assert header.escape_bytes
     table = blob[header.tiles_at : header.tiles_at + 8 * header.tiles].view(torch.int64)
     planes = blob[header.bits_at : header.tiles_at]
     last = header.tiles // 2
@@ -66,8 +67,8 @@ def damaged(blob: torch.Tensor, how: str) -> torch.Tensor:
     return sealed(header, blob[HEADER_BYTES:])
 
 
-def weights(count: int = 40_013) -> torch.Tensor:
-    return (torch.randn(count, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+def weights(count: int = 40_013, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(count, generator=torch.Generator().manual_seed(0)) * 0.5).to(dtype)
 
 
 @settings(max_examples=60, deadline=None)
@@ -76,10 +77,15 @@ def test_whatever_a_header_and_a_body_say_the_torch_decoder_stays_within_them(da
     kind = data.draw(st.sampled_from(KINDS))
     k = data.draw(st.integers(1, kind.max_k))
     escapes = data.draw(st.integers(0, 3000))
+    exponents, most = data.draw(st.binary(min_size=16, max_size=16)), data.draw(st.integers(1, 32))
+    if kind.two_level:
+        escapes, most = escapes // 8 * 8, 0
+        exponents = bytes(sorted(data.draw(st.sets(st.integers(0, 15), min_size=3, max_size=3)))).ljust(
+            16, b"\0"
+        )
     header = Header(
         kind, k, data.draw(st.sampled_from([32, 64, 128, 256])), data.draw(st.integers(0, kind.max_base(k))),
-        data.draw(st.integers(8, 20_000)), escapes, bytes(data.draw(st.binary(min_size=16, max_size=16))),
-        bytes(32), data.draw(st.integers(1, 32)) if escapes else 0,
+        data.draw(st.integers(8, 20_000)), escapes, exponents, bytes(32), most if escapes else 0,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     body = torch.randint(0, 256, (header.total - HEADER_BYTES,), generator=generator, dtype=torch.uint8)
@@ -100,10 +106,11 @@ def test_whatever_a_header_and_a_body_say_the_torch_decoder_stays_within_them(da
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("lanes", [32, 256])
-def test_whatever_the_cut_a_table_that_does_not_fit_is_named(how, lanes):
-    blob = lossless.encode(weights(), lanes=lanes, limit=1 << 20)
+def test_whatever_the_cut_a_table_that_does_not_fit_is_named(how, lanes, dtype):
+    blob = lossless.encode(weights(dtype=dtype), lanes=lanes, limit=1 << 20)
     padded = -(-len(blob) // 4096) * 4096
     header = parse_header(blob.numpy().data, "a")
     for pages in (1, 2, 5, 100):
@@ -125,9 +132,11 @@ def test_whatever_the_cut_a_table_that_does_not_fit_is_named(how, lanes):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 60_000), max_size=6), st.sampled_from([32, 64, 128, 256]))
-def test_what_runs_of_a_blob_show_is_what_all_of_it_does(cuts, lanes):
-    blob = lossless.encode(weights(20_000), lanes=lanes, limit=1 << 20).numpy()
+@given(
+    st.lists(st.integers(0, 60_000), max_size=6), st.sampled_from([32, 64, 128, 256]), st.sampled_from(DTYPES)
+)
+def test_what_runs_of_a_blob_show_is_what_all_of_it_does(cuts, lanes, dtype):
+    blob = lossless.encode(weights(20_000, dtype), lanes=lanes, limit=1 << 20).numpy()
     header = parse_header(blob.data, "a")
     check_tiles(blob, header, "a")
     bounds = [0, *sorted(min(at, len(blob)) for at in cuts), len(blob)]
@@ -135,6 +144,21 @@ def test_what_runs_of_a_blob_show_is_what_all_of_it_does(cuts, lanes):
     check_runs(header, runs, "a")
     with pytest.raises(WeightsError, match="'a'"):
         check_runs(dataclasses.replace(header, escape_bytes=header.escape_bytes - 1), runs, "a")
+
+
+def test_second_codes_that_ask_for_other_literals_than_the_table_are_named():
+    """The second codes are in the escapes: more literals than the tile has room for, or none where it has room."""
+    blob = lossless.encode(weights(dtype=torch.float8_e4m3fn))
+    header = parse_header(blob.numpy().data, "a")
+    check_tiles(blob.numpy(), header, "a")
+    table = blob[header.tiles_at : header.tiles_at + 8 * header.tiles].view(torch.int64)
+    assert bool((table >> 48 > 0).all())
+    for fill in (0, 255):
+        bad = blob.clone()
+        at, seconds = header.escapes_at, int(table[0] >> 32 & 0xFFFF)
+        bad[at : at + 8 * seconds] = fill
+        with pytest.raises(WeightsError, match="'a'.*tile table"):
+            check_tiles(bad.numpy(), header, "a")
 
 
 # -- files

@@ -40,6 +40,9 @@ def decode_reference(blob: np.ndarray, header: Header) -> np.ndarray:
         exponent[begin : begin + header.tile] = header.base + code
         escaped = where[(code == (1 << header.k) - 1)[where]]  # row by row: lane, then bit
         entry = int(table[tile])
+        if kind.version == 2:
+            exponent[begin + escaped] = second_exponents(header, entry, stream, len(escaped))
+            continue
         offset, wide = entry & ((1 << 40) - 1), entry >> 40 & 1
         for rank, element in enumerate(escaped):
             if wide:
@@ -60,6 +63,32 @@ def decode_reference(blob: np.ndarray, header: Header) -> np.ndarray:
     raw = value.view(np.uint8).reshape(-1, 4)[:, : kind.itemsize].reshape(-1)
     tail = np.frombuffer(header.tail, np.uint8)[: header.tail_count * kind.itemsize]
     return np.concatenate([raw, tail])
+
+
+def second_exponents(header: Header, entry: int, stream: np.ndarray, count: int) -> list[int]:
+    """Return the exponents of a tile's escapes in version 2 of the format."""
+    at, groups = 8 * (entry & 0xFFFFFFFF), entry >> 32 & 0xFFFF
+    codes = planes_to_values(stream[at : at + 8 * groups], 2)[:count]
+    assert groups == -(-count // 32)
+    at += 8 * groups
+    literals = iter(planes_to_values(stream[at : at + 16 * (entry >> 48)], 4))
+    return [next(literals) if code == 3 else header.escape_table[code] for code in codes]
+
+
+def planes_to_values(data: np.ndarray, bits: int) -> list[int]:
+    """Return the values whose bit planes ``data`` has: 32 values in ``bits`` words."""
+    groups = data.view("<u4").reshape(-1, bits).tolist()
+    return [sum((words[j] >> i & 1) << j for j in range(bits)) for words in groups for i in range(32)]
+
+
+def values_to_planes(values: list[int], bits: int) -> bytes:
+    """Return the bit planes of ``values``, whose last group of 32 is filled up with zeros."""
+    words = [
+        sum((value >> j & 1) << i for i, value in enumerate(values[begin : begin + 32]))
+        for begin in range(0, len(values), 32)
+        for j in range(bits)
+    ]
+    return np.array(words, "<u4").tobytes()
 
 
 def encode_reference(raw: np.ndarray, header: Header) -> np.ndarray:
@@ -83,6 +112,14 @@ def encode_reference(raw: np.ndarray, header: Header) -> np.ndarray:
         words += [(field[begin + where] << np.arange(32)).sum(1).astype("<u4") for field in fields]
         is_escape = (code[begin : begin + header.tile] == window)[where]
         escaped = [int(e) for e in exponent[begin + where[is_escape]]]
+        if kind.version == 2:
+            three = list(header.escape_table[:3])
+            codes = [three.index(e) if e in three else 3 for e in escaped]
+            seconds = values_to_planes(codes, 2)
+            literals = values_to_planes([e for e in escaped if e not in three], 4)
+            table.append(len(stream) // 8 | len(seconds) // 8 << 32 | len(literals) // 16 << 48)
+            stream += seconds + literals
+            continue
         wide = any(e not in header.escape_table for e in escaped)
         fullest = int(is_escape.sum(1).max())
         table.append(len(stream) | wide << 40 | fullest << 48)
