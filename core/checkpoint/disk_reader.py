@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -58,17 +58,27 @@ class ReaderPolicy:
             )
 
 
+class RangesInMemory(Protocol):
+    """File ranges whose bytes are in RAM already (`core/host/kept_pieces.py`)."""
+
+    def copy_range(self, file: SourceFile, offset: int, nbytes: int, address: int) -> list[tuple[int, int]]:
+        """Copy what is in RAM of a file range to ``address``; return the other ranges, as (start, end)."""
+        ...
+
+
 @dataclass
 class ReaderStats:
     """Totals since the reader was made.
 
     ``bytes``: bytes read for callers. ``direct``: those of them that bypassed the page cache. ``bounced``:
-    those that passed through a bounce buffer. ``requests``: the number of requests. ``retries``: the number
-    of repeated reads. ``busy_seconds``: the sum over all workers of the time spent reading.
+    those that passed through a bounce buffer. ``from_memory``: those that were copied from RAM instead of
+    being read from the drive. ``requests``: the number of requests. ``retries``: the number of repeated reads.
+    ``busy_seconds``: the sum over all workers of the time spent reading.
     """
 
     bytes: int = 0
     direct: int = 0
+    from_memory: int = 0
     bounced: int = 0
     requests: int = 0
     retries: int = 0
@@ -87,6 +97,7 @@ class _Shared:
     opener: Callable[[str, bool], RawFile]
     path_tuner: ReadPathTuner | None
     read_limit: ReadLimit
+    memory: RangesInMemory | None = None
     lock: threading.Condition = field(default_factory=threading.Condition)
     heap: list[tuple[float, int, int, ReadHandle]] = field(default_factory=list)
     files: dict[SourceFile, RawFile] = field(default_factory=dict)
@@ -110,7 +121,7 @@ class DiskReader:
     ``opener`` (path, direct) -> RawFile replaces the operating system's reads in tests. ``path_tuner``: a
     tuner that chooses how direct reads reach their memory (default: without a bounce buffer where alignment
     allows). ``read_limit``: a limit on simultaneous reads that is shared with other readers (default: the
-    number of workers). Workers start with the first request. Close the reader, or use it as a context
+    number of workers). ``memory``: file ranges that are copied from RAM instead of being read. Workers start with the first request. Close the reader, or use it as a context
     manager.
     """
 
@@ -121,9 +132,11 @@ class DiskReader:
         opener: Callable[[str, bool], RawFile] = open_raw,
         path_tuner: ReadPathTuner | None = None,
         read_limit: ReadLimit | None = None,
+        memory: RangesInMemory | None = None,
     ) -> None:
         self.policy = policy or ReaderPolicy()
-        self._shared = _Shared(self.policy, opener, path_tuner, read_limit or ReadLimit(self.policy.workers))
+        limit = read_limit or ReadLimit(self.policy.workers)
+        self._shared = _Shared(self.policy, opener, path_tuner, limit, memory)
         self._threads: list[threading.Thread] = []
         self._sequence = itertools.count()
         self._decoding_reader: DecodingReader | None = None
@@ -291,10 +304,11 @@ def _work(shared: _Shared) -> None:
                 stats.retries += chunk.retries
                 stats.bounced += chunk.bounced
                 stats.bytes += nbytes if error is None else 0
-                stats.direct += nbytes if error is None and chunk.raw.direct else 0
+                stats.direct += nbytes - chunk.from_memory if error is None and chunk.raw.direct else 0
+                stats.from_memory += chunk.from_memory
                 if shared.path_tuner is not None and error is None and chunk.both_paths:
                     shared.path_tuner.ended(time.perf_counter(), nbytes, bounce_bytes)
-        handle._chunk_done(error)
+        handle._chunk_done(error, 0 if chunk is None else chunk.from_memory)
         # An idle worker's references would keep the caller's memory alive.
         del handle, chunk
 
@@ -305,7 +319,8 @@ class _ChunkRead:
     def __init__(self, shared: _Shared, handle: ReadHandle, permit: ReadPermit) -> None:
         assert handle._target is not None
         self.policy, self.handle, self.target, self.permit = shared.policy, handle, handle._target, permit
-        self.retries = self.bounced = 0
+        self.retries = self.bounced = self.from_memory = 0
+        self._memory = shared.memory
         self.both_paths = False  # whether alignment allows both paths, directly and through the bounce buffer
         self.raw = self._open(shared)
 
@@ -324,12 +339,28 @@ class _ChunkRead:
             return shared.files[file]
 
     def fill(self, offset: int, nbytes: int, bounce_bytes: int = 0) -> None:
-        """Read file bytes [offset, offset + nbytes) into their place in the target.
+        """Read file bytes [offset, offset + nbytes) into their place in the target, those that are in RAM from
+        there.
 
         ``bounce_bytes``: where both paths are possible, 0 reads directly, and another number reads through
         the bounce buffer, that many bytes at a time.
         """
-        end = offset + nbytes
+        end, handle = offset + nbytes, self.handle
+        if self._memory is None:
+            self._fill_from_disk(offset, end, bounce_bytes)
+            return
+        missing = self._memory.copy_range(
+            handle.file, offset, nbytes, handle._address + offset - handle.offset
+        )
+        self.from_memory = nbytes - sum(high - low for low, high in missing)
+        for low, high in missing:
+            self._fill_from_disk(low, high, bounce_bytes)
+        self.both_paths = self.both_paths and not self.from_memory
+
+    def _fill_from_disk(self, offset: int, end: int, bounce_bytes: int) -> None:
+        """Read file bytes [offset, end) from the drive into their place in the target; ``bounce_bytes`` as in
+        `fill`.
+        """
         self.both_paths = self.raw.direct and (self.handle._address - self.handle.offset) % ALIGN == 0
         if self.both_paths and not bounce_bytes:
             body = min(offset + -offset % ALIGN, end)

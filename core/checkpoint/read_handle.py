@@ -18,12 +18,14 @@ from .index import SourceFile
 class SubmittedRead:
     """A future for a read of file bytes into a buffer of the caller.
 
-    The buffer belongs to the reader until `done` is True, even after `cancel`.
+    The buffer belongs to the reader until `done` is True, even after `cancel`. ``from_memory``: bytes of the
+    read that were in RAM already, so that the drive did not read them.
     """
 
     def __init__(self, file: SourceFile, offset: int, nbytes: int, label: str, priority: float) -> None:
         self.file, self.offset, self.nbytes, self.label = file, offset, nbytes, label
         self.priority = priority
+        self.from_memory = 0
         self._lock = threading.Lock()
         self._event = threading.Event()
         self._error: BaseException | None = None
@@ -142,10 +144,14 @@ class ReadHandle(SubmittedRead):
             self._running += nbytes > 0
             return nbytes
 
-    def _chunk_done(self, error: BaseException | None) -> None:
-        """Count a claimed chunk as done, and finish the read after the last one or after an error."""
+    def _chunk_done(self, error: BaseException | None, from_memory: int = 0) -> None:
+        """Count a claimed chunk as done, and finish the read after the last one or after an error.
+
+        ``from_memory``: bytes of the chunk that were copied from RAM.
+        """
         with self._lock:
             self._running -= 1
+            self.from_memory += from_memory
             if error is not None:
                 self._error = self._error or error
                 self._waiting.clear()

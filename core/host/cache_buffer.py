@@ -72,11 +72,14 @@ class Totals:
         if self.reading == 0:
             self._seconds += now - self._since
 
-    def record_read(self, piece: CachePiece, began: float, now: float) -> None:
-        """Record that the piece was read between ``began`` and ``now``."""
-        nbytes = sum(read.disk_bytes for read in piece.reads)
+    def record_read(self, piece: CachePiece, began: float, now: float, from_memory: int = 0) -> None:
+        """Record that the piece was read between ``began`` and ``now``.
+
+        ``from_memory``: bytes of the piece that were in RAM already.
+        """
+        nbytes = sum(read.disk_bytes for read in piece.reads) - from_memory
         self.read_bytes += nbytes
-        if piece.reads:
+        if nbytes:
             self.spans.append((piece.reads[0].label, began, now, nbytes))
 
     def figures(self) -> CacheFigures:

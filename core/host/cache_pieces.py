@@ -24,10 +24,15 @@ from ..common.sizes import MIB, format_size
 # Bytes; large enough for the full rate of disk and link, small enough that copies begin early.
 WHOLE_PIECE = 64 * MIB
 STREAMED_PIECE = 32 * MIB
-# Bytes that reads ahead may occupy in addition to the `ROTATING` buffers that always rotate.
+# The buffers for reading ahead: as many as hold `READ_AHEAD_BYTES`, or `ROTATING`, whichever is more.
 READ_AHEAD_BYTES = 64 * MIB
-ROTATING = 4  # buffers that are always used for reading ahead if not everything fits into RAM
+ROTATING = 4
+# The most of them, as a share of the pieces that are read in every pass. A buffer for reading ahead keeps nothing
+# from one pass to the next, so this is also how far the reads exceed the least possible number of reads.
+READ_AHEAD_SHARE = 0.05
 LEAST_BUFFERS = 2
+# Buffers into which a budget is divided: first choice, and for budgets of fewer pages.
+_SHARES = (40, 8, 4, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ def choose_buffers(sizes: Sequence[int], ram: int) -> BufferPlan:
     total = sum(_pages(size) for size in sizes)
     if total <= ram:
         count = sum(-(-size // WHOLE_PIECE) for size in sizes)
-        return BufferPlan(count, min(WHOLE_PIECE, _pages(max(sizes, default=0))), 0, True)
+        return BufferPlan(count, max(ALIGN, min(WHOLE_PIECE, _pages(max(sizes, default=0)))), 0, True)
     least = LEAST_BUFFERS * ALIGN
     if ram < least:
         raise BudgetError(
@@ -114,12 +119,13 @@ def choose_buffers(sizes: Sequence[int], ram: int) -> BufferPlan:
             f"least budget that works is {least} bytes",
             least,
         )
-    # Use at most an eighth of the budget for a buffer, so that half of the buffers can keep their contents;
-    # use more only if an eighth is less than a page.
-    upper = next(u for u in (min(STREAMED_PIECE, ram // share // ALIGN * ALIGN) for share in (8, 4, 2)) if u)
+    # With many buffers, those for reading ahead are a small part; use fewer only if they were less than a page.
+    upper = next(u for u in (min(STREAMED_PIECE, ram // share // ALIGN * ALIGN) for share in _SHARES) if u)
     nbytes = _least_waste(sizes, upper)
-    count = min(ram // nbytes, sum(-(-size // nbytes) for size in sizes))
-    rotating = min(count, max(ROTATING, min(count // 2, -(-READ_AHEAD_BYTES // nbytes))))
+    pieces = sum(-(-size // nbytes) for size in sizes)
+    count = min(ram // nbytes, pieces)
+    most = max(ROTATING, -(-READ_AHEAD_BYTES // nbytes))
+    rotating = min(count, max(LEAST_BUFFERS, min(most, int(READ_AHEAD_SHARE * (pieces - count)))))
     return BufferPlan(count, nbytes, rotating, False)
 
 

@@ -34,6 +34,8 @@ class EvictionPolicy:
     total: int
     kept: set[int] = field(default_factory=set)
     _credit: float = 0.0
+    # pieces that were adopted and that a former cache did not keep, in the order of adoption
+    _others: list[int] = field(default_factory=list)
 
     def record_use(self, rank: int, next_use: Callable[[int], float]) -> int | None:
         """Record that the piece ``rank`` was used, and return the rank of a piece that may be evicted now.
@@ -56,6 +58,20 @@ class EvictionPolicy:
         self.kept.remove(worst)
         self.kept.add(rank)
         return worst
+
+    def adopt(self, rank: int, favoured: bool) -> None:
+        """Record that the piece ``rank`` is in the cache from the start, and keep it if there is room.
+
+        ``favoured``: whether a former cache kept it. Such a piece takes the place of one that is kept and was not.
+        """
+        if self.eviction == "fifo":
+            return
+        if favoured and len(self.kept) >= self.room and self._others:
+            self.kept.discard(self._others.pop())
+        if len(self.kept) < self.room:
+            self.kept.add(rank)
+            if not favoured:
+                self._others.append(rank)
 
     def _keep_next(self) -> bool:
         """Return whether to keep the piece that was just used, so that the kept ``room`` of ``total`` pieces

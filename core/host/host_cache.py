@@ -5,9 +5,11 @@ exceed the bound, because new reads reuse buffers. A buffer is overwritten only 
 reads it any more. This file does not use device APIs: the caller passes functions that test an event and wait
 for it.
 
+What is in the buffers at the end can stay in RAM for the cache of the next layout (`kept_pieces.py`).
+
 Threads: the threads that copy weights to the device (holding the lock of the streamer, core/streaming) call
 `expect`, `acquire` and `release`; the reader's threads finish reads and start the next ones. One condition of
-the cache protects all state, and a reader's thread never takes another lock.
+the cache protects all state; the only other lock that a reader's thread takes is that of the kept pieces.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from .arena import HostArena
 from .cache_buffer import Buffer, CacheFigures, Totals
 from .cache_pieces import LEAST_BUFFERS, BufferPlan, CachePiece
 from .eviction import EvictionPolicy
+from .kept_pieces import KeptPiece, KeptPieces
 from .next_use import NEVER, UseOrder
 from .piece_checks import InspectionPool
 
@@ -44,6 +47,7 @@ class HostCache:
     ``copy_is_done``: tells whether a copy's event has completed. ``wait_for_copy``: makes the host wait for
     the event. ``eviction``: the policy, see `eviction.py`. ``inspect``: a function that is called on a
     separate thread with each piece and its bytes after they were read; the result is kept with the piece.
+    ``kept``: pieces of the session's former cache, which `adopt` takes over and `close` adds to.
     """
 
     def __init__(
@@ -56,7 +60,9 @@ class HostCache:
         wait_for_copy: Callable[[Any], None],
         eviction: str = "belady",
         inspect: Callable[[CachePiece, torch.Tensor], Any] | None = None,
+        kept: KeptPieces | None = None,
     ) -> None:
+        self._kept = kept or KeptPieces()
         self._units, self.buffers, self._arena, self._reader = units, buffers, arena, reader
         self._copy_is_done, self._wait_for_copy = copy_is_done, wait_for_copy
         self._total = sum(len(pieces) for pieces in units)
@@ -79,6 +85,39 @@ class HostCache:
         self._totals = Totals()
 
     # -- methods that the streamer calls
+
+    def adopt(self, order: Iterable[int]) -> None:
+        """Take over the kept pieces that this cache would read into buffers of the same size.
+
+        ``order``: the units in the order of use; with fewer buffers than pieces, those used first are taken over.
+        Call this before `expect`, after `hold_back`.
+        """
+        with self._cond:
+            units = dict.fromkeys([*order, *range(len(self._units))])
+            for piece in (piece for unit in units for piece in self._units[unit]):
+                if not self.buffers.whole and len(self._buffers) >= self._limit - self._held_back:
+                    break
+                kept = self._kept.take(piece, self._buffer_bytes(piece))
+                if kept is not None:
+                    self._adopt(piece, kept)
+            self._note_complete()
+
+    def _adopt(self, piece: CachePiece, kept: KeptPiece) -> None:
+        """Use the memory of a kept piece as a buffer that holds ``piece``, inspected anew if pieces are
+        inspected at all.
+        """
+        self._arrivals += 1
+        buffer = Buffer(kept.block, self._arrivals, piece, pinned=True)
+        self._buffers.append(buffer)
+        self._buffer_of[piece.rank] = buffer
+        self._totals.held_bytes += kept.block.data.numel()
+        if not self.buffers.whole:
+            self._eviction.adopt(piece.rank, kept.favoured)
+        if self._inspection_pool is None:
+            buffer.ready = True
+        else:
+            self._inspecting += 1
+            self._inspection_pool.submit(buffer, self._inspected)
 
     def expect(self, units: Iterable[int]) -> None:
         """Set the order of use, ``units`` first to last, and start reads of their missing bytes as far as
@@ -212,6 +251,7 @@ class HostCache:
                     self._evict(last)
                 self._buffers.remove(last)
                 self._totals.held_bytes -= self.buffers.nbytes
+                self._kept.unreserve(self.buffers.nbytes)
                 last.block.unpin()
 
     def figures(self) -> CacheFigures:
@@ -236,7 +276,7 @@ class HostCache:
         return self.buffers.count * self.buffers.nbytes
 
     def close(self) -> None:
-        """Cancel reads and free the memory; all copies to the device must be over."""
+        """Cancel reads, and pass the pieces that are in RAM to ``kept``; all copies to the device must be over."""
         with self._cond:
             self._closed = True
             self._cond.notify_all()
@@ -244,8 +284,15 @@ class HostCache:
         if self._inspection_pool is not None:
             self._inspection_pool.close()
         with self._cond:
+            # The pieces that are used last are the first that the next layout releases if memory is short.
+            self._buffers.sort(key=lambda b: NEVER if b.piece is None else self._next_use(b.piece.rank))
             for buffer in self._buffers:
-                buffer.block.unpin()
+                if buffer.piece is not None and buffer.ready:
+                    favoured = buffer.piece.rank in self._eviction.kept
+                    self._kept.keep(KeptPiece(buffer.piece, buffer.block, favoured))
+                else:
+                    self._kept.unreserve(buffer.block.data.numel())
+                    buffer.block.unpin()
                 # Handles of cancelled reads refer to the buffer. Drop them, so that the memory is freed
                 # without the garbage collector.
                 buffer.error, buffer.handles = None, []
@@ -329,10 +376,15 @@ class HostCache:
         ``demanded``: the piece is needed now, so kept pieces may be evicted as well.
         """
         none_fits = demanded and all(b.block.data.numel() < piece.nbytes for b in self._buffers)
-        if len(self._buffers) < self._limit - self._held_back or none_fits:
+        # Reads that are under way may copy from the kept pieces, so these are released only after the reads.
+        release_kept = none_fits or not self._totals.reading
+        if (len(self._buffers) < self._limit - self._held_back or none_fits) and self._kept.reserve(
+            self._buffer_bytes(piece), release_kept
+        ):
             try:
                 return self._new_buffer(piece)
             except MemoryError:
+                self._kept.unreserve(self._buffer_bytes(piece))
                 if none_fits:
                     raise
                 # The system has no more memory: continue with the buffers that exist.
@@ -379,11 +431,14 @@ class HostCache:
 
     def _new_buffer(self, piece: CachePiece) -> Buffer:
         """Allocate a buffer that is large enough for ``piece``."""
-        nbytes = piece.nbytes if self.buffers.whole else self.buffers.nbytes
-        buffer = Buffer(self._arena.allocate(nbytes), self._arrivals)
+        buffer = Buffer(self._arena.allocate(self._buffer_bytes(piece)), self._arrivals)
         self._buffers.append(buffer)
-        self._totals.held_bytes += nbytes
+        self._totals.held_bytes += self._buffer_bytes(piece)
         return buffer
+
+    def _buffer_bytes(self, piece: CachePiece) -> int:
+        """Return the bytes of a new buffer for ``piece``."""
+        return piece.nbytes if self.buffers.whole else self.buffers.nbytes
 
     # -- reading
 
@@ -441,7 +496,8 @@ class HostCache:
             assert piece is not None
             self._totals.read_ends(now)
             if buffer.error is None:
-                self._totals.record_read(piece, buffer.read_began, now)
+                from_memory = sum(handle.from_memory for handle in buffer.handles)
+                self._totals.record_read(piece, buffer.read_began, now, from_memory)
                 if self._inspection_pool is not None and not self._closed:
                     try:
                         self._inspection_pool.submit(buffer, self._inspected)
@@ -471,14 +527,18 @@ class HostCache:
         else:
             buffer.ready = True
         buffer.handles = []
-        busy = self._totals.reading or self._inspecting
-        if self.buffers.whole and not busy and len(self._buffer_of) == self._total:
-            self.complete = True
+        self._note_complete()
         try:
             self._start_reads()
         except BaseException as failure:  # noqa: BLE001 - a reader's thread must survive; `acquire` raises it
             self._broken = failure
         self._cond.notify_all()
+
+    def _note_complete(self) -> None:
+        """Set `complete` if every piece has a buffer of its own and all bytes are there."""
+        busy = self._totals.reading or self._inspecting
+        if self.buffers.whole and not busy and len(self._buffer_of) == self._total:
+            self.complete = True
 
 
 def _read_error(handle: SubmittedRead | None) -> BaseException | None:

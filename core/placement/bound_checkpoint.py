@@ -83,6 +83,10 @@ class HostValue:
     block: Block | None = None
 
 
+def _no_room_needed(nbytes: int) -> None:
+    """Do nothing. The default of `FileTensor.make_room`."""
+
+
 @dataclass(eq=False)
 class FileTensor:
     """One tensor of the weights file, and its place in the module.
@@ -92,6 +96,7 @@ class FileTensor:
     ``changed``: the value on the CPU if it differs from the file's value, otherwise None.
     ``block``: the pinnable memory of ``changed``.
     ``mapped``: whether ``original`` is a view of a mapped file, and its bytes are read from there.
+    ``make_room``: called with a number of bytes before `change` allocates them in host memory.
     """
 
     bound: BoundTensor
@@ -102,6 +107,7 @@ class FileTensor:
     changed: torch.Tensor | None = None
     block: Block | None = None
     mapped: bool = False
+    make_room: Callable[[int], object] = _no_room_needed
 
     @property
     def name(self) -> str:
@@ -117,6 +123,7 @@ class FileTensor:
         """Store a copy of ``value`` in host memory as the tensor's value from now on. Raises MemoryError if
         host memory has no room.
         """
+        self.make_room(self.kept_bytes)
         self.accept(self.copy_of(value))
 
     def copy_of(self, value: torch.Tensor) -> HostValue:
@@ -180,6 +187,8 @@ class Checkpoint:
         self.wires: WireFormats | None = None
         # Whether `carom pack` would bring nothing: the tensors are aligned in the order of use already.
         self.laid_out = False
+        # Called before a value that was written or changed on the device is allocated in host memory.
+        self.make_room: Callable[[int], object] = _no_room_needed
         self._file_tensors: dict[int, FileTensor] = {}
         self._computed: list[_Computed] = []
 
@@ -197,6 +206,7 @@ class Checkpoint:
                 if isinstance(tensor, nn.Parameter):
                     placeholder = nn.Parameter(placeholder, requires_grad=False)
         found = FileTensor(bound, placeholder, tensor, sites, tensor.requires_grad)
+        found.make_room = self._make_room
         self._file_tensors[id(placeholder)] = found
         replace_in_modules(sites, tensor, placeholder)
         placeholder.requires_grad_(False)
@@ -233,6 +243,10 @@ class Checkpoint:
     def unbind_device_tensor(self, tensor: torch.Tensor) -> None:
         """Remove the registration that `bind_device_tensor` made for ``tensor``."""
         self._file_tensors.pop(id(tensor), None)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Call `make_room`, which the session sets later than file tensors are bound."""
+        self.make_room(nbytes)
 
     @property
     def changed_bytes(self) -> int:

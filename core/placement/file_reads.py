@@ -107,23 +107,35 @@ class FileReads:
         if not self._engine.virtual_clock:
             link.meter.disk_reads = self._reads
         residents.attach_streamer(link.lock, link.meter)
-        buffers_beside = self._buffers_beside_cache(budget)
-        size, count = buffers_beside or residents.choose_buffers(budget, 4, PAGE)
+        # Kept pieces are worth more than large staging buffers, because they save reads.
+        spare = min(budget, max(budget - self._source.kept.nbytes, budget // 16, PAGE))
+        buffers_beside = self._buffers_beside_cache(budget, spare)
+        size, count = buffers_beside or residents.choose_buffers(spare, 4, PAGE)
         if residents.wanted and not size:
             raise BudgetError(f"ram={budget} is too small to load weights through: {PAGE} bytes work", PAGE)
+        self._limit_kept(size * count if residents.wanted else 0)
         residents.start(self._source.reader, size, count, self._residents_loaded, link.staging)
+        self._limit_kept(residents.staging_bytes)
         if buffers_beside:
             self._open_cache()
 
-    def _buffers_beside_cache(self, budget: int) -> tuple[int, int] | None:
+    def _limit_kept(self, beside: int) -> None:
+        """Release pieces kept from the last layout as far as host memory is needed for the cache's buffers,
+        changed values, copies that kernels read directly, and ``beside`` further bytes.
+        """
+        taken = self._source.checkpoint.changed_bytes + self.link.mapped_bytes() + beside
+        self._source.kept.set_budget(max(0, self._source.ram - taken))
+
+    def _buffers_beside_cache(self, budget: int, spare: int) -> tuple[int, int] | None:
         """Return (bytes, count) of the staging buffers through which residents are read while the cache
         fills.
 
-        Returns None if host memory has no room for the buffers and the cache at once.
+        ``spare``: the bytes of ``budget`` for staging buffers if nothing streams. Returns None if host memory has
+        no room for the buffers and the cache at once.
         """
         buffers, (size, count) = self._buffers, self._residents.choose_buffers(budget, 16)
         if buffers is None or not self._residents.waiting:
-            return self._residents.choose_buffers(budget, 4, PAGE)
+            return self._residents.choose_buffers(spare, 4, PAGE)
         if buffers.whole and budget < size * count + sum(p.nbytes for pieces in self._pieces for p in pieces):
             return None
         return (size, count) if size else None
@@ -133,6 +145,7 @@ class FileReads:
         residents are on the device.
         """
         self._peak = max(self._peak, self._host_bytes())
+        self._limit_kept(0)
         if self.cache is None:
             self._open_cache()
         else:
@@ -149,11 +162,13 @@ class FileReads:
         self.cache = HostCache(
             self._pieces, self._buffers, self._arena, self._source.reader(self._buffers.nbytes), self._engine.landed,
             self._engine.synchronize, self._source.checkpoint.settings.eviction,
-            None if self._checks is None else self._checks.checksum,
+            None if self._checks is None else self._checks.checksum, self._source.kept,
         )  # fmt: skip
         if not self._buffers.whole:
             self.cache.hold_back(self._residents.staging_bytes)
-        self.cache.expect(self.link.upcoming())
+        upcoming = list(self.link.upcoming())
+        self.cache.adopt(upcoming)
+        self.cache.expect(upcoming)
 
     @property
     def complete(self) -> bool:
@@ -245,6 +260,7 @@ class FileReads:
                 sizes = [backing.wire.nbytes for backing in self.backings]
                 self._source.checkpoint.require_room(file_tensor, self._source.ram, sizes)
                 return False
+            self._limit_kept(self._residents.staging_bytes + file_tensor.kept_bytes)
         kept = file_tensor.copy_of(value)  # a slow copy, so it is not made under the lock
         if kept.block is not None:
             self._arena.pin(kept.block)
@@ -276,11 +292,13 @@ class FileReads:
         """Return the bytes of host memory that hold weights at this moment."""
         cache = 0 if self.cache is None else self.cache.figures().held_bytes
         held = self._residents.staging_bytes + cache + self._source.checkpoint.changed_bytes
+        held += self._source.kept.nbytes
         return held + (0 if self._link is None else self._link.mapped_bytes())
 
     def make_host_room(self, nbytes: int) -> None:
         """Shrink the host cache so that ``nbytes`` more of host memory do not exceed the ``ram`` budget."""
         held = self._reserved_bytes() + self._source.checkpoint.changed_bytes + self.link.mapped_bytes()
+        self._limit_kept(self._residents.staging_bytes + nbytes)
         if self.cache is not None and held + nbytes > self._source.ram:
             self._peak = max(self._peak, self._host_bytes())
             self.cache.shrink(held + nbytes - self._source.ram)

@@ -5,13 +5,14 @@ of one layout.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ..checkpoint.direct_io import ALIGN as PAGE
 from ..checkpoint.disk_reader import DiskReader, ReaderPolicy
 from ..common.sizes import MIB, format_size
+from ..host.kept_pieces import KeptPieces
 from .bound_checkpoint import Checkpoint, FileTensor
 
 _CHUNK = 4 * MIB  # largest number of bytes of one read call
@@ -22,12 +23,13 @@ class FileSource:
     """The weights file of one layout.
 
     ``ram``: bytes of host memory for the cache and changed values. ``write``: replaces the value of a
-    streamed weight.
+    streamed weight. ``kept``: the session's pieces of weights that are in RAM between two layouts.
     """
 
     checkpoint: Checkpoint
     ram: int
     write: Callable[[FileTensor, torch.Tensor], None]
+    kept: KeptPieces = field(default_factory=KeptPieces)
 
     @property
     def cache_bytes(self) -> int:
@@ -53,5 +55,8 @@ class FileSource:
         chunk = min(_CHUNK, max(PAGE, largest // PAGE * PAGE))
         policy = ReaderPolicy(workers=self.checkpoint.settings.workers, chunk=chunk)
         return DiskReader(
-            policy, path_tuner=self.checkpoint.path_tuner, read_limit=self.checkpoint.read_limit
+            policy,
+            path_tuner=self.checkpoint.path_tuner,
+            read_limit=self.checkpoint.read_limit,
+            memory=self.kept,
         )

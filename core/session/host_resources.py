@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..device.engine import Engine
 from ..host import probe
 from ..host.arena import HostArena
+from ..host.kept_pieces import KeptPieces
 from ..placement.host_copies import HostCopies
 from ..placement.packed_tensor import PackedTensor
 
@@ -16,16 +17,19 @@ class HostResources:
     ``arena``: allocates and pins blocks of host memory.
     ``shelf``: packed weights, by the id of the model's tensor.
     ``copies``: blocks with the bytes of units (groups of weights) that the next layout can use again.
+    ``kept``: what the cache of weights from files held at the end of the last layout, for the next one.
     """
 
     def __init__(self, engine: Engine, ram: int) -> None:
         self.copies = HostCopies()
+        self.kept = KeptPieces()
         self.shelf: dict[int, PackedTensor] = {}
         self.arena = HostArena(engine.pinner, probe.pin_limit(ram))
         self.arena.reclaim = self.copies.unpin_resident_copies
 
     def begin_layout(self, ram: int, notes: list[str]) -> None:
         """Let the next layout pin at most ``ram`` bytes, or fewer if the system allows fewer, and report ``notes``."""
+        self.kept.set_budget(min(ram, self.kept.budget))
         self.arena.begin_layout(probe.pin_limit(ram))
         self.arena.notes += notes
 

@@ -284,6 +284,7 @@ class LayoutManager:
             if discard:
                 placement.tier.dress()
                 self.host.shelf = {}
+        self.host.kept.clear()
         self._enter(Phase.CLOSED)
 
     def finish(self) -> None:
@@ -395,7 +396,10 @@ class LayoutManager:
         """
         host, checkpoint = self.host, self.module.checkpoint
         store = HostStore(host.arena, host.copies if self.simple else None, host.shelf)
-        source = None if checkpoint is None else FileSource(checkpoint, wanted.ram, self.write_streamed)
+        source = None
+        if checkpoint is not None:
+            checkpoint.make_room = host.kept.yield_bytes
+            source = FileSource(checkpoint, wanted.ram, self.write_streamed, host.kept)
         tier = tiers.make_tier(tiers.TierWish(self.engine, store, carving, plan, source, wanted.packing))
         return Placement(self.engine, store, tier)
 
@@ -446,6 +450,7 @@ class LayoutManager:
         """
         try:
             self._take_down(reuse=False, keep=False)
+            self.host.kept.clear()
             self.ledger.keep_least()
         finally:
             self._enter_parked(Phase.PARKED)

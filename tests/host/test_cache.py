@@ -76,7 +76,7 @@ def test_buffers_never_exceed_the_ram(sizes, ram):
         return
     assert buffers.nbytes % ALIGN == 0 and buffers.nbytes > 0
     assert buffers.count >= LEAST_BUFFERS and buffers.count * buffers.nbytes <= ram
-    assert buffers.rotating == buffers.count or buffers.rotating >= ROTATING
+    assert LEAST_BUFFERS <= buffers.rotating <= buffers.count
     if ram >= ROTATING * ALIGN:
         assert buffers.count >= min(ROTATING, sum(-(-size // buffers.nbytes) for size in sizes))
 
@@ -120,6 +120,38 @@ def test_kept_pieces_are_hit_in_every_round_and_spread_over_it(room):
     assert policy.kept == settled and len(settled) == room
     gaps = [b - a for a, b in itertools.pairwise(sorted(settled))]
     assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def optimum(order: list[int], room: int) -> int:
+    """Misses of Belady's algorithm: on a miss, the piece whose next use is farthest makes room."""
+    held: set[int] = set()
+    missed = 0
+    for now, rank in enumerate(order):
+        if rank in held:
+            continue
+        missed += 1
+        if len(held) == room:
+            rest = order[now + 1 :]
+            held.remove(max(held, key=lambda r: rest.index(r) if r in rest else len(rest)))
+        held.add(rank)
+    return missed
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
+@pytest.mark.parametrize("sizes", [[32 * MIB] * 60, [340 * MIB, 20 * MIB] * 10, [4 * MIB] * 200], ids=str)
+def test_no_more_than_a_twentieth_is_read_beyond_beladys_bound(sizes, share):
+    """Pieces that are used in turn, pass after pass: the buffers for reading ahead cost this much."""
+    buffers = choose_buffers(sizes, int(share * sum(sizes)))
+    count = sum(-(-size // buffers.nbytes) for size in sizes)
+    warm, passes = 2, 6
+    order = list(range(count)) * passes
+    policy = EvictionPolicy("belady", buffers.count - buffers.rotating, count)
+    missed = []
+    for now, rank in enumerate(order):
+        missed.append(rank not in policy.kept)
+        policy.record_use(rank, lambda r, now=now: (r - now - 1) % count + 1)
+    least = optimum(order, buffers.count) - optimum(order[: warm * count], buffers.count)
+    assert sum(missed[warm * count :]) <= 1.05 * least
 
 
 def test_belady_misses_no_more_than_the_others():

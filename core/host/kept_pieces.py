@@ -1,0 +1,188 @@
+"""Pieces of weights that stay in RAM while a session lays its weights out anew: what the host cache of one
+layout held, for the next layout.
+
+A piece is a range of a unit's bytes (a unit is a module whose weights are copied to the device together) and
+is identified by the file ranges that fill it. The cache of the next layout takes a piece over as it is if it
+has a piece of the same ranges and length. All other reads of the next layout (pieces that are cut differently,
+weights that stay on the device from now on) copy from RAM what is there, and read the rest from disk: see
+`DiskReader`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from bisect import bisect_left, insort
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from ..checkpoint.index import SourceFile
+from .arena import Block
+from .cache_pieces import CachePiece
+
+
+@dataclass(eq=False)
+class KeptPiece:
+    """The bytes of one piece in ``block``.
+
+    ``favoured``: whether the eviction policy of the former cache kept the piece after its use. ``left``: bytes
+    that were not copied out yet.
+    """
+
+    piece: CachePiece
+    block: Block
+    favoured: bool
+    left: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = sum(read.nbytes for read in self.piece.reads)
+
+
+def _key(piece: CachePiece) -> Hashable:
+    """Return what makes two pieces equal: their length, and which file range lies where in them."""
+    return piece.nbytes, tuple((read.file, read.offset, read.nbytes, read.at) for read in piece.reads)
+
+
+def _place(entry: tuple[int, int, int, KeptPiece]) -> tuple[int, int, int]:
+    """Return the part of a range's entry by which the ranges of a file are sorted."""
+    return entry[:3]
+
+
+class KeptPieces:
+    """The pieces in RAM that no cache owns at the moment. All methods are thread-safe.
+
+    ``budget``: bytes of host memory that the kept pieces and the buffers of the cache may take together.
+    """
+
+    def __init__(self) -> None:
+        self.budget = 0
+        self._lock = threading.Lock()
+        self._pieces: dict[Hashable, KeptPiece] = {}
+        # {file: (start, end, address, piece) of each range in RAM, sorted}, and the bytes of the longest range
+        self._ranges: dict[SourceFile, list[tuple[int, int, int, KeptPiece]]] = {}
+        self._longest = 0
+        self._nbytes = 0
+        self._beside = 0  # bytes of the cache's buffers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory of the kept pieces."""
+        return self._nbytes
+
+    def set_budget(self, nbytes: int) -> None:
+        """Set ``budget``, and release kept pieces, last first, until they and the cache fit into it."""
+        with self._lock:
+            self.budget = nbytes
+            self._shrink(nbytes - self._beside)
+
+    def yield_bytes(self, nbytes: int) -> None:
+        """Lower ``budget`` by ``nbytes``, which other host memory is about to take."""
+        self.set_budget(self.budget - nbytes)
+
+    def reserve(self, nbytes: int, force: bool) -> bool:
+        """Count ``nbytes`` for a new buffer of the cache; return False if kept pieces leave no room for it.
+
+        ``force``: release kept pieces instead, last first.
+        """
+        with self._lock:
+            room = self.budget - self._beside - nbytes
+            if self._nbytes > max(0, room):
+                if not force:
+                    return False
+                self._shrink(room)
+            self._beside += nbytes
+            return True
+
+    def unreserve(self, nbytes: int) -> None:
+        """Subtract ``nbytes`` of a buffer that the cache has freed."""
+        with self._lock:
+            self._beside -= nbytes
+
+    def keep(self, kept: KeptPiece) -> None:
+        """Own the bytes of a piece from now on. The cache's buffer becomes a kept piece, so the sum of both
+        does not change.
+        """
+        with self._lock:
+            key, size = _key(kept.piece), kept.block.data.numel()
+            self._beside -= size
+            if key in self._pieces or not kept.piece.reads:
+                kept.block.unpin()
+                return
+            self._pieces[key] = kept
+            self._nbytes += size
+            address = kept.block.data.data_ptr()
+            for read in kept.piece.reads:
+                entry = (read.offset, read.offset + read.nbytes, address + read.at, kept)
+                insort(self._ranges.setdefault(read.file, []), entry, key=_place)
+                self._longest = max(self._longest, read.nbytes)
+
+    def take(self, piece: CachePiece, block_bytes: int) -> KeptPiece | None:
+        """Remove and return the bytes of ``piece`` as a buffer of the cache; None if they are not kept in a
+        block of exactly ``block_bytes``.
+        """
+        with self._lock:
+            key = _key(piece)
+            kept = self._pieces.get(key)
+            if kept is None or kept.block.data.numel() != block_bytes:
+                return None
+            self._remove(key)
+            self._beside += block_bytes
+            return kept
+
+    def copy_range(self, file: SourceFile, offset: int, nbytes: int, address: int) -> list[tuple[int, int]]:
+        """Copy those of the ``nbytes`` bytes at ``offset`` of ``file`` that are in RAM to the memory at
+        ``address``. Return the other file ranges, as (start, end), in order.
+
+        The lock is held meanwhile, so no block is freed or reused while it is read.
+        """
+        end = offset + nbytes
+        missing: list[tuple[int, int]] = []
+        with self._lock:
+            ranges = self._ranges.get(file, [])
+            first = bisect_left(ranges, (offset - self._longest, 0, 0), key=_place)
+            last = bisect_left(ranges, (end, 0, 0), key=_place)
+            at = offset
+            for start, stop, source, kept in ranges[first:last]:
+                low, high = max(start, at), min(stop, end)
+                if low >= high:
+                    continue
+                if low > at:
+                    missing.append((at, low))
+                ctypes.memmove(address + low - offset, source + low - start, high - low)
+                kept.left -= high - low
+                at = high
+        if at < end:
+            missing.append((at, end))
+        return missing
+
+    def clear(self) -> None:
+        """Release all kept pieces."""
+        with self._lock:
+            self._shrink(0)
+
+    # -- called with the lock held
+
+    def _shrink(self, nbytes: int) -> None:
+        """Release kept pieces, those that were copied out and then the last ones first, until they take at most
+        ``nbytes``.
+        """
+        if self._nbytes <= max(0, nbytes):
+            return
+        spent = {key: None for key, kept in self._pieces.items() if kept.left <= 0}
+        for key in (*spent, *(key for key in reversed(list(self._pieces)) if key not in spent)):
+            if self._nbytes <= max(0, nbytes):
+                return
+            self._remove(key).block.unpin()
+
+    def _remove(self, key: Hashable) -> KeptPiece:
+        """Forget the piece of ``key`` and its ranges, and return it."""
+        kept = self._pieces.pop(key)
+        self._nbytes -= kept.block.data.numel()
+        address = kept.block.data.data_ptr()
+        for read in kept.piece.reads:
+            ranges = self._ranges[read.file]
+            place = (read.offset, read.offset + read.nbytes, address + read.at)
+            del ranges[bisect_left(ranges, place, key=_place)]
+            if not ranges:
+                del self._ranges[read.file]
+        return kept
