@@ -14,6 +14,7 @@ import time
 
 import torch
 
+from ...core.checkpoint.index import open_index
 from ...core.checkpoint.packed_source import codec_name
 from ...core.codec.unit_decoder import sizes
 from ...core.common.sizes import parse_size
@@ -131,7 +132,7 @@ def decoded(session) -> dict[str, int]:
     nothing yet.
     """
     manager = sys.modules["carom.core.session.assembly"].parts(session).manager
-    tier, index = manager.layout.placement.tier, manager.module.checkpoint.index
+    tier, index = manager.layout.placement.tier, open_index(manager.module.checkpoint.settings.path)
     wires = [
         *(backing.wire for backing in tier.backings),
         *(load.wire for load in tier.residents._pending.values() if load.packed is not None),

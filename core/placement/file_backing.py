@@ -2,7 +2,8 @@
 from a host cache.
 
 A slot is the device memory that holds a streamed unit while the unit is used. The link is the connection
-between host and device.
+between host and device. The packed bytes of a unit may stay on the device (`PackedResidents`). Such a unit is
+loaded from the file once, and takes no room in the host cache.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ..codec.unit_decoder import UnitDecoder
 from ..host.arena import storage_bytes
 from ..host.blob_checksums import PieceChecksums
 from ..model.home import Runtime
@@ -19,32 +21,68 @@ from ..model.managed_tensor import in_backward
 from ..model.units import Unit
 from .backing import Backing, Link
 from .file_home import FileHome
+from .packed_residents import PackedResidents
+from .resident_loads import Load
 from .wire_format import WireFormat
 
 if TYPE_CHECKING:
     from .file_reads import FileReads
+    from .resident_loader import ResidentLoader
+
+_NOTHING = WireFormat(0, ())
 
 
 class FileBacking(Backing):
     """A streamed unit that is read from a file in pieces.
 
-    ``wire``: the byte layout of the unit in the host cache and on the link. It contains packed tensors, or is
-    exactly the layout of the slot.
+    ``layout``: the byte layout of the unit outside its slot. It contains packed tensors, or is exactly the
+    layout of the slot.
     """
 
-    def __init__(self, unit: Unit, runtime: Runtime, index: int, wire: WireFormat, reads: FileReads) -> None:
+    def __init__(
+        self, unit: Unit, runtime: Runtime, index: int, layout: WireFormat, reads: FileReads,
+        packed_residents: PackedResidents,
+    ) -> None:  # fmt: skip
         super().__init__(unit, runtime, index)
-        self.wire, self._reads = wire, reads
+        self.layout, self._reads, self._packed_residents = layout, reads, packed_residents
+        self._loader: ResidentLoader | None = None
+        self._load: Load | None = None
+
+    def stay_packed(self, loader: ResidentLoader) -> None:
+        """Allocate device memory for the unit's packed bytes, and let ``loader`` load them on first use.
+
+        Raises torch.OutOfMemoryError.
+        """
+        (buffer,) = self._packed_residents.allocate([self], [self.layout.nbytes])
+        modules, placed = self.unit.modules, list(self.layout.placed)
+        self._loader = loader
+        self._load = Load(self.name, buffer, self.layout.nbytes, placed, [], modules, lambda: None)
+        self._load.wire, self._load.stays_packed = self.layout, True
+        loader.add(self._load)
+
+    @property
+    def on_device(self) -> bool:  # type: ignore[override]
+        """Whether the packed bytes stay on the device, so that a fetch copies nothing from the host."""
+        return self._load is not None
+
+    @property
+    def wire(self) -> WireFormat:
+        """The byte layout of the unit in the host cache and on the link, of 0 bytes if the unit stays on the
+        device packed.
+        """
+        return self.layout if self._load is None else _NOTHING
 
     @property
     def packed(self) -> bool:
-        """Whether a fetch copies packed bytes and decodes them on the device."""
-        return self.wire.decoder is not None
+        """Whether a fetch decodes packed bytes on the device."""
+        return self.layout.decoder is not None
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one fetch of the unit copies over the link."""
-        return self.wire.nbytes
+        """Bytes of the unit outside its slot. One fetch copies them over the link, unless they stay on the
+        device.
+        """
+        return self.layout.nbytes
 
     @property
     def file_homes(self) -> list[FileHome]:
@@ -52,22 +90,32 @@ class FileBacking(Backing):
         return cast("list[FileHome]", self.homes)
 
     def ready(self) -> bool:
-        """Return whether the whole unit is in the host cache and, if packed, has passed its checksums."""
+        """Return whether the whole unit is in the host cache, or on the device if it stays there packed, and
+        has passed its checksums if it is packed.
+        """
+        if self._load is not None:
+            return self._load.loaded
         return self._reads.is_ready(self.index, self.packed)
 
     def fetch(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
         """Enqueue the copies of the unit's pieces to ``target``, each as soon as its disk read is done.
         Returns the last event.
 
-        Packed pieces are copied to ``link.staging`` and decoded from there. A tensor with a written value is
-        copied from host memory and left out of the file's pieces, so that each byte is copied once.
+        Packed pieces are copied to ``link.staging`` and decoded from there. If they stay on the device, they are
+        decoded from where they are. A tensor with a written value is copied from host memory and left out of
+        the file's pieces, so that each byte is copied once.
         """
-        engine, meter, backward, wire = link.engine, link.meter, in_backward(), self.wire
+        engine, meter, backward, wire = link.engine, link.meter, in_backward(), self.layout
         written = [
             which for which, home in enumerate(self.file_homes) if home.file_tensor.changed is not None
         ]
         spans, decoder = wire.without(frozenset(written)) if written else (None, wire.decoder)
-        if decoder is None:
+        event: Any = None
+        if self._load is not None:
+            if decoder is not None:
+                event = self._decode_resident(self._load, decoder, target, after, link)
+                after = [event]
+        elif decoder is None:
             event, _ = self._copy_pieces(target, after, link, spans)
         else:
             assert link.staging is not None
@@ -85,8 +133,30 @@ class FileBacking(Backing):
             start, end = home.entry.offset, home.entry.offset + home.entry.nbytes
             event, marks = engine.copy_in(target[start:end], storage_bytes(value), after, meter.timing)
             self._count(link, marks, end - start, backward)
-        # Count one transfer, however many copies were needed.
-        meter.copied(self.name, None, 0, self.unit.raw_bytes, backward)
+        # Count one transfer, however many copies were needed, and none if everything was on the device.
+        if self._load is None or written:
+            meter.copied(self.name, None, 0, self._copied_bytes(written), backward, int(self._load is None))
+        return event
+
+    def _copied_bytes(self, written: Sequence[int]) -> int:
+        """Return the unpacked bytes of what a fetch copies from the host: all of the unit, or only its
+        ``written`` tensors if the rest is on the device.
+        """
+        if self._load is None:
+            return self.unit.raw_bytes
+        return sum(self.homes[which].entry.nbytes for which in written)
+
+    def _decode_resident(
+        self, load: Load, decoder: UnitDecoder, target: torch.Tensor, after: Sequence[Any], link: Link
+    ) -> Any:
+        """Decode the packed bytes that stay on the device, after loading them at the first use. Returns the
+        event at the end of decoding.
+        """
+        if not load.loaded:
+            assert self._loader is not None
+            self._loader.load(load)
+        event, times = self._packed_residents.unpack(self, decoder, target, after, link.meter.timing)
+        link.meter.decoded(times)
         return event
 
     def _copy_pieces(

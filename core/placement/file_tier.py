@@ -7,7 +7,7 @@ prefetched to the device only after its bytes are in RAM.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -27,6 +27,7 @@ from .file_home import FileHome
 from .file_reads import FileReads
 from .file_residents import FileResidents
 from .file_source import FileSource
+from .packed_residents import PackedResidents
 from .resident_loader import ResidentLoader
 from .resident_placer import ResidentPlacer
 from .tier import Tier, TierFigures
@@ -36,12 +37,19 @@ class FileTier(Tier):
     """The store of streamed weights that are in a file. In the module these weights are meta tensors.
 
     ``staging_bytes``: device memory into which packed units are copied before they are decoded.
+    ``stay_packed``: ids of the `Unit` objects whose packed bytes stay on the device. They are fixed when the
+    tier is made, because reads of their bytes begin with those of the other units.
     """
 
     reads_ahead = True
 
-    def __init__(self, engine: Engine, arena: HostArena, source: FileSource, staging_bytes: int) -> None:
+    def __init__(
+        self, engine: Engine, arena: HostArena, source: FileSource, staging_bytes: int,
+        stay_packed: Collection[int] = (),
+    ) -> None:  # fmt: skip
         super().__init__(engine)
+        self._stay_packed = frozenset(stay_packed)
+        self.packed_residents = PackedResidents(engine)
         self._arena, self._source, self._staging_bytes = arena, source, staging_bytes
         self._residents = FileResidents(engine, arena, source.checkpoint, staging_bytes)
         self.reads = FileReads(engine, arena, source, self.residents)
@@ -75,16 +83,20 @@ class FileTier(Tier):
 
     def place(self, units: Sequence[Unit], runtime: Runtime, residents: ResidentPlacer) -> list[Backing]:
         """Turn the units' meta tensors into managed tensors, whose values are in the file. No bytes are read
-        yet.
+        yet. Raises torch.OutOfMemoryError if the device has no room for units that stay packed.
         """
         checkpoint, source = self._source.checkpoint, self._source
         for index, unit in enumerate(units):
-            wire = checkpoint.wire(unit, self._staging_bytes)
-            backing = FileBacking(unit, runtime, index, wire, self.reads)
+            stays = id(unit) in self._stay_packed
+            # Bytes that stay on the device are decoded without staging memory.
+            layout = checkpoint.wire(unit, unit.nbytes if stays else self._staging_bytes)
+            backing = FileBacking(unit, runtime, index, layout, self.reads, self.packed_residents)
             self.backings.append(backing)
             self.reads.backings.append(backing)
-            if wire.decoder is not None and self.engine.device.type != "cpu":
-                wire.decoder.prepare(self.engine.device)
+            if layout.decoder is not None and self.engine.device.type != "cpu":
+                layout.decoder.prepare(self.engine.device)
+            if layout.decoder is not None and stays:
+                backing.stay_packed(self.residents)
             for entry in unit.entries:
                 file_tensor = checkpoint.of(entry.tensor)
                 # tensors that the file lacks are resident, so the lookup cannot fail
@@ -97,8 +109,8 @@ class FileTier(Tier):
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory in bytes that decoding packed units needs, 0 if no unit is packed."""
-        wanted = self.residents.packs or any(backing.packed for backing in self.backings)
+        """Device memory in bytes that decoding packed units needs, 0 if no unit is copied packed."""
+        wanted = self.residents.packs or any(unit.packed and not unit.on_device for unit in self.backings)
         return self._staging_bytes if wanted else 0
 
     def start(self, link: Link) -> None:
@@ -106,8 +118,9 @@ class FileTier(Tier):
         self.reads.start(link)
 
     def close(self) -> None:
-        """End all reads and release the cache."""
+        """End all reads, and release the cache and the packed bytes on the device."""
         self.reads.close()
+        self.packed_residents.close()
 
     def undo(self) -> None:
         """Restore the tensors of the model that streamed or stayed on the device."""
@@ -169,10 +182,15 @@ class FileTier(Tier):
         """Store ``value`` as the value of a streamed weight. Returns False if that needs a new layout."""
         return self.reads.write(file_tensor, value)
 
+    @property
+    def device_bytes(self) -> int:
+        """Device memory in bytes of the units that stay on the device packed."""
+        return self.packed_residents.nbytes
+
     def make_host_room(self, nbytes: int) -> None:
         """Shrink the host cache so that ``nbytes`` more host memory stays within the budget."""
         self.reads.make_host_room(nbytes)
 
     def figures(self) -> TierFigures:
         """Return the figures for the report, disk reads included."""
-        return replace(super().figures(), read=self.reads.figures())
+        return self.packed_residents.figures(replace(super().figures(), read=self.reads.figures()))

@@ -41,7 +41,8 @@ def make_tier(wish: TierWish) -> Tier:
     """Return the tier with the properties ``wish``."""
     engine, store, plan, packing = wish.engine, wish.store, wish.plan, wish.packing
     if wish.source is not None:
-        return FileTier(engine, store.arena, wish.source, plan.staging_bytes)
+        stay_packed = {id(wish.carving.units[index]) for index in plan.packed}
+        return FileTier(engine, store.arena, wish.source, plan.staging_bytes, stay_packed)
     copies = store.copies
     holds_packed = bool(store.shelf) or (copies is not None and copies.packs)
     if holds_packed or (packing is not None and plan.staging_bytes):

@@ -100,8 +100,8 @@ class ResidentLoader:
 
     @property
     def packs(self) -> bool:
-        """Whether any load could be copied to the device packed."""
-        return any(item.wire is not None for item in self._pending.values())
+        """Whether any load could be copied to the device packed and decoded there, which needs staging memory."""
+        return any(item.wire is not None and not item.stays_packed for item in self._pending.values())
 
     @property
     def waiting(self) -> bool:
@@ -233,13 +233,17 @@ class ResidentLoader:
                 self._finish()
 
     def _load_packed(self, item: Load, packed: PackedLoad) -> None:
-        """Load a packed item as a whole: copy its pieces to staging memory, and decode them.
+        """Load a packed item as a whole: copy its pieces to staging memory, and decode them. The pieces of an
+        item that stays packed are copied to its buffer.
 
         Staging memory is reserved only during this call. So after a failure the load starts again from its
         first piece.
         """
-        assert self._staging is not None
-        packed.landing, packed.after = self._staging.take(packed.nbytes)
+        if packed.decoder is None:
+            packed.landing, packed.after = item.buffer, []
+        else:
+            assert self._staging is not None
+            packed.landing, packed.after = self._staging.take(packed.nbytes)
         try:
             while item.pieces_left:
                 self._submit_reads()
@@ -269,14 +273,18 @@ class ResidentLoader:
         self._move_to_front(item)
 
     def _unpack(self, item: Load, packed: PackedLoad, copied: Any) -> Any:
-        """Verify the checksums of a load whose pieces are all in staging memory, and decode the pieces.
-        Returns the event at the end of decoding.
+        """Verify the checksums of a load whose pieces are all on the device, and decode the pieces unless they
+        stay packed. Returns the event at the end of the work.
 
         ``copied``: the event of the copy of the last piece.
         """
-        assert self._staging is not None and packed.landing is not None
-        self._staging.release_after(copied)
+        assert packed.landing is not None
+        if self._staging is not None and packed.decoder is not None:
+            self._staging.release_after(copied)
         packed.checks.verify(0, [packed.found[piece.rank] for piece in packed.pieces])
+        if packed.decoder is None:
+            return copied
+        assert self._staging is not None
         event, _ = self._engine.decode(packed.decoder, packed.landing, item.buffer, (copied,), False)
         self._staging.release_after(event)
         return event
@@ -344,7 +352,9 @@ class ResidentLoader:
         """Return a callback that records a finished read for the timeline. ``began``: when the read began
         (perf_counter, seconds).
         """
-        return lambda handle: self.spans.append((handle.label, began, time.perf_counter(), handle.nbytes))
+        return lambda handle: self.spans.append(
+            (handle.label, began, time.perf_counter(), handle.nbytes - handle.from_memory)
+        )
 
     def _copy_next_piece(self) -> None:
         """Wait for the reads of the piece that was submitted first, and copy that piece to the device."""
@@ -371,6 +381,7 @@ class ResidentLoader:
             raise
         self._free.append(self._submitted.popleft())
         self.read_bytes += sum(read.disk_bytes for read in piece.reads)
+        self.read_bytes -= sum(handle.from_memory for handle in staged.handles)
         item.pieces_left -= 1
         if not item.pieces_left:
             event = staged.copied

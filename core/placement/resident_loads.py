@@ -1,7 +1,8 @@
 """Defines `Load` and `PackedLoad`.
 
 A `Load` is a group of tensors of a file that stay on the device and are loaded together, into one device
-buffer. A `PackedLoad` is the state of a load that is copied to the device packed.
+buffer. A `PackedLoad` is the state of a load that is copied to the device packed. Its bytes are decoded when they
+arrive, or stay packed on the device if the load is a streamed unit that is decoded at each use.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Load:
 
     ``modules``: the modules whose forward needs the tensors; empty if any forward may.
     ``arrived``: called once the bytes are on the device.
+    ``stays_packed``: whether the bytes of ``wire`` are the contents of ``buffer``, and are not decoded.
     """
 
     name: str
@@ -39,30 +41,35 @@ class Load:
     pieces_left: int = 0  # number of pieces that are not on the device yet
     loaded: bool = False
     wire: WireFormat | None = None  # the packed byte layout of the load, None if it cannot be copied packed
+    stays_packed: bool = False
     packed: PackedLoad | None = None  # set if the load is copied packed
 
     def cut(self, size: int, staging_bytes: int) -> None:
-        """Divide the load into pieces of at most ``size`` bytes. The pieces are packed if all of them fit in
-        ``staging_bytes`` of device memory.
+        """Divide the load into pieces of at most ``size`` bytes. The pieces are packed if the load stays
+        packed, or if all of them fit in ``staging_bytes`` of device memory.
         """
         wire = self.wire
-        if wire is not None and wire.nbytes > staging_bytes:
+        if wire is not None and not self.stays_packed and wire.nbytes > staging_bytes:
             wire = None  # too large for staging memory: the host decodes the tensors
         whole = (self.nbytes, self.fresh) if wire is None else (wire.nbytes, wire.placed)
         pieces = [piece for piece in cut([whole], size)[0] if piece.reads]
         self.pieces.extend(pieces)
         if wire is not None and wire.decoder is not None:
-            self.packed = PackedLoad(wire.decoder, wire.nbytes, pieces, BlobChecks([pieces], [wire.blobs]))
+            decoder = None if self.stays_packed else wire.decoder
+            self.packed = PackedLoad(decoder, wire.nbytes, pieces, BlobChecks([pieces], [wire.blobs]))
         self.pieces_left = len(self.pieces)
 
 
 @dataclass(eq=False)
 class PackedLoad:
-    """The state of a load whose packed pieces are copied to staging memory, all in one call of
-    `ResidentLoader.load`, and decoded from there.
+    """The state of a load whose packed pieces are copied to the device, all in one call of
+    `ResidentLoader.load`.
+
+    ``decoder``: decodes the pieces from staging memory into the load's buffer. None if they stay packed; they
+    are then copied to the buffer itself.
     """
 
-    decoder: UnitDecoder
+    decoder: UnitDecoder | None
     nbytes: int
     pieces: list[CachePiece]
     checks: BlobChecks

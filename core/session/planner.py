@@ -18,7 +18,7 @@ from ..common.errors import BudgetError
 from ..device.engine import Engine
 from ..model.units import Carving, Unit, carving_matches
 from ..placement import packer
-from ..placement.packed_residents import wire_bytes
+from ..placement.packed_residents import wire_bytes, worth_keeping
 from ..plan.profile import TensorTimes, learn
 from ..plan.residency import Plan
 from . import measured_planner, rule_planner
@@ -98,24 +98,29 @@ class Planner:
         policy = wanted.packing
         packs = policy is not None and not policy.plain
         # Packing a unit that could stay on the device unpacked takes time and host memory. Do this only if
-        # measured times show a benefit.
-        stays_packed = (
+        # measured times show a benefit. Units that are packed in their file stay packed without measurements:
+        # more of them fit, and the others are read from the drive and cross the link at each use.
+        packs_now = (
             policy is not None
             and policy.stay_on_device
             and packs
             and self._engine.unpacks
             and (measured or wanted.profile is not None)
         )
+        stays_packed = packs_now or filed is not None
 
         return rule_planner.Settings(
             wanted.vram, self._granularity, self._training or wanted.training, dict(wanted.stay),
             None if checkpoint is None else checkpoint.of, packs or filed is not None, wanted.residents_among,
-            self.wire_bytes if stays_packed else None, self.decode_rate if stays_packed else None,
+            self.wire_bytes if stays_packed else None, self.decode_rate if packs_now else None,
             None if filed is None else filed.nbytes, self.backward,
         )  # fmt: skip
 
     def wire_bytes(self, unit: Unit) -> int:
-        """Return the bytes of ``unit`` when packed, or 0 if it cannot be packed."""
+        """Return the bytes of ``unit`` when packed, or 0 if it cannot be packed or packing saves little."""
+        checkpoint = self._module.checkpoint
+        if checkpoint is not None:
+            return 0 if checkpoint.wires is None else worth_keeping(unit, checkpoint.wires.nbytes(unit))
         return wire_bytes(unit, self._host.shelf, self._host.copies, packer.EXPECTED, packer.LEAST)
 
     def least_bytes(self, wanted: Wanted, present: Layout) -> int:

@@ -1,0 +1,140 @@
+"""Units of a packed file that stay on the device packed: read once, decoded at each use, and every bit as it was."""
+
+# mypy: disable-error-code="union-attr,arg-type,index,operator,call-overload"
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import carom
+import pytest
+import tests_models as models
+import torch
+from carom.core.checkpoint.disk_reader import DiskReader
+from carom.core.checkpoint.index import open_index
+from carom.core.checkpoint.packed_source import stored_entry
+from carom.core.device.simulated import SimulatedDevice
+from carom.core.placement import packed_residents
+from carom.tools.pack.writer import pack
+from safetensors.torch import save_file
+from tests_disk_harness import within_ram
+from tests_harness import SIMULATED, assert_same, infer
+from tests_inside import inside
+from tests_pairwise import each
+from torch import nn
+
+WIDE = 256
+DEPTH = 10
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def also_small_units(monkeypatch):
+    monkeypatch.setattr(packed_residents, "LEAST_UNIT", 1)
+
+
+def stack(checkpoint: str = "none", meta: bool = False, depth: int = DEPTH) -> models.Stack:
+    with torch.device("meta" if meta else "cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = models.Stack(depth, d=WIDE)
+        for parameter in () if meta else model.parameters():
+            nn.init.normal_(parameter, std=0.05)
+    model.checkpoint = checkpoint
+    return model.bfloat16()
+
+
+class Case:
+    """What `infer` and `train` feed a model with."""
+
+    @staticmethod
+    def inputs(index: int, device: torch.device) -> torch.Tensor:
+        return torch.randn(2, 3, WIDE, generator=torch.Generator().manual_seed(index)).bfloat16()
+
+
+PACKINGS = {
+    "nf4": {"quant": "nf4"},
+    "nf3": {"quant": "nf3", "codec": "lossless"},
+    "lossless": {"codec": "lossless"},
+}
+
+
+def packed_file(model: nn.Module, folder: Path, **packing: str) -> Path:
+    """Pack the model's weights, and give the model the values that the file stands for."""
+    path = folder / "packed.safetensors"
+    save_file({n: t.detach().clone() for n, t in model.state_dict().items()}, folder / "m.safetensors")
+    pack(folder / "m.safetensors", path, **{"codec": "raw", **packing})
+    model.load_state_dict(carom.load_file(path))
+    return path
+
+
+def file_bytes(path: Path, units: Any) -> int:
+    """The bytes that the weights of ``units`` take in the file."""
+    index = open_index(path)
+    return sum(stored_entry(index[home.entry.name]).nbytes for unit in units for home in unit.homes)
+
+
+def divided(session: Any) -> tuple[list[Any], list[Any]]:
+    """The units that stay on the device packed, and those that cross."""
+    units = inside(session).placement.streamed
+    return [u for u in units if u.on_device], [u for u in units if not u.on_device]
+
+
+BLOCK = sum(p.nbytes for p in stack(meta=True, depth=1).parameters())
+ALL = DEPTH * BLOCK
+
+
+@each(device=SIMULATED, packing=PACKINGS, ram={"all": ALL, "some": ALL // 12, "two pages": 8192})
+def test_what_stays_packed_is_read_once_and_crosses_no_more(tmp_path, monkeypatch, device, packing, ram):
+    model, empty = stack().eval(), stack(meta=True).eval()
+    path = packed_file(model, tmp_path, **packing)
+    expected = infer(model, Case, CPU, passes=5)
+    monkeypatch.setattr(DiskReader, "_get_decoding_reader", lambda *_: pytest.fail("decoded on the host"))
+    settings: Any = {"vram": 6 * BLOCK, "ram": ram, "granularity": "block"}
+    with carom.stream(empty, device=device, weights=path, **settings) as session:
+        stay, cross = divided(session)
+        assert len(stay) >= 2
+        assert_same(expected, infer(empty, Case, CPU, passes=5))
+        report = session.report()
+        assert report.resident_packed_units == len(stay) and report.packed_units == len(cross)
+        assert report.resident_packed_raw_bytes == sum(unit.nbytes for unit in stay)
+        # Each tensor of a unit begins at a page, as in the file.
+        assert report.wire_bytes_per_step <= file_bytes(path, cross) + 5 * 4096 * len(cross)
+        assert inside(session).placement.tier.residents.read_bytes >= file_bytes(path, stay)
+        read = inside(session).placement.tier.reads.total_read()
+        infer(empty, Case, CPU, passes=1)
+        again = inside(session).placement.tier.reads.total_read() - read
+        assert again <= 2 * (file_bytes(path, cross) + 5 * 4096 * len(cross))
+        assert report.vram_peak_bytes <= settings["vram"]
+        within_ram(session)
+        if ram == ALL:
+            assert report.disk_bytes_per_step == 0
+    assert all(p.is_meta for p in empty.parameters())
+
+
+@each(device=SIMULATED, ram={"some": ALL // 12, "two pages": 8192})
+def test_a_model_that_fits_packed_crosses_no_link_and_reads_no_drive(tmp_path, device, ram):
+    model, empty = stack().eval(), stack(meta=True).eval()
+    path = packed_file(model, tmp_path, quant="nf4")
+    with carom.stream(
+        empty, device=device, weights=path, vram=7 * BLOCK, ram=ram, granularity="block"
+    ) as session:
+        assert_same(infer(model, Case, CPU, passes=4), infer(empty, Case, CPU, passes=4))
+        report = session.report()
+        assert report.resident_packed_units + len(session.plan.resident) == report.units
+        assert report.wire_bytes_per_step == report.disk_bytes_per_step == report.packed_units == 0
+        assert report.staging_bytes == 0, "what is decoded in place needs no staging memory"
+
+
+def test_more_weights_stay_on_the_device_than_unpacked(tmp_path, monkeypatch):
+    model = stack().eval()
+    path = packed_file(model, tmp_path, quant="nf4")
+    settings: Any = {"device": SimulatedDevice(), "weights": path, "vram": 5 * BLOCK, "ram": ALL}
+    kept = []
+    for least in (1, ALL):
+        monkeypatch.setattr(packed_residents, "LEAST_UNIT", least)
+        empty = stack(meta=True).eval()
+        with carom.stream(empty, granularity="block", **settings) as session:
+            assert_same(infer(model, Case, CPU), infer(empty, Case, CPU))
+            kept.append(len(session.plan.resident) + len(session.plan.packed))
+    assert kept[0] > 2 * kept[1]
