@@ -60,10 +60,15 @@ def main(target: GPUTarget) -> None:
     decode = lossless_triton._decode = Recorder(lossless_triton._decode)  # type: ignore[assignment]
     buffer = torch.zeros(16, dtype=torch.uint8)
     table = torch.zeros(1, lossless_triton.ROW_FIELDS, dtype=torch.int64)
-    for kind, lanes in [(kind, DEFAULT_LANES) for kind in KINDS] + [(KINDS[0], 64), (KINDS[0], 256)]:
-        k, asm = min(kind.max_k, 4), target.backend == "cuda"
+    asm, e4m3 = target.backend == "cuda", next(kind for kind in KINDS if kind.two_level)
+    for kind, lanes, k in [
+        *((kind, DEFAULT_LANES, min(kind.max_k, 4)) for kind in KINDS),
+        *((KINDS[0], lanes, 4) for lanes in (64, 256)),
+        *((e4m3, DEFAULT_LANES, k) for k in (1, 2)),
+    ]:
         lossless_triton.decode_group(buffer, buffer, table, 1, kind.name, k, lanes, asm=asm)
-        found.append([f"{kind.name} {lanes}", *decode.compile(target)])
+        name = f"{kind.name} {lanes}" + (f" k={k}" if kind.two_level else "")
+        found.append([name, *decode.compile(target)])
 
     dequantize = kbit_triton._dequantize = Recorder(kbit_triton._dequantize)  # type: ignore[assignment]
     for book in CODEBOOKS.values():
