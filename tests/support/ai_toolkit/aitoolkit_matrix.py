@@ -48,6 +48,7 @@ class Row:
     twice: bool = False  # two processes in one job
     env: dict[str, str] = field(default_factory=dict)  # of both sides' processes
     says: str = ""  # what both logs hold, else the row shows nothing
+    shows: str = ""  # a pattern that the bouncing job's log holds, else the row shows nothing
 
     def model(self) -> dict[str, Any]:
         """Return the keys of the bouncing job's model section."""
@@ -60,6 +61,7 @@ JOB_COLUMNS = "status TEXT, info TEXT, speed_string TEXT, step INTEGER, stop INT
 # What the log says of the model that trains.
 STREAMED = re.compile(r"carom: \w*(?:Transformer|UNet)2D\w+: .* stream through ")
 STAYED = re.compile(r"carom: \w*(?:Transformer|UNet)2D\w+: .* stay on ")
+FROM_DISK = r"carom: \w*Transformer2D\w+: .* stream through .* from disk"
 SKIPPED = "OOM during training step, skipping batch"
 SMALL = {
     "uint4": "14MiB",
@@ -80,6 +82,12 @@ def _lossless(name: str, **both: Any) -> Row:
         both=both,
         bouncing={"offload_kwargs": {"vram": vram, "codec": "lossless"}},
     )
+
+
+# SPILL stands for the folder of spill files.
+def _disk(name: str, ram: str, vram: str = "", disk: str = "SPILL", **both: Any) -> Row:
+    kwargs = {"vram": vram or BUDGET["zimage"], "ram": ram, "disk": disk}
+    return Row(name, both=both, bouncing={"offload_kwargs": kwargs}, shows=FROM_DISK)
 
 
 def _train(name: str, kind: str = "zimage", **keys: Any) -> Row:
@@ -124,6 +132,14 @@ ROWS = [
     *(_lossless(qtype, model={"quantize": True, "qtype": qtype}) for qtype in QTYPES),
     _lossless("text float8", model={"quantize_te": True, "qtype_te": "float8"}),
     _lossless("ema and preservation", train={"ema_config": {"use_ema": True, "ema_decay": 0.9}, "blank_prompt_preservation": True}),
+    _disk("disk folder", "48MiB"),
+    _disk("disk auto", "48MiB", disk="auto"),
+    _disk("disk lokr", "48MiB", network={"type": "lokr", "lokr_full_rank": True, "lokr_factor": 4}),
+    _disk("disk bf16", "24MiB", "20MiB", train={"dtype": "bf16"}),
+    *(
+        _disk(f"disk {qtype}", "10MiB", SMALL.get(qtype, "18MiB"), model={"quantize": True, "qtype": qtype}, train=SAMPLING)
+        for qtype in QTYPES
+    ),
     Row("sd1 lora", "sd1"),
     _train("sd1 no checkpointing", "sd1", gradient_checkpointing=False),
     Row("sd1 convolutions", "sd1", {"network": {"conv": 4, "conv_alpha": 4}}),
@@ -223,7 +239,7 @@ class Bench:
             raise RuntimeError(f"ai-toolkit did not import: {errors.read_text()[-3000:]}")
 
     def _placed(self, text: str, name: str) -> str:
-        """Return the job file's text with DATABASE replaced by the path of a new database like the UI's."""
+        """Return the job file's text with DATABASE replaced by the path of a new database like the UI's, and SPILL by a folder."""
         if "DATABASE" in text:
             database = self.folder / f"{name}.db"
             with contextlib.closing(sqlite3.connect(database)) as made:
@@ -231,7 +247,7 @@ class Bench:
                 made.execute("INSERT INTO Job (id) VALUES ('1')")
                 made.commit()
             text = text.replace("DATABASE", str(database))
-        return text
+        return text.replace("SPILL", str(self.folder / "spill"))
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -293,6 +309,8 @@ class Bench:
         whole = row.bouncing.get("offload") == "auto"  # with all the memory there is
         if not (STAYED if whole else STREAMED).search(text):
             return Outcome(row, failed="the bouncing job did not stream", log=text)
+        if not re.search(row.shows, text):
+            return Outcome(row, failed=f"the bouncing job never said {row.shows!r}", log=text)
         count, different = compare(self.output("plain"), self.output("bouncing"), slug(row))
         return Outcome(row, count, tuple(different), log=text)
 
