@@ -71,8 +71,9 @@ def hard_tensors(small: bool):
         bits[: count // 20 * dtype.itemsize] = 0
         yield f"random bits {dtype}", bits.view(dtype)
     count = 4000 if small else count
-    scaled = (torch.randn(count, generator=generator) * 90).to(torch.float8_e4m3fn)  # first codes of 2 bits
-    yield "scaled e4m3", scaled
+    normal = torch.randn(count, generator=generator)
+    yield "cast e4m3", (normal * 0.02).to(torch.float8_e4m3fn)  # first codes of 1 bit
+    yield "scaled e4m3", (normal * 90).to(torch.float8_e4m3fn)  # first codes of 2 bits
     exponents = torch.randint(
         16, 72, (count,), generator=generator, dtype=torch.uint8
     )  # first codes of 3 bits
