@@ -22,6 +22,10 @@ class HostGovernor:
         self._quiet = 0
         self._patience = QUIET
 
+    def short(self, free: int) -> bool:
+        """Return whether ``free`` bytes of host memory are so few that the budget has to fall."""
+        return free < LOW * self.keep
+
     def read(self, free: int, held: int, budget: int, least: int) -> int | None:
         """Return a new RAM budget in bytes, or None to keep ``budget``.
 
@@ -29,7 +33,7 @@ class HostGovernor:
         ``least``: the smallest budget that works.
         """
         keep = self.keep
-        if free < LOW * keep:
+        if self.short(free):
             self._quiet = 0
             self._patience = min(MOST_QUIET, 2 * self._patience)
             target = max(least, held - (keep - free))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from bisect import bisect_left, insort
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -63,6 +64,12 @@ class KeptPieces:
         self._longest = 0
         self._nbytes = 0
         self._beside = 0  # bytes of the cache's buffers
+        _ALL.add(self)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no cache has buffers beside the kept pieces, as in a parked session."""
+        return self._beside == 0
 
     @property
     def nbytes(self) -> int:
@@ -155,10 +162,16 @@ class KeptPieces:
             missing.append((at, end))
         return missing
 
+    def release(self, nbytes: int) -> int:
+        """Release kept pieces of at least ``nbytes``, or all of them; return the bytes that were released."""
+        with self._lock:
+            before = self._nbytes
+            self._shrink(before - nbytes)
+            return before - self._nbytes
+
     def clear(self) -> None:
         """Release all kept pieces."""
-        with self._lock:
-            self._shrink(0)
+        self.release(self._nbytes)
 
     # -- called with the lock held
 
@@ -186,3 +199,17 @@ class KeptPieces:
             if not ranges:
                 del self._ranges[read.file]
         return kept
+
+
+_ALL: weakref.WeakSet[KeptPieces] = weakref.WeakSet()  # of all sessions of the process
+
+
+def release_idle(nbytes: int | None = None) -> int:
+    """Release pieces that sessions without an open cache keep (parked ones, for instance), at least ``nbytes`` of them
+    (None: all). Return the bytes that were released.
+    """
+    released = 0
+    for kept in list(_ALL):
+        if kept.idle and (nbytes is None or released < nbytes):
+            released += kept.release(kept.nbytes if nbytes is None else nbytes - released)
+    return released

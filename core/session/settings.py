@@ -14,6 +14,7 @@ from ..budget.shared_budget import SharedBudget
 from ..common.errors import BudgetError, UnsupportedError
 from ..common.sizes import GIB, format_size, parse_size
 from ..device.engine import Engine
+from ..host.kept_pieces import release_idle
 from ..host.page_release import MappedFiles
 from ..host.probe import host_memory, on_windows
 from ..model.units import collect
@@ -211,6 +212,7 @@ def ram_beside_device(
 
 def _auto_ram() -> int:
     """Return the bytes of host memory that weights may take with ``ram="auto"``."""
+    release_idle()  # what parked sessions keep of their files would leave this session too little for good
     # `host_memory` respects the limit of a container. If little memory is available, take a quarter of it
     # nevertheless.
     available = _available()

@@ -9,32 +9,12 @@ from typing import Any
 import carom
 import pytest
 import torch
-from carom.core.checkpoint.direct_io import PosixFile
 from carom.core.host.arena import HostArena
-from tests_disk_harness import on_meta, save, some_vram, uniform, within_ram
+from tests_disk_harness import Drive, on_meta, save, some_vram, uniform, within_ram
 from tests_inside import inside
 
 BLOCK = 32768  # bytes of one of the twenty blocks of `uniform`
 X = torch.linspace(-1, 1, 64).reshape(1, 64)
-
-
-class Drive:
-    """The bytes that were read from files since the last call of `fresh`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.nbytes = 0
-        read_into = PosixFile.read_into
-
-        def counted(file: Any, buffer: memoryview, offset: int) -> int:
-            got = read_into(file, buffer, offset)
-            self.nbytes += got
-            return got
-
-        monkeypatch.setattr(PosixFile, "read_into", counted)
-
-    def fresh(self) -> int:
-        found, self.nbytes = self.nbytes, 0
-        return found
 
 
 @pytest.fixture

@@ -101,6 +101,65 @@ def test_the_cache_of_a_session_gives_way_and_comes_back(tmp_path, monkeypatch, 
             assert inside(session).host_memory.governor is None, "a budget in bytes follows nothing"
 
 
+def test_under_pressure_the_cache_keeps_what_its_smaller_budget_holds(tmp_path, monkeypatch, memory):
+    loaded, empty, _, size = disk.uniform(tmp_path)
+    path = disk.save(loaded, tmp_path, packed=True)
+    drive = disk.Drive(monkeypatch)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    memory.keep, memory.free = size, 2 * size
+    x = torch.ones(1, 64)
+    with torch.no_grad():
+        expected = loaded(x)
+        with carom.stream(empty, device="cpu", vram=size // 4, ram="auto", weights=path) as session:
+            for _ in range(3):
+                assert torch.equal(empty(x), expected)
+            streamed = sum(unit.wire_bytes for unit in inside(session).placement.streamed)
+            drive.fresh()
+            memory.free = int(0.45 * size)  # another program takes memory between two steps
+            assert torch.equal(empty(x), expected)
+            memory.free = size
+            ram = inside(session).ram
+            assert ram < size // 2
+            drive.fresh()
+            reader = inside(session).placement.tier.reads.cache._reader
+            assert reader.stats().from_memory >= ram // 2, "what RAM still held is not read again"
+            assert torch.equal(empty(x), expected)
+            assert drive.fresh() >= (streamed - ram) // 2, "now the drive is needed in every pass"
+            memory.free = 3 * size
+            for _ in range(6 * QUIET):
+                assert torch.equal(empty(x), expected)
+            assert inside(session).ram == size
+            drive.fresh()
+            assert torch.equal(empty(x), expected) and drive.fresh() == 0, "all of it is back in RAM"
+
+
+def test_what_a_parked_session_keeps_goes_before_the_cache_in_use(tmp_path, monkeypatch, memory):
+    loaded, empty, path, size = disk.uniform(tmp_path)
+    with torch.device("meta"):
+        other = type(empty)()
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    memory.keep, memory.free = size, 3 * size
+    x = torch.ones(1, 64)
+    with torch.no_grad():
+        expected = loaded(x)
+        with (
+            carom.stream(other, device="cpu", vram=size // 4, ram="auto", weights=path) as parked,
+            carom.stream(empty, device="cpu", vram=size // 4, ram="auto", weights=path) as session,
+        ):
+            for model in (other, empty):
+                for _ in range(3):
+                    assert torch.equal(model(x), expected)
+            parked.park()
+            kept = inside(parked).manager.host.kept
+            assert kept.nbytes > 0
+            memory.free = size // 4
+            assert torch.equal(empty(x), expected)
+            assert kept.nbytes < size // 2
+            assert inside(session).ram == size
+            memory.free = 3 * size
+            assert torch.equal(other(x), expected)
+
+
 def test_weights_that_are_in_host_memory_alone_follow_nothing():
     with carom.stream(torch.nn.Linear(8, 8), device="cpu", vram=0 + 4096, ram="auto") as session:
         assert inside(session).host_memory.governor is None

@@ -45,6 +45,14 @@ def some_vram(model: nn.Module, weights: Any, share: float = 0.3, slots: int = 1
     return least + int(max(0, pages - least) * share)
 
 
+def least_on_disk(model: nn.Module, device: Any, disk: Path, ram: int) -> int:
+    """Return the least VRAM budget in bytes with which a module in memory streams from disk."""
+    with pytest.raises(carom.BudgetError) as refused:
+        carom.stream(model, device=device, vram=0, ram=ram, disk=disk)
+    assert refused.value.least_bytes is not None
+    return refused.value.least_bytes
+
+
 def some_ram(model: nn.Module, share: float) -> int:
     return max(8192, int(share * sum(-(-t.nbytes // 4096) * 4096 for t in model.parameters())))
 
@@ -76,6 +84,27 @@ def uniform(tmp_path: Path) -> tuple[nn.Module, nn.Module, Path, int]:
     with torch.device("meta"):
         empty = Uniform()
     return loaded, empty, save(loaded, tmp_path), sum(p.nbytes for p in loaded.parameters())
+
+
+class Drive:
+    """The bytes that were read from files since the last call of `fresh`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from carom.core.checkpoint.direct_io import PosixFile
+
+        self.nbytes = 0
+        read_into = PosixFile.read_into
+
+        def counted(file: Any, buffer: memoryview, offset: int) -> int:
+            got = read_into(file, buffer, offset)
+            self.nbytes += got
+            return got
+
+        monkeypatch.setattr(PosixFile, "read_into", counted)
+
+    def fresh(self) -> int:
+        found, self.nbytes = self.nbytes, 0
+        return found
 
 
 class Faults:

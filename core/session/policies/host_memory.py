@@ -1,7 +1,8 @@
 """`HostMemory`: the policy for ``ram="auto"``: frees host memory if the machine or its container runs short
 of it.
 
-If weights come from files, the RAM cache shrinks. Weights that exist only in host memory stay there. Two
+What parked sessions keep of weights from files is released first. If weights come from files, the RAM cache
+shrinks; what it holds within the smaller budget stays, and is not read again. Weights that exist only in host memory stay there. Two
 kinds of host memory are freed: host copies of units that stay on the device (kept for the next layout), and
 packed copies of weights that are also kept unpacked.
 """
@@ -17,6 +18,7 @@ from ...budget.host_governor import HostGovernor
 from ...common.errors import BudgetError
 from ...common.sizes import format_size
 from ...host import probe
+from ...host.kept_pieces import release_idle
 from ..layout import Layout, Outcome, Wanted
 from ..layout_manager import LayoutManager
 from .policy import Observation, StepClock
@@ -78,6 +80,12 @@ class HostMemory:
         if governor is None or not seen.unreferenced:
             return None
         self._looked = seen.clock.now
+        if governor.short(seen.host_memory.free):
+            # What nobody uses at the moment goes first; the next reading shows whether that suffices.
+            released = release_idle(governor.keep - seen.host_memory.free)
+            if released:
+                logger.info("carom: ram='auto': %s of parked weights released", format_size(released))
+                return None
         tier = seen.layout.placement.tier
         read = tier.figures().read
         if read is None:
