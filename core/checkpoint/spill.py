@@ -43,8 +43,10 @@ class _Mapping(mmap.mmap):
     """A private mapping of a spill file. Views of it keep it alive."""
 
 
-# What is spilled now: views of mappings by (bytes, CRC-32 of a sample).
-_spilled: dict[tuple[int, int], list[tuple[weakref.ref[_Mapping], int]]] = {}
+_Key = tuple[str, int, int]  # folder, bytes, CRC-32 of a sample
+
+# What is spilled now: mappings and offsets.
+_spilled: dict[_Key, list[tuple[weakref.ref[_Mapping], int]]] = {}
 
 
 def spill(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) -> list[torch.Tensor]:
@@ -58,7 +60,7 @@ def spill(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) -> li
     with _lock:
         _delete_abandoned(where)
         memories = [memory_of(tensor) for tensor in tensors]
-        keys = [_key(memory) for memory in memories]
+        keys = [_key(where, memory) for memory in memories]
         found = [_known(memory, key) for memory, key in zip(memories, keys, strict=True)]
         offsets, nbytes = [], 0
         for memory, known in zip(memories, found, strict=True):
@@ -82,15 +84,15 @@ def _view(tensor: torch.Tensor, mapping: _Mapping, offset: int) -> torch.Tensor:
         return flat.as_strided(tensor.shape, tensor.stride())
 
 
-def _key(memory: torch.Tensor) -> tuple[int, int]:
-    """Return the length of ``memory`` and the CRC-32 of a sample of it."""
+def _key(folder: Path, memory: torch.Tensor) -> _Key:
+    """Return the folder, the length of ``memory`` and the CRC-32 of a sample of it."""
     nbytes, crc = memory.numel(), 0
     for at in (0, nbytes // 2, max(0, nbytes - _SAMPLE)):
         crc = zlib.crc32(memory[at : at + _SAMPLE].numpy().data, crc)
-    return nbytes, crc
+    return str(folder.absolute()), nbytes, crc
 
 
-def _known(memory: torch.Tensor, key: tuple[int, int]) -> tuple[_Mapping, int] | None:
+def _known(memory: torch.Tensor, key: _Key) -> tuple[_Mapping, int] | None:
     """Return the mapping and offset at which the bytes of ``memory`` were spilled before, or None."""
     live = [(reference, offset) for reference, offset in _spilled.get(key, ()) if reference() is not None]
     if key in _spilled:

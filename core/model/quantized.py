@@ -357,6 +357,8 @@ def _share_memory(weight: _Weight, data: torch.Tensor) -> None:
     has no storage.
     """
     if isinstance(weight.spec, SubclassSpec):
+        if data.is_meta:  # the bytes are on disk
+            data = torch.empty(0, dtype=data.dtype)
         set_data(weight.wrapper, data)
         aliases = list(aliases_of(weight.spec, weight.wrapper))
         for held in weight.companions.values():

@@ -74,8 +74,9 @@ def bind_memory(module: nn.Module, disk: str | os.PathLike[str], ram: int) -> Ch
 
 
 def _can_stream(entry: Entry) -> bool:
-    """Return whether a weight can be read from disk for each use."""
-    return entry.nbytes >= _LEAST and entry.tensor.device.type == "cpu" and why_not_streamed(entry) is None
+    """Return whether a weight can be read from disk for each use. Buffers stay, because models write to them."""
+    here = entry.tensor.device.type == "cpu" and not entry.is_buffer
+    return here and entry.nbytes >= _LEAST and why_not_streamed(entry) is None
 
 
 def _bound(entry: Entry, found: FileRange | None) -> BoundTensor:

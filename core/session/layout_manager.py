@@ -385,7 +385,10 @@ class LayoutManager:
         """
         if self.module.disk is None or self.module.checkpoint is not None:
             return False
-        carving, plan = self.planner.plan(wanted, self._layout)
+        try:
+            carving, plan = self.planner.plan(wanted, self._layout)
+        except BudgetError:  # the least budget that the next layout's error names is that of weights on disk
+            return self.ledger.holder.loading_bytes > wanted.ram
         streamed = [unit for index, unit in enumerate(carving.units) if index not in plan.resident]
         packs = wanted.packing is not None and not wanted.packing.plain
         return sum(host_bytes(unit, packs) for unit in streamed) > wanted.ram

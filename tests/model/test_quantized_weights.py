@@ -12,6 +12,7 @@ import carom
 import pytest
 import torch
 from carom.core.model import tensor_flatten
+from tests_disk_harness import least_on_disk
 from tests_harness import SOME, assert_same, least_vram, on_simulated_devices, place, train
 from tests_inside import inside
 from tests_pairwise import pairwise
@@ -303,6 +304,7 @@ KINDS: dict[str, Callable[[Net], None]] = {
     "gguf q8_0, diffusers": gguf_of_diffusers,
 }  # fmt: skip
 on_every_kind = pytest.mark.parametrize("kind", KINDS)
+DISK_RAM = 8192  # bytes: the least that reading works with
 STAY = ("dressed", "taken over", "bitsandbytes int8")  # .to leaves what hangs on their weights where it was
 
 NO_GRADIENT = ("torchao int4, CPU",)  # _weight_int4pack_mm_for_cpu is for inference
@@ -375,6 +377,32 @@ def test_lora_on_streamed_codes_trains_as_on_resident_ones(kind, checkpointing, 
     net = with_adapters(quantised(kind, checkpointing))
     with carom.stream(net, device=device, vram=least_vram(net, device) * 3) as session:
         assert any("up.base.weight" in name for name in streams(session))
+        assert_same(expected, lora(net, where))
+
+
+@pairwise(kind=list(KINDS), device=SOME)
+def test_codes_that_stream_from_disk_give_the_resident_runs_results(tmp_path, kind, device):
+    where = reachable(kind, device)
+    expected = infer(quantised(kind).eval().to(where), where)
+    net = quantised(kind).eval()
+    weights = [block.up.weight for block in net.blocks]
+    budget = least_on_disk(net, device, tmp_path, DISK_RAM)
+    with carom.stream(net, device=device, vram=budget, ram=DISK_RAM, disk=tmp_path) as session:
+        assert inside(session).manager.module.checkpoint is not None, "the weights are on disk"
+        assert_same(expected, infer(net, where))
+        assert session.report().ram_peak_bytes <= DISK_RAM
+    assert all(block.up.weight is weight for block, weight in zip(net.blocks, weights, strict=True))
+    assert_same(expected, infer(net.to(where), where))
+
+
+@pairwise(kind=[kind for kind in KINDS if kind not in NO_GRADIENT], device=SOME)
+def test_lora_on_codes_from_disk_trains_as_on_resident_ones(tmp_path, kind, device):
+    where = reachable(kind, device)
+    expected = lora(with_adapters(quantised(kind, "non-reentrant")).to(where), where)
+    net = with_adapters(quantised(kind, "non-reentrant"))
+    budget = least_on_disk(net, device, tmp_path, DISK_RAM)
+    with carom.stream(net, device=device, vram=budget, ram=DISK_RAM, disk=tmp_path) as session:
+        assert inside(session).manager.module.checkpoint is not None, "the weights are on disk"
         assert_same(expected, lora(net, where))
 
 

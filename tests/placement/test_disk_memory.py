@@ -1,0 +1,320 @@
+"""Modules in memory whose weights stream from disk: from the file that is mapped, or from a spill file."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import carom
+import pytest
+import tests_models as models
+import torch
+from carom.core.checkpoint import spill as spilling
+from safetensors.torch import load_file, save_file
+from tests_disk_harness import least_on_disk, within_ram
+from tests_harness import (
+    EVERYWHERE,
+    SOME,
+    assert_same,
+    infer,
+    on_some_devices,
+    place,
+    some_vram,
+    train,
+)
+from tests_inside import inside
+from tests_pairwise import each, pairwise
+from torch import nn
+
+CASES = models.CASES
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc/self/maps is Linux's")
+RAM = 8192  # bytes: the least that reading works with
+
+
+class Wide(nn.Module):
+    """Eight blocks of two matrices of 64 KiB; frozen, and with adapters if wanted."""
+
+    def __init__(self, adapters: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)) for _ in range(8))
+        self.requires_grad_(False)
+        self.down = nn.ParameterList(torch.zeros(128, 4) for _ in range(8 * adapters))
+        self.up = nn.ParameterList(torch.randn(4, 128) for _ in range(8 * adapters))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            low = x @ self.down[index] @ self.up[index] if len(self.down) else 0
+            x = block(x) + low
+        return x
+
+    @staticmethod
+    def inputs(index: int, device: torch.device) -> torch.Tensor:
+        return torch.randn(3, 128, generator=torch.Generator().manual_seed(index)).to(device)
+
+
+def wide(adapters: bool = False) -> Wide:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return Wide(adapters)
+
+
+def mapped(model: nn.Module, folder: Path) -> nn.Module:
+    """Return a copy of ``model`` whose tensors are views of a mapped safetensors file."""
+    path = folder / "model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path)
+    found = copy.deepcopy(model)
+    found.load_state_dict(load_file(path), assign=True)
+    return found.requires_grad_(False)
+
+
+def spill_files(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("carom-spill-*")]
+
+
+def on_disk(session: Any) -> bool:
+    return inside(session).manager.module.checkpoint is not None
+
+
+def budget(model: nn.Module, device: Any) -> int:
+    return some_vram(model, device, 0.2, slots=2)
+
+
+# -- exact
+
+
+@each(name=list(CASES), device=SOME)
+def test_every_kind_of_module_streams_from_a_spill_file(tmp_path, name, device):
+    case, where = CASES[name], place(device)
+    expected = infer(case.build().eval().requires_grad_(False).to(where), case, where)
+    model = case.build().eval().requires_grad_(False)
+    vram = least_on_disk(model, device, tmp_path, RAM) * max(2, case.slots)
+    with carom.stream(model, device=device, vram=vram, ram=RAM, disk=tmp_path):
+        assert_same(expected, infer(model, case, where))
+    if name != "buffers":  # it remembers its inputs
+        assert_same(expected, infer(model.to(where), case, where))
+
+
+@pairwise(device=EVERYWHERE, disk=["folder", "auto"], share=[0.0, 0.5])
+def test_a_module_of_a_mapped_file_is_exact_and_writes_nothing(tmp_path, device, disk, share):
+    where = place(device)
+    expected = infer(wide().to(where), Wide, where)
+    model = mapped(wide(), tmp_path)
+    ram = max(RAM, int(share * sum(p.nbytes for p in model.parameters())))
+    folder = tmp_path / "spill"
+    vram = budget(model, device)
+    with carom.stream(
+        model, device=device, vram=vram, ram=ram, disk=folder if disk == "folder" else "auto"
+    ) as session:
+        assert on_disk(session)
+        assert_same(expected, infer(model, Wide, where))
+        within_ram(session)
+        # only the biases are too small for a file of their own
+        assert not spill_files(folder)
+    assert_same(expected, infer(model.to(where), Wide, where))
+
+
+test_a_module_of_a_mapped_file_is_exact_and_writes_nothing = LINUX(
+    test_a_module_of_a_mapped_file_is_exact_and_writes_nothing
+)
+
+
+@pairwise(device=EVERYWHERE, source=["spilled", "mapped"])
+def test_lora_over_weights_on_disk_trains_as_without_offloading(tmp_path, device, source):
+    where = place(device)
+    expected = train(wide(adapters=True).to(where), Wide, where)
+    model = wide(adapters=True)
+    if source == "mapped":
+        frozen = mapped(wide(), tmp_path)
+        model.blocks = frozen.blocks
+    vram = budget(model, device)
+    with carom.stream(model, device=device, vram=vram, ram=RAM, disk=tmp_path / "spill") as session:
+        assert on_disk(session)
+        assert_same(expected, train(model, Wide, where))
+
+
+def test_when_ram_suffices_nothing_moves_to_disk_and_a_smaller_ram_moves_it(tmp_path):
+    model, where = wide(), torch.device("cpu")
+    expected = infer(wide(), Wide, where)
+    vram = budget(model, "cpu")
+    with carom.stream(model, device="cpu", vram=vram, ram="8MB", disk=tmp_path) as session:
+        assert_same(expected, infer(model, Wide, where))
+        assert not on_disk(session) and not spill_files(tmp_path)
+        session.set_budget(ram=RAM)
+        assert on_disk(session) and len(spill_files(tmp_path)) == 1
+        assert_same(expected, infer(model, Wide, where))
+        session.set_budget(ram="8MB")
+        infer(model, Wide, where)
+        before = session.report().disk_bytes_per_step
+        assert_same(expected, infer(model, Wide, where))
+        assert session.report().disk_bytes_per_step <= before
+
+
+@on_some_devices
+def test_values_are_read_and_written_while_they_are_on_disk(tmp_path, device):
+    model = mapped(wide(), tmp_path)
+    where, vram = place(device), budget(model, device)
+    name = "blocks.5.0.weight"
+    old, new = model.get_parameter(name).clone(), torch.randn(128, 128)
+    with carom.stream(model, device=device, vram=vram, ram=4 * 65536 + RAM, disk="auto") as session:
+        assert torch.equal(session.read(name), old)
+        session.write(name, new)
+        changed = infer(model, Wide, where)
+    assert torch.equal(model.get_parameter(name), new)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")[name], old), "the file keeps its value"
+    assert_same(changed, infer(model.to(where), Wide, where))
+
+
+@LINUX
+def test_pages_that_were_written_are_not_taken_from_the_file(tmp_path):
+    model = mapped(wide(), tmp_path)
+    with torch.no_grad():
+        model.blocks[3][0].weight[5, 7] = 9.0
+    where = torch.device("cpu")
+    expected = infer(model, Wide, where)
+    with carom.stream(model, device="cpu", vram=budget(model, "cpu"), ram=4 * 65536, disk="auto") as session:
+        assert on_disk(session)
+        assert_same(expected, infer(model, Wide, where))
+    assert model.blocks[3][0].weight[5, 7] == 9.0
+
+
+# -- files
+
+
+def test_the_spill_file_is_deleted_with_its_last_use(tmp_path):
+    model = wide()
+    with carom.stream(model, device="cpu", vram=budget(model, "cpu"), ram=RAM, disk=tmp_path):
+        assert len(spill_files(tmp_path)) == 1
+    assert len(spill_files(tmp_path)) == 1, "the module's tensors are views of it"
+    del model
+    gc.collect()
+    assert not spill_files(tmp_path)
+
+
+def test_the_same_bytes_are_written_once(tmp_path):
+    first, second = wide(), wide()
+    vram = budget(first, "cpu")
+    with carom.stream(first, device="cpu", vram=vram, ram=RAM, disk=tmp_path):
+        pass
+    with (
+        carom.stream(first, device="cpu", vram=vram, ram=RAM, disk=tmp_path),
+        carom.stream(second, device="cpu", vram=vram, ram=RAM, disk=tmp_path),
+    ):
+        assert len(spill_files(tmp_path)) == 1
+        assert_same(infer(first, Wide, torch.device("cpu")), infer(second, Wide, torch.device("cpu")))
+
+
+def test_a_full_disk_is_an_error_that_leaves_the_module_and_no_file(tmp_path, monkeypatch):
+    model, where = wide(), torch.device("cpu")
+    expected, vram = infer(model, Wide, where), budget(model, "cpu")
+    written = []
+
+    def write(handle: int, data: memoryview) -> int:
+        written.append(len(data))
+        if len(written) > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(data)
+
+    monkeypatch.setattr(spilling.os, "write", write)
+    with pytest.raises(carom.BudgetError, match=r"has .* free; make room, name a folder on another drive"):
+        carom.stream(model, device="cpu", vram=vram, ram=RAM, disk=tmp_path)
+    monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
+    assert_same(expected, infer(model, Wide, where))
+
+
+def test_an_interrupt_while_spilling_leaves_the_module_and_no_file(tmp_path, monkeypatch):
+    model, where = wide(), torch.device("cpu")
+    expected, vram = infer(model, Wide, where), budget(model, "cpu")
+
+    def interrupted(handle: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(spilling, "_flush", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        carom.stream(model, device="cpu", vram=vram, ram=RAM, disk=tmp_path)
+    monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
+    assert_same(expected, infer(model, Wide, where))
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    model = wide()
+    with pytest.raises(carom.WeightsError, match="no file can be written there"):
+        carom.stream(
+            model, device="cpu", vram=budget(model, "cpu"), ram=RAM, disk=tmp_path / "file" / "folder"
+        )
+
+
+@pytest.mark.parametrize("disk", ["", 3, True])
+def test_what_names_no_folder_is_refused(disk):
+    with pytest.raises(carom.UnsupportedError, match="name a folder, or choose 'auto' or None"):
+        carom.stream(wide(), device="cpu", disk=disk)
+
+
+@LINUX
+def test_a_killed_process_leaves_a_file_that_the_next_one_deletes(tmp_path):
+    script = textwrap.dedent(
+        f"""
+        import os, signal, torch
+        from carom.core.checkpoint.spill import spill
+        kept = spill([torch.randn(5000)], {str(tmp_path)!r})
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    subprocess.run([sys.executable, "-c", script], check=False)
+    left = spill_files(tmp_path)
+    assert len(left) == 1
+    kept = spilling.spill([torch.randn(6000)], tmp_path)
+    assert len(spill_files(tmp_path)) == 1 and spill_files(tmp_path) != left
+    assert len(kept) == 1
+
+
+@LINUX
+def test_two_processes_with_one_folder_leave_each_other_alone(tmp_path):
+    kept = spilling.spill([torch.randn(5000)], tmp_path)
+    script = textwrap.dedent(
+        f"""
+        import torch
+        from carom.core.checkpoint.spill import spill
+        kept = spill([torch.randn(5000)], {str(tmp_path)!r})
+        """
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert len(spill_files(tmp_path)) == 1, "this process's file is left; the other one's is gone"
+    assert len(kept) == 1
+
+
+# -- what is left alone
+
+
+def test_trainable_weights_do_not_move_to_disk(tmp_path):
+    model = wide().requires_grad_(True)
+    vram = some_vram(model, "cpu", 0.4, slots=2, training="stream")
+    with carom.stream(model, device="cpu", vram=vram, ram=RAM, disk=tmp_path, training="stream") as session:
+        assert not on_disk(session)
+    assert not spill_files(tmp_path)
+
+
+def test_a_frozen_weight_on_disk_refuses_gradients_and_changes_in_place(tmp_path):
+    model = wide()
+    with carom.stream(model, device="cpu", vram=budget(model, "cpu"), ram=RAM, disk=tmp_path) as session:
+        name = inside(session).placement.streamed[0].homes[0].entry.name
+        weight = model.get_parameter(name)
+        with pytest.raises(carom.UnsupportedError, match="cannot be trained"):
+            weight.requires_grad_(True)
+        with torch.no_grad(), pytest.raises(carom.UnsupportedError, match=r"session\.write"):
+            weight.mul_(2)
+
+
+def test_with_auto_and_no_mapped_file_weights_stay_in_memory(tmp_path):
+    model = wide()
+    with carom.stream(model, device="cpu", vram=budget(model, "cpu"), ram=RAM, disk="auto") as session:
+        assert not on_disk(session)
