@@ -284,8 +284,15 @@ class HostCache:
         if self._inspection_pool is not None:
             self._inspection_pool.close()
         with self._cond:
-            # The pieces that are used last are the first that the next layout releases if memory is short.
-            self._buffers.sort(key=lambda b: NEVER if b.piece is None else self._next_use(b.piece.rank))
+            # The pieces that are used last are the first that the next layout releases if memory is short. A complete
+            # cache does not follow the order of use; a layout ends between passes, so the model's order is the next.
+            self._buffers.sort(
+                key=lambda b: (
+                    NEVER if b.piece is None
+                    else b.piece.rank if self.complete
+                    else self._next_use(b.piece.rank)
+                )
+            )  # fmt: skip
             for buffer in self._buffers:
                 if buffer.piece is not None and buffer.ready:
                     favoured = buffer.piece.rank in self._eviction.kept
