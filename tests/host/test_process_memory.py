@@ -106,3 +106,46 @@ def test_streaming_fits_into_a_control_group_that_loading_whole_does_not(root, c
         assert json.loads(done.stdout)["bit_exact"]
         done = _run(_inside(group, [sys.executable, "-c", whole, str(checkpoint / "packed.safetensors")]))
         assert done.returncode != 0, "the limit does not bite: this test shows nothing"
+
+
+MAPPED = """
+import json, sys, carom, torch
+from pathlib import Path
+from safetensors.torch import load_file
+from torch import nn
+path, ram, vram = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with torch.device("meta"):
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(48))).requires_grad_(False)
+model.load_state_dict(load_file(path), assign=True)
+x = torch.ones(1, 1024)
+with carom.stream(model, device="cpu", vram=vram, ram=ram, disk="auto") as session, torch.no_grad():
+    for _ in range(3):
+        y = model(x)
+    report = session.report()
+memory = {line.split(":")[0]: int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("Rss")}
+print(json.dumps({"sum": y.sum().item(), "anon": memory["RssAnon"], "disk": report.disk_bytes_per_step,
+                  "notes": report.notes, "ram_peak": report.ram_peak_bytes}))
+"""
+
+
+@linux
+@pytest.mark.slow
+def test_a_module_of_a_mapped_file_fits_into_a_control_group_of_a_part_of_its_size(tmp_path):
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    weights = {f"{index}.weight": torch.randn(1024, 1024) / 32 for index in range(48)}
+    save_file(weights, tmp_path / "model.safetensors")
+    x = torch.ones(1, 1024)
+    for weight in weights.values():
+        x = torch.nn.functional.linear(x, weight)
+    nbytes = sum(weight.nbytes for weight in weights.values())
+    with limited(BOUND) as group:
+        command = [sys.executable, "-c", MAPPED, str(tmp_path / "model.safetensors"), str(RAM), str(VRAM)]
+        done = _run(_inside(group, command))
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+    assert found["sum"] == x.sum().item()
+    assert found["ram_peak"] <= RAM
+    assert found["anon"] <= BOUND < nbytes + 300_000_000
+    assert 0 < found["disk"] <= nbytes
