@@ -159,6 +159,43 @@ def differences(modules, device, small, file=None) -> list[str]:
             from_triton(packed.blob.to(device), layout, got)
             if not torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)):
                 wrong.append(f"{name} {dtype}")
+    return wrong + quantised_differences(modules, device, small)
+
+
+def quantised_differences(modules, device: str, small: bool) -> list[str]:
+    """Return what differs where one launch of each kind decodes several quantised tensors of a unit, with plain ones
+    between them.
+    """
+    unit, get = modules["unit_decoder"], modules["registry"].get
+    wrong: list[str] = []
+    for counts in (
+        (64, 1000, 4096),
+        (8, 1003, 5, 4104),
+    ):  # whole groups of 8, and tensors that end within one
+        entries, parts, at, out_at = [], [], 0, 0
+        for number, count in enumerate(counts if small else [1000 * n for n in counts]):
+            for name in ("nf4", "nf2", "nf3"):
+                value = (torch.randn(count) * 0.02).to(torch.bfloat16 if number % 2 else torch.float32)
+                packed = get(name).encode(value)
+                layout = get(name).layout(packed)
+                entries += [unit.KbitEntry(layout, value.dtype, at, out_at)]
+                out_at += -(-value.nbytes // 16) * 16
+                plain = torch.randint(0, 255, (48,), dtype=torch.uint8)
+                at += -(-layout.total // 16) * 16
+                entries += [unit.RawEntry(48, at, out_at)]
+                parts += [packed.blob, torch.zeros(-layout.total % 16, dtype=torch.uint8), plain]
+                at, out_at = at + 48, out_at + 48
+        wire, found = torch.cat(parts).to(device), []
+        for method in ("triton", "torch"):
+            out = torch.full((out_at + 16,), 0xA5, dtype=torch.uint8, device=device)
+            decode = unit.UnitDecoder(entries, method=method)
+            decode(wire, out)
+            found.append(out.cpu())
+            decode(wire, out.fill_(0xA5))  # by the cached launches, where there are any
+            if not torch.equal(out.cpu(), found[-1]):
+                wrong.append(f"quantised unit of {counts} by cached launches, {method}")
+        if not torch.equal(*found):
+            wrong.append(f"quantised unit of {counts}")
     return wrong
 
 

@@ -1,17 +1,24 @@
 """Triton decoder of NF4, NF3 and NF2 (core/codec/kbit.py) for CUDA and ROCm. Each GPU lane decodes 8
-elements.
+elements. One launch decodes all tensors of a wire buffer that have the same codebook, block size and dtype.
 
 Import this module only where triton can be imported. With TRITON_INTERPRET=1 the kernel runs on CPU tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from .kbit import Layout, codebook_on, dequantize_torch
-from .lossless_triton import lanes_of_a_warp
+from .kbit import Codebook, Layout, codebook_on, dequantize_torch
+from .lossless_triton import compiled_launcher, lanes_of_a_warp, padded_rows
+
+ROW_FIELDS = 8  # int64 fields of a row of the table that describes the tensors to decode, see `rows_of`
+WARPS = 4
+_R = tl.constexpr(ROW_FIELDS)
 
 
 @triton.jit
@@ -52,17 +59,28 @@ def _decode_element(
     return value.to(DTYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors"])
 def _dequantize(
-    blob, out, codebook, full, scales_at16, plane16,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr, SIZE: tl.constexpr,
-    ROUND_BF16: tl.constexpr,
+    wire, target, table, tensors, codebook,
+    ROWS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr,
+    SIZE: tl.constexpr, ROUND_BF16: tl.constexpr,
 ):  # fmt: skip
-    """Decode GROUPS groups of 8 elements, one group for each lane; `dequantize_triton` launches this kernel."""
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    exists = group < full
-    sixteen = tl.full((), 16, tl.int64)  # byte offsets in tensors of 2**32 elements and more exceed 32 bits
-    scales = (blob + scales_at16 * sixteen).to(tl.pointer_type(tl.float32))
+    """Decode GROUPS groups of 8 elements, one group for each lane, of one of the tensors that the rows of
+    ``table`` describe.
+    """
+    # The tensor that this program decodes is the last one whose first program number is at most this
+    # program's.
+    pid = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    starts = tl.load(table + rows * _R, mask=rows < tensors, other=1 << 62)
+    row = table + (tl.sum((starts <= pid).to(tl.int32), axis=0) - 1) * _R
+    # The fields are 64 bits wide: byte offsets in tensors of 2**32 elements and more exceed 32 bits.
+    group = (pid - tl.load(row)) * GROUPS + tl.arange(0, GROUPS)
+    exists = group < tl.load(row + 1)
+    blob = wire + tl.load(row + 2) * 16
+    out = target + tl.load(row + 3) * 16
+    scales = (blob + tl.load(row + 4) * 16).to(tl.pointer_type(tl.float32))
+    plane = tl.load(row + 5) * 16
     scale = tl.load(scales + group // (BLOCK // 8), mask=exists, other=0.0)
     p0, p1, p2, codes = 0, 0, 0, 0
     if BITS == 4:
@@ -71,8 +89,8 @@ def _dequantize(
         codes = tl.load(blob.to(tl.pointer_type(tl.uint16)) + group, mask=exists, other=0).to(tl.int32)
     else:
         p0 = tl.load(blob + group, mask=exists, other=0).to(tl.int32)
-        p1 = tl.load(blob + plane16 * sixteen + group, mask=exists, other=0).to(tl.int32)
-        p2 = tl.load(blob + plane16 * (2 * sixteen) + group, mask=exists, other=0).to(tl.int32)
+        p1 = tl.load(blob + plane + group, mask=exists, other=0).to(tl.int32)
+        p2 = tl.load(blob + 2 * plane + group, mask=exists, other=0).to(tl.int32)
     e0 = _decode_element(codes, codebook, scale, 0, BITS, p0, p1, p2, DTYPE, ROUND_BF16)
     e1 = _decode_element(codes, codebook, scale, 1, BITS, p0, p1, p2, DTYPE, ROUND_BF16)
     e2 = _decode_element(codes, codebook, scale, 2, BITS, p0, p1, p2, DTYPE, ROUND_BF16)
@@ -102,7 +120,65 @@ def _dequantize(
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def dequantize_triton(blob: torch.Tensor, layout: Layout, out: torch.Tensor, warps: int = 4) -> None:
+def rows_of(
+    tensors: Sequence[tuple[Layout, int, int]], device: torch.device, warps: int = WARPS
+) -> tuple[list[list[int]], int]:
+    """Return the rows of the table for ``tensors`` (layout, byte offset in the wire buffer, byte offset in the
+    slot), and the number of Triton programs that decode them. The offsets are multiples of 16.
+
+    The last ``numel % 8`` elements of each tensor are left out.
+    """
+    groups, programs, rows = lanes_of_a_warp(device) * warps, 0, []
+    for layout, wire_at, out_at in tensors:
+        full = layout.numel // 8
+        rows.append(
+            [
+                programs,
+                full,
+                wire_at // 16,
+                out_at // 16,
+                layout.scales_at // 16,
+                layout.plane_stride // 16,
+                0,
+                0,
+            ]
+        )
+        programs += triton.cdiv(full, groups)
+    return rows, programs
+
+
+def _arguments(
+    wire: torch.Tensor, out: torch.Tensor, table: torch.Tensor, codebook: Codebook, block: int,
+    dtype: torch.dtype, warps: int,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """Return the arguments and the constants of a launch."""
+    constants = {
+        # One group for each lane: with more or fewer, Triton would exchange values between lanes through shared
+        # memory and write less than 16 bytes at a time.
+        "ROWS": padded_rows(table), "BITS": codebook.bits, "BLOCK": block,
+        "GROUPS": lanes_of_a_warp(wire.device) * warps, "DTYPE": _DTYPES[dtype], "SIZE": dtype.itemsize,
+        # Triton's interpreter truncates to bf16 where hardware rounds to nearest even.
+        "ROUND_BF16": dtype == torch.bfloat16 and not wire.is_cuda,
+    }  # fmt: skip
+    return (wire, out, table, table.shape[0], codebook_on(codebook, wire.device)), constants
+
+
+def launcher(
+    wire: torch.Tensor, out: torch.Tensor, table: torch.Tensor, programs: int, codebook: Codebook, block: int,
+    dtype: torch.dtype, warps: int = WARPS,
+) -> Callable[..., Any] | None:  # fmt: skip
+    """Decode the tensors of all rows of ``table`` (from `rows_of`, int64 on the device) from ``wire`` into
+    ``out`` with one kernel launch on the current stream.
+
+    Both are 1-D uint8 tensors, 16-byte aligned. Returns a function that repeats the launch with other buffers,
+    as `lossless_triton.launcher` does, or None where this version of Triton does not allow that.
+    """
+    arguments, constants = _arguments(wire, out, table, codebook, block, dtype, warps)
+    compiled = _dequantize[(programs,)](*arguments, **constants, num_warps=warps)
+    return compiled_launcher(compiled, programs, arguments, constants)
+
+
+def dequantize_triton(blob: torch.Tensor, layout: Layout, out: torch.Tensor, warps: int = WARPS) -> None:
     """Decode ``blob`` (uint8) into ``out`` ([numel], bf16, fp16 or fp32) with one kernel launch on the
     current stream.
 
@@ -110,15 +186,12 @@ def dequantize_triton(blob: torch.Tensor, layout: Layout, out: torch.Tensor, war
     by torch operations.
     """
     full = layout.numel // 8
-    # One group for each lane: with more or fewer, Triton would exchange values between lanes through shared
-    # memory and write less than 16 bytes at a time.
-    groups = lanes_of_a_warp(blob.device) * warps
     if full:
-        _dequantize[(triton.cdiv(full, groups),)](
-            # ROUND_BF16: Triton's interpreter truncates to bf16 where hardware rounds to nearest even.
-            blob, out, codebook_on(layout.codebook, blob.device), full, layout.scales_at // 16, layout.plane_stride // 16,
-            BITS=layout.codebook.bits, BLOCK=layout.block, GROUPS=groups, DTYPE=_DTYPES[out.dtype],
-            SIZE=out.element_size(), ROUND_BF16=out.dtype == torch.bfloat16 and not blob.is_cuda, num_warps=warps,
-        )  # fmt: skip
+        rows, programs = rows_of([(layout, 0, 0)], blob.device, warps)
+        table = torch.tensor(rows, dtype=torch.int64, device=blob.device)
+        arguments, constants = _arguments(
+            blob, out.view(torch.uint8), table, layout.codebook, layout.block, out.dtype, warps
+        )
+        _dequantize[(programs,)](*arguments, **constants, num_warps=warps)
     if layout.numel % 8:
         dequantize_torch(blob, layout, out, full * 8)

@@ -273,7 +273,7 @@ def lanes_of_a_warp(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "warp_size", 32))
 
 
-def _rows(table: torch.Tensor) -> int:
+def padded_rows(table: torch.Tensor) -> int:
     """Return the number of table rows that a program searches, padded so that one compiled kernel serves all
     small tables.
     """
@@ -295,7 +295,7 @@ def decode_group(
         asm = wire.is_cuda and torch.version.hip is None
     _decode[(programs,)](
         wire, out, table, table.shape[0],
-        ROWS=_rows(table), KIND=kind, K=k, LANES=lanes, TILES=tiles, ASM=asm,
+        ROWS=padded_rows(table), KIND=kind, K=k, LANES=lanes, TILES=tiles, ASM=asm,
         num_warps=warps or max(1, lanes // lanes_of_a_warp(wire.device)),
     )  # fmt: skip
 
@@ -312,16 +312,30 @@ def launcher(
     does not allow that.
     """
     asm = wire.is_cuda and torch.version.hip is None
-    constants = {"ROWS": _rows(table), "KIND": kind, "K": k, "LANES": lanes, "TILES": tiles, "ASM": asm}
+    constants = {"ROWS": padded_rows(table), "KIND": kind, "K": k, "LANES": lanes, "TILES": tiles, "ASM": asm}
     arguments = (wire, out, table, table.shape[0])
     warps = warps or max(1, lanes // lanes_of_a_warp(wire.device))
     compiled = _decode[(programs,)](*arguments, **constants, num_warps=warps)
+    return compiled_launcher(compiled, programs, arguments, constants)
+
+
+def compiled_launcher(
+    compiled: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> Callable[..., Any] | None:
+    """Return a function that repeats a launch with other buffers, as `launcher` says.
+
+    ``compiled``: the compiled kernel that Triton returned for the launch. ``arguments``: those of the launch,
+    first the buffers of packed and of decoded bytes. The other tensors among them must not be freed while the
+    function is used. ``constants``: the constants of the launch, in order.
+    """
     if compiled is None:  # Triton's interpreter compiles nothing
         return None
+    wire, out, *others = arguments
+    others = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in others]
     # Triton's version decides whether the constants are passed, so try both.
     for constant_arguments in (tuple(constants.values()), ()):
         try:
-            runner, rest = compiled[(programs, 1, 1)], (table.data_ptr(), table.shape[0], *constant_arguments)
+            runner, rest = compiled[(programs, 1, 1)], (*others, *constant_arguments)
 
             def launch(
                 source: int, target: int, stream: int | None = None, runner: Any = runner, rest: tuple = rest
@@ -334,7 +348,7 @@ def launcher(
         except Exception as error:
             log.debug(
                 "the compiled kernel cannot be launched with %d arguments: %s",
-                4 + len(constant_arguments),
+                len(arguments) + len(constant_arguments),
                 error,
             )
     return None

@@ -4,7 +4,8 @@ as possible.
 A unit is a module whose weights are copied to the device together; its wire buffer holds the packed bytes and
 its slot the decoded bytes. The host parses the headers once, when the unit is loaded; the kernel needs only a
 small int64 table with a row for each tensor. Rows of the same dtype, code width and tile size share one Triton
-launch (in practice, one launch decodes a unit).
+launch, and so do quantised tensors of the same codebook, block size and dtype (in practice, one launch of each
+kind decodes a unit).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from ..common.errors import WeightsError
 from .backends import triton_works
-from .kbit import Layout, codebook_on, dequantize, dequantize_torch
+from .kbit import Codebook, Layout, codebook_on, dequantize_torch
 from .lossless_format import ALIGN, Header
 from .lossless_torch import decode_torch
 
@@ -138,8 +139,15 @@ class UnitDecoder:
         self._aligned = all(e.out_at % ALIGN == 0 for e in entries if not isinstance(e, RawEntry))
         if method == "triton" and not self._aligned:
             raise ValueError("the Triton decoder needs every tensor at a multiple of 16 bytes in the slot")
-        # Launches are cached if decoding consists of nothing but copies and lossless kernel launches.
-        self._cacheable = not any(isinstance(entry, KbitEntry) for entry in entries)
+        self._quantised: dict[tuple[Codebook, int, torch.dtype], list[KbitEntry]] = {}
+        for entry in entries:
+            if isinstance(entry, KbitEntry) and entry.layout.numel:
+                kind = entry.layout.codebook, entry.layout.block, entry.dtype
+                self._quantised.setdefault(kind, []).append(entry)
+        # Elements after the last whole group of 8, which torch operations decode.
+        self._tails = [e for members in self._quantised.values() for e in members if e.layout.numel % 8]
+        # Launches are cached if decoding consists of nothing but copies and kernel launches.
+        self._cacheable = not self._tails
         # The first launch also copies the unpacked tensors that are 16-byte aligned in the slot.
         copied_by_launch = [
             entry for entry in raw if self._packed and self._aligned and entry.out_at % ALIGN == 0
@@ -151,6 +159,8 @@ class UnitDecoder:
             (entry.nbytes, entry.wire_at, entry.out_at) for entry in raw if entry not in copied_by_launch
         ]
         self._tables: dict[torch.device, list[torch.Tensor]] = {}
+        # For each kind of quantised tensors: (table, number of Triton programs).
+        self._quantised_tables: dict[torch.device, list[tuple[torch.Tensor, int]]] = {}
         # Cached launches, which take only the addresses of buffers.
         self._cached_launches: list[Callable[..., Any]] | None = None
         self._pieces: tuple[int, list[WirePiece]] | None = None  # the last argument and result of `pieces`
@@ -158,7 +168,9 @@ class UnitDecoder:
     @property
     def table_bytes(self) -> int:
         """The number of bytes that the tables take on a device."""
-        return sum(group.table.numel() * 8 for group in self._groups)
+        quantised = next(iter(self._quantised_tables.values()), [])
+        tables = [*(group.table for group in self._groups), *(table for table, _ in quantised)]
+        return sum(table.nbytes for table in tables)
 
     def pieces(self, most: int) -> list[WirePiece]:
         """Divide the packed bytes into runs of whole tensors of at most ``most`` bytes each, unless one
@@ -247,6 +259,42 @@ class UnitDecoder:
             for entry in self.entries:
                 if isinstance(entry, KbitEntry):
                     codebook_on(entry.layout.codebook, device)
+        if self._quantised and device.type == "cuda" and self._aligned and triton_works():
+            self._tables_of_quantised(device)
+
+    def _tables_of_quantised(self, device: torch.device) -> list[tuple[torch.Tensor, int]]:
+        """Return the tables of the quantised tensors on ``device``, which are made once."""
+        if device not in self._quantised_tables:
+            from .kbit_triton import rows_of
+
+            made = []
+            for members in self._quantised.values():
+                rows, programs = rows_of([(e.layout, e.wire_at, e.out_at) for e in members], device)
+                made.append((torch.tensor(rows, dtype=torch.int64, device=device), programs))
+            self._quantised_tables[device] = made
+        return self._quantised_tables[device]
+
+    def _launch_quantised(self, wire: torch.Tensor, out: torch.Tensor) -> list[Callable[..., Any] | None]:
+        """Decode the quantised tensors, with one kernel launch for each kind. Return functions that repeat the
+        launches, None for a launch that cannot be repeated.
+        """
+        if not self._quantised:
+            return []
+        from .kbit_triton import launcher
+
+        launches = [
+            launcher(wire, out, table, programs, *kind)
+            for kind, (table, programs) in zip(
+                self._quantised, self._tables_of_quantised(wire.device), strict=True
+            )
+            if programs
+        ]
+        for entry in self._tails:
+            wire_bytes, out_bytes = sizes(entry)
+            blob = wire[entry.wire_at : entry.wire_at + wire_bytes]
+            target = out[entry.out_at : entry.out_at + out_bytes].view(entry.dtype)
+            dequantize_torch(blob, entry.layout, target, entry.layout.numel // 8 * 8)
+        return launches
 
     def __call__(self, wire: torch.Tensor, out: torch.Tensor) -> None:
         """Decode ``wire`` into ``out`` on the current stream; raise WeightsError where a buffer is too small
@@ -269,35 +317,34 @@ class UnitDecoder:
         )  # fmt: skip
         if use_triton:
             self._copy(wire, out)
-        for entry in self.entries:
-            if isinstance(entry, LosslessEntry):
-                continue
-            wire_bytes, out_bytes = sizes(entry)
-            blob = wire[entry.wire_at : entry.wire_at + wire_bytes]
-            target = out[entry.out_at : entry.out_at + out_bytes]
-            if isinstance(entry, RawEntry):
-                if not use_triton:
-                    target.copy_(blob)
-            elif use_triton:
-                dequantize(blob, entry.layout, target.view(entry.dtype))
-            else:
-                dequantize_torch(blob, entry.layout, target.view(entry.dtype))
-        if use_triton and self._groups:
+        if not use_triton:
+            self._decode_by_torch(wire, out)
+            return
+        launches = self._launch_quantised(wire, out)
+        if self._groups:
             from .lossless_triton import launcher
 
             self.prepare(wire.device)
-            launches = [
+            launches += [
                 launcher(
                     wire, out, table, group.programs, group.header.kind.name, group.header.k, group.header.lanes,
                     self.tuning.tiles, self.tuning.warps,
                 )
                 for group, table in zip(self._groups, self._tables[wire.device], strict=True)
             ]  # fmt: skip
-            cached = [launch for launch in launches if launch is not None]
-            if self._cacheable and len(cached) == len(launches):
-                self._cached_launches = cached
-            return
-        for entry in self._packed:
-            header = entry.header
-            blob = wire[entry.wire_at : entry.wire_at + header.total]
-            decode_torch(blob, header, out[entry.out_at : entry.out_at + header.raw_nbytes])
+        cached = [launch for launch in launches if launch is not None]
+        if self._cacheable and launches and len(cached) == len(launches):
+            self._cached_launches = cached
+
+    def _decode_by_torch(self, wire: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode all tensors with torch operations."""
+        for entry in self.entries:
+            wire_bytes, out_bytes = sizes(entry)
+            blob = wire[entry.wire_at : entry.wire_at + wire_bytes]
+            target = out[entry.out_at : entry.out_at + out_bytes]
+            if isinstance(entry, RawEntry):
+                target.copy_(blob)
+            elif isinstance(entry, KbitEntry):
+                dequantize_torch(blob, entry.layout, target.view(entry.dtype))
+            else:
+                decode_torch(blob, entry.header, target)

@@ -33,15 +33,51 @@ print("runs")
 """
 
 
+LAUNCHES = """
+import importlib, importlib.util, sys
+import torch
+spec = importlib.util.spec_from_file_location("script", sys.argv[1])
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+modules = script.load_checkout()
+unit, get = modules["unit_decoder"], modules["registry"].get
+kernels = importlib.import_module("carom.core.codec.kbit_triton")
+inner, launched = kernels._dequantize, []
+
+class Counted:
+    def __getitem__(self, grid):
+        launched.append(grid)
+        return inner[grid]
+
+kernels._dequantize = Counted()
+found = []
+for count in (1, 12):
+    launched.clear()
+    entries = []
+    for number in range(count):
+        for name in ("nf4", "nf2"):
+            layout = get(name).layout(get(name).encode(torch.ones(512).bfloat16()))
+            entries.append(unit.KbitEntry(layout, torch.bfloat16, 1024 * len(entries), 1024 * len(entries)))
+    wire = torch.zeros(1024 * len(entries), dtype=torch.uint8)
+    unit.UnitDecoder(entries, method="triton")(wire, torch.zeros_like(wire))
+    found.append(len(launched))
+print(*found)
+"""
+
+
+def test_launches_of_a_unit_do_not_grow_with_its_number_of_quantised_tensors(checks):
+    assert (checks["launches"], checks["ended"]) == ("2 2", "well")
+
+
 @functools.cache
 def checked(folder: Path, root: Path) -> dict[str, str]:
-    """What `LOOP`, `DAMAGE` and `HOSTILE` print in one process, and how it ended."""
+    """What `LOOP`, `DAMAGE`, `HOSTILE` and `LAUNCHES` print in one process, and how it ended."""
     script = folder / "checks.py"
-    script.write_text("\nprint('==', flush=True)\n".join((LOOP, DAMAGE, HOSTILE)), "utf-8")
+    script.write_text("\nprint('==', flush=True)\n".join((LOOP, DAMAGE, HOSTILE, LAUNCHES)), "utf-8")
     done = run(str(script), str(root / "benchmarks" / "tiers" / "codec_gpu.py"))
-    loop, damage, hostile, *_ = (*map(str.strip, done.stdout.split("==")), "", "")
+    loop, damage, hostile, launches, *_ = (*map(str.strip, done.stdout.split("==")), "", "", "")
     ended = f"exit code {done.returncode}: {done.stderr[-2000:]}" if done.returncode else "well"
-    return {"loop": loop, "damage": damage, "hostile": hostile, "ended": ended.strip()}
+    return {"loop": loop, "damage": damage, "hostile": hostile, "launches": launches, "ended": ended.strip()}
 
 
 @pytest.fixture
