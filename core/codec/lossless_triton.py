@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .lossless_triton_two_level import decode_tile, store_tile
+from .lossless_two_level_triton import decode_tile, store_tile
 
 log = logging.getLogger(__name__)
 # Int64 fields of a row of the table that describes the tensors to decode, see core/codec/unit_decoder.py.

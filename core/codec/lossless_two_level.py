@@ -9,7 +9,7 @@ The decoder computes with whole bit planes, 32 elements of a lane at a time, and
 escapes. For each lane it reads the 32 bits from the lane's first bit on, and moves them to the elements that
 they belong to (`Expansion`; "expand" in H. S. Warren, Hacker's Delight, 2nd edition, section 7-5). Exponents are
 four bit planes until the end, where a transposition of 8 x 8 bits makes bytes of them (`transpose`).
-core/codec/lossless_triton_two_level.py does the same steps in Triton.
+core/codec/lossless_two_level_triton.py does the same steps in Triton.
 
 All functions take and return int32 arrays of either library. They use only operators and methods that both have.
 The terms tile, lane and bit plane are defined in core/codec/lossless_format.py.
