@@ -332,7 +332,7 @@ class Checkpoint:
             raise BudgetError(
                 f"ram={format_size(ram)} has no room for a new value of {file_tensor.name} beside what the file is read "
                 f"through: values that were written would take {kept} bytes. Raise ram to {least} bytes "
-                "(session.set_budget(ram=...)), or load the module first and stream it without weights=",
+                "(session.set_budget(ram=...)), or stream the module from RAM (without weights= and disk=)",
                 least,
             ) from None
 

@@ -43,7 +43,8 @@ class FileHome(ElsewhereHome):
         """Raise UnsupportedError if ``trainable``, because weights that stream from a file are frozen."""
         if trainable:
             raise UnsupportedError(
-                f"{self.entry.name} streams from a file and cannot be trained; train adapters, or load the module first"
+                f"{self.entry.name} streams from a file and cannot be trained; train adapters, or stream it "
+                "from RAM (without weights= and disk=)"
             )
 
     def read(self) -> torch.Tensor:
@@ -60,6 +61,6 @@ class FileHome(ElsewhereHome):
         """Raise UnsupportedError, because an in-place operator cannot change a weight in a file."""
         raise UnsupportedError(
             f"{getattr(func, '__name__', func)} on {self.entry.name}, which streams from a file: read it with "
-            "session.read(), change the copy, and give it back with session.write(), or load the module first and "
-            "stream it without weights="
+            "session.read(), change the copy, and give it back with session.write(), or stream it from "
+            "RAM (without weights= and disk=)"
         )

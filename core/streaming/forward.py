@@ -281,8 +281,8 @@ class Runs:
         if not all(home.keeps_writes for home in unit.homes):
             unit.backing.epoch += 1
             raise UnsupportedError(
-                f"the model writes to weights of unit {unit.name!r} within a step, and they stream from a file; load the "
-                "module first and stream it without weights="
+                f"the model writes to weights of unit {unit.name!r} within a step, and they stream from a file; "
+                "stream the module from RAM (without weights= and disk=)"
             )
         for home, proxy, view in zip(unit.homes, unit.proxies, views.tensors, strict=True):
             if proxy.tensor is not None and proxy.tensor.numel():

@@ -213,7 +213,7 @@ def test_weights_from_a_file_that_are_written_are_refused(tmp_path):
         empty, vram="8KiB", weights=tmp_path / "w.safetensors", device=carom.SimulatedDevice(),
         granularity="layer",
     ) as session, torch.no_grad():  # fmt: skip
-        with pytest.raises(carom.UnsupportedError, match="load the module first"):
+        with pytest.raises(carom.UnsupportedError, match="stream the module from RAM"):
             empty(X)
         empty.write = lambda model, index: None
         model.write = empty.write
