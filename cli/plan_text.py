@@ -127,6 +127,11 @@ def _where(plan: ModelPlan) -> str:
         f"{_packed(plan)}. "
         f"The other {plan.streamed_layers} {source} and are copied to the card just before they are needed, while it "
         "computes something else."
+        + (
+            f" A drive of {plan.drive_rate_needed / GB:.2g} GB/s keeps up; `carom doctor` measures yours."
+            if drive
+            else ""
+        )
     )
 
 

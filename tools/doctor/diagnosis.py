@@ -328,6 +328,8 @@ def _disk(hardware: Hardware) -> Finding:
     best = max(disk.one, disk.several)
     how = "direct I/O" if disk.direct else "through the page cache: an upper bound"
     value = f"{rate(disk.one)} by one reader, {rate(disk.several)} by {disk.threads} ({how})"
+    if disk.direct:
+        value += f"; sustains a plan that needs up to {rate(best)} (carom plan MODEL --nvme probe)"
     data = asdict(disk)
     if not disk.direct:
         return Finding(

@@ -24,6 +24,7 @@ from .placement import (
     packed_placements,
     part_wire_bytes,
     place,
+    wire_bytes,
 )
 from .presets import Card, Quant
 from .shapes import Shape
@@ -143,6 +144,30 @@ def reserved_vram(shape: Shape, job: Job, tokens: int) -> VramUse:
     return VramUse(0, 0, 2 * params, 2 * params, 2 * params, activations, presets.CONTEXT_BYTES)
 
 
+def cached_bytes(shape: Shape, machine: Machine, job: Job, placement: Placement) -> float:
+    """Return the bytes of the streamed layers that host memory keeps from one pass to the next.
+
+    If it cannot hold all of them, a session's cache divides it into buffers and uses some for reading ahead; this
+    is the same division. 0 where host memory is too small for two buffers.
+    """
+    streamed, host = placement.streamed_wire, machine.host_bytes
+    if streamed <= host:
+        return streamed
+    # Imported here, because it imports torch, and most plans need it not.
+    from ...core.host.cache_pieces import choose_buffers
+
+    sizes = [
+        wire_bytes(group, job)
+        for group, resident in zip(shape.groups, placement.resident, strict=True)
+        for _ in range(group.count - resident)
+    ]
+    try:
+        buffers = choose_buffers(sizes, int(host))
+    except BudgetError:
+        return 0
+    return min(streamed, (buffers.count - buffers.rotating) * buffers.nbytes)
+
+
 def work_of(shape: Shape, machine: Machine, job: Job, placement: Placement, tokens: int) -> Work:
     """Return the amounts of computation and transfer of a placement, the input of the cost model."""
     smallest = min((part_wire_bytes(group, job) for group in shape.groups if group.repeated), default=0)
@@ -159,7 +184,7 @@ def work_of(shape: Shape, machine: Machine, job: Job, placement: Placement, toke
     return Work(
         active_params=shape.active_params,
         streamed_bytes=placement.streamed_wire,
-        cached_bytes=min(placement.streamed_wire, machine.host_bytes),
+        cached_bytes=cached_bytes(shape, machine, job, placement),
         kept_bytes=min(placement.streamed_wire, SLOTS * smallest * streams / uses if uses else 0.0),
         attention_per_token=shape.attention_per_token(min(tokens, shape.sample_tokens)),
         device_bytes=touched,

@@ -68,6 +68,18 @@ class ModelPlan:
         """The bytes that a pass reads from the drive."""
         return int(self.outcome.work.streamed_bytes - self.outcome.work.cached_bytes)
 
+    @property
+    def drive_rate_needed(self) -> float:
+        """The rate of a drive, in bytes/s, from which the drive is not what the step waits for; 0 if nothing is read
+        from it.
+        """
+        if not self.from_drive_bytes or self.machine.disk is None:
+            return 0.0
+        return max(
+            phase.disk * self.machine.disk / max(phase.compute + phase.decode, phase.link, phase.host)
+            for phase in self.outcome.step.phases
+        )
+
 
 def thresholds(shape: Shape, machine: Machine, job: Job, outcome: Estimate) -> dict[str, float]:
     """Return the tokens per step from which streaming costs no time, by four rules, for the placement of
@@ -293,7 +305,7 @@ def to_dict(plan: ModelPlan) -> dict:
         },
         "host": {
             "streamed_bytes": place.streamed_wire, "resident_packed_bytes": place.packed_bytes, "ram_bytes": int(outcome.work.cached_bytes),
-            "drive_bytes": plan.from_drive_bytes,
+            "drive_bytes": plan.from_drive_bytes, "drive_bytes_per_second_needed": plan.drive_rate_needed,
         },
         "best": (_brief(shape, plan.best) or {}) | ({"batch": plan.best.tokens // sample} if plan.best else {}),
         "generation_seconds_per_token": plan.generation.seconds if plan.generation else None,
