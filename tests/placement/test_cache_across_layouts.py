@@ -10,7 +10,7 @@ import carom
 import pytest
 import torch
 from carom.core.host.arena import HostArena
-from tests_disk_harness import Drive, on_meta, save, some_vram, uniform, within_ram
+from tests_disk_harness import Drive, Faults, on_meta, save, some_vram, uniform, within_ram
 from tests_inside import inside
 
 BLOCK = 32768  # bytes of one of the twenty blocks of `uniform`
@@ -180,3 +180,50 @@ def test_a_closed_session_holds_nothing(model):
     assert kept.nbytes > 0, "the next forward finds it"
     session.close()
     assert kept.nbytes == 0
+
+
+def test_a_file_that_was_replaced_is_noticed_by_the_next_layout(model, tmp_path):
+    """Bytes in RAM are those of the former file: they are never mixed with bytes of another one."""
+    loaded, empty, path, _ = model
+    with (
+        torch.no_grad(),
+        carom.stream(empty, device="cpu", vram=6 * BLOCK, ram=24 * BLOCK, weights=path) as session,
+    ):
+        settle(session, lambda: empty(X))
+        session.park()
+        other = tmp_path / "other"
+        other.write_bytes(path.read_bytes())
+        other.replace(path)
+        for _ in range(2):
+            with pytest.raises(carom.WeightsError, match="packed.safetensors.*replaced"):
+                empty(X)
+
+
+def test_a_drive_that_fails_in_the_middle_loses_nothing_that_ram_holds(model, monkeypatch):
+    failing = {"from": None}
+
+    def play(offset: int) -> OSError | None:
+        return (
+            OSError(5, "Input/output error")
+            if failing["from"] is not None and offset >= failing["from"]
+            else None
+        )
+
+    loaded, empty, path, nbytes = model
+    Faults(monkeypatch, play)
+    with (
+        torch.no_grad(),
+        carom.stream(empty, device="cpu", vram=6 * BLOCK, ram=24 * BLOCK, weights=path) as session,
+    ):
+        expected = loaded(X)
+        settle(session, lambda: empty(X))
+        failing["from"] = nbytes // 2
+        session.set_budget(vram=3 * BLOCK)
+        with pytest.raises(
+            carom.WeightsError, match="packed.safetensors.*blocks.*Input/output.*[Cc]heck the drive"
+        ):
+            for _ in range(2):
+                empty(X)
+        failing["from"] = None
+        assert torch.equal(empty(X), expected)
+        within_ram(session)
