@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
+import shutil
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from ..core.host.probe import on_windows
+from ..core.common.sizes import format_size
+from ..core.host.probe import host_memory, on_windows
+from .node_settings import parse_limit
 
 logger = logging.getLogger("carom")
 
@@ -99,6 +104,37 @@ def pin_room() -> int:
     if most is None:
         return 1 << 60
     return max(0, int(most - getattr(found, "TOTAL_PINNED_MEMORY", 0))) if most > 0 else 0
+
+
+def ram_limit(value: str, held: int) -> int:
+    """Return the bytes of RAM that the weights of all models may take, for the value of a ``ram`` widget.
+
+    ``held``: bytes that Carom's models hold now. "auto": these bytes and what is free, less a reserve for the system
+    (2 GiB, or a tenth of the memory of the machine or its container). Percentages refer to the machine's memory.
+    """
+    memory = host_memory()
+    wanted = parse_limit(value, memory.total, "ram")
+    return max(memory.usable, memory.free // 4) + held if math.isinf(wanted) else int(wanted)
+
+
+def spill_folder(nbytes: int) -> str:
+    """Return the folder for weights that loading copied out of their file, if they must wait on disk.
+
+    It lies in ComfyUI's folder of temporary files. The result is "auto" (nothing is written) if the folder cannot be
+    written or its drive has no room for ``nbytes`` bytes. Such weights then stay in memory.
+    """
+    import folder_paths  # type: ignore[import-not-found]
+
+    folder = os.path.join(folder_paths.get_temp_directory(), "carom")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > nbytes:
+            return folder
+        reason = f"{folder} is read-only, or its drive has less than {format_size(nbytes)} free"
+    except OSError as error:
+        reason = f"{folder}: {error.strerror}"
+    logger.warning("Carom: weights that are in no file stay in RAM: %s", reason)
+    return "auto"
 
 
 def count_pinned(change: int) -> None:

@@ -14,7 +14,7 @@ from . import comfyui_api
 from .inference_tensors import MAPPED, own_memory, settle_dtypes, structure_of
 from .node_settings import Settings, Way, choose_way
 from .patcher import KEY, strip, wear
-from .streaming import streaming_of
+from .streaming import known_streaming, streaming_of
 
 _STATIC = "_carom_static"
 
@@ -35,9 +35,13 @@ def offload(
     way = choose_way(settings.mode, torch.device(patcher.load_device).type, leaves)
     if not way.streams:
         kept = strip(patcher.clone())
-        own_memory(kept.model)
+        known = known_streaming(kept.model)
+        if known is None or known.session is None:
+            own_memory(kept.model)
         kept.attachments[KEY] = replace(settings, reason=way.reason)
         return kept, way
+    if fresh:
+        patcher.model.__dict__[MAPPED] = True
     taken = fresh and patcher.is_dynamic() and not _in_use(patcher)
     ours = wear(_static(patcher) if taken else static_clone(patcher, settings, again), settings)
     streaming_of(ours.model).check(ours.load_device, settings)

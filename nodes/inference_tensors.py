@@ -13,8 +13,9 @@ from torch import nn
 
 from ..core.model.elsewhere_tensor import AwayParameter, AwayTensor
 from ..core.model.managed_tensor import HostParameter, HostTensor
+from .read_only_mappings import ReadOnlyMappings
 
-MAPPED = "_carom_mapped"  # attribute of a model whose weights lie in a memory-mapped file: they must not be written
+MAPPED = "_carom_mapped"  # attribute of a model whose weights were loaded as views of a memory-mapped file
 # Prefixes of the attributes in which ComfyUI keeps load state, on a dynamic patcher's model and on its modules.
 LOADED = ("dynamic_", "current_weight_patches_uuid", "_v", "_pin", "_prefetch", "_comfy_graph")
 SMALL = 16 << 10  # bytes; ComfyUI's dynamic patcher converts the weights of larger modules as a whole
@@ -70,15 +71,24 @@ def settle_dtypes(module: nn.Module) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def own_memory(module: nn.Module) -> None:
-    """Copy weights that still lie in a memory-mapped file: ComfyUI's static patchers write to weights in place."""
-    if not module.__dict__.pop(MAPPED, False):
+    """Copy weights whose memory ComfyUI must not write to: its static patchers write to weights in place.
+
+    The system lists which mappings of files are read-only (Linux). Elsewhere every weight of a model that Carom loaded
+    from a mapped file is copied.
+    """
+    if not module.__dict__.get(MAPPED, False):
         return
+    mappings = ReadOnlyMappings()
+    if not mappings.known:
+        del module.__dict__[MAPPED]
     made: dict[int, Any] = {}
     for part in module.modules():
         tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
         for table in tables:
             for name, tensor in table.items():
                 if tensor is None or not is_plain(tensor) or tensor.device.type != "cpu":
+                    continue
+                if mappings.known and not mappings.contain(tensor.data_ptr()):
                     continue
                 if id(tensor) not in made:
                     new = tensor.detach().clone()

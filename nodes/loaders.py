@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from comfy_api.latest import io  # type: ignore[import-not-found]
 
 from . import comfyui_api
 from .convert_patchers import offload, offload_clip, offload_vae, told
+from .inference_tensors import MAPPED, own_memory
 from .loader_options import (
     dtype_options,
     embedding_folders,
@@ -18,6 +21,7 @@ from .loader_options import (
     stock_node,
     stock_options,
 )
+from .mapped_loading import mapped_weights
 from .node_settings import Settings, choose_way
 from .read_ahead import read_ahead
 from .widgets import CATEGORY, device_widget, settings_from, widgets
@@ -31,6 +35,11 @@ def ahead(path: str, settings: Settings, device: torch.device) -> None:
     """Start reading the file at ``path`` in the background while the model is built, if its weights will stream."""
     if choose_way(settings.mode, device.type).streams:
         read_ahead(path)
+
+
+def mapped(settings: Settings, device: torch.device) -> AbstractContextManager:
+    """Return a context for loading: weights that will stream stay views of their file."""
+    return mapped_weights() if choose_way(settings.mode, device.type).streams else contextlib.nullcontext()
 
 
 class CaromLoadDiffusionModel(io.ComfyNode):
@@ -71,7 +80,8 @@ class CaromLoadDiffusionModel(io.ComfyNode):
         path = path_of("diffusion_models", unet_name)
         asked = {**dtype_options(weight_dtype), **placed}
         ahead(path, settings, device)
-        model = loaded(unet_name, lambda: comfy.sd.load_diffusion_model(path, model_options=asked))
+        with mapped(settings, device):
+            model = loaded(unet_name, lambda: comfy.sd.load_diffusion_model(path, model_options=asked))
         return io.NodeOutput(told(offload(model, settings, fresh=True), settings))
 
 
@@ -118,17 +128,21 @@ class CaromLoadCheckpoint(io.ComfyNode):
         device, placed = comfyui_api.chosen_device(options.get("device"))
         path = path_of("checkpoints", ckpt_name)
         ahead(path, settings, device)
-        model, clip, vae = loaded(
-            ckpt_name,
-            lambda: comfy.sd.load_checkpoint_guess_config(
-                path, output_vae=True, output_clip=True, embedding_directory=embedding_folders(),
-                model_options=placed, te_model_options=placed,
-            )[:3],
-        )  # fmt: skip
+        with mapped(settings, device):
+            model, clip, vae = loaded(
+                ckpt_name,
+                lambda: comfy.sd.load_checkpoint_guess_config(
+                    path, output_vae=True, output_clip=True, embedding_directory=embedding_folders(),
+                    model_options=placed, te_model_options=placed,
+                )[:3],
+            )  # fmt: skip
         model = None if model is None else told(offload(model, settings, fresh=True), settings)
         clip = None if clip is None else offload_clip(clip, settings, fresh=True)[0]
         if vae is not None and options.get("vae") == "stream":
             vae = offload_vae(vae, settings, fresh=True)[0]
+        elif hasattr(vae, "first_stage_model"):
+            vae.first_stage_model.__dict__[MAPPED] = True
+            own_memory(vae.first_stage_model)
         return io.NodeOutput(model, clip, vae)
 
 
@@ -182,15 +196,16 @@ class CaromLoadCLIP(io.ComfyNode):
         kind = getattr(comfy.sd.CLIPType, type.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION)
         for path in paths:
             ahead(path, settings, device)
-        clip = loaded(
-            ", ".join(names),
-            lambda: comfy.sd.load_clip(
-                ckpt_paths=paths,
-                embedding_directory=embedding_folders(),
-                clip_type=kind,
-                model_options=placed,
-            ),
-        )
+        with mapped(settings, device):
+            clip = loaded(
+                ", ".join(names),
+                lambda: comfy.sd.load_clip(
+                    ckpt_paths=paths,
+                    embedding_directory=embedding_folders(),
+                    clip_type=kind,
+                    model_options=placed,
+                ),
+            )
         return io.NodeOutput(told(offload_clip(clip, settings, fresh=True), settings))
 
 
@@ -219,5 +234,6 @@ class CaromLoadVAE(io.ComfyNode):
     @classmethod
     def execute(cls, vae_name: str, **options: Any) -> Any:
         settings = settings_from(cls, options)
-        (vae,) = loaded(vae_name, lambda: stock_node("VAELoader")().load_vae(vae_name))
+        with mapped(settings, comfyui_api.compute_device()):
+            (vae,) = loaded(vae_name, lambda: stock_node("VAELoader")().load_vae(vae_name))
         return io.NodeOutput(told(offload_vae(vae, settings, fresh=True), settings))

@@ -104,6 +104,8 @@ class CaromPatcher:
             self._unload()  # ComfyUI had loaded the model itself
         carom.active = True
         try:
+            if carom.suspended and carom.from_disk:
+                self._take(bound)  # a weight on disk can be read only while its session is not suspended
             # Keyword arguments, as in ComfyUI's own call: overrides of other node packs rely on them (GGUF).
             super().load(  # type: ignore[misc]
                 device_to,
@@ -155,7 +157,8 @@ class CaromPatcher:
         if carom.suspended and carom.packs and self._compiled():
             carom.close()
         if carom.suspended:
-            own_tensors(self.model)
+            if not carom.from_disk:
+                own_tensors(self.model)
             carom.resume(bound, self._settings)
         elif carom.session is None:
             settings = self._settings
@@ -258,7 +261,11 @@ class CaromPatcher:
                 carom.suspend()
             elif not carom.suspended:
                 carom.close()
-        result = super().unpatch_model(device_to, unpatch_weights, *args, **kwargs)  # type: ignore[misc]
+        if carom.suspended and carom.from_disk and device_to is not None:
+            result = super().unpatch_model(None, unpatch_weights, *args, **kwargs)  # type: ignore[misc]
+            carom.move_rest(device_to)
+        else:
+            result = super().unpatch_model(device_to, unpatch_weights, *args, **kwargs)  # type: ignore[misc]
         if carom.suspended or expecting:
             carom.expect_successor()
         return result

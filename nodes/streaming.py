@@ -17,10 +17,12 @@ from torch import nn
 from ..core.common.errors import BudgetError
 from ..core.common.progress import progress_listener
 from ..core.common.sizes import round_up_to_mib
+from ..core.host.page_release import MappedFiles
 from ..core.metrics.report import Report
 from ..core.session.session import Session, stream
 from . import comfyui_api
-from .inference_tensors import MAPPED, own_tensors
+from .host_share import Holder, Share, divide
+from .inference_tensors import own_memory, own_tensors
 from .leftover_memory import TakesRoom
 from .module_roots import least_bytes, prepare, root_of
 from .node_settings import Settings, describe, parse_limit
@@ -32,6 +34,8 @@ _ATTRIBUTE = "_carom_streaming"
 TELL_EVERY_S = 2.0
 # Models that ComfyUI unloaded and whose sessions are suspended, the longest unused first.
 _suspended: weakref.WeakKeyDictionary[Streaming, None] = weakref.WeakKeyDictionary()
+# Models that have a session.
+_open: weakref.WeakSet[Streaming] = weakref.WeakSet()
 
 
 class Streaming(TakesRoom):
@@ -43,7 +47,8 @@ class Streaming(TakesRoom):
     the device (resident, adapters, slots, staging); ``weights``: bytes of all weights, each counted once; ``streamed``:
     bytes of streamed weights; ``note``: why the model does not stream, "" if it may; ``expected``: ComfyUI's id of the
     model's patches and its count of loaded bytes, as last seen; ``dressed``: whether weights are single tensors with
-    added attributes (GGUF), on which ComfyUI writes patches only while they are whole.
+    added attributes (GGUF), on which ComfyUI writes patches only while they are whole; ``from_disk``: whether the
+    weights stream from disk; ``ram``: bytes of RAM that the weights may take, 0 without a session.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -59,6 +64,12 @@ class Streaming(TakesRoom):
         self.note = ""
         self.expected: tuple = ()
         self.dressed = False
+        self.from_disk = False
+        self.ram = 0
+        self._views: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # weights, and their memory in a mapped file
+        self._many_passes = True
         self._total = 0
         self._least: dict[Settings, int] = {}  # the least budget that works, in bytes, by settings
         self._pins = [0]  # bytes that ComfyUI counts as pinned for this model
@@ -113,6 +124,7 @@ class Streaming(TakesRoom):
         model, began = self._model(), time.monotonic()
         assert model is not None and self.session is None
         root, entrances = root_of(model)
+        self._many_passes = not entrances
         self._take_apart(root)
         bar = comfyui_api.LoadingBar()
         # The bytes of GGUF weights cannot be packed further, and GGUF weights are not read through their parameters.
@@ -124,9 +136,9 @@ class Streaming(TakesRoom):
             self._undo.close()
             raise
         self.session, self.budget, self.packs = session, bound, settings.codec != "raw"
+        _open.add(self)
         self._ends = weakref.finalize(model, _dropped, weakref.ref(self), self._pins)
         self._ends.atexit = False
-        model.__dict__.pop(MAPPED, None)  # no weight is in the mapped file any more
         for name in entrances:
             self._enter_by(model, root, name)
         handle = root.register_forward_pre_hook(_quiet(functools.partial(_guard, weakref.ref(self))))
@@ -138,20 +150,80 @@ class Streaming(TakesRoom):
         self._node, self._told = settings.node, time.monotonic()
         bar.finish()  # raises if the user cancelled; the caller then closes the session
 
-    @staticmethod
     def _attach(
-        root: nn.Module, device: torch.device, bound: int, settings: Settings, bar: comfyui_api.LoadingBar
+        self,
+        root: nn.Module,
+        device: torch.device,
+        bound: int,
+        settings: Settings,
+        bar: comfyui_api.LoadingBar,
     ) -> tuple[Session, int]:
         prepare(root)
         limit = parse_limit(settings.vram, comfyui_api.device_bytes(device))
+        share = self._share_ram(settings)
         with _laying_out(), progress_listener(bar):
+            self._views = mapped_views(root)
             try:
-                return _stream(root, device, bound, settings), bound
+                return self._stream(root, device, bound, settings, share), bound
             except BudgetError as error:
                 if error.least_bytes is None or error.least_bytes > limit:
                     raise
                 # The model cannot run with less. ComfyUI's estimate has reserves that cover the difference.
-                return _stream(root, device, error.least_bytes, settings), error.least_bytes
+                return self._stream(root, device, error.least_bytes, settings, share), error.least_bytes
+
+    def _stream(
+        self, root: nn.Module, device: torch.device, budget: int, settings: Settings, share: Share
+    ) -> Session:
+        """Return a session for ``root`` with ``budget`` bytes of ``device`` and the RAM of ``share``."""
+        _make_pin_room(comfyui_api.module_bytes(root))
+        room = comfyui_api.pin_room()
+        options: dict[str, Any] = {"granularity": settings.granularity, "codec": settings.codec}
+        if share.whole:
+            return stream(root, device=device, vram=budget, ram=min(share.nbytes, room), **options)
+        # With less RAM than streams at least, the weights stream from disk also where the cache then holds all of them:
+        # a cache can be divided between models.
+        small = max(1, min(self.ram, (self.total - min(budget, self.total)) // 2))
+        session = stream(
+            root, device=device, vram=budget, ram=small, disk=comfyui_api.spill_folder(self.total), **options
+        )
+        if small < self.ram:
+            try:
+                session.set_budget(ram=self.ram)
+            except BaseException:
+                session.close()
+                raise
+        return session
+
+    def _share_ram(self, settings: Settings) -> Share:
+        """Set `ram` to the bytes of RAM that the weights get, and take RAM from suspended models for it."""
+        others = [one for one in _suspended if one is not self]
+        others += [one for one in _open if one is not self and one not in _suspended]
+        holders = [Holder(one.ram, one.suspended, one.from_disk) for one in others]
+        limit = comfyui_api.ram_limit(settings.ram, self.ram + sum(one.nbytes for one in holders))
+        share = divide(limit, self.total, self._many_passes, holders)
+        for other, nbytes in zip(others, share.keeps, strict=True):
+            if nbytes < other.ram:
+                other.give_up_ram(nbytes)
+        self.ram = min(self.total, share.nbytes) if share.whole else share.nbytes
+        return share
+
+    def give_up_ram(self, nbytes: int) -> None:
+        """Reduce the RAM of a suspended model to ``nbytes`` bytes, or to none if its weights do not stream from disk.
+
+        Weights that were views of a mapped file are views of it again.
+        """
+        assert self.session is not None
+        if self.from_disk:
+            with _laying_out():
+                self.session.set_budget(ram=nbytes)
+            self.ram = nbytes
+            return
+        views = self._views
+        self.close()
+        with _laying_out():
+            for tensor, view in views:
+                if tensor.device.type == "cpu" and tensor.shape == view.shape and tensor.dtype == view.dtype:
+                    tensor.data = view
 
     def lengthen(self) -> None:
         """Restore ComfyUI's own forwards. Compiled code must see the same forwards as without Carom."""
@@ -214,20 +286,35 @@ class Streaming(TakesRoom):
         began = time.monotonic()
         limit = parse_limit(settings.vram, comfyui_api.device_bytes(self.session.device))
         bar = comfyui_api.LoadingBar()
+        ram = None
+        if self.from_disk:
+            self._share_ram(settings)
+            ram = self.ram
         with _laying_out(), progress_listener(bar):
             try:
-                self.session.set_budget(vram=bound)
+                self.session.set_budget(vram=bound, ram=ram)
             except BudgetError as error:
                 if error.least_bytes is None or error.least_bytes > limit:
                     raise
                 bound = error.least_bytes
-                self.session.set_budget(vram=bound)
+                self.session.set_budget(vram=bound, ram=ram)
             self.session.unpark()
         _suspended.pop(self, None)
         self.suspended, self.budget = False, bound
         self._measure()
         logger.info("Carom: weights laid out again in %.2f s", time.monotonic() - began)
         bar.finish()
+
+    def move_rest(self, device: Any) -> None:
+        """Move what the session does not stream to ``device``: ComfyUI's own modules beside the diffusion model."""
+        model = self._model()
+        assert model is not None
+        root, entrances = root_of(model)
+        if not entrances:
+            for child in model.children():
+                if child is not root:
+                    child.to(device)
+        model.device = device  # type: ignore[assignment]
 
     def rank(self, priority: str) -> None:
         """Rank the session among others that share memory with it. "normal" leaves an earlier rank unchanged."""
@@ -267,6 +354,8 @@ class Streaming(TakesRoom):
         self.active = self.suspended = False
         _suspended.pop(self, None)
         session, self.session, self.budget = self.session, None, None
+        self.from_disk, self.ram, self._views = False, 0, []
+        _open.discard(self)
         if session is None:
             return
         if self._ends is not None:
@@ -300,6 +389,7 @@ class Streaming(TakesRoom):
         self.held = report.resident_bytes + report.adapter_bytes + slots
         self.weights = report.weight_bytes + report.adapter_bytes
         self.streamed = report.streamed_bytes
+        self.from_disk = report.ram_budget_bytes > 0
         self._count_pinned()
 
     def _count_pinned(self) -> None:
@@ -349,16 +439,15 @@ def known_streaming(model: Any) -> Streaming | None:
     return getattr(model, "__dict__", {}).get(_ATTRIBUTE)
 
 
-def _stream(root: nn.Module, device: torch.device, budget: int, settings: Settings) -> Session:
-    import psutil
-
-    wanted = parse_limit(settings.ram, psutil.virtual_memory().total, "ram")
-    available = int(psutil.virtual_memory().available * 0.8)
-    _make_pin_room(comfyui_api.module_bytes(root))
-    ram = min(available if wanted == float("inf") else int(wanted), comfyui_api.pin_room())
-    return stream(
-        root, device=device, vram=budget, ram=ram, granularity=settings.granularity, codec=settings.codec
-    )
+def mapped_views(root: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each weight of ``root`` that is in a mapped file, with a tensor over its memory."""
+    files = MappedFiles()
+    found = {}
+    for tensor in (*root.parameters(), *root.buffers()):
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
+        if plain and files.contains(tensor.data_ptr(), tensor.numel() * tensor.element_size()):
+            found[id(tensor)] = tensor, tensor.detach()
+    return list(found.values())
 
 
 def _make_pin_room(nbytes: int) -> None:
@@ -389,6 +478,7 @@ def _dropped(reference: weakref.ref[Streaming], pins: list[int]) -> None:
         pins[0] = 0
         if streaming is not None and session is not None:
             streaming.session, streaming.active, streaming.suspended = None, False, False
+            streaming.ram, streaming._views = 0, []
             _suspended.pop(streaming, None)
             with _laying_out():
                 session.close(discard=True)
@@ -401,6 +491,7 @@ def _taken_over(reference: weakref.ref[Streaming], *args: Any, **kwargs: Any) ->
     model = None if streaming is None else streaming._model()
     assert streaming is not None and model is not None  # called as the model's attribute, so both exist
     streaming.close()
+    own_memory(model)
     return model.named_modules(*args, **kwargs)
 
 

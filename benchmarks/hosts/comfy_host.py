@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ class PromptFailed(Exception):
 
 
 class ComfyServer:
-    """A running ComfyUI with its own data folder."""
+    """A running ComfyUI with its own data folder.
 
-    def __init__(self, comfyui: str, base: Path, log: Path | None = None) -> None:
-        self.comfyui, self.base = comfyui, base
+    ``prefix``: words before the command that starts it (see `ControlGroup.prefix`).
+    """
+
+    def __init__(self, comfyui: str, base: Path, log: Path | None = None, prefix: Sequence[str] = ()) -> None:
+        self.comfyui, self.base, self.prefix = comfyui, base, prefix
         self.log = log or base / "server.log"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -37,7 +41,7 @@ class ComfyServer:
         Raises RuntimeError, with the end of the log, if it does not answer within ``timeout`` seconds.
         """
         command = [
-            PYTHON, "main.py", "--port", str(self.port), "--base-directory", str(self.base), "--disable-auto-launch",
+            *self.prefix, PYTHON, "main.py", "--port", str(self.port), "--base-directory", str(self.base), "--disable-auto-launch",
             "--disable-metadata", *options,
         ]  # fmt: skip
         with open(self.log, "ab") as log:

@@ -105,6 +105,9 @@ class Hash:
             told["class"] = [type(model).__name__]
             told["held"] = [int(model.loaded_size())]
             told["size"] = [int(model.model_size())]
+            session = getattr(model.model.__dict__.get("_carom_streaming"), "session", None)
+            if session is not None:
+                told["report"] = [session.report().to_dict()]
         return {"ui": told}
 
 

@@ -1,0 +1,201 @@
+"""The real ComfyUI server in a control group that is smaller than its models: weights stream from their files.
+
+The server runs on the CPU, so the slots of a session and its activations are in the same memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from carom.benchmarks.hosts.comfy_control_group import ControlGroup, control_group
+from carom.benchmarks.hosts.process import evict
+from safetensors.torch import load_file, save_file
+from tests_comfy_server import OPTIONS, PATHS, PYTHON, REASON, Server, node
+
+MIB = 1 << 20
+SHAPE = {"double": 6, "single": 12, "hidden": 1024, "width": 128, "pooled": 64}
+VRAM, RAM = 128 * MIB, 256 * MIB  # a quarter of the model together
+WORK = 160 * MIB  # what a prompt takes beside weights: activations, packages that are imported late
+STEPS = 6
+
+pytestmark = [
+    pytest.mark.skipif(not PATHS, reason=REASON),
+    pytest.mark.skipif("--cpu" not in OPTIONS, reason="the limits are those of a server on the CPU"),
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, root, carom_cli) -> Iterator[Path]:
+    """ComfyUI's data folder with two models of 1.6 GiB, an encoder, and LoRAs."""
+    base = tmp_path_factory.mktemp("comfy-small-ram")
+    server = Server(PATHS[0], base)
+    server.prepare()
+    models = base / "models" / "diffusion_models"
+    done = subprocess.run(
+        [PYTHON, str(root / "benchmarks" / "hosts" / "comfy_checkpoint.py"), PATHS[0], str(models / "big16.safetensors"),
+         json.dumps(SHAPE)], capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    weights = load_file(models / "big16.safetensors")
+    (models / "big16.safetensors").unlink()
+    save_file({name: tensor.float() for name, tensor in weights.items()}, models / "big.safetensors")
+    save_file({name: tensor.float().neg() for name, tensor in weights.items()}, models / "big2.safetensors")
+    save_file(lora(weights), base / "models" / "loras" / "big.safetensors")
+    del weights
+    done = carom_cli("install-comfyui", str(base))
+    assert done.returncode == 0, done.stderr
+    try:
+        yield base
+    finally:
+        shutil.rmtree(base / "models", ignore_errors=True)
+
+
+def lora(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found, generator = {}, torch.Generator().manual_seed(4)
+    for name in ("double_blocks.1.img_mlp.0.weight", "single_blocks.3.linear1.weight"):
+        out, into = weights[name].shape
+        key = "diffusion_model." + name.removesuffix(".weight")
+        found[f"{key}.lora_down.weight"] = torch.randn(4, into, generator=generator) * 0.1
+        found[f"{key}.lora_up.weight"] = torch.randn(out, 4, generator=generator) * 0.1
+    return found
+
+
+class Limited:
+    """A server in a control group, and the largest memory of it that was seen."""
+
+    def __init__(self, server: Server, group: ControlGroup | None) -> None:
+        self.server, self.group, self.peak = server, group, 0
+
+    def run(self, prompt: dict[str, Any]) -> dict[str, Any]:
+        """Return what the node "hash" tells after the prompt."""
+        prompt_id = self.server.queue(prompt)
+        if self.group is not None:
+            self.peak = max(self.peak, self.group.held_bytes)
+        told = self.server.result(prompt_id, timeout=400)["hash"]
+        if self.group is not None:
+            self.peak = max(self.peak, self.group.held_bytes)
+        assert told["finite"] == [True]
+        return told
+
+
+@pytest.fixture(scope="module")
+def stock(folder) -> Iterator[Limited]:
+    server = Server(PATHS[0], folder, folder / "stock.log")
+    try:
+        server.start_for_tests()
+        yield Limited(server, None)
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def limited(folder) -> Iterator[Limited]:
+    try:
+        with control_group(4 << 30) as group:
+            server = Server(PATHS[0], folder, folder / "limited.log", group.prefix)
+            try:
+                server.start_for_tests()
+                group.set_limit(group.held_bytes + VRAM + RAM + WORK)
+                yield Limited(server, group)
+            finally:
+                server.stop()
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+def prompt(loader: dict, seed: int = 1, lora: bool = False, low: bool = False) -> dict[str, Any]:
+    nodes = {
+        "load": loader,
+        "cond": node("CaromTestConditioning", tokens=8, width=128, pooled=64, seed=5),
+        "latent": node("CaromTestLatent", shape="1,16,16,16"),
+    }
+    model: list[Any] = ["load", 0]
+    if lora:
+        nodes["lora"] = node(
+            "LoraLoaderModelOnly", lora_name="big.safetensors", strength_model=0.8, model=model
+        )
+        model = ["lora", 0]
+    if low:  # ComfyUI applies LoRA at each use there, as it does to models that stream
+        nodes["low"] = node("CaromTestLowVram", model=model)
+        model = ["low", 0]
+    nodes["sample"] = node(
+        "KSampler", model=model, positive=["cond", 0], negative=["cond", 0], latent_image=["latent", 0], seed=seed,
+        steps=STEPS, cfg=1.0, sampler_name="euler", scheduler="simple", denoise=1.0,
+    )  # fmt: skip
+    nodes["hash"] = node("CaromTestHash", value=["sample", 0], model=model)
+    return nodes
+
+
+def theirs(name: str = "big") -> dict:
+    return node("UNETLoader", unet_name=f"{name}.safetensors", weight_dtype="default")
+
+
+def ours(name: str = "big", ram: int = RAM) -> dict:
+    return node(
+        "CaromLoadDiffusionModel", unet_name=f"{name}.safetensors", weight_dtype="default", mode="stream", vram=f"{VRAM}",
+        ram=f"{ram}",
+    )  # fmt: skip
+
+
+def least_read(report: dict[str, Any], ram: int) -> float:
+    """Return the bytes that a pass reads at least: what streams and is not in RAM (Belady's rule, equal units)."""
+    return max(0, report["streamed_bytes"] - ram)
+
+
+def test_a_model_of_four_times_the_memory_streams_from_its_file(limited, stock, folder):
+    """Latents are the stock loader's, and a pass reads what it must at least."""
+    evict(folder / "models" / "diffusion_models" / "big.safetensors")
+    reference = stock.run(prompt(theirs()))["hash"]
+    patched = stock.run(prompt(theirs(), lora=True, low=True))["hash"]
+    told = limited.run(prompt(ours()))
+    report = told["report"][0]
+    print({k: v for k, v in report.items() if "bytes" in k or k == "steps"})
+    assert report["ram_budget_bytes"] == RAM and report["ram_peak_bytes"] <= RAM
+    assert told["hash"] == reference != patched
+    assert limited.run(prompt(ours(), lora=True))["hash"] == patched
+    told = limited.run(prompt(ours()))
+    assert told["hash"] == reference
+    report = told["report"][0]
+    print({k: v for k, v in report.items() if "bytes" in k or k == "steps"}, limited.peak)
+    assert report["disk_bytes_per_step"] <= 1.05 * least_read(report, RAM)
+
+
+def test_two_models_and_an_encoder_take_turns(limited, stock):
+    """Together they get the RAM of one, and a returning model finds what it left in RAM."""
+    references = {name: stock.run(prompt(theirs(name)))["hash"] for name in ("big", "big2")}
+    words = stock.run(encoded(node("CLIPLoader", clip_name="clip_l.safetensors", type="stable_diffusion")))[
+        "hash"
+    ]
+    for seed in (1, 2):
+        for name, reference in references.items():
+            told = limited.run(prompt(ours(name), seed=seed))
+            assert (told["hash"] == reference) is (seed == 1)
+            assert told["report"][0]["ram_budget_bytes"] <= RAM
+        mine = node(
+            "CaromLoadCLIP", clip_name="clip_l.safetensors", type="stable_diffusion", mode="stream", vram="90MiB", ram=f"{RAM}"
+        )  # fmt: skip
+        assert limited.run(encoded(mine))["hash"] == words
+
+
+def encoded(loader: dict) -> dict[str, Any]:
+    return {
+        "load": loader,
+        "text": node("CLIPTextEncode", clip=["load", 0], text="a lighthouse"),
+        "hash": node("CaromTestHash", value=["text", 0]),
+    }
+
+
+def test_nothing_is_read_where_ram_suffices(folder, stock, limited):
+    """Without a limit the weights wait in RAM as a whole."""
+    told = stock.run(prompt(ours(ram=4 << 30)))
+    report = told["report"][0]
+    assert report["disk_bytes_per_step"] == 0 and report["ram_budget_bytes"] == 0
+    assert told["hash"] == stock.run(prompt(theirs()))["hash"]
