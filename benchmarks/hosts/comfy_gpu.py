@@ -14,7 +14,12 @@ another seed, is timed by device events between sampler steps; its samples are `
 two models that take turns, stock and Carom again in turns of servers.
 
 Device memory is the decrease of free memory of the whole card. Host memory is the increase of the server's anonymous
-memory (RssAnon) since before the first prompt, sampled. The run ends within `--limit-s` seconds: a case that is not
+memory (RssAnon) since before the first prompt, sampled. `--ram-limit` starts each server in a control group of that much
+memory. A model of 24 GB on a machine of 16 GB beside a card of 8 GiB, with and without stock's fast-disk:
+
+    --double 19 --single 38 --limits 8GiB --ram-limit 16GB --loaders stock,stock+fast-disk,auto
+
+The run ends within `--limit-s` seconds: a case that is not
 expected to end in time is skipped, and the record says so. Without a GPU, `--tiny --cpu` tests the path and measures
 nothing.
 """
@@ -64,7 +69,8 @@ class Config:
     """A configuration of the benchmark.
 
     ``limit``: free bytes of the card, None for all; ``loader``: "stock", or a codec of Carom's loader, followed by
-    "@" and the value of its vram widget if that is not auto; ``alternating``: whether two models take turns.
+    "@" and the value of its vram widget if that is not auto; ``alternating``: whether two models take turns. "stock"
+    may be followed by "+" and the name of a server option ("stock+fast-disk").
     """
 
     limit: int | None
@@ -73,7 +79,12 @@ class Config:
 
     @property
     def codec(self) -> str:
-        return self.loader.partition("@")[0]
+        return self.loader.partition("@")[0].partition("+")[0]
+
+    @property
+    def options(self) -> list[str]:
+        option = self.loader.partition("+")[2]
+        return [f"--{option}"] if option else []
 
     @property
     def vram(self) -> str:
@@ -139,9 +150,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--limits", default="6GiB,4GiB,none", help="free memory of the card, none: all of it")
     parser.add_argument(
-        "--loaders", default="stock,auto", help="stock, or CODEC or CODEC@VRAM of Carom's loader"
+        "--loaders",
+        default="stock,auto",
+        help="stock, stock+OPTION (of the server: stock+fast-disk), or CODEC or CODEC@VRAM of Carom's loader",
     )
     parser.add_argument("--mode", default="auto", help="of Carom's loader")
+    parser.add_argument(
+        "--ram-limit",
+        default="",
+        help="memory of the server, in a control group that kills beyond it, as in 16GiB",
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=2, help="servers of each loader and limit, in turns")
     parser.add_argument(
@@ -185,7 +203,7 @@ def load_checkout() -> dict[str, Any]:
         sys.modules["carom"] = module
         spec.loader.exec_module(module)
     names = (
-        "core.common.sizes", "benchmarks.engines.record", "benchmarks.hosts.comfy_host", "benchmarks.hosts.comfy_alternation", "benchmarks.hosts.comfy_table",
+        "core.common.sizes", "benchmarks.engines.record", "benchmarks.hosts.comfy_host", "benchmarks.hosts.comfy_alternation", "benchmarks.hosts.comfy_control_group", "benchmarks.hosts.comfy_table",
         "benchmarks.hosts.card", "benchmarks.hosts.process", "benchmarks.hosts.rounds",
     )  # fmt: skip
     return {name.rpartition(".")[2]: importlib.import_module(f"carom.{name}") for name in names}
@@ -241,9 +259,15 @@ class Bench:
             card = self.lib["card"].Card(config.limit)
         turns = "-turns" if config.alternating else ""
         log = self.folder / f"server-{config.limit}-{config.loader}{turns}.log"
-        server = self.lib["comfy_host"].ComfyServer(self.comfyui, self.folder, log)
         try:
-            with card as held, contextlib.closing(contextlib.ExitStack()) as stack:
+            with card as held, contextlib.ExitStack() as stack:
+                group = None
+                if self.arguments.ram_limit:
+                    nbytes = self.lib["sizes"].parse_size(self.arguments.ram_limit, setting="ram-limit")
+                    group = stack.enter_context(self.lib["comfy_control_group"].control_group(nbytes))
+                server = self.lib["comfy_host"].ComfyServer(
+                    self.comfyui, self.folder, log, () if group is None else group.prefix
+                )
                 stack.callback(server.stop)
                 return self._measure(config, server, held)
         except Exception as error:
@@ -254,7 +278,11 @@ class Bench:
                 shutil.copy(log, self.arguments.logs / f"{log.stem.replace('@', '-')}.txt")
 
     def _measure(self, config: Config, server: Any, card: Any) -> dict[str, Any]:
-        options = [*(["--cpu"] if self.arguments.cpu else []), *self.arguments.options.split()]
+        options = [
+            *(["--cpu"] if self.arguments.cpu else []),
+            *self.arguments.options.split(),
+            *config.options,
+        ]
         began = time.monotonic()
         server.start("--front-end-root", str(self.folder / "page"), "--disable-api-nodes", *options)
         result: dict[str, Any] = {"status": "ok", "server_start_s": time.monotonic() - began}
