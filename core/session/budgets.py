@@ -56,6 +56,7 @@ class Budgets:
                     ledger.keep_least()
                 if wanted.ram < before.ram:
                     manager.host.copies.unpin()
+                    manager.host.kept.set_budget(min(wanted.ram, manager.host.kept.budget))
             else:
                 self._change(wanted, before, restore)
             if ram is not None:
