@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ..checkpoint.direct_io import ALIGN as PAGE
+from ..common.sizes import MIB
 from ..device.engine import Engine
 from ..host.arena import HostArena, storage_bytes
 from ..host.cache_pieces import PlacedTensor
@@ -19,6 +21,8 @@ from ..plan.residency import round_up
 from .bound_checkpoint import Checkpoint, FileTensor, replace_in_modules
 from .resident_loader import ResidentLoader
 from .resident_loads import Load
+
+_TEMPORARY = 64 * MIB  # most bytes of temporary staging memory, unless one packed tensor is larger
 
 
 @dataclass(eq=False)
@@ -61,6 +65,20 @@ class _Resident:
         )
 
 
+def _aligned(entry: Entry) -> int:
+    """Return the bytes that ``entry`` takes in a buffer."""
+    return -(-entry.nbytes // ALIGN) * ALIGN
+
+
+def _unit(entries: list[Entry]) -> Unit:
+    """Return a unit of ``entries`` in one buffer."""
+    unit = Unit("", "", [])
+    for entry in entries:
+        unit.entries.append(replace(entry, offset=unit.nbytes))
+        unit.nbytes += _aligned(entry)
+    return unit
+
+
 class FileResidents:
     """The tensors of one layout that stay on the device and come from a weights file.
 
@@ -68,10 +86,23 @@ class FileResidents:
     ``nbytes``: bytes of device memory of all the tensors, as the allocator reserves it.
     """
 
-    def __init__(self, engine: Engine, arena: HostArena, checkpoint: Checkpoint, staging_bytes: int) -> None:
-        self._engine, self._checkpoint, self._staging_bytes = engine, checkpoint, staging_bytes
+    def __init__(
+        self,
+        engine: Engine,
+        arena: HostArena,
+        checkpoint: Checkpoint,
+        staging_bytes: int,
+        spare_bytes: int = 0,
+    ) -> None:
+        """``staging_bytes``: device memory from which packed tensors are decoded. If it is 0, up to
+        ``spare_bytes`` are allocated for that while tensors are loaded.
+        """
+        self._engine, self._checkpoint = engine, checkpoint
+        self._staging_bytes = staging_bytes or spare_bytes // engine.grain * engine.grain
+        self._run_bytes = staging_bytes or min(self._staging_bytes, _TEMPORARY)
         self.arriving = ResidentLoader(engine, arena)
         self.nbytes = 0
+        self.decoded_bytes = 0  # packed bytes of the largest load that the device decodes
         self._residents: list[_Resident] = []
 
     def load(self, entries: list[Entry], name: str, modules: list[nn.Module]) -> None:
@@ -81,15 +112,38 @@ class FileResidents:
         ``name``: a label for the loads in reports.
         ``modules``: the only modules whose forward needs the tensors; empty if any forward may.
         """
-        places, nbytes = [], 0
+        runs = self._runs(entries)
+        sizes = [sum(_aligned(entry) for entry in run) for run in runs]
+        buffer, start = self._engine.allocate(sum(sizes)), 0
+        self.nbytes += round_up(sum(sizes), self._engine.grain)
+        for run, nbytes in zip(runs, sizes, strict=True):
+            self._load(run, name, modules, buffer[start : start + nbytes])
+            start += nbytes
+
+    def _runs(self, entries: list[Entry]) -> list[list[Entry]]:
+        """Divide ``entries`` into runs whose packed bytes fit in staging memory, unless one tensor is larger.
+        The device then decodes run after run.
+        """
+        wires = self._checkpoint.wires
+        if wires is None or wires.nbytes(_unit(entries)) <= self._run_bytes:
+            return [entries]
+        runs: list[list[Entry]] = []
+        total = 0
         for entry in entries:
-            places.append(nbytes)
-            nbytes += -(-entry.nbytes // ALIGN) * ALIGN
-        buffer = self._engine.allocate(nbytes)
-        self.nbytes += round_up(nbytes, self._engine.grain)
-        fresh, residents = [], []
+            size = round_up(wires.nbytes(_unit([entry])) or entry.nbytes, PAGE)
+            if not runs or total + size > self._run_bytes:
+                runs.append([])
+                total = 0
+            runs[-1].append(entry)
+            total += size
+        return runs
+
+    def _load(self, entries: list[Entry], name: str, modules: list[nn.Module], buffer: torch.Tensor) -> None:
+        """Queue the loading of ``entries`` into ``buffer`` as one load."""
+        fresh, residents, nbytes, start = [], [], len(buffer), 0
         layout = Unit(name, "", [], nbytes=nbytes)  # describes the bytes that are read from the file
-        for at, entry in zip(places, entries, strict=True):
+        for entry in entries:
+            at, start = start, start + _aligned(entry)
             file_tensor = self._checkpoint.of(entry.tensor)
             assert file_tensor is not None
             if file_tensor.changed is None:
@@ -117,6 +171,8 @@ class FileResidents:
             wire.decoder.prepare(self._engine.device)
         load = Load(name, buffer, nbytes, fresh, [r.tensor for r in residents], modules, arrived)
         load.wire = None if wire.decoder is None else wire
+        if load.wire is not None:
+            self.decoded_bytes = max(self.decoded_bytes, wire.nbytes)
         self.arriving.add(load)
 
     def replaced(self, entries: dict[int, Entry]) -> None:

@@ -19,6 +19,7 @@ from ..host.arena import HostArena
 from ..model.elsewhere_tensor import AwayParameter, AwayTensor
 from ..model.home import Runtime
 from ..model.units import Entry, Unit
+from ..plan.residency import round_up
 from .attached_tensors import attach
 from .backing import Backing, Link
 from .bound_checkpoint import FileTensor
@@ -39,19 +40,20 @@ class FileTier(Tier):
     ``staging_bytes``: device memory into which packed units are copied before they are decoded.
     ``stay_packed``: ids of the `Unit` objects whose packed bytes stay on the device. They are fixed when the
     tier is made, because reads of their bytes begin with those of the other units.
+    ``spare_bytes``: device memory of the budget that the plan leaves unused.
     """
 
     reads_ahead = True
 
     def __init__(
         self, engine: Engine, arena: HostArena, source: FileSource, staging_bytes: int,
-        stay_packed: Collection[int] = (),
+        stay_packed: Collection[int] = (), spare_bytes: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(engine)
         self._stay_packed = frozenset(stay_packed)
         self.packed_residents = PackedResidents(engine)
         self._arena, self._source, self._staging_bytes = arena, source, staging_bytes
-        self._residents = FileResidents(engine, arena, source.checkpoint, staging_bytes)
+        self._residents = FileResidents(engine, arena, source.checkpoint, staging_bytes, spare_bytes)
         self.reads = FileReads(engine, arena, source, self.residents)
 
     @property
@@ -110,11 +112,15 @@ class FileTier(Tier):
     @property
     def staging_bytes(self) -> int:
         """Device memory in bytes that decoding packed units needs, 0 if no unit is copied packed."""
-        wanted = self.residents.packs or any(unit.packed and not unit.on_device for unit in self.backings)
+        wanted = (self.residents.packs and self._staging_bytes) or any(
+            unit.packed and not unit.on_device for unit in self.backings
+        )
         return self._staging_bytes if wanted else 0
 
     def start(self, link: Link) -> None:
         """Begin to read. ``link``: the objects with which the streamer copies to the device."""
+        if link.staging is None and self.residents.packs:
+            self.residents.temporary_bytes = round_up(self._residents.decoded_bytes, self.engine.grain)
         self.reads.start(link)
 
     def close(self) -> None:
@@ -184,8 +190,8 @@ class FileTier(Tier):
 
     @property
     def device_bytes(self) -> int:
-        """Device memory in bytes of the units that stay on the device packed."""
-        return self.packed_residents.nbytes
+        """Device memory in bytes of the units that stay on the device packed, and of temporary staging memory."""
+        return self.packed_residents.nbytes + self.residents.temporary_bytes
 
     def make_host_room(self, nbytes: int) -> None:
         """Shrink the host cache so that ``nbytes`` more host memory stays within the budget."""

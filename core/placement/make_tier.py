@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..device.engine import Engine
 from ..model.units import Carving
-from ..plan.residency import Plan
+from ..plan.residency import Plan, resident_cost
 from .file_source import FileSource
 from .file_tier import FileTier
 from .host_store import HostStore
@@ -42,7 +42,10 @@ def make_tier(wish: TierWish) -> Tier:
     engine, store, plan, packing = wish.engine, wish.store, wish.plan, wish.packing
     if wish.source is not None:
         stay_packed = {id(wish.carving.units[index]) for index in plan.packed}
-        return FileTier(engine, store.arena, wish.source, plan.staging_bytes, stay_packed)
+        sizes = [unit.nbytes for index, unit in enumerate(wish.carving.units) if index in plan.resident]
+        used = plan.fixed_bytes + plan.region_bytes + plan.staging_bytes + plan.packed_bytes
+        spare = max(0, plan.vram_budget_bytes - used - resident_cost(sizes, engine.grain))
+        return FileTier(engine, store.arena, wish.source, plan.staging_bytes, stay_packed, spare)
     copies = store.copies
     holds_packed = bool(store.shelf) or (copies is not None and copies.packs)
     if holds_packed or (packing is not None and plan.staging_bytes):

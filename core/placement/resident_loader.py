@@ -8,6 +8,7 @@ lock, except the reader's threads, which take no lock. A load is a group of tens
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -39,6 +40,7 @@ from .gpudirect_loads import DirectLoads, try_direct
 from .resident_loads import Load, PackedLoad
 
 logger = logging.getLogger("carom")
+OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 _STAGING = 16 * MIB  # bytes of each pinned staging buffer between disk and device
 _BUFFERS = 4
 # Bytes of one read call. The value is small, because the reader of the host cache has buffers of its own at
@@ -67,6 +69,8 @@ class ResidentLoader:
     """The queued loads of one layout's residents, in the order in which their units are expected to be used.
 
     ``staging_bytes``: host memory of the staging buffers.
+    ``temporary_bytes``: device memory that is allocated until everything is loaded, because packed loads are
+    decoded and the streamer has no staging memory.
     ``read_bytes``: bytes read from disk.
     ``late_seconds``: time that host threads waited.
     ``spans``: recent reads as (label, start, end, bytes).
@@ -91,6 +95,7 @@ class ResidentLoader:
         self.spans: deque[tuple[str, float, float, int]] = deque(maxlen=_SPANS)
         self._direct: DirectLoads | None = None
         self._staging: Staging | None = None
+        self.temporary_bytes = 0
         self.notes: list[str] = []
 
     @property
@@ -147,6 +152,11 @@ class ResidentLoader:
         ``staging``: device memory from which packed bytes are decoded, None if nothing is decoded on the
         device.
         """
+        if staging is None and self.temporary_bytes and self.packs:
+            with contextlib.suppress(OutOfMemory):  # without staging memory, the host decodes
+                staging = Staging(self._engine, self.temporary_bytes)
+                self._engine.synchronize()  # other streams may still use memory that the allocator reused
+        self.temporary_bytes = 0 if staging is None else self.temporary_bytes
         self._on_finished, self._staging = on_finished, staging
         for item in list(self._queue):
             if item.fresh:
@@ -441,7 +451,7 @@ class ResidentLoader:
 
     def _release_buffers(self) -> None:
         """Close the readers, and unpin the staging buffers after their copies have ended."""
-        self._staging = None
+        self._staging, self.temporary_bytes = None, 0
         if self._reader is not None:
             self._reader.close()
             self._reader = None

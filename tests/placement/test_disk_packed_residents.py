@@ -276,3 +276,25 @@ def test_a_damaged_unit_is_named_by_each_pass_and_the_others_are_usable(tmp_path
         other = name.replace("up.weight", "down.weight")
         assert torch.equal(session.read(other), model.get_parameter(other))
     assert all(p.is_meta for p in empty.parameters())
+
+
+# -- weights that stay unpacked are decoded on the device, whatever the staging memory holds
+
+
+@each(device=SIMULATED, packing=PACKINGS, spare=[BLOCK // 8, 2 * BLOCK])
+def test_a_model_that_fits_unpacked_is_decoded_on_the_device_in_parts(
+    tmp_path, monkeypatch, device, packing, spare
+):
+    model, empty = stack().eval(), stack(meta=True).eval()
+    path = packed_file(model, tmp_path, **packing)
+    expected = infer(model, Case, CPU, passes=2)
+    if spare > BLOCK:  # the largest tensor fits in a part
+        monkeypatch.setattr(DiskReader, "_get_decoding_reader", lambda *_: pytest.fail("decoded on the host"))
+    vram = ALL + ALL // 20 + spare
+    with carom.stream(empty, device=device, weights=path, vram=vram, ram=64 << 10) as session:
+        assert session.plan.all_resident
+        assert_same(expected, infer(empty, Case, CPU, passes=2))
+        report = session.report()
+        assert report.staging_bytes == report.wire_bytes_per_step == 0
+        assert inside(session).placement.tier.device_bytes == 0, "staging memory was temporary"
+        assert report.vram_peak_bytes <= vram
