@@ -220,9 +220,8 @@ def _auto_ram() -> int:
 
 
 def _available() -> int:
-    import psutil
-
-    return psutil.virtual_memory().available
+    """Return the bytes of host memory that this process could allocate now, within its container's limit."""
+    return host_memory().free
 
 
 def _size(value: int | str, whole: int, setting: str) -> int:
