@@ -42,9 +42,9 @@ def widgets(*more: Any) -> list[Any]:
             default="auto",
             optional=True,
             advanced=True,
-            tooltip="The most RAM that may be pinned (locked in memory, for fast copies): auto, a size "
-            "such as 24GiB, or a percentage such as 50%. Weights that do not fit into it stream "
-            "from ordinary RAM, which is slower.",
+            tooltip="The most RAM that the weights of all models of Carom may take together: auto (what is free, "
+            "less a reserve for the system), a size such as 24GiB, or a percentage such as 50%. Weights that do "
+            "not fit stream from their files on disk.",
         ),
         io.Combo.Input(
             "granularity",
