@@ -434,7 +434,11 @@ MUTANTS: list[Mutant] = [
             "",
             "the host does not wait for the copy of a buffer it needs",
         ),
-        ("        self._totals.held_bytes += nbytes\n", "", "the cache's memory is not counted"),
+        (
+            "        self._totals.held_bytes += self._buffer_bytes(piece)\n",
+            "",
+            "the cache's memory is not counted",
+        ),
         (
             "                buffer.block.unpin()\n",
             "                pass\n",
