@@ -3,7 +3,7 @@
 After it, the bytes of the tensors are on disk: the system can drop their pages without swapping, and
 `MappedViews` finds them, so they stream from the file as the views of a checkpoint do. The file is deleted when
 the last tensor that uses it is freed, at the latest at the end of the process. Files of killed processes are
-deleted by the next `spill` into the same folder. Bytes that this process has spilled before, and still has, are
+deleted by the next `spill` into the same folder, and so are all files on Windows, which keeps a mapped file. Bytes that this process has spilled before, and still has, are
 not written again.
 """
 
@@ -19,6 +19,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +28,8 @@ from ..common.errors import BudgetError, WeightsError
 from ..common.progress import Progress
 from ..common.sizes import MIB, format_size
 from .direct_io import ALIGN
-from .mapped_views import memory_of
+from .index import SourceFile
+from .mapped_views import FileRange, memory_of
 
 PREFIX, SUFFIX = "carom-spill-", ".bin"
 _CHUNK = (
@@ -40,7 +42,9 @@ _lock = threading.Lock()
 
 
 class _Mapping(mmap.mmap):
-    """A private mapping of a spill file. Views of it keep it alive."""
+    """A private mapping of the spill file ``path``. Views of it keep it alive."""
+
+    path: str
 
 
 _Key = tuple[str, int, int]  # folder, bytes, CRC-32 of a sample
@@ -49,7 +53,15 @@ _Key = tuple[str, int, int]  # folder, bytes, CRC-32 of a sample
 _spilled: dict[_Key, list[tuple[weakref.ref[_Mapping], int]]] = {}
 
 
-def spill(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) -> list[torch.Tensor]:
+@dataclass(frozen=True)
+class Spilled:
+    """``view``: a tensor whose memory is the mapped spill file. ``range``: its bytes in that file."""
+
+    view: torch.Tensor
+    range: FileRange
+
+
+def spill(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) -> list[Spilled]:
     """Write the memory of ``tensors`` to a file in ``folder``. Return views of the mapped file with the same
     dtypes, shapes, strides and bytes.
 
@@ -74,14 +86,17 @@ def spill(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) -> li
                 if known is None:
                     found[index] = mapping, offsets[index]
                     _spilled.setdefault(keys[index], []).append((weakref.ref(mapping), offsets[index]))
-        return [_view(tensor, *place) for tensor, place in zip(tensors, found, strict=True) if place]
+        return [_spilled_at(tensor, *place) for tensor, place in zip(tensors, found, strict=True) if place]
 
 
-def _view(tensor: torch.Tensor, mapping: _Mapping, offset: int) -> torch.Tensor:
+def _spilled_at(tensor: torch.Tensor, mapping: _Mapping, offset: int) -> Spilled:
     """Return the bytes of ``mapping`` from ``offset`` as a tensor like ``tensor``."""
     with torch.inference_mode(False):
         flat = torch.frombuffer(mapping, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-        return flat.as_strided(tensor.shape, tensor.stride())
+        view = flat.as_strided(tensor.shape, tensor.stride())
+    status = os.stat(mapping.path)
+    file = SourceFile(mapping.path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+    return Spilled(view, FileRange(file, offset, view.nbytes))
 
 
 def _key(folder: Path, memory: torch.Tensor) -> _Key:
@@ -99,11 +114,25 @@ def _known(memory: torch.Tensor, key: _Key) -> tuple[_Mapping, int] | None:
         _spilled[key] = live
     for reference, offset in live:
         mapping = reference()
-        if mapping is not None:
-            there = torch.frombuffer(mapping, dtype=torch.uint8, count=memory.numel(), offset=offset)
-            if torch.equal(there, memory):
-                return mapping, offset
+        if mapping is not None and _holds(Path(mapping.path), offset, memory):
+            return mapping, offset
     return None
+
+
+def _holds(path: Path, offset: int, memory: torch.Tensor) -> bool:
+    """Return whether the file has the bytes of ``memory`` at ``offset``. The mapping does not tell: pages of it may
+    have been written to, and the file keeps the old bytes.
+    """
+    data = memory.numpy().data
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            return all(
+                file.read(len(part)) == part
+                for part in (data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK))
+            )
+    except OSError:
+        return False
 
 
 def _write(folder: Path, memories: Sequence[torch.Tensor], nbytes: int) -> _Mapping:
@@ -138,7 +167,8 @@ def _write(folder: Path, memories: Sequence[torch.Tensor], nbytes: int) -> _Mapp
                 f"{path}: the weights could not be written ({error.strerror}); name another folder as disk="
             ) from error
         raise
-    weakref.finalize(mapping, _discard, handle, path)
+    mapping.path = str(path.absolute())
+    weakref.finalize(mapping, _discard, handle, path, os.getpid())
     return mapping
 
 
@@ -184,17 +214,22 @@ def _hold(handle: int) -> None:
     """Lock the file, so that other processes see that it is in use. The system unlocks it when this process
     ends, however that happens.
     """
-    with contextlib.suppress(ImportError, OSError):  # Windows does not delete an open file anyway
-        import fcntl
+    if os.name == "nt":
+        return  # Windows does not delete an open file
+    import fcntl
 
+    with contextlib.suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined,unused-ignore]
 
 
-def _discard(handle: int, path: Path) -> None:
-    """Close and delete a spill file that nothing uses any more."""
+def _discard(handle: int, path: Path, owner: int) -> None:
+    """Close a spill file that nothing uses any more, and delete it in the process that made it, ``owner``. A forked
+    process has a copy of the mapping, and the file is not its own.
+    """
     with contextlib.suppress(OSError):
         os.close(handle)
-    _delete(path)
+    if os.getpid() == owner:
+        _delete(path)
 
 
 def _delete(path: Path) -> None:
@@ -205,17 +240,15 @@ def _delete(path: Path) -> None:
 def _delete_abandoned(folder: Path) -> None:
     """Delete the spill files of processes that ended without deleting them."""
     for path in folder.glob(f"{PREFIX}*{SUFFIX}") if folder.is_dir() else ():
-        if path.name.startswith(f"{PREFIX}{os.getpid()}-"):
-            continue
-        try:
-            import fcntl
-        except ImportError:
+        if os.name == "nt":
             _delete(path)  # Windows refuses this for a file that is open
-            continue
-        with contextlib.suppress(OSError):
-            handle = os.open(path, os.O_RDWR)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined,unused-ignore]
-                _delete(path)
-            finally:
-                os.close(handle)
+        elif not path.name.startswith(f"{PREFIX}{os.getpid()}-"):
+            import fcntl
+
+            with contextlib.suppress(OSError):
+                handle = os.open(path, os.O_RDWR)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined,unused-ignore]
+                    _delete(path)
+                finally:
+                    os.close(handle)

@@ -43,12 +43,12 @@ def bind_memory(module: nn.Module, disk: str | os.PathLike[str], ram: int) -> Ch
     others = [entry for entry, found in zip(entries, ranges, strict=True) if found is None]
     spilled = 0
     if disk != AUTO and others:
-        for entry, view in zip(others, spill([entry.tensor for entry in others], disk), strict=True):
-            entry.tensor.data = view
-            spilled += entry.nbytes
-        views = MappedViews()
-        ranges = [found or views.find(entry.tensor) for entry, found in zip(entries, ranges, strict=True)]
-        others = [entry for entry, found in zip(entries, ranges, strict=True) if found is None]
+        written = iter(spill([entry.tensor for entry in others], disk))
+        for index, entry in enumerate(entries):
+            if ranges[index] is None:
+                stored = next(written)
+                entry.tensor.data, ranges[index] = stored.view, stored.range
+        spilled, others = sum(entry.nbytes for entry in others), []
     if len(others) == len(entries) or sum(entry.nbytes for entry in others) > ram // 2:
         return None
     checkpoint = Checkpoint(module, Weights(disk))

@@ -139,6 +139,27 @@ def test_lora_over_weights_on_disk_trains_as_without_offloading(tmp_path, device
         assert_same(expected, train(model, Wide, where))
 
 
+@LINUX
+def test_what_transformers_loads_streams_from_its_own_files(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+        vram = least_on_disk(model, "cpu", "auto", RAM)
+        with carom.stream(model, device="cpu", vram=vram, ram=RAM, disk="auto") as session:
+            assert on_disk(session)
+            assert torch.equal(model(input_ids=tokens).logits, expected)
+            assert session.report().disk_bytes_per_step > 0
+
+
 def test_when_ram_suffices_nothing_moves_to_disk_and_a_smaller_ram_moves_it(tmp_path):
     model, where = wide(), torch.device("cpu")
     expected = infer(wide(), Wide, where)
@@ -208,6 +229,18 @@ def test_the_same_bytes_are_written_once(tmp_path):
     ):
         assert len(spill_files(tmp_path)) == 1
         assert_same(infer(first, Wide, torch.device("cpu")), infer(second, Wide, torch.device("cpu")))
+
+
+def test_spilled_weights_that_changed_are_written_again(tmp_path):
+    model, where = wide(), torch.device("cpu")
+    vram = budget(model, "cpu")
+    with carom.stream(model, device="cpu", vram=vram, ram=RAM, disk=tmp_path):
+        pass
+    with torch.no_grad():
+        model.blocks[2][1].weight.mul_(3)
+    expected = infer(copy.deepcopy(model), Wide, where)
+    with carom.stream(model, device="cpu", vram=vram, ram=RAM, disk=tmp_path):
+        assert_same(expected, infer(model, Wide, where))
 
 
 def test_a_full_disk_is_an_error_that_leaves_the_module_and_no_file(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import carom
@@ -65,6 +66,31 @@ def memory(monkeypatch):
     monkeypatch.setattr(host_memory.probe, "host_memory", lambda: found)
     found.usable, found.limit = whole.usable, whole.limit
     return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_under_pressure_weights_in_memory_move_to_disk(tmp_path, monkeypatch, memory, device):
+    loaded, _, _, size = disk.uniform(tmp_path)
+    model = copy.deepcopy(loaded).requires_grad_(False)
+    folder = tmp_path / "spill"
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    memory.keep, memory.free = size // 2, 2 * size
+    where = carom.SimulatedDevice() if device == "simulated" else device
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = loaded(x)
+        with carom.stream(model, device=where, vram=size // 4, ram="auto", disk=folder) as session:
+            for _ in range(3):
+                assert torch.equal(model(x), expected)
+            assert not folder.exists()
+            memory.free = 0  # another program
+            for _ in range(3):
+                assert torch.equal(model(x), expected)
+            report = session.report()
+            assert (
+                list(folder.glob("carom-spill-*")) and report.ram_peak_bytes <= report.ram_budget_bytes < size
+            )
+        assert torch.equal(model(x), expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", "simulated"])

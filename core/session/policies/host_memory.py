@@ -18,6 +18,8 @@ from ...budget.host_governor import HostGovernor
 from ...common.errors import BudgetError
 from ...common.sizes import format_size
 from ...host import probe
+from ...host.arena import PAGE
+from ...host.cache_pieces import LEAST_BUFFERS
 from ...host.kept_pieces import release_idle
 from ..layout import Layout, Outcome, Wanted
 from ..layout_manager import LayoutManager
@@ -52,7 +54,7 @@ class HostMemory:
         memory = probe.host_memory()
         if manager.module.checkpoint is None:
             both = wanted.packing is not None and wanted.packing.keep_raw
-            if both or manager.engine.pinner is not None:
+            if both or manager.engine.pinner is not None or manager.module.disk is not None:
                 self.governor = HostGovernor(wanted.ram, min(memory.keep, memory.free))
         else:
             # If little memory is free at the beginning, do not require more free memory later.
@@ -123,10 +125,17 @@ class HostMemory:
     def _in_memory(self, governor: HostGovernor, seen: Observation) -> Wanted | None:
         """Free host memory if it is short, for weights that do not come from files.
 
-        If weights are kept both packed and unpacked, returns a request for a layout without the packed
+        If weights may move to disk, returns a request with a smaller RAM budget. If weights are kept both packed and unpacked, returns a request for a layout without the packed
         copies. Otherwise host copies of units on the device are unpinned at once, and None is returned.
         """
         arena, wanted = self._manager.host.arena, seen.wanted
+        if self._manager.module.disk is not None:
+            waiting = seen.layout.placement.tier.figures().waiting_bytes
+            budget = governor.read(seen.host_memory.free, waiting, wanted.ram, LEAST_BUFFERS * PAGE)
+            if budget is None or budget >= waiting:
+                return None
+            logger.info("carom: ram='auto': host memory is short: weights move to disk")
+            return dataclasses.replace(wanted, ram=budget)
         limit = governor.read(seen.host_memory.free, arena.pinned_bytes, wanted.ram, 0)
         if limit is None or limit >= wanted.ram:
             return None
