@@ -122,9 +122,10 @@ class JobOffload:
 
     def _arrived(self) -> Callable[[nn.Module], None]:
         """Return the function to call with each module whose weights loading brought to the host."""
-        if self.policy.disk in (None, AUTO):
+        disk = self.policy.disk
+        if disk is None:
             return lambda module: None
-        return SpilledLoading(self.policy.disk, ram_budget(self.policy.ram)).note
+        return SpilledLoading(None if disk == AUTO else disk, ram_budget(self.policy.ram)).note
 
     def _place_the_rest(self, kept: list[Any], alone: list[Any]) -> None:
         """Place the models in ``kept``, which the loader tried to move to the device and which are not attached yet.

@@ -252,6 +252,11 @@ class Bench:
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
+    def peak(self, name: str) -> tuple[int, int]:
+        """Return (most memory in bytes that the job's process had, memory of the process that it was forked from)."""
+        most, before = Path(f"{self.log(name)}.peak").read_text().split()
+        return int(most), int(before)
+
     def output(self, side: str) -> Path:
         return self.folder / side
 

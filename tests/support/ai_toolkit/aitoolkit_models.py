@@ -83,6 +83,21 @@ def zimage(folder: Path) -> None:
     zimage_rest(folder, width=256)
 
 
+def zimage_deep(folder: Path, layers: int = 48) -> None:
+    """Write a Z-Image with many layers, of about 13 MB each: large beside what else a job keeps in memory."""
+    import torch
+    from diffusers import ZImageTransformer2DModel
+
+    torch.manual_seed(7)
+    transformer = ZImageTransformer2DModel(
+        dim=512, n_layers=layers, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=256,
+        axes_dims=[32, 48, 48], axes_lens=[256, 64, 64],
+    )  # fmt: skip
+    _shake(transformer)
+    transformer.save_pretrained(folder / "transformer")
+    zimage_rest(folder, width=256)
+
+
 def zimage_rest(folder: Path, width: int) -> None:
     """Write the tiny other parts of a Z-Image: a text encoder whose captions are ``width`` wide, VAE and scheduler."""
     from tokenizers import Tokenizer, models, pre_tokenizers
