@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from ..checkpoint.index import TensorEntry, format_code
@@ -74,9 +75,15 @@ def bind_memory(module: nn.Module, disk: str | os.PathLike[str], ram: int) -> Ch
 
 
 def _can_stream(entry: Entry) -> bool:
-    """Return whether a weight can be read from disk for each use. Buffers stay, because models write to them."""
-    here = entry.tensor.device.type == "cpu" and not entry.is_buffer
-    return here and entry.nbytes >= _LEAST and why_not_streamed(entry) is None
+    """Return whether a weight can be read from disk for each use.
+
+    Buffers stay, because models write to them. Buffers of 8-bit numbers are quantised weights (of ai-toolkit's linear
+    layers, for example), and stream.
+    """
+    tensor = entry.tensor
+    weight = not entry.is_buffer or (tensor.element_size() == 1 and tensor.dtype != torch.bool)
+    here = tensor.device.type == "cpu" and entry.nbytes >= _LEAST
+    return weight and here and why_not_streamed(entry) is None
 
 
 def _bound(entry: Entry, found: FileRange | None) -> BoundTensor:

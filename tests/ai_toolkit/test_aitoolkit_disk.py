@@ -123,6 +123,21 @@ def test_a_model_whose_own_weights_train_stays_in_memory(tmp_path):
     assert any("disk has no effect" in line for line in standin.SAID), standin.SAID
 
 
+def test_quantised_weights_that_are_buffers_stream_from_disk(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).requires_grad_(False)
+    standin.quantise(model)
+    x = torch.randn(2, 1024)
+    expected = model(x)
+    with carom.stream(
+        model, device="cpu", vram=3 << 20, ram=2 << 20, disk=tmp_path, granularity="layer"
+    ) as session:
+        assert_same([expected], [model(x)])
+        assert session.report().streamed_bytes >= 4 << 20
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) >= 4 << 20
+    assert_same([expected], [model(x)])
+
+
 # -- while loading
 
 
