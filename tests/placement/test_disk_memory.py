@@ -160,6 +160,40 @@ def test_what_transformers_loads_streams_from_its_own_files(tmp_path):
             assert session.report().disk_bytes_per_step > 0
 
 
+@LINUX
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantised_checkpoint_that_transformers_loads_streams_from_its_file(tmp_path, bits):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("bitsandbytes")
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4
+    )
+    settings = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "plain")
+    whole = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=settings, device_map="cpu", dtype=torch.bfloat16
+    )
+    whole.save_pretrained(tmp_path / "packed")
+    tokens = torch.arange(12).view(2, 6)
+
+    def load() -> Any:
+        folder = tmp_path / "packed"
+        return transformers.LlamaForCausalLM.from_pretrained(
+            folder, device_map="cpu", dtype=torch.bfloat16
+        ).eval()
+
+    with torch.no_grad():
+        expected = load()(input_ids=tokens).logits
+        model = load()
+        vram = least_on_disk(model, "cpu", "auto", RAM)
+        with carom.stream(model, device="cpu", vram=vram, ram=RAM, disk="auto") as session:
+            assert on_disk(session)
+            assert torch.equal(model(input_ids=tokens).logits, expected)
+            assert session.report().disk_bytes_per_step > 0
+
+
 def test_when_ram_suffices_nothing_moves_to_disk_and_a_smaller_ram_moves_it(tmp_path):
     model, where = wide(), torch.device("cpu")
     expected = infer(wide(), Wide, where)
