@@ -1,7 +1,7 @@
 """PURE. How Carom's models in one process share the RAM that a node's ``ram`` allows them together.
 
 A model whose weights fit beside those of the other models waits in RAM as a whole. Otherwise its weights stream from
-disk through a cache, and models that ComfyUI unloaded give RAM up. A diffusion model reads its weights in every sampler
+disk through a cache, and models that do not run give RAM up. A diffusion model reads its weights in every sampler
 step, so it takes what it needs. A text encoder or a VAE reads them once for a prompt, so it takes only what is free, and
 `least_share` where nothing is.
 """
@@ -21,8 +21,8 @@ LEAST_BYTES = 16 * MIB
 class Holder:
     """A model that holds RAM.
 
-    ``nbytes``: what it holds at most; ``waits``: whether ComfyUI unloaded it, so that it can give RAM up; ``divides``:
-    whether it can give up a part (a cache of weights on disk), not only everything.
+    ``nbytes``: what it holds at most; ``waits``: whether it can give RAM up now; ``divides``: whether it can give up a
+    part (a cache of weights on disk), not only everything.
     """
 
     nbytes: int
@@ -43,7 +43,7 @@ class Share:
 
 def least_share(limit: int) -> int:
     """Return the bytes that a model gets of ``limit`` where the other models hold everything."""
-    return max(LEAST_BYTES, limit // LEAST_SHARE)
+    return min(limit, max(LEAST_BYTES, limit // LEAST_SHARE))
 
 
 def divide(limit: int, need: int, many_passes: bool, others: Sequence[Holder]) -> Share:

@@ -195,10 +195,10 @@ class Streaming(TakesRoom):
         return session
 
     def _share_ram(self, settings: Settings) -> Share:
-        """Set `ram` to the bytes of RAM that the weights get, and take RAM from suspended models for it."""
+        """Set `ram` to the bytes of RAM that the weights get, and take RAM from other models for it."""
         others = [one for one in _suspended if one is not self]
         others += [one for one in _open if one is not self and one not in _suspended]
-        holders = [Holder(one.ram, one.suspended, one.from_disk) for one in others]
+        holders = [Holder(one.ram, one.suspended or one.from_disk, one.from_disk) for one in others]
         limit = comfyui_api.ram_limit(settings.ram, self.ram + sum(one.nbytes for one in holders))
         share = divide(limit, self.total, self._many_passes, holders)
         for other, nbytes in zip(others, share.keeps, strict=True):
@@ -207,8 +207,22 @@ class Streaming(TakesRoom):
         self.ram = min(self.total, share.nbytes) if share.whole else share.nbytes
         return share
 
+    def claim_ram(self, settings: Settings) -> None:
+        """Take the RAM that a run needs for weights on disk from models that run no more. Called before each run."""
+        if not self.streams or not self.from_disk or self.ram >= self.streamed or len(_open) < 2:
+            return
+        assert self.session is not None
+        before = self.ram
+        self._share_ram(settings)
+        if self.ram > before:
+            with _laying_out():
+                self.session.set_budget(ram=self.ram)
+            self._measure()
+        else:
+            self.ram = before
+
     def give_up_ram(self, nbytes: int) -> None:
-        """Reduce the RAM of a suspended model to ``nbytes`` bytes, or to none if its weights do not stream from disk.
+        """Reduce the RAM of the model to ``nbytes`` bytes, or to none if it is suspended and waits in RAM as a whole.
 
         Weights that were views of a mapped file are views of it again.
         """
