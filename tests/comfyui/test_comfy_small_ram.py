@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,14 +165,12 @@ def test_a_model_of_four_times_the_memory_streams_from_its_file(limited, stock, 
     patched = stock.run(prompt(theirs(), lora=True, low=True))["hash"]
     told = limited.run(prompt(ours()))
     report = told["report"][0]
-    print({k: v for k, v in report.items() if "bytes" in k or k == "steps"})
     assert report["ram_budget_bytes"] == RAM and report["ram_peak_bytes"] <= RAM
     assert told["hash"] == reference != patched
     assert limited.run(prompt(ours(), lora=True))["hash"] == patched
     told = limited.run(prompt(ours()))
     assert told["hash"] == reference
     report = told["report"][0]
-    print({k: v for k, v in report.items() if "bytes" in k or k == "steps"})
     assert report["disk_bytes_per_step"] <= 1.05 * least_read(report, RAM)
 
 
@@ -211,7 +210,6 @@ def test_two_models_and_an_encoder_take_turns(limited, stock):
             assert found[name]["hash"] == wanted[name]["hash"], (seed, name)
         for name in ("hash", "hash2"):
             report = found[name]["report"][0]
-            print({k: v for k, v in report.items() if "ram" in k or "disk" in k})
             assert RAM // 2 <= report["ram_budget_bytes"] <= RAM
             assert report["ram_peak_bytes"] <= RAM
 
@@ -239,7 +237,9 @@ def small(kind: str, carom: bool, loras: int, ram: int = 4 * MIB) -> dict[str, A
 
 @pytest.mark.parametrize("kind", ["", "float8_e4m3fn", "nvfp4", "int8_tensorwise"])
 def test_lora_stacks_over_weights_on_disk(limited, stock, kind):
-    """LoRA on, off and on again over a model of which a part is in no memory."""
+    """LoRA on, off and on again over a model of which a part is in no memory. Its file is bf16 and the CPU computes in
+    fp32, so the weights that ComfyUI converts are spilled, and quantised ones stream from their file.
+    """
     seen = set()
     for loras in (0, 2, 1, 0):
         told = limited.run(small(kind, True, loras))
@@ -261,7 +261,9 @@ def test_weights_that_loading_converts_are_spilled(limited, stock, folder):
     assert told["report"][0]["ram_budget_bytes"] == 2 * MIB
     assert list((folder / "temp" / "carom").glob("carom-spill-*"))
     limited.server.free()
-    limited.run(small("", True, 0))
+    give_up = time.monotonic() + 10
+    while list((folder / "temp" / "carom").glob("carom-spill-*")) and time.monotonic() < give_up:
+        time.sleep(0.2)
     assert not list((folder / "temp" / "carom").glob("carom-spill-*"))
 
 
