@@ -192,21 +192,45 @@ def _pack(codes: torch.Tensor, blob: torch.Tensor, layout: Layout, first: int) -
             blob[at : at + count] = ((codes >> plane & 1) * weights).sum(1, dtype=torch.uint8)
 
 
-def _unpack(blob: torch.Tensor, layout: Layout, first: int, count: int) -> torch.Tensor:
-    """Return the uint8 codes [count * 8] of ``count`` groups, starting with group number ``first``."""
+def _values(blob: torch.Tensor, layout: Layout, first: int, count: int) -> torch.Tensor:
+    """Return the codebook values (float32 [count * 8]) of ``count`` groups, starting with group number
+    ``first``.
+    """
     bits = layout.codebook.bits
-    if bits == 4:
-        packed = blob[first * 4 : (first + count) * 4]
-        return torch.stack((packed >> 4, packed & 15), 1).view(-1)
-    if bits == 2:
-        packed = blob[first * 2 : (first + count) * 2]
-        return torch.stack((packed & 3, packed >> 2 & 3, packed >> 4 & 3, packed >> 6), 1).view(-1)
-    shifts = torch.arange(8, dtype=torch.uint8, device=blob.device)
-    codes = torch.zeros(count, 8, dtype=torch.uint8, device=blob.device)
-    for plane in range(3):
-        at = plane * layout.plane_stride + first
-        codes |= (blob[at : at + count, None] >> shifts & 1) << plane
-    return codes.view(-1)
+    if bits == 3:
+        codes = torch.zeros(count, dtype=torch.int64, device=blob.device)  # a byte for each code
+        for plane in range(3):
+            at = plane * layout.plane_stride + first
+            codes |= _spread_bits(blob.device).index_select(0, blob[at : at + count].int()) << plane
+        pairs = codes.view(torch.int16)
+        index = ((pairs >> 5) | pairs) & 63
+    else:
+        index = blob[first * bits : (first + count) * bits]
+    return _value_runs(layout.codebook, blob.device).index_select(0, index.int()).view(torch.float32)
+
+
+@functools.cache
+def _value_runs(codebook: Codebook, device: torch.device) -> torch.Tensor:
+    """Return a table of the float32 values that a packed byte stands for (nf3: two 3-bit codes, the first in
+    the lower bits), on ``device``; the copy is cached.
+
+    Each run of 2 or 4 values is one element of 8 or 16 bytes, because ``index_select`` copies one element at a
+    time. The dtype of the table has no other meaning.
+    """
+    shifts = {4: (4, 0), 3: (0, 3), 2: (0, 2, 4, 6)}[codebook.bits]
+    with torch.inference_mode(False):
+        codes = torch.arange(64 if codebook.bits == 3 else 256, device="cpu")[:, None] >> torch.tensor(shifts)
+        values = torch.tensor(codebook.values, dtype=torch.float32)[codes & (1 << codebook.bits) - 1]
+        runs = values.view(torch.int64 if len(shifts) == 2 else torch.complex128)
+        return runs.view(-1).to(device)
+
+
+@functools.cache
+def _spread_bits(device: torch.device) -> torch.Tensor:
+    """Return a table (int64 [256]) of the 8 bits of a byte, each in a byte of its own, on ``device``."""
+    with torch.inference_mode(False):
+        bits = torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu") & 1
+        return bits.to(torch.uint8).view(torch.int64).view(-1).to(device)
 
 
 def dequantize_torch(blob: torch.Tensor, layout: Layout, out: torch.Tensor, begin: int = 0) -> None:
@@ -221,18 +245,23 @@ def dequantize_torch(blob: torch.Tensor, layout: Layout, out: torch.Tensor, begi
 def dequantize_range(blob: torch.Tensor, layout: Layout, begin: int, out: torch.Tensor) -> None:
     """Dequantise elements ``begin`` (a multiple of 8) to ``begin + len(out)`` into ``out``, as
     `dequantize_torch` does.
+
+    Takes at most 8 bytes of temporary memory for each of CHUNK elements, and a copy of the scales where they are
+    not aligned.
     """
-    values = codebook_on(layout.codebook, blob.device)
+    block, last = layout.block, begin + len(out)
     scales = blob[layout.scales_at :]
     scales = (scales if scales.storage_offset() % 4 == 0 else scales.clone()).view(torch.float32)
-    last = begin + len(out)
-    for start in range(begin, last, CHUNK):
+    for start in range(begin // block * block, last, CHUNK):
         end = min(start + CHUNK, last)
-        codes = _unpack(blob, layout, start // 8, -(-(end - start) // 8))[: end - start]
-        block = start // layout.block
-        scale = scales[block : -(-end // layout.block)].repeat_interleave(layout.block)
-        first = start - block * layout.block
-        out[start - begin : end - begin] = values[codes.to(torch.int32)] * scale[first : first + end - start]
+        values = _values(blob, layout, start // 8, -(-(end - start) // 8))[: end - start]
+        scale = scales[start // block : -(-end // block)]
+        whole = len(values) // block
+        values[: whole * block].view(whole, block).mul_(scale[:whole, None])
+        if whole < len(scale):
+            values[whole * block :].mul_(scale[whole])
+        skipped = max(0, begin - start)
+        out[start + skipped - begin : end - begin].copy_(values[skipped:])
 
 
 def relative_error(tensor: torch.Tensor, blob: torch.Tensor, layout: Layout) -> float:
