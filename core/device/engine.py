@@ -67,7 +67,11 @@ class Engine(Protocol):
 
     @property
     def decodes_files(self) -> bool:
-        """Whether packed weights of a file may be copied packed, even if that is no faster."""
+        """Whether quantised (k-bit) weights of a file may be copied packed, even if that is no faster."""
+
+    @property
+    def decodes_lossless_files(self) -> bool:
+        """Whether losslessly packed weights of a file may be copied packed too; only where `decodes_files`."""
 
     @property
     def place(self) -> Hashable:
@@ -198,6 +202,7 @@ class DefaultEngine:
     shares_host = False
     virtual_clock = False
     decodes_files = False
+    decodes_lossless_files = False
     decode_bytes_per_second: float | None = None
     counts_all_memory = False
     device: torch.device

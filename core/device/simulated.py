@@ -120,6 +120,7 @@ class SimulatedEngine(StreamEngine):
     location = LOCATION
     virtual_clock = True
     counts_all_memory = True
+    decodes_lossless_files = True
 
     def __init__(self, config: SimulatedDevice) -> None:
         self._watch = DispatchWatch(self._check_operator, self._account_operator)
@@ -135,7 +136,6 @@ class SimulatedEngine(StreamEngine):
         self.copies = 0
         self.bytes_in = 0
         self.unpacks = config.unpacks
-        self.decodes_files = True
         self.decode_bytes_per_second = config.decode_bytes_per_second
         # When these streams wait for an event, copies before the event need not take effect yet, because
         # nothing reads the results of decoding or of copies to the host before it waits for these streams.

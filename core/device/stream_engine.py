@@ -24,6 +24,9 @@ class StreamEngine(DefaultEngine):
 
     blocking = False
     grain = GRAIN
+    # Where Triton does not run, torch operations decode k-bit weights: a table look-up, a product and a
+    # conversion, which read and write device memory alone (`kbit.dequantize_range`).
+    decodes_files = True
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
         """Create the copy and decode streams; ``module`` replaces torch's device module (torch.cuda)."""
@@ -53,9 +56,13 @@ class StreamEngine(DefaultEngine):
         """Whether Triton decodes on the device, tried when a codec first asks: a broken Triton may end a process."""
         return self.device.type == "cuda" and triton_works()
 
-    @functools.cached_property
-    def decodes_files(self) -> bool:  # type: ignore[override]
-        """Whether packed weights of a file are copied packed: where Triton decodes."""
+    @property
+    def decodes_lossless_files(self) -> bool:  # type: ignore[override]
+        """Whether losslessly packed weights of a file are copied packed: where Triton decodes.
+
+        Torch operations decode them at 6 to 10 GB/s on an H200, a fraction of the rate of its link
+        (benchmarks/records/2026-11-22-h200-codec-3.json, "torch").
+        """
         return self.unpacks
 
     def _device_context(self) -> AbstractContextManager:

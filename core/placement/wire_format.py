@@ -171,7 +171,10 @@ def find_wire_formats(
     the error is raised when the tensor is needed.
     """
     packed = [file_tensor for file_tensor in file_tensors if _is_packed(file_tensor)]
-    formats = _formats([file_tensor for file_tensor in packed if _is_whole(file_tensor)], workers)
+    whole = [file_tensor for file_tensor in packed if _is_whole(file_tensor)]
+    if not engine.decodes_lossless_files:
+        whole = [file_tensor for file_tensor in whole if not _is_lossless(file_tensor)]
+    formats = _formats(whole, workers)
     note = _parts_note([file_tensor for file_tensor in packed if not _is_whole(file_tensor)])
     if not formats:
         return None, note
@@ -215,6 +218,11 @@ def _is_whole(file_tensor: FileTensor) -> bool:
     return segment.start == segment.at == 0 and segment.nbytes == bound.nbytes == segment.entry.nbytes
 
 
+def _is_lossless(file_tensor: FileTensor) -> bool:
+    """Return whether the tensor, one whole tensor of the file, is packed losslessly there."""
+    return codec_name(file_tensor.bound.segments[0].entry) == LosslessCodec.name
+
+
 def _parts_note(parts: Sequence[FileTensor]) -> str:
     """Return a note on packed tensors that the host decodes because they are ``parts`` or joins of the
     file's tensors.
@@ -240,9 +248,9 @@ def _formats(packed: Sequence[FileTensor], workers: int) -> dict[FileTensor, Blo
     with DiskReader(ReaderPolicy(direct=False, workers=workers)) as reader:
         reads = [
             reader.submit(_stored(segment), row, nbytes=min(HEADER_BYTES, _stored(segment).nbytes))
-            if codec_name(segment.entry) == LosslessCodec.name
+            if _is_lossless(file_tensor)
             else None
-            for segment, row in zip(segments, memory, strict=True)
+            for file_tensor, segment, row in zip(packed, segments, memory, strict=True)
         ]
         for file_tensor, segment, row, read in zip(packed, segments, memory, reads, strict=True):
             source, stored = segment.entry.file, _stored(segment)

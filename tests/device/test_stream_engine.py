@@ -89,6 +89,7 @@ def engine(api):
 def test_on_xpu_nothing_is_pinned_or_decoded_by_triton_and_the_session_says_so(api):
     engine = stream_engine.StreamEngine(torch.device("xpu", 0))
     assert engine.pinner is None and not engine.unpacks and not engine.blocking
+    assert engine.decodes_files and not engine.decodes_lossless_files
     assert "pageable memory" in device_note(engine) and "xpu:0" in device_note(engine)
 
 
