@@ -109,9 +109,11 @@ for name, numel in (("nf4", (1 << 32) + 4096), ("nf3", (1 << 33) + 4096)):
     blob[large.scales_at :][: 4 * small.blocks] = part[small.scales_at :]
     expected, out = torch.empty(count, dtype=torch.float32), torch.empty(count, dtype=torch.float32)
     kbit.dequantize_torch(part, small, expected)
+    table = torch.tensor([[0, count // 8, 0, 0, large.scales_at // 16, large.plane_stride // 16, 0, 0]])
     kbit_triton._dequantize[(1,)](
-        blob, out, kbit.codebook_on(book, blob.device), count // 8, large.scales_at // 16, large.plane_stride // 16,
-        BITS=book.bits, BLOCK=64, GROUPS=count // 8, DTYPE=tl.float32, SIZE=4, ROUND_BF16=False,
+        blob, out, table, 1, kbit.codebook_on(book, blob.device),
+        ROWS=kbit_triton.padded_rows(table), BITS=book.bits, BLOCK=64, GROUPS=count // 8, DTYPE=tl.float32, SIZE=4,
+        ROUND_BF16=False,
     )
     assert torch.equal(out, expected), name
 print("exact")
