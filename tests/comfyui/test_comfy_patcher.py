@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import mmap
 import os
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -852,18 +854,26 @@ def test_weights_get_the_dtype_that_comfyui_means_them_to_have():
     assert model[2].weight.dtype == torch.float32
 
 
-def test_weights_of_a_mapped_file_get_memory_of_their_own_once():
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux lists mappings")
+def test_weights_of_a_read_only_mapping_get_memory_of_their_own_once(tmp_path):
     from carom.nodes.inference_tensors import MAPPED, own_memory
 
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
     model[1].weight = model[0].weight
-    before = model[0].weight.data_ptr()
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(4096))
+    with path.open("rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of memory that is not writable
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        model[0].weight.data = torch.frombuffer(mapping, dtype=torch.float32, count=16).view(4, 4)
+    before, other = model[0].weight.data_ptr(), model[2].weight.data_ptr()
     own_memory(model)
     assert model[0].weight.data_ptr() == before  # nothing says that it is mapped
     model.__dict__[MAPPED] = True
     own_memory(model)
     after = model[0].weight.data_ptr()
     assert after != before and model[1].weight is model[0].weight
+    assert model[2].weight.data_ptr() == other
     own_memory(model)
     assert model[0].weight.data_ptr() == after
 
