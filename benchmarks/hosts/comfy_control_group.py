@@ -21,7 +21,7 @@ class ControlGroup:
 
     def set_limit(self, nbytes: int) -> None:
         """Limit the memory of the group's processes to ``nbytes`` bytes from now on."""
-        (self.path / self._limit).write_text(str(nbytes))
+        (self.path / self._limit).write_text(str(nbytes), "ascii")
 
     @property
     def prefix(self) -> list[str]:
@@ -52,9 +52,9 @@ def control_group(nbytes: int) -> Iterator[ControlGroup]:
                 path.rmdir()
             continue
         try:
-            (path / limit).write_text(str(nbytes))
+            (path / limit).write_text(str(nbytes), "ascii")
             with contextlib.suppress(OSError):
-                (path / "memory.swap.max").write_text("0")
+                (path / "memory.swap.max").write_text("0", "ascii")
             yield ControlGroup(path, limit)
         finally:
             _remove(path)
