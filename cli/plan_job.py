@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from ..core.common.sizes import parse_size
 from ..tools.planner import job_file, model_plan
@@ -18,7 +18,6 @@ from .plan_text import WIDTH, seconds, size
 DECIDED = {
     "quant": "model.quantize and model.qtype",
     "tokens": "datasets.resolution and train.batch_size",
-    "nvme": "nothing: a job of ai-toolkit cannot stream from a drive yet",
     "plot": "nothing: a job has several models; plot one with carom plan MODEL --plot",
 }
 
@@ -33,8 +32,6 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{option} has no place beside a job; what counts is {where}")
     job = job_file.read_job(args.model)
     machine, remarks = machine_of(args)
-    # A drive that was measured does not matter: see DECIDED.
-    machine = replace(machine, disk=None, disk_title="")
     vram = parse_size(args.vram, whole=machine.card.vram, setting="--vram") if args.vram else None
     plans = [
         plan_process(process, machine, vram=vram, compute=args.compute, codec=args.codec)

@@ -212,9 +212,22 @@ def test_packing_is_offered_where_16_bit_weights_stream(capsys, job):
     assert not any(said in remark for remark in quantised["remarks"])
 
 
-@pytest.mark.parametrize("option", ["--tokens 4", "--quant nf4", "--nvme gen4", "--plot x.png"])
+@pytest.mark.parametrize("option", ["--tokens 4", "--quant nf4", "--plot x.png"])
 def test_options_that_the_job_decides_are_bad_use(capsys, job, option):
     assert option.split()[0] in ask(capsys, f"plan {job()} {ON} {option}", code=2).err
+
+
+def test_a_job_beyond_ram_streams_from_a_drive(capsys, job):
+    small = "--gpu rtx4070 --ram 8GiB"
+    (without,) = answer(capsys, f"plan {job()} {small}", code=1)["processes"]
+    assert "`disk` in" in without["models"][0]["problem"]
+    (found,) = answer(capsys, f"plan {job()} {small} --nvme gen4")["processes"]
+    assert any("disk: auto" in line for line in found["lines"])
+    assert found["models"][0]["plan"]["host"]["drive_bytes"] > 0
+    own = {"offload": "bouncing", "offload_kwargs": {"disk": "auto"}}
+    (own_disk,) = answer(capsys, f"plan {job(own)} {small} --nvme gen4")["processes"]
+    assert own_disk["models"][0]["plan"]["host"]["drive_bytes"] > 0
+    answer(capsys, f"plan {job({'offload': 'bouncing'})} {small} --nvme gen4", code=1)
 
 
 def test_a_file_that_is_no_job_is_bad_use(capsys, tmp_path):

@@ -38,11 +38,12 @@ class Dataset:
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """The job's `model.offload` (None: absent or off), and `vram` and `codec` of its `offload_kwargs`."""
+    """The job's `model.offload` (None: absent or off), and `vram`, `codec` and `disk` of its `offload_kwargs`."""
 
     mode: str | None = None
     vram: int | str = "auto"
     codec: str = "auto"
+    disk: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ def _offload(model: Mapping[str, Any], where: str) -> OffloadSettings:
         raise ValueError(
             f"{where}.offload_kwargs.vram={_show(vram)} is not a size; write one as 12GiB, or auto"
         )
-    return OffloadSettings(mode, vram, codec if isinstance(codec, str) else "auto")
+    return OffloadSettings(mode, vram, codec if isinstance(codec, str) else "auto", bool(options.get("disk")))
 
 
 def _dataset(dataset: Any, where: str) -> Dataset:

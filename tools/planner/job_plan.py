@@ -172,6 +172,8 @@ def plan_process(
     if vram is None and model.offload.mode and own != "auto":
         vram = parse_size(own, whole=machine.card.vram, setting="model.offload_kwargs.vram")
         remarks.append(f"The job itself bounds the weights on the card: offload_kwargs.vram is {own}.")
+    if model.offload.mode and not model.offload.disk:
+        machine = replace(machine, disk=None, disk_title="")
     job = Job("train", cases[0].tokens, None, None, process.rank, codec, compute)
     found, missing = _models(process, arch, cases[0], job, remarks)
     planned = [*_plan_all(found, machine, vram, cases), *missing]
@@ -321,11 +323,11 @@ def _check_ram(planned: list[PlannedModel], machine: Machine) -> list[PlannedMod
     waits = sum(
         model.copies * model.plan.outcome.work.streamed_bytes for model in together if model.plan is not None
     )
-    if waits <= machine.host_bytes:
+    if waits <= machine.host_bytes or machine.disk is not None:
         return planned
     problem = (
         f"{format_size(waits)} of weights of the models of a step do not fit on the card together, and RAM can hold "
-        f"{format_size(machine.host_bytes)} of them; take more RAM (--ram) or a smaller qtype"
+        f"{format_size(machine.host_bytes)} of them; take more RAM (--ram), a smaller qtype, or a drive (--nvme, and `disk` in offload_kwargs)"
     )
     return [
         replace(model, plan=None, cases=(), problem=problem) if model in together else model
@@ -339,7 +341,7 @@ def _plan_one(model: _Found, machine: Machine, limit: int | None, cases: list[Ca
     try:
         plan = model_plan.plan(model.shape, machine, replace(model.job, vram=limit))
     except BudgetError as error:
-        drive = " (a job of ai-toolkit cannot stream from a drive yet)" if "--nvme" in str(error) else ""
+        drive = " and `disk` in the job's offload_kwargs" if "--nvme" in str(error) else ""
         return replace(planned, problem=f"{error}{drive}")
     steps = []
     if model.role == "transformer":
@@ -367,7 +369,8 @@ def _advice(
         return (), ()
     if not any(found.streams for found in planned):
         return (), ("Every model that was planned fits on the card, so the job needs no offload line.",)
-    lines = ["offload: bouncing"]
-    if vram is not None:
-        lines.append(f"offload_kwargs: {{vram: {vram // MIB}MiB}}")
-    return tuple(lines), ()
+    options = [] if vram is None else [f"vram: {vram // MIB}MiB"]
+    if any(found.plan is not None and found.plan.from_drive_bytes for found in planned):
+        options.append("disk: auto")
+    kwargs = [f"offload_kwargs: {{{', '.join(options)}}}"] if options else []
+    return ("offload: bouncing", *kwargs), ()
