@@ -79,6 +79,7 @@ def disk_rows(record: dict[str, Any]) -> list[Row]:
             )
         )
     found += _packed(result.get("packed", {}))
+    found += _nf4(result.get("nf4", {}))
     failed = [name for name in result if name.endswith("_failed")]
     found += [
         Row(name.removesuffix("_failed"), "Carom", "part", "s", note=f"failed: {result[name]}"[:200])
@@ -111,6 +112,43 @@ def _packed(part: dict[str, Any]) -> list[Row]:
                 )
             )
     return found
+
+
+def _nf4(part: dict[str, Any]) -> list[Row]:
+    """Return the rows of LoRA over a file of NF4 codes: the step beside the roofline of the session's report, and the
+    bytes of a step.
+    """
+    if not part.get("timed", {}).get("seconds"):
+        return []
+    seconds, rss = part["timed"]["seconds"], part.get("peak_rss_bytes_from_outside", {}).get("all")
+    budgets = (
+        f"{part['vram_budget_bytes'] / 1e9:.3g} GB of vram, {part['ram_budget_bytes'] / 1e9:.3g} GB of ram"
+    )
+    group = f"Llama-shaped, {part['layers']} layers, {part['file_bytes'] / 1e9:.3g} GB of NF4, LoRA training"
+    case = f"Carom, {budgets}"
+    same = part.get("compared", {}).get("adapters_bit_identical")
+    compared = part.get("compared", {}).get("layers")
+    found = [
+        Row(
+            group,
+            case,
+            "step",
+            "s",
+            **pooled([statistics.median(seconds)], seconds),
+            floor=part.get("roofline_seconds"),
+            device_bytes=part["vram_peak_bytes"],
+            host_bytes=rss,
+            same_bits=same,
+            note="" if same is None else f"bits were compared at {compared} layers",
+        )
+    ]
+    named = (
+        ("bytes of the link in a step", "wire_bytes_per_step"),
+        ("bytes of the drive in a step", "disk_bytes_per_step"),
+    )
+    return found + [
+        Row(group, case, metric, "GB", part[name] / 1e9) for metric, name in named if name in part
+    ]
 
 
 def stream_rows(record: dict[str, Any]) -> list[Row]:

@@ -281,6 +281,7 @@ def timings(modules, mib: int, deadline: float, device: str = "cuda") -> list[di
             add(f"{method} e4m3, {label}", lambda d=decode, w=wire, o=result: d(w, o), part.numel(), k=k, lanes=128,
                 tiles=tiles, warps=warps or 4, ratio=ratio)  # fmt: skip
     from_triton = importlib.import_module("carom.core.codec.kbit_triton").dequantize_triton
+    by_torch = modules["kbit"].dequantize_torch  # what decodes where Triton does not run
     for name in modules["kbit"].CODEBOOKS:
         packed = modules["registry"].get(name).encode(weights)
         layout = modules["registry"].get(name).layout(packed)
@@ -293,6 +294,7 @@ def timings(modules, mib: int, deadline: float, device: str = "cuda") -> list[di
                 2 * count,
                 warps=warps,
             )
+        add(f"{name}, torch", lambda b=packed.blob, y=layout: by_torch(b, y, copy), 2 * count)
     from_peers = importlib.import_module("carom.benchmarks.tiers.codec_peers")
     for row in from_peers.nvcomp_ans(weights, copy, gigabytes_per_second):
         rows.append(row)

@@ -12,10 +12,14 @@ A Llama-shaped model of 24 GB (7B's width, 59 blocks) is drawn on the device and
   adapters against those of the resident run with plain AdamW, and the step beside what its bytes take;
 - `rate`: passes over 20 blocks in turns with plain direct reads of as many bytes in the same part of the file;
 - `packed`: a model of 16 blocks (7 GB) and its file, packed by `carom pack --codec lossless`: the raw and the packed file streamed one
-  after the other under the same budgets, bits, first output, passes, bytes, and where was decoded. `--parts packed` runs it alone.
+  after the other under the same budgets, bits, first output, passes, bytes, and where was decoded. `--parts packed` runs it alone;
+- `nf4`, only if asked with `--parts nf4`: LoRA on a Llama in the shape of 70B over a file of random NF4 codes (38 GB; less with a smaller
+  `--nf4-layers`), under 22 GB of device and 24 GB of host memory: steps beside the roofline, wire and disk bytes, the process's memory; and
+  the adapters of its first blocks against those of the resident model of the same weights, bit for bit.
 
 Parts are processes of their own, end when the time does, and what is known so far is in FILE at any time. The last line that
-is printed is the record's `result`. `--device cpu` with small sizes proves the path without a GPU.
+is printed is the record's `result`. `--device cpu` with small sizes proves the path without a GPU, and `--device simulated`
+also proves what is packed up to the device, on Carom's simulated device.
 """
 
 # mypy: ignore-errors
@@ -38,7 +42,11 @@ import numpy
 HERE = Path(__file__).resolve()
 SWEPT = 3 << 27  # bytes of one measurement of the sweep
 LARGE = 1 << 30  # bytes of the memory that successive blocks are read into
-NAMES = ("first_output", "stream", "packed")  # parts to choose from; `stream` is `lora` and `rate`
+DEFAULT = ("first_output", "stream", "packed")  # `stream` is `lora` and `rate`
+NAMES = (*DEFAULT, "nf4")  # parts to choose from
+# The part `nf4`: the sizes of Llama 2 70B (its config.json), and the blocks that are compared with resident ones.
+NF4 = {"nf4_width": 8192, "nf4_inner": 28672, "nf4_heads": 64, "nf4_kv_heads": 8, "nf4_vocab": 32000,
+       "nf4_layers": 80, "nf4_compared_layers": 6}  # fmt: skip
 RESERVED = 3.0  # seconds kept for the end of the run
 
 
@@ -152,13 +160,37 @@ class Run:
 
     def go(self) -> None:
         wanted = self.args.parts.split(",")
-        if any(name != "packed" for name in wanted):
-            self.large([name for name in ("first_output", "stream") if name in wanted])
+        large = [name for name in ("first_output", "stream") if name in wanted]
+        if large:
+            self.large(large)
         if "packed" in wanted:
             if self.until - time.time() < 5:
                 self.result["packed_failed"] = {"left out": "the time was over"}
             else:
                 self.part("packed", self.until)
+        if "nf4" in wanted:
+            self.nf4()
+
+    def nf4(self) -> None:
+        """Write the file of NF4 codes, compare the first blocks with the resident model, and time the whole model."""
+        args = self.args
+        self.part("nf4_make", self.until)
+        if "layers" not in self.result.get("nf4", {}):
+            return
+        args.nf4_layers = self.result["nf4"]["layers"]
+        ram = module("core.common.sizes").parse_size(args.nf4_ram)
+        # A virtual machine's memory grows slowly at first use.
+        module("benchmarks.tiers.disk_llama").grow(min(ram, self.result["nf4"]["file_bytes"]))
+        for name in ("nf4_compared", "nf4"):
+            if self.until - time.time() < 5:
+                self.result[f"{name}_failed"] = {"left out": "the time was over"}
+            else:
+                self.part(name, self.until)
+        found = self.result["nf4"]
+        held, before = found.get("peak_rss_bytes_from_outside", {}), found.get("process_rss_bytes", {})
+        for kind in held.keys() & before.keys() & {"all", "anon"}:
+            # The memory that the process had before it loaded the model is not Carom's.
+            found[f"{kind}_rss_over_ram_and_process"] = held[kind] - before[kind] - ram
 
     def large(self, wanted: list[str]) -> None:
         """Measure the large model, and the drive's plain rates before and after each part."""
@@ -226,11 +258,14 @@ def main() -> None:
         "--record", type=Path, help="the result, with commit, date and machine, as far as it is known"
     )
     sizes = {"width": 4096, "inner": 11008, "heads": 32, "vocab": 32000, "layers": 59, "lora_layers": 32,
-             "rate_layers": 20, "packed_layers": 16, "tokens": 2048, "steps": 2, "swept": SWEPT}  # fmt: skip
+             "rate_layers": 20, "packed_layers": 16, "tokens": 2048, "steps": 2, "swept": SWEPT,
+             **NF4}  # fmt: skip
     for name, value in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument(
-        "--parts", default=",".join(NAMES), help=f"which of {', '.join(NAMES)} (default: all of them)"
+        "--parts",
+        default=",".join(DEFAULT),
+        help=f"which of {', '.join(NAMES)} (default: {', '.join(DEFAULT)})",
     )
     parser.add_argument("--vram", help="of the first output; default: an eighth of the weights, as its ram")
     parser.add_argument("--packed-vram", help="of the packed part; default: a quarter of its weights")
@@ -240,9 +275,13 @@ def main() -> None:
         "lora_ram": "4GiB",
         "rate_vram": "2GiB",
         "rate_ram": "1GiB",
+        "nf4_vram": "22GB",
+        "nf4_ram": "24GB",
     }.items():
         parser.add_argument(f"--{name.replace('_', '-')}", default=value)
-    parser.add_argument("--part", choices=["make", *NAMES], help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--part", choices=["make", "nf4_make", "nf4_compared", *NAMES], help=argparse.SUPPRESS
+    )
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, default=4, help=argparse.SUPPRESS)

@@ -13,9 +13,9 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -35,12 +35,16 @@ RANK = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama. The defaults are those of Llama 2 7B, except for the number of layers."""
+    """The sizes of a Llama. The defaults are those of Llama 2 7B, except for the number of layers.
+
+    ``kv_heads``: heads of keys and values, as many as ``heads`` if None.
+    """
 
     width: int = 4096
     inner: int = 11008
     heads: int = 32
     vocab: int = 32000
+    kv_heads: int | None = None
 
 
 def build(shape: Shape, layers: int, device: str | torch.device) -> nn.Module:
@@ -51,7 +55,7 @@ def build(shape: Shape, layers: int, device: str | torch.device) -> nn.Module:
 
     config = LlamaConfig(
         vocab_size=shape.vocab, hidden_size=shape.width, intermediate_size=shape.inner, num_hidden_layers=layers,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.heads, max_position_embeddings=4096,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads or shape.heads, max_position_embeddings=4096,
         tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     with torch.device(device):
@@ -126,19 +130,51 @@ def open_direct(path: str, flags: int) -> int:
         return os.open(path, flags, 0o644)
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor to be written: its name, and its dtype, shape and ``data`` (1-D uint8, on any device) in the file.
+
+    ``describe``: returns the codec's metadata of an encoded tensor from its bytes; None for an unchanged tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: torch.Tensor
+    describe: Callable[[memoryview], dict[str, Any]] | None = None
+
+
 def write_packed(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Write ``tensors`` (on any device) as one packed file, bypassing the page cache if possible; return its bytes."""
+    """Write ``tensors`` (bf16, on any device) as one packed file, bypassing the page cache if possible; return its
+    bytes.
+    """
+    return write_stored(
+        path, (Stored(name, "BF16", tuple(t.shape), storage_bytes(t.detach())) for name, t in tensors), "raw"
+    )
+
+
+def write_stored(path: str, tensors: Iterable[Stored], codec: str) -> int:
+    """Write ``tensors`` as one packed file that records ``codec`` (lossy unless it is "raw"); return its bytes."""
     with _Out(path) as out:
         written, at = [], 0
-        for name, tensor in tensors:
-            summed = out.put(storage_bytes(tensor.detach()), HEADER_ROOM + at)
-            written.append((name, tensor, at, summed))
-            at += whole_pages(tensor.nbytes)
+        for stored in tensors:
+            nbytes = stored.data.numel()
+            told = out.put(stored.data, HEADER_ROOM + at, stored.describe)
+            written.append((replace(stored, data=torch.empty(0)), at, nbytes, told))
+            at += whole_pages(nbytes)
         entries = [
-            WrittenTensor(name, "BF16", tuple(t.shape), begin, begin + t.nbytes, summed.result())
-            for name, t, begin, summed in written
+            WrittenTensor(
+                one.name,
+                one.dtype,
+                one.shape,
+                begin,
+                begin + nbytes,
+                *(one_told.result() for one_told in told),
+            )
+            for one, begin, nbytes, told in written
         ]
-        header = packed_header(entries, {"format": "pt"}, "raw", True)
+        packed = codec != "raw"
+        header = packed_header(entries, {"format": "pt"}, codec, True, lossy=packed, has_metadata=packed)
         text = header[8:].ljust(HEADER_ROOM - 8)
         if len(text) != HEADER_ROOM - 8:
             raise ValueError(f"the header takes {len(header)} bytes, {HEADER_ROOM} are kept")
@@ -157,9 +193,11 @@ class _Out:
         self._busy: list[list[Future]] = [[], []]
         self._turn = 0
 
-    def put(self, data: torch.Tensor, at: int) -> Future[str]:
-        """Write the bytes of ``data`` at ``at``, with zeros up to the end of the page; return a future of their
-        SHA-256.
+    def put(
+        self, data: torch.Tensor, at: int, describe: Callable[[memoryview], dict[str, Any]] | None = None
+    ) -> tuple[Future[str], Future[dict[str, Any] | None]]:
+        """Write the bytes of ``data`` at ``at``, with zeros up to the end of the page; return futures of their
+        SHA-256 and of what ``describe`` returns for them.
         """
         turn = self._turn = 1 - self._turn
         for future in self._busy[turn]:
@@ -171,13 +209,15 @@ class _Out:
         host = torch.frombuffer(buffer, dtype=torch.uint8)
         host[: data.numel()].copy_(data)
         host[data.numel() : nbytes].zero_()
-        summed = self._pool.submit(lambda: hashlib.sha256(buffer[: data.numel()]).hexdigest())
+        kept = buffer[: data.numel()]
+        summed = self._pool.submit(lambda: hashlib.sha256(kept).hexdigest())
+        described = self._pool.submit(lambda: None if describe is None else describe(kept))
         writes = [
             self._pool.submit(self._write, buffer[start : min(start + CHUNK, nbytes)], at + start)
             for start in range(0, nbytes, CHUNK)
         ]
-        self._busy[turn] = [summed, *writes]
-        return summed
+        self._busy[turn] = [summed, described, *writes]
+        return summed, described
 
     def _write(self, data: memoryview, at: int) -> None:
         if not hasattr(os, "pwrite"):

@@ -93,7 +93,7 @@ def _warm(part, path, vram: int, ram: int) -> float:
     This work (start of libraries, compilation) is done by a process's first session, and is not the drive's.
     """
     began, model = time.perf_counter(), part.meta(1).eval()
-    with carom.stream(model, device=part.device, vram=vram, ram=ram, weights=path):
+    with carom.stream(model, device=part.streams_to, vram=vram, ram=ram, weights=path):
         part.output(model)
         part.wait()
     return time.perf_counter() - began
@@ -104,7 +104,7 @@ def _stream(part, path, expected, vram: int, ram: int, until: float, figures) ->
     model = part.meta(part.args.packed_layers).eval()
     tokens = part.tokens(0)
     began = time.perf_counter()
-    with carom.stream(model, device=part.device, vram=vram, ram=ram, weights=path) as session:
+    with carom.stream(model, device=part.streams_to, vram=vram, ram=ram, weights=path) as session:
         found = {"ready_seconds": time.perf_counter() - began}
         found["decoded_bytes"] = decoded(session)
         began = time.perf_counter() - found["ready_seconds"]

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ...core.checkpoint.index import open_index
-from . import disk_llama, disk_packed
+from . import disk_llama, disk_nf4, disk_packed
 
 carom = sys.modules[__name__.split(".")[0]]
 
@@ -27,8 +27,15 @@ class Part:
     def __init__(self, args: argparse.Namespace) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for deterministic cuBLAS
         self.args = args
-        self.shape = disk_llama.Shape(args.width, args.inner, args.heads, args.vocab)
-        self.folder, self.device = Path(args.inside), torch.device(args.device)
+        self.shape = (
+            disk_nf4.shape(args)
+            if args.part.startswith("nf4")
+            else disk_llama.Shape(args.width, args.inner, args.heads, args.vocab)
+        )
+        simulated = args.device == "simulated"
+        self.folder, self.device = Path(args.inside), torch.device("cpu" if simulated else args.device)
+        # What `carom.stream` gets as its device.
+        self.streams_to = carom.SimulatedDevice(seed=0) if simulated else self.device
         self.file = self.folder / "model.safetensors"
         self.kernels = "the default ones"
         torch.use_deterministic_algorithms(True)
@@ -44,7 +51,7 @@ class Part:
         """
         model = disk_llama.build(self.shape, 1, self.device).requires_grad_(False)
         tokens = self.tokens(0)
-        ahead = torch.zeros(*tokens.shape, self.args.width, dtype=torch.bfloat16, device=self.device)
+        ahead = torch.zeros(*tokens.shape, self.shape.width, dtype=torch.bfloat16, device=self.device)
         try:
             model(inputs_embeds=ahead.requires_grad_(), labels=tokens).loss.backward()
         except RuntimeError as error:
@@ -62,7 +69,7 @@ class Part:
 
     def tokens(self, seed: int):
         generator = torch.Generator().manual_seed(seed)
-        return torch.randint(0, self.args.vocab, (1, self.args.tokens), generator=generator).to(self.device)
+        return torch.randint(0, self.shape.vocab, (1, self.args.tokens), generator=generator).to(self.device)
 
     def output(self, model):
         """Return the logits of one pass, on the device, because host memory is being measured."""
@@ -168,7 +175,11 @@ def first_output(part: Part) -> None:
     read = read_bytes()
     began = time.perf_counter()
     with carom.stream(
-        model, device=part.device, vram=part.args.vram or weights // 8, ram=weights // 8, weights=part.file
+        model,
+        device=part.streams_to,
+        vram=part.args.vram or weights // 8,
+        ram=weights // 8,
+        weights=part.file,
     ) as session:
         ready = time.perf_counter() - began
         with torch.no_grad():
@@ -197,7 +208,8 @@ def figures(session) -> dict:
         "disk_bytes_per_step", "wire_bytes_per_step", "disk_bytes_per_second", "link_bytes_per_second",
         "transfers_per_weight", "disk_wait_seconds", "step_seconds", "stall_seconds", "roofline_seconds",
         "compute_seconds", "link_seconds", "disk_seconds", "bound_by", "notes", "raw_bytes_per_step", "packed_units",
-        "staging_bytes", "streamed_bytes", "waiting_bytes", "decode_seconds", "units",
+        "staging_bytes", "streamed_bytes", "waiting_bytes", "decode_seconds", "units", "pinned_peak_bytes", "adapter_bytes",
+        "resident_packed_bytes", "resident_packed_raw_bytes", "resident_packed_units",
     )  # fmt: skip
     tuner = manager_of(session).module.checkpoint.path_tuner
     ways = {"aside": tuner.bounce_bytes, "rates": tuner.rates}
@@ -216,7 +228,7 @@ def lora(part: Part) -> None:
     model = part.meta(args.lora_layers)
     began = time.perf_counter()
     with carom.stream(
-        model, device=part.device, vram=args.lora_vram, ram=args.lora_ram, weights=part.file
+        model, device=part.streams_to, vram=args.lora_vram, ram=args.lora_ram, weights=part.file
     ) as session:
         found = {"ready_seconds": time.perf_counter() - began, "layers": args.lora_layers}
         adapted, trained = disk_llama.add_adapters(model)
@@ -246,7 +258,7 @@ def rate(part: Part) -> None:
     end = last_byte(part.file, args.rate_layers)
     rounds: list[dict] = []
     with carom.stream(
-        model, device=part.device, vram=args.rate_vram, ram=args.rate_ram, weights=part.file
+        model, device=part.streams_to, vram=args.rate_vram, ram=args.rate_ram, weights=part.file
     ) as session, torch.no_grad():  # fmt: skip
         tokens = part.tokens(0)
 
@@ -287,8 +299,23 @@ def packed(part: Part) -> None:
     disk_packed.packed(part, say, figures)
 
 
+def nf4_make(part: Part) -> None:
+    disk_nf4.make(part, say)
+
+
+def nf4_compared(part: Part) -> None:
+    disk_nf4.compared(part, say, figures)
+
+
+def nf4(part: Part) -> None:
+    disk_nf4.lora(part, say, figures)
+
+
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
-PARTS = {"make": (make,), "first_output": (first_output,), "stream": (lora, rate), "packed": (packed,)}
+PARTS = {
+    "make": (make,), "first_output": (first_output,), "stream": (lora, rate), "packed": (packed,),
+    "nf4_make": (nf4_make,), "nf4_compared": (nf4_compared,), "nf4": (nf4,),
+}  # fmt: skip
 
 
 def run_part(args: argparse.Namespace) -> None:

@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from carom.benchmarks.results.render import read
 from safetensors.torch import load_file, save_file
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads and writes as Linux does")
@@ -87,6 +89,91 @@ def test_the_packed_file_is_measured_alone_beside_the_raw_one(root, tmp_path):
         found["of_raw"]["disk_bytes_per_step"] == packed["disk_bytes_per_step"] / raw["disk_bytes_per_step"]
     )
     assert [p for p in tmp_path.iterdir() if p.name != "record.json"] == []
+
+
+NF4 = {
+    "tokens": 16, "nf4-width": 256, "nf4-inner": 896, "nf4-heads": 4, "nf4-kv-heads": 1, "nf4-vocab": 512, "nf4-layers": 6,
+    "nf4-compared-layers": 3, "nf4-vram": "4MB", "nf4-ram": "2MB",
+}  # fmt: skip
+
+
+def nf4_bench(root: Path, folder: Path, **more: object) -> tuple[subprocess.CompletedProcess, dict]:
+    wanted = {**NF4, "parts": "nf4", **more}
+    options = [item for name, value in wanted.items() for item in (f"--{name}", str(value))]
+    return bench(root, folder, 150, 180, *options)
+
+
+@linux
+@pytest.mark.timeout(200)
+def test_lora_over_nf4_codes_is_measured_and_exact(root, tmp_path):
+    pytest.importorskip("transformers"), pytest.importorskip("peft")
+    done, record = nf4_bench(root, tmp_path, device="simulated")
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = record["result"]["nf4"]
+    compared = found["compared"]
+    assert not record["interrupted"] and found["layers"] == found["layers_wanted"] == 6
+    # 4 bits and a scale of 32 bits for 64 weights: 4.5 bits a weight instead of 16.
+    quantised = found["weights_bytes"] - found["unquantised_bytes"]
+    assert found["quantised_bytes"] == quantised * 4.5 / 16
+    assert compared["layers"] == 3 and compared["adapters"] == 3 * 7 * 2
+    assert compared["adapters_bit_identical"] and compared["losses_identical"]
+    assert compared["packed_units"] > 0 and compared["wire_bytes_per_step"] > 0
+    assert found["packed_units"] > 0 and 0 < found["wire_of_file_bytes"] < 1.2
+    assert 0 < found["wire_bytes_per_step"] < 0.4 * found["raw_bytes_per_step"]
+    assert found["disk_bytes_per_step"] > 0  # `ram` does not hold the units that cross the link
+    assert found["vram_peak_bytes"] <= found["vram_budget_bytes"] == 4_000_000
+    assert found["ram_peak_bytes"] <= found["ram_budget_bytes"] == 2_000_000
+    assert len(set(found["timed"]["losses"])) == len(found["timed"]["seconds"]) >= 1
+    assert found["of_roofline"] > 0 and found["anon_rss_over_ram_and_process"] < 300_000_000
+    assert [p for p in tmp_path.iterdir() if p.name != "record.json"] == []
+    rows = read(tmp_path / "record.json").rows
+    assert [row.metric for row in rows] == [
+        "step", "bytes of the link in a step", "bytes of the drive in a step"
+    ]  # fmt: skip
+    assert rows[0].same_bits and rows[0].floor == found["roofline_seconds"]
+    assert "6 layers" in rows[0].group and "0.004 GB of vram" in rows[0].case
+    assert rows[1].value == found["wire_bytes_per_step"] / 1e9
+
+
+def test_a_drive_without_room_for_the_nf4_file_is_an_error_that_names_the_setting(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    nf4 = importlib.import_module("carom.benchmarks.tiers.disk_nf4")
+    llama = importlib.import_module("carom.benchmarks.tiers.disk_llama")
+    shape = llama.Shape(128, 256, 4, 512, 2)
+    part = SimpleNamespace(
+        args=SimpleNamespace(nf4_layers=2),
+        folder=tmp_path,
+        meta=lambda layers: llama.build(shape, layers, "meta"),
+    )
+    monkeypatch.setattr(nf4.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+    with pytest.raises(OSError, match="97.7 KiB free; set a smaller --nf4-layers"):
+        nf4.make(part, lambda *_: pytest.fail("wrote a file"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@linux
+def test_the_nf4_file_is_one_that_carom_pack_could_have_written(tmp_path):
+    pytest.importorskip("transformers")
+    nf4 = importlib.import_module("carom.benchmarks.tiers.disk_nf4")
+    llama = importlib.import_module("carom.benchmarks.tiers.disk_llama")
+    verify_packed = importlib.import_module("carom.tools.pack.verify").verify_packed
+    pack = importlib.import_module("carom.tools.pack.writer").pack
+    carom = importlib.import_module("carom")
+    model = llama.build(llama.Shape(128, 256, 4, 512, 2), 2, "meta")
+    names = llama.in_order_of_use(model)
+    torch.manual_seed(0)
+    written = (nf4._draw(name, tensor, 0.02, torch.device("cpu")) for name, tensor in names)
+    llama.write_stored(str(tmp_path / "drawn.safetensors"), written, nf4.SCHEME)
+    assert verify_packed(tmp_path / "drawn.safetensors")[0] == len(names)
+    values = carom.load_file(tmp_path / "drawn.safetensors")
+    save_file(values, tmp_path / "raw.safetensors")
+    pack(tmp_path / "raw.safetensors", tmp_path / "packed.safetensors", quant="nf4", device="cpu")
+    codec_name = importlib.import_module("carom.core.checkpoint.packed_source").codec_name
+    open_index = importlib.import_module("carom.core.checkpoint.index").open_index
+    drawn, packed = (open_index(tmp_path / f"{name}.safetensors") for name in ("drawn", "packed"))
+    assert {n: codec_name(drawn[n]) for n in drawn} == {n: codec_name(packed[n]) for n in packed}
+    weight = values["model.layers.1.mlp.up_proj.weight"].float()
+    assert weight.shape == (256, 128) and 0.018 < weight.std() < 0.024
 
 
 def test_bytes_that_the_device_unpacks_are_told_from_those_that_the_host_does(tmp_path):
