@@ -13,7 +13,7 @@ A Llama-shaped model of 24 GB (7B's width, 59 blocks) is drawn on the device and
 - `rate`: passes over 20 blocks in turns with plain direct reads of as many bytes in the same part of the file;
 - `packed`: a model of 16 blocks (7 GB) and its file, packed by `carom pack --codec lossless`: the raw and the packed file streamed one
   after the other under the same budgets, bits, first output, passes, bytes, and where was decoded. `--parts packed` runs it alone;
-- `nf4`, only if asked with `--parts nf4`: LoRA on a Llama in the shape of 70B over a file of random NF4 codes (38 GB; less with a smaller
+- `nf4`, only if asked with `--parts nf4`: LoRA on a Llama in the shape of 70B over a file of random NF4 codes (40 GB; less with a smaller
   `--nf4-layers`), under 22 GB of device and 24 GB of host memory: steps beside the roofline, wire and disk bytes, the process's memory; and
   the adapters of its first blocks against those of the resident model of the same weights, bit for bit.
 

@@ -146,7 +146,7 @@ def test_a_drive_without_room_for_the_nf4_file_is_an_error_that_names_the_settin
         meta=lambda layers: llama.build(shape, layers, "meta"),
     )
     monkeypatch.setattr(nf4.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
-    with pytest.raises(OSError, match="97.7 KiB free; set a smaller --nf4-layers"):
+    with pytest.raises(OSError, match="free; set a smaller --nf4-layers"):
         nf4.make(part, lambda *_: pytest.fail("wrote a file"))
     assert list(tmp_path.iterdir()) == []
 
