@@ -219,8 +219,10 @@ def _value_runs(codebook: Codebook, device: torch.device) -> torch.Tensor:
     """
     shifts = {4: (4, 0), 3: (0, 3), 2: (0, 2, 4, 6)}[codebook.bits]
     with torch.inference_mode(False):
-        codes = torch.arange(64 if codebook.bits == 3 else 256, device="cpu")[:, None] >> torch.tensor(shifts)
-        values = torch.tensor(codebook.values, dtype=torch.float32)[codes & (1 << codebook.bits) - 1]
+        # On the CPU, also where the program has set another default device.
+        codes = torch.arange(64 if codebook.bits == 3 else 256, device="cpu")[:, None]
+        codes = codes >> torch.tensor(shifts, device="cpu") & (1 << codebook.bits) - 1
+        values = codebook_on(codebook, torch.device("cpu"))[codes]
         runs = values.view(torch.int64 if len(shifts) == 2 else torch.complex128)
         return runs.view(-1).to(device)
 

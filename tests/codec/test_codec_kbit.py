@@ -113,6 +113,27 @@ def test_the_cores_write_the_bytes_that_a_device_writes(count, dtype, monkeypatc
             assert torch.equal(blob, kbit.quantize(weights, book, block)), name
 
 
+@pytest.mark.parametrize("name", BOOKS)
+def test_decoding_ignores_the_default_device_of_the_program(name):
+    packed = codec.encode(torch.randn(300), name)
+    layout, out = codec.get(name).layout(packed), torch.empty(300)
+    kbit._value_runs.cache_clear(), kbit._spread_bits.cache_clear(), kbit.codebook_on.cache_clear()
+    with torch.device("meta"):
+        kbit.dequantize_torch(packed.blob, layout, out)
+    assert torch.equal(out, torch.from_numpy(kbit.dequantize_reference(packed.blob.numpy(), layout)))
+
+
+@pytest.mark.parametrize("name", BOOKS)
+def test_a_range_may_begin_and_end_within_a_block(name, monkeypatch):
+    monkeypatch.setattr(kbit, "CHUNK", 1024)
+    packed = codec.encode(torch.randn(5000).bfloat16(), name)
+    layout, whole = codec.get(name).layout(packed), codec.decode(packed)
+    for begin, end in ((8, 9), (72, 1003), (1000, 1032), (1024, 3073), (4992, 5000)):
+        out = torch.empty(end - begin, dtype=torch.bfloat16)
+        kbit.dequantize_range(packed.blob, layout, begin, out)
+        assert torch.equal(out, whole[begin:end])
+
+
 def test_pieces_do_not_change_the_result(monkeypatch):
     weights = torch.randn(5000).half()
     for name in BOOKS:
