@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from .loader_options import (
 )
 from .mapped_loading import mapped_weights
 from .node_settings import Settings, choose_way
+from .packed_loading import Unpacking
 from .read_ahead import read_ahead
 from .widgets import CATEGORY, device_widget, settings_from, widgets
 
@@ -37,9 +38,13 @@ def ahead(path: str, settings: Settings, device: torch.device) -> None:
         read_ahead(path)
 
 
-def mapped(settings: Settings, device: torch.device) -> AbstractContextManager:
-    """Return a context for loading: weights that will stream stay views of their file."""
-    return mapped_weights() if choose_way(settings.mode, device.type).streams else contextlib.nullcontext()
+@contextlib.contextmanager
+def reading(settings: Settings, device: torch.device) -> Iterator[Unpacking]:
+    """Context for loading: files of ``carom pack`` are decoded, and weights that will stream stay views of their file."""
+    streams = choose_way(settings.mode, device.type).streams
+    unpacking = Unpacking(settings.ram if streams else None)
+    with mapped_weights() if streams else contextlib.nullcontext(), unpacking.active():
+        yield unpacking
 
 
 class CaromLoadDiffusionModel(io.ComfyNode):
@@ -80,8 +85,9 @@ class CaromLoadDiffusionModel(io.ComfyNode):
         path = path_of("diffusion_models", unet_name)
         asked = {**dtype_options(weight_dtype), **placed}
         ahead(path, settings, device)
-        with mapped(settings, device):
+        with reading(settings, device) as unpacking:
             model = loaded(unet_name, lambda: comfy.sd.load_diffusion_model(path, model_options=asked))
+        unpacking.keep(model)
         return io.NodeOutput(told(offload(model, settings, fresh=True), settings))
 
 
@@ -128,7 +134,7 @@ class CaromLoadCheckpoint(io.ComfyNode):
         device, placed = comfyui_api.chosen_device(options.get("device"))
         path = path_of("checkpoints", ckpt_name)
         ahead(path, settings, device)
-        with mapped(settings, device):
+        with reading(settings, device) as unpacking:
             model, clip, vae = loaded(
                 ckpt_name,
                 lambda: comfy.sd.load_checkpoint_guess_config(
@@ -136,6 +142,8 @@ class CaromLoadCheckpoint(io.ComfyNode):
                     model_options=placed, te_model_options=placed,
                 )[:3],
             )  # fmt: skip
+        for part in (model, getattr(clip, "patcher", None), getattr(vae, "patcher", None)):
+            unpacking.keep(part)
         model = None if model is None else told(offload(model, settings, fresh=True), settings)
         clip = None if clip is None else offload_clip(clip, settings, fresh=True)[0]
         if vae is not None and options.get("vae") == "stream":
@@ -196,7 +204,7 @@ class CaromLoadCLIP(io.ComfyNode):
         kind = getattr(comfy.sd.CLIPType, type.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION)
         for path in paths:
             ahead(path, settings, device)
-        with mapped(settings, device):
+        with reading(settings, device) as unpacking:
             clip = loaded(
                 ", ".join(names),
                 lambda: comfy.sd.load_clip(
@@ -206,6 +214,7 @@ class CaromLoadCLIP(io.ComfyNode):
                     model_options=placed,
                 ),
             )
+        unpacking.keep(clip.patcher)
         return io.NodeOutput(told(offload_clip(clip, settings, fresh=True), settings))
 
 
@@ -234,6 +243,7 @@ class CaromLoadVAE(io.ComfyNode):
     @classmethod
     def execute(cls, vae_name: str, **options: Any) -> Any:
         settings = settings_from(cls, options)
-        with mapped(settings, comfyui_api.compute_device()):
+        with reading(settings, comfyui_api.compute_device()) as unpacking:
             (vae,) = loaded(vae_name, lambda: stock_node("VAELoader")().load_vae(vae_name))
+        unpacking.keep(vae.patcher)
         return io.NodeOutput(told(offload_vae(vae, settings, fresh=True), settings))

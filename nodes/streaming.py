@@ -34,6 +34,8 @@ _ATTRIBUTE = "_carom_streaming"
 TELL_EVERY_S = 2.0
 # Models that ComfyUI unloaded and whose sessions are suspended, the longest unused first.
 _suspended: weakref.WeakKeyDictionary[Streaming, None] = weakref.WeakKeyDictionary()
+# Models that exist.
+_all: weakref.WeakSet[Streaming] = weakref.WeakSet()
 # Models that have a session.
 _open: weakref.WeakSet[Streaming] = weakref.WeakSet()
 
@@ -53,6 +55,7 @@ class Streaming(TakesRoom):
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)  # weak, because the model holds this object
+        _all.add(self)
         self.session: Session | None = None
         self.packs = False
         self.active = False
@@ -396,6 +399,17 @@ class Streaming(TakesRoom):
             self._total = comfyui_api.module_bytes(model)
         return self._total
 
+    def in_memory(self) -> int:
+        """Return the bytes of RAM that the weights take. Views of mapped files take none while there is no session."""
+        model = self._model()
+        if self.session is not None or model is None:
+            return self.ram
+        files = MappedFiles()
+        found = {
+            id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if _is_on_host(tensor)
+        }
+        return sum(t.nbytes for t in found.values() if not files.contains(t.data_ptr(), t.nbytes))
+
     def _measure(self) -> None:
         report = self.report()
         assert report is not None
@@ -453,15 +467,24 @@ def known_streaming(model: Any) -> Streaming | None:
     return getattr(model, "__dict__", {}).get(_ATTRIBUTE)
 
 
+def free_ram(value: str) -> int:
+    """Return the bytes of RAM that a widget ``ram`` with ``value`` leaves for the weights of one more model."""
+    held = sum(one.in_memory() for one in list(_all))
+    return max(0, comfyui_api.ram_limit(value, held) - held)
+
+
 def mapped_views(root: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return each weight of ``root`` that is in a mapped file, with a tensor over its memory."""
     files = MappedFiles()
     found = {}
     for tensor in (*root.parameters(), *root.buffers()):
-        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
-        if plain and files.contains(tensor.data_ptr(), tensor.numel() * tensor.element_size()):
+        if _is_on_host(tensor) and files.contains(tensor.data_ptr(), tensor.nbytes):
             found[id(tensor)] = tensor, tensor.detach()
     return list(found.values())
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
 
 
 def _make_pin_room(nbytes: int) -> None:

@@ -1,18 +1,23 @@
 """`load_file`: loads all tensors of a checkpoint into CPU memory, decoded, for callers that do not stream
-them.
+them. `read_tensors` yields them one by one.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ..common.errors import WeightsError
 from .disk_reader import DiskReader, ReaderPolicy
 from .header import show
-from .index import TensorEntry, open_index
+from .index import Index, TensorEntry, open_index
 from .packed_source import require_readable
+from .read_handle import SubmittedRead
+
+AHEAD = 2  # tensors; the reader decodes as many at the same time
 
 
 def load_file(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -25,20 +30,36 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     version of Carom or torch lacks.
     """
     index = open_index(path)
+    return dict(read_tensors(index, list(index), ahead=len(index)))
+
+
+def read_tensors(
+    index: Index, names: Sequence[str], ahead: int = AHEAD
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors ``names`` of ``index``, decoded, one after the other, so that a caller can use and free each.
+
+    Tensors and errors are those of `load_file`. ``ahead``: tensors that are read while the caller uses the last one.
+    """
     require_readable(index)
     # Unsupported dtypes raise here, before anything is read.
-    dtypes = {entry.name: entry.torch_dtype for entry in index.entries.values()}
+    dtypes = {name: index[name].torch_dtype for name in names}
     # Carom's files are page-aligned and these tensors are not, so direct reads would pass through a second
     # buffer.
     with DiskReader(ReaderPolicy(direct=False)) as reader:
-        loaded, handles = {}, []
-        for entry in index.entries.values():
-            tensor = _allocate(entry, dtypes[entry.name])
-            handles.append(reader.submit(entry, tensor))
-            loaded[entry.name] = tensor
-        for handle in handles:
-            handle.result()
-    return loaded
+        reads: deque[tuple[str, torch.Tensor, SubmittedRead]] = deque()
+        for name in names:
+            tensor = _allocate(index[name], dtypes[name])
+            reads.append((name, tensor, reader.submit(index[name], tensor)))
+            del tensor
+            if len(reads) > ahead:
+                yield _finished(*reads.popleft())
+        while reads:
+            yield _finished(*reads.popleft())
+
+
+def _finished(name: str, tensor: torch.Tensor, read: SubmittedRead) -> tuple[str, torch.Tensor]:
+    read.result()
+    return name, tensor
 
 
 def _allocate(entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:

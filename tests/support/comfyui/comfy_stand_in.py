@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.nn import functional
 
@@ -541,7 +542,16 @@ def installed(models: Path) -> Iterator[types.SimpleNamespace]:
         CoreModelPatcher=lambda *args, **options: (ModelPatcherDynamic if state.dynamic else ModelPatcher)(*args, **options),
     )  # fmt: skip
     ops = module("comfy.ops", disable_weight_init=types.SimpleNamespace(Linear=Linear))
-    comfy = module("comfy", model_management=management, sd=sd, model_patcher=patcher, ops=ops, __path__=[])
+
+    def load_torch_file(path: str, safe_load: bool = False, return_metadata: bool = False) -> Any:
+        with safe_open(path, framework="pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            return (weights, file.metadata()) if return_metadata else weights
+
+    utils = module("comfy.utils", load_torch_file=load_torch_file)
+    comfy = module(
+        "comfy", model_management=management, sd=sd, model_patcher=patcher, ops=ops, utils=utils, __path__=[]
+    )
 
     def kind(name: str) -> Any:
         return types.SimpleNamespace(
@@ -566,7 +576,7 @@ def installed(models: Path) -> Iterator[types.SimpleNamespace]:
         return str(path) if path.is_file() else None
 
     paths = module(
-        "folder_paths", get_full_path=full_path, get_folder_paths=lambda folder: [str(models / folder)],
+        "folder_paths", get_temp_directory=lambda: str(models / "temp"), get_full_path=full_path, get_folder_paths=lambda folder: [str(models / folder)],
         get_filename_list=lambda folder: sorted(path.name for path in (models / folder).glob("*")),
     )  # fmt: skip
 
@@ -607,7 +617,7 @@ def installed(models: Path) -> Iterator[types.SimpleNamespace]:
     state.server, state.management, state.io = server, management, io
     put = {
         "comfy": comfy, "comfy.model_management": management, "comfy.sd": sd, "comfy.model_patcher": patcher,
-        "comfy.ops": ops, "comfy_api": module("comfy_api", latest=latest, __path__=[]), "comfy_api.latest": latest,
+        "comfy.ops": ops, "comfy.utils": utils, "comfy_api": module("comfy_api", latest=latest, __path__=[]), "comfy_api.latest": latest,
         "folder_paths": paths, "nodes": module("nodes", NODE_CLASS_MAPPINGS=stock),
         "server": module("server", PromptServer=PromptServer),
     }  # fmt: skip

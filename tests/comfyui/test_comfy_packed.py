@@ -1,0 +1,195 @@
+"""Files of `carom pack` in Carom's loaders: ComfyUI gets decoded weights, in memory or in a mapped spill file."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import carom
+import pytest
+import torch
+from carom.core.checkpoint.mapped_views import MappedViews
+from carom.core.common.errors import WeightsError
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tests_comfy_stand_in import Linear, installed
+from torch import nn
+
+WIDTH, LAYERS = 256, 4
+PACKINGS = {"raw": ["--codec", "raw"], "lossless": ["--codec", "lossless"], "nf4": ["--quant", "nf4"]}
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mapped views are found on Linux")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.diffusion_model = nn.Sequential(
+            *(Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(LAYERS))
+        )
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory, carom_cli) -> Path:
+    """A folder with a file of each packing, and the plain file."""
+    folder = tmp_path_factory.mktemp("packed") / "diffusion_models"
+    folder.mkdir()
+    torch.manual_seed(3)
+    weights = {name: torch.randn_like(value) * 0.02 for name, value in Model().state_dict().items()}
+    weights["layout"] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    save_file(weights, folder / "plain.safetensors", metadata={"config": json.dumps({"kind": "test"})})
+    for name, options in PACKINGS.items():
+        done = carom_cli(
+            "pack", str(folder / "plain.safetensors"), str(folder / f"{name}.safetensors"), *options
+        )
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def comfy(packed):
+    with installed(packed.parent) as state:
+        state.seen = []
+
+        def make(path: str) -> nn.Module:
+            weights, metadata = sys.modules["comfy.utils"].load_torch_file(path, return_metadata=True)
+            state.seen.append((weights, metadata))
+            model = Model()
+            model.load_state_dict({name: weights[name] for name in model.state_dict()})
+            return model
+
+        state.make = make
+        extension = asyncio.run(carom.comfy_entrypoint())
+        nodes = {node.define_schema().node_id: node for node in asyncio.run(extension.get_node_list())}
+        state.node = nodes["CaromLoadDiffusionModel"]
+        yield state
+        state.seen.clear()
+    gc.collect()  # models and their sessions refer to each other
+
+
+def load(comfy: Any, name: str, **options: Any) -> Any:
+    node = type("Node", (comfy.node,), {"hidden": types.SimpleNamespace(unique_id="12")})
+    options = {"mode": "stream", "vram": "300KiB", **options}
+    return node.execute(unet_name=f"{name}.safetensors", **options).args[0]
+
+
+def true_weights(packed: Path, name: str) -> dict[str, torch.Tensor]:
+    return carom.load_file(packed / f"{name}.safetensors")
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+@pytest.mark.parametrize("ram", ["auto", "1MiB", "1KiB"])
+@pytest.mark.parametrize("mode", ["stream", "native"])
+def test_comfyui_gets_the_decoded_weights_and_the_metadata_of_the_source(comfy, packed, name, ram, mode):
+    model = load(comfy, name, ram=ram, mode=mode)
+    ((weights, metadata),) = comfy.seen
+    expected = true_weights(packed, name)
+    assert set(weights) == set(expected) == set(true_weights(packed, "plain"))
+    for key, value in expected.items():
+        assert (weights[key].dtype, weights[key].shape) == (value.dtype, value.shape)
+        assert torch.equal(weights[key], value), key
+    assert metadata == {"config": json.dumps({"kind": "test"}), "format": "pt"}
+    for key, value in model.model.state_dict().items():
+        assert torch.equal(value, expected[key])
+
+
+@linux
+@pytest.mark.parametrize("name", ["lossless", "nf4"])
+def test_weights_beyond_ram_are_in_a_mapped_file_that_goes_with_the_model(comfy, packed, name):
+    folder = packed.parent / "temp" / "carom"
+    model = load(comfy, name, ram="300KiB")
+    in_file = [MappedViews().find(value) for value in model.model.parameters() if value.nbytes > 4096]
+    assert len(in_file) == LAYERS and all(
+        found and Path(found.file.path).parent == folder for found in in_file
+    )
+    model.partially_load(torch.device("cpu"), 1e32)
+    value = torch.randn(2, WIDTH, dtype=torch.bfloat16)
+    plain = Model()
+    plain.load_state_dict(
+        {key: value for key, value in true_weights(packed, name).items() if key != "layout"}
+    )
+    assert torch.equal(model.model.diffusion_model(value), plain.diffusion_model(value))
+    model.detach()
+    comfy.seen.clear()
+    del model, in_file
+    gc.collect()
+    assert not list(folder.glob("carom-spill-*"))
+
+
+@linux
+def test_weights_that_fit_into_ram_are_written_nowhere(comfy, packed):
+    model = load(comfy, "lossless", ram="1GiB")
+    assert not list((packed.parent / "temp").glob("carom/carom-spill-*"))
+    views = MappedViews()
+    assert not any(views.find(value) for value in model.model.parameters() if value.nbytes > 4096)
+
+
+@linux
+def test_models_that_wait_in_memory_count_against_ram(comfy, packed):
+    """Two models are loaded before one runs, and `ram` holds one of them."""
+    nbytes = sum(value.nbytes for value in true_weights(packed, "lossless").values())
+    first = load(comfy, "lossless", ram=str(nbytes * 3 // 2))
+    second = load(comfy, "lossless", ram=str(nbytes * 3 // 2))
+    views = MappedViews()
+    assert not any(views.find(value) for value in first.model.parameters() if value.nbytes > 4096)
+    assert all(views.find(value) for value in second.model.parameters() if value.nbytes > 4096)
+
+
+def test_a_second_run_of_the_loader_decodes_too(comfy, packed):
+    """ComfyUI runs a loader again to leave dynamic VRAM, and for further GPUs."""
+    comfy.dynamic = True
+    model = load(comfy, "nf4", mode="native")
+    again = model.clone(disable_dynamic=True)
+    assert len(comfy.seen) == 2
+    for key, value in again.model.state_dict().items():
+        assert torch.equal(value, true_weights(packed, "nf4")[key])
+
+
+def test_other_loaders_read_files_as_before(comfy, packed):
+    utils = sys.modules["comfy.utils"]
+    before = utils.load_torch_file
+    load(comfy, "nf4")
+    assert utils.load_torch_file is before
+    key = "diffusion_model.0.weight"
+    assert utils.load_torch_file(str(packed / "nf4.safetensors"))[key].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("name", ["lossless", "nf4"])
+def test_a_damaged_file_names_the_tensor_and_the_remedy(comfy, packed, name):
+    key = "diffusion_model.2.weight"
+    data = bytearray((packed / f"{name}.safetensors").read_bytes())
+    with safe_open(packed / f"{name}.safetensors", framework="np") as file:
+        blob = file.get_tensor(key).tobytes()
+    data[data.index(blob) + len(blob) // 2] ^= 1
+    (packed / "damaged.safetensors").write_bytes(data)
+    before = sys.modules["comfy.utils"].load_torch_file
+    with pytest.raises(WeightsError, match=rf"'{key}'.*pack the file again"):
+        load(comfy, "damaged", ram="1KiB")
+    assert sys.modules["comfy.utils"].load_torch_file is before
+    assert not list((packed.parent / "temp").glob("carom/carom-spill-*"))
+
+
+def test_a_user_can_cancel_while_tensors_are_decoded(comfy, packed):
+    class InterruptProcessingException(Exception):
+        pass
+
+    class Bar:
+        done: list[int] = []
+
+        def __init__(self, total: int) -> None:
+            self.total = total
+
+        def update_absolute(self, done: int, total: int) -> None:
+            self.done.append(done)
+            if len(self.done) == 3:
+                raise InterruptProcessingException
+
+    sys.modules["comfy.utils"].ProgressBar = Bar
+    with pytest.raises(InterruptProcessingException):
+        load(comfy, "lossless", ram="1KiB")
+    assert Bar.done == sorted(Bar.done) and len(Bar.done) == 3
+    assert not list((packed.parent / "temp").glob("carom/carom-spill-*"))
