@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import carom
 import pytest
+from safetensors.torch import save_file
 from tests_comfy_server import OPTIONS, PATHS, PYTHON, REASON, PromptFailed, Server, node
 
 pytestmark = [pytest.mark.skipif(not PATHS, reason=REASON), pytest.mark.timeout(600)]
@@ -545,26 +547,75 @@ def test_a_vae_streams_by_itself(server, kind):
     assert "40.00 MiB allowed" in told["report"]["text"][0]
 
 
-def test_checkpoint_with_clip_and_vae(server):
-    def prompt(loader: dict) -> dict:
-        return {
-            "load": loader,
-            "positive": node("CLIPTextEncode", clip=["load", 1], text="a lighthouse"),
-            "latent": node("CaromTestLatent", shape=SHAPES["sd15"]),
-            "sample": node(
-                "KSampler", model=["load", 0], positive=["positive", 0], negative=["positive", 0],
-                latent_image=["latent", 0], seed=3, steps=2, cfg=2.0, sampler_name="euler", scheduler="normal",
-                denoise=1.0,
-            ),
-            "decode": node("VAEDecodeTiled", samples=["sample", 0], vae=["load", 2], tile_size=64, overlap=32,
-                           temporal_size=64, temporal_overlap=8),
-            "hash": node("CaromTestHash", value=["decode", 0]),
-        }  # fmt: skip
+def checkpoint_prompt(loader: dict) -> dict:
+    return {
+        "load": loader,
+        "positive": node("CLIPTextEncode", clip=["load", 1], text="a lighthouse"),
+        "latent": node("CaromTestLatent", shape=SHAPES["sd15"]),
+        "sample": node(
+            "KSampler", model=["load", 0], positive=["positive", 0], negative=["positive", 0],
+            latent_image=["latent", 0], seed=3, steps=2, cfg=2.0, sampler_name="euler", scheduler="normal",
+            denoise=1.0,
+        ),
+        "decode": node("VAEDecodeTiled", samples=["sample", 0], vae=["load", 2], tile_size=64, overlap=32,
+                       temporal_size=64, temporal_overlap=8),
+        "hash": node("CaromTestHash", value=["decode", 0]),
+    }  # fmt: skip
 
-    reference = server.run(prompt(node("CheckpointLoaderSimple", ckpt_name="sd15.safetensors")))["hash"]
+
+def test_checkpoint_with_clip_and_vae(server):
+    reference = server.run(checkpoint_prompt(node("CheckpointLoaderSimple", ckpt_name="sd15.safetensors")))[
+        "hash"
+    ]
     for vae in ("comfyui", "stream"):
         mine = node("CaromLoadCheckpoint", ckpt_name="sd15.safetensors", mode="stream", vram="90MiB", vae=vae)
-        assert server.run(prompt(mine))["hash"]["hash"] == reference["hash"]
+        assert server.run(checkpoint_prompt(mine))["hash"]["hash"] == reference["hash"]
+
+
+def pack(server: Server, carom_cli: Any, source: str, *options: str) -> Path:
+    """Pack a model file of the server's, and return the path of the packed file, which is in the same folder."""
+    file = server.base / "models" / source
+    made = file.with_stem(f"packed_{file.stem}_{options[-1]}")
+    if not made.exists():
+        done = carom_cli("pack", str(file), str(made), "--device", "cpu", *options)
+        assert done.returncode == 0, done.stderr
+    return made
+
+
+@pytest.mark.parametrize("ram", ["auto", "4MiB"])
+@pytest.mark.parametrize("options", [("--codec", "raw"), ("--codec", "lossless"), ("--quant", "nf4")])
+def test_packed_files_load_and_stream(server, carom_cli, options, ram):
+    """Of a quantised file the latents are those of the plain file of its dequantised weights."""
+    packed = pack(server, carom_cli, "diffusion_models/flux.safetensors", *options)
+    plain = packed.with_stem(f"plain_{options[-1]}")
+    save_file(carom.load_file(packed), plain)
+    graph = ours("flux", name=packed.stem)
+    graph.nodes["load"]["inputs"]["ram"] = ram
+    told = told_by(server, graph)
+    assert told["class"] == ["CaromModelPatcher"] and 0 < told["held"][0] <= 8 << 20
+    assert told["report"][0]["ram_budget_bytes"] == (4 << 20 if ram == "4MiB" else 0)
+    assert told["hash"][0] == hash_of(server, stock("flux", name=plain.stem))
+    assert (told["hash"][0] == hash_of(server, stock("flux"))) is (options[-1] != "nf4")
+    assert told_by(server, lora(graph))["hash"][0] == hash_of(
+        server, lora(stock("flux", name=plain.stem)).then("CaromTestLowVram")
+    )
+
+
+def test_packed_files_of_other_kinds_load(server, carom_cli):
+    """ComfyUI finds the kind of a quantised model in the metadata, and a whole checkpoint in the names."""
+    name = pack(
+        server, carom_cli, "diffusion_models/flux_float8_e4m3fn.safetensors", "--codec", "lossless"
+    ).stem
+    assert hash_of(server, ours("flux", name=name)) == hash_of(
+        server, stock("flux", name="flux_float8_e4m3fn")
+    )
+    name = pack(server, carom_cli, "checkpoints/sd15.safetensors", "--codec", "lossless").name
+    mine = node("CaromLoadCheckpoint", ckpt_name=name, mode="stream", vram="90MiB", ram="64MiB", vae="stream")
+    theirs = node("CheckpointLoaderSimple", ckpt_name="sd15.safetensors")
+    assert (
+        server.run(checkpoint_prompt(mine))["hash"]["hash"]
+        == server.run(checkpoint_prompt(theirs))["hash"]["hash"]
+    )
 
 
 def test_report_and_plan(server):
