@@ -55,6 +55,11 @@ def format_code(torch_name: str) -> str:
     return next(code for code, name in _TORCH_DTYPES.items() if name == torch_name)
 
 
+def has_code(torch_name: str) -> bool:
+    """Return whether safetensors has a dtype code for the torch dtype of that name."""
+    return torch_name in _TORCH_DTYPES.values()
+
+
 @dataclass(frozen=True, slots=True)
 class SourceFile:
     """The identity of a file at the time its header was read; ``size`` in bytes, ``mtime_ns`` in

@@ -97,7 +97,7 @@ def _mappings() -> list[_Mapping]:
         return found
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-            lines = maps.read().splitlines()
+            lines = maps.read().split("\n")  # `splitlines` would also split at form feeds in paths
     except OSError:
         return found
     for line in lines:

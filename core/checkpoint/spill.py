@@ -3,8 +3,8 @@
 After it, the bytes of the tensors are on disk: the system can drop their pages without swapping, and
 `MappedViews` finds them, so they stream from the file as the views of a checkpoint do. The file is deleted when
 the last tensor that uses it is freed, at the latest at the end of the process. Files of killed processes are
-deleted by the next `spill` into the same folder, and so are all files on Windows, which keeps a mapped file. Bytes that this process has spilled before, and still has, are
-not written again.
+deleted by the next `spill` that writes to the same folder, and so are all files on Windows, which keeps a mapped
+file. Bytes that this process has spilled before, and still has, are not written again.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ def spill(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) -> li
     """
     where = Path(folder)
     with _lock:
-        _delete_abandoned(where)
         memories = [memory_of(tensor) for tensor in tensors]
         keys = [_key(where, memory) for memory in memories]
         found = [_known(memory, key) for memory, key in zip(memories, keys, strict=True)]
@@ -137,17 +136,17 @@ def _holds(path: Path, offset: int, memory: torch.Tensor) -> bool:
 
 def _write(folder: Path, memories: Sequence[torch.Tensor], nbytes: int) -> _Mapping:
     """Write ``memories``, each from a multiple of `ALIGN`, to a new file of ``nbytes`` bytes, and map the file."""
-    path = folder / f"{PREFIX}{os.getpid()}-{next(_number)}{SUFFIX}"
     progress = Progress(sum(memory.numel() for memory in memories))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
-    except OSError as error:
+        _delete_abandoned(folder)
+        handle, path = _create(folder)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        reason = error.strerror if isinstance(error, OSError) else error
         raise WeightsError(
-            f"disk={str(folder)!r}: no file can be written there ({error.strerror}); name a folder on a local drive"
+            f"disk={str(folder)!r}: no file can be written there ({reason}); name a folder on a local drive"
         ) from error
     try:
-        _hold(handle)
         _reserve(handle, nbytes, folder)
         for memory in memories:
             data = memory.numpy().data
@@ -170,6 +169,19 @@ def _write(folder: Path, memories: Sequence[torch.Tensor], nbytes: int) -> _Mapp
     mapping.path = str(path.absolute())
     weakref.finalize(mapping, _discard, handle, path, os.getpid())
     return mapping
+
+
+def _create(folder: Path) -> tuple[int, Path]:
+    """Create an empty file in ``folder`` that `_delete_abandoned` leaves alone. Return its handle and path."""
+    while True:
+        # A process in another container may have the same number and write to the same folder.
+        path = folder / f"{PREFIX}{os.getpid()}-{next(_number)}{SUFFIX}"
+        with contextlib.suppress(FileExistsError):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
+            _hold(handle)
+            if path.exists():
+                return handle, path
+            os.close(handle)  # another process deleted the file before it was locked
 
 
 def _write_all(handle: int, data: memoryview) -> None:
@@ -212,14 +224,14 @@ def _no_room(folder: Path, nbytes: int) -> BudgetError:
 
 def _hold(handle: int) -> None:
     """Lock the file, so that other processes see that it is in use. The system unlocks it when this process
-    ends, however that happens.
+    ends, however that happens. Waits for a process that is about to delete the file.
     """
     if os.name == "nt":
         return  # Windows does not delete an open file
     import fcntl
 
     with contextlib.suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[attr-defined,unused-ignore]
+        fcntl.flock(handle, fcntl.LOCK_EX)  # type: ignore[attr-defined,unused-ignore]
 
 
 def _discard(handle: int, path: Path, owner: int) -> None:
@@ -238,11 +250,13 @@ def _delete(path: Path) -> None:
 
 
 def _delete_abandoned(folder: Path) -> None:
-    """Delete the spill files of processes that ended without deleting them."""
-    for path in folder.glob(f"{PREFIX}*{SUFFIX}") if folder.is_dir() else ():
+    """Delete the spill files of processes that ended without deleting them. Process numbers do not tell whose a
+    file is, because a container gives the same ones again.
+    """
+    for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
         if os.name == "nt":
             _delete(path)  # Windows refuses this for a file that is open
-        elif not path.name.startswith(f"{PREFIX}{os.getpid()}-"):
+        else:
             import fcntl
 
             with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..checkpoint.index import TensorEntry, format_code
+from ..checkpoint.index import TensorEntry, format_code, has_code
 from ..checkpoint.mapped_views import FileRange, MappedViews
 from ..checkpoint.mapping import BoundTensor, Segment
 from ..checkpoint.spill import spill
@@ -78,12 +78,16 @@ def _can_stream(entry: Entry) -> bool:
     """Return whether a weight can be read from disk for each use.
 
     Buffers stay, because models write to them. Buffers of 8-bit numbers are quantised weights (of ai-toolkit's linear
-    layers, for example), and stream.
+    layers, for example), and stream. Weights of dtypes that files do not have (complex128) stay.
     """
     tensor = entry.tensor
     weight = not entry.is_buffer or (tensor.element_size() == 1 and tensor.dtype != torch.bool)
-    here = tensor.device.type == "cpu" and entry.nbytes >= _LEAST
+    here = tensor.device.type == "cpu" and entry.nbytes >= _LEAST and has_code(_dtype_name(tensor))
     return weight and here and why_not_streamed(entry) is None
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _bound(entry: Entry, found: FileRange | None) -> BoundTensor:
@@ -91,7 +95,7 @@ def _bound(entry: Entry, found: FileRange | None) -> BoundTensor:
     tensor = entry.tensor
     segments: tuple[Segment, ...] = ()
     if found is not None:
-        code = format_code(str(tensor.dtype).removeprefix("torch."))
+        code = format_code(_dtype_name(tensor))
         stored = TensorEntry(entry.name, code, tuple(tensor.shape), found.file, found.offset, found.nbytes)
         segments = (Segment(stored, 0, 0, found.nbytes),)
     names = tuple(f"{entry.name}" for _ in entry.sites)

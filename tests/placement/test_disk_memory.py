@@ -17,6 +17,7 @@ import pytest
 import tests_models as models
 import torch
 from carom.core.checkpoint import spill as spilling
+from carom.core.checkpoint.mapped_views import MappedViews
 from safetensors.torch import load_file, save_file
 from tests_disk_harness import least_on_disk, within_ram
 from tests_harness import (
@@ -326,6 +327,60 @@ def test_what_names_no_folder_is_refused(disk):
         carom.stream(wide(), device="cpu", disk=disk)
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"], ids=["too long", "null character"])
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, name):
+    model = wide()
+    with pytest.raises(carom.WeightsError, match="no file can be written there .*name a folder"):
+        carom.stream(model, device="cpu", vram=budget(model, "cpu"), ram=RAM, disk=tmp_path / name)
+
+
+@LINUX
+def test_files_of_another_process_with_the_same_number_do_not_matter(tmp_path):
+    # A container numbers its processes alike each time it starts. What a killed one left is deleted.
+    number = next(spilling._number)
+    left = [tmp_path / f"carom-spill-{os.getpid()}-{number + more}.bin" for more in range(1, 4)]
+    for path in left:
+        path.write_bytes(b"left")
+    kept = spilling.spill([torch.randn(5000)], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [Path(kept[0].range.file.path).name]
+    assert Path(kept[0].range.file.path).stat().st_size == 20480
+
+
+@LINUX
+def test_a_file_in_use_by_a_process_with_the_same_number_is_left_alone(tmp_path):
+    import fcntl
+
+    number = next(spilling._number)
+    path = tmp_path / f"carom-spill-{os.getpid()}-{number + 1}.bin"
+    path.write_bytes(b"in use")
+    with path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        kept = spilling.spill([torch.randn(5000)], tmp_path)
+        assert path.read_bytes() == b"in use" and kept[0].range.file.path != str(path)
+        second = spilling.spill([torch.randn(6000)], tmp_path)
+        assert len(spill_files(tmp_path)) == 3, "this process's first file is in use too"
+    assert len(second) == 1
+
+
+@LINUX
+@pytest.mark.parametrize(
+    "name", ["a b", "x (deleted)", "new\nline", "form\fa b c d e /feed", "\x1c1-2 r 0 0 7 /x"], ids=ascii
+)
+def test_a_mapped_file_of_any_name_is_found_or_passed_over(tmp_path, name):
+    path = tmp_path / name / "model.safetensors"
+    path.parent.mkdir(parents=True)
+    save_file({"weight": torch.randn(5000)}, path)
+    tensor = load_file(path)["weight"]
+    found = MappedViews().find(tensor)
+    if "\n" in name:  # the system writes it as four characters, which may also be a name
+        assert found is None
+    else:
+        assert found is not None and found.file.path == str(path)
+        with path.open("rb") as file:
+            file.seek(found.offset)
+            assert file.read() == tensor.numpy().tobytes()
+
+
 @LINUX
 def test_a_killed_process_leaves_a_file_that_the_next_one_deletes(tmp_path):
     script = textwrap.dedent(
@@ -379,6 +434,18 @@ def test_a_frozen_weight_on_disk_refuses_gradients_and_changes_in_place(tmp_path
             weight.requires_grad_(True)
         with torch.no_grad(), pytest.raises(carom.UnsupportedError, match=r"session\.write"):
             weight.mul_(2)
+
+
+def test_a_weight_whose_dtype_no_file_has_stays_on_the_device(tmp_path):
+    model, where = wide(), torch.device("cpu")
+    model.register_parameter(
+        "wave", nn.Parameter(torch.ones(512, dtype=torch.complex128), requires_grad=False)
+    )
+    expected, vram = infer(model, Wide, where), budget(model, "cpu") + 8192
+    with carom.stream(model, device="cpu", vram=vram, ram=RAM, disk=tmp_path) as session:
+        assert on_disk(session)
+        assert_same(expected, infer(model, Wide, where))
+        assert "wave" in [kept.name for kept in session.report().resident_by_need]
 
 
 def test_with_auto_and_no_mapped_file_weights_stay_in_memory(tmp_path):
