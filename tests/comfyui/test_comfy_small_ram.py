@@ -174,6 +174,27 @@ def test_a_model_of_four_times_the_memory_streams_from_its_file(limited, stock, 
     assert report["disk_bytes_per_step"] <= 1.05 * least_read(report, RAM)
 
 
+def test_a_packed_model_of_four_times_the_memory_loads_and_streams(limited, stock, folder, carom_cli):
+    """Its decoded weights are spilled while they are read, and stream from the spill file."""
+    models = folder / "models" / "diffusion_models"
+    done = carom_cli(
+        "pack", str(models / "big.safetensors"), str(models / "packed.safetensors"), "--codec", "lossless",
+        "--device", "cpu",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (models / "packed.safetensors").stat().st_size < (models / "big.safetensors").stat().st_size
+    limited.server.free()
+    told = limited.run(prompt(ours("packed")))
+    assert told["hash"] == stock.run(prompt(theirs()))["hash"]
+    report = told["report"][0]
+    assert report["ram_budget_bytes"] == RAM and report["ram_peak_bytes"] <= RAM
+    assert (
+        limited.run(prompt(ours("packed"), lora=True))["hash"]
+        == stock.run(prompt(theirs(), lora=True, low=True))["hash"]
+    )
+    limited.server.free()
+
+
 def turns(first: dict, second: dict, encoder: dict, seed: int) -> dict[str, Any]:
     """Return a prompt in which two models sample one after the other, and an encoder reads a text."""
     nodes = prompt(first, seed)
