@@ -28,6 +28,7 @@ from .module_roots import least_bytes, prepare, root_of
 from .node_settings import Settings, describe, parse_limit
 from .plain_ops import shorten
 from .quantized_weights import dresses, put_together, take_apart
+from .spilled_weights import is_on_host, spill_weights, weights_in_memory
 
 logger = logging.getLogger("carom")
 _ATTRIBUTE = "_carom_streaming"
@@ -227,9 +228,10 @@ class Streaming(TakesRoom):
     def give_up_ram(self, nbytes: int) -> None:
         """Reduce the RAM of the model to ``nbytes`` bytes, or to none if it is suspended and waits in RAM as a whole.
 
-        Weights that were views of a mapped file are views of it again.
+        Weights that were views of a mapped file are views of it again. The others are spilled.
         """
-        assert self.session is not None
+        model = self._model()
+        assert self.session is not None and model is not None
         if self.from_disk:
             with _laying_out():
                 self.session.set_budget(ram=nbytes)
@@ -241,6 +243,7 @@ class Streaming(TakesRoom):
             for tensor, view in views:
                 if tensor.device.type == "cpu" and tensor.shape == view.shape and tensor.dtype == view.dtype:
                     tensor.data = view
+            spill_weights(root_of(model)[0])
 
     def lengthen(self) -> None:
         """Restore ComfyUI's own forwards. Compiled code must see the same forwards as without Carom."""
@@ -404,11 +407,7 @@ class Streaming(TakesRoom):
         model = self._model()
         if self.session is not None or model is None:
             return self.ram
-        files = MappedFiles()
-        found = {
-            id(tensor): tensor for tensor in (*model.parameters(), *model.buffers()) if _is_on_host(tensor)
-        }
-        return sum(t.nbytes for t in found.values() if not files.contains(t.data_ptr(), t.nbytes))
+        return sum(tensor.nbytes for tensor in weights_in_memory(model))
 
     def _measure(self) -> None:
         report = self.report()
@@ -478,13 +477,9 @@ def mapped_views(root: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
     files = MappedFiles()
     found = {}
     for tensor in (*root.parameters(), *root.buffers()):
-        if _is_on_host(tensor) and files.contains(tensor.data_ptr(), tensor.nbytes):
+        if is_on_host(tensor) and files.contains(tensor.data_ptr(), tensor.nbytes):
             found[id(tensor)] = tensor, tensor.detach()
     return list(found.values())
-
-
-def _is_on_host(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
 
 
 def _make_pin_room(nbytes: int) -> None:

@@ -139,6 +139,24 @@ def test_models_that_wait_in_memory_count_against_ram(comfy, packed):
     assert all(views.find(value) for value in second.model.parameters() if value.nbytes > 4096)
 
 
+@linux
+def test_a_model_that_gives_its_ram_up_is_spilled_once(comfy, packed):
+    """`ram` holds one of two models. Nothing is written again for the model that was spilled before."""
+    folder, weights = packed.parent / "temp" / "carom", true_weights(packed, "lossless")
+    ram = str(sum(value.nbytes for value in weights.values()) * 5 // 4)
+    models = [load(comfy, name, ram=ram) for name in ("lossless", "nf4")]
+    written = []
+    for turn in (0, 1, 0, 1):
+        models[turn].partially_load(torch.device("cpu"), 1e32)
+        models[turn].detach()
+        written.append({path.name for path in folder.glob("carom-spill-*")})
+    assert written[1] == written[3]
+    views = MappedViews()
+    assert all(views.find(value) for value in models[0].model.parameters() if value.nbytes > 4096)
+    for key, value in models[0].model.state_dict().items():
+        assert torch.equal(value, weights[key])
+
+
 def test_a_second_run_of_the_loader_decodes_too(comfy, packed):
     """ComfyUI runs a loader again to leave dynamic VRAM, and for further GPUs."""
     comfy.dynamic = True
