@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from pathlib import Path
 
 
@@ -80,6 +81,7 @@ def main() -> None:
                     code = child(job)
                 finally:
                     sys.stdout.flush()
+                    weakref.finalize._exitfunc()  # as at the end of run.py
                     os._exit(code)
             code, most = wait(pid)
             Path(job["log"] + ".peak").write_text(f"{most} {before}")
