@@ -118,8 +118,8 @@ class Budgets:
         return restore
 
     def _change(self, wanted: Wanted, before: Wanted, restore: Any) -> None:
-        """Make the layout ``wanted``. If the device's memory does not suffice, make the layout ``before``
-        again and raise the error.
+        """Make the layout ``wanted``. If that fails, make the layout ``before`` again and raise the
+        error.
 
         ``restore``: called before the layout ``before`` is made again.
         """

@@ -190,8 +190,8 @@ class LayoutManager:
     ) -> Outcome:  # fmt: skip
         """Undo the present layout, make the layout ``wanted``, and return the outcome.
 
-        ``fallback``: called if the device's memory does not suffice; returns the next request to try, or None
-        to give up.
+        ``fallback``: called with the error if the device's memory does not suffice, or weights cannot move to
+        disk; returns the next request to try, or None to give up.
         ``reuse``: whether tensors on the device may stay there for the next layout.
         ``between``: called while no layout is in effect. If it raises an error, the next layout is made
         nevertheless, and the error is raised afterwards.
@@ -221,7 +221,7 @@ class LayoutManager:
                     try:
                         self._attach(wanted)
                         break
-                    except OutOfMemory as error:
+                    except (OutOfMemory, CaromError) as error:
                         following = fallback(self.wanted, error)  # `_attach` may have replaced self.wanted
                         if following is None:
                             raise
@@ -292,12 +292,14 @@ class LayoutManager:
         self.host.copies.clear()
         self.module.unbind(self.host, self.engine)
 
-    def shrunk(self, failed: Wanted) -> Wanted | None:
-        """Return ``failed`` with a smaller VRAM budget. Called if the device's memory did not suffice for
-        ``failed``.
+    def shrunk(self, failed: Wanted, error: BaseException) -> Wanted | None:
+        """Return ``failed``, which ended in ``error``, with a smaller VRAM budget.
 
-        Returns None if the budget is fixed, or no smaller budget works.
+        Returns None if the budget is fixed, no smaller budget works, or the device's memory is not what was
+        short.
         """
+        if not isinstance(error, OutOfMemory):
+            return None
         ledger = self.ledger
         memory = None if ledger.governor is None else ledger.memory()
         if ledger.governor is None or memory is None:

@@ -84,7 +84,7 @@ class Passes:
             try:
                 manager.planner.forget_least()  # the module may have new tensors since the session was parked
                 manager.ledger.return_to_device()
-                manager.change(manager.present(), lambda failed, error: manager.shrunk(failed))
+                manager.change(manager.present(), manager.shrunk)
             finally:
                 manager.ledger.promise(0)
             self._policies.plan_next()

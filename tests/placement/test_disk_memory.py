@@ -17,7 +17,7 @@ import pytest
 import tests_models as models
 import torch
 from carom.core.checkpoint import spill as spilling
-from carom.core.checkpoint.mapped_views import MappedViews
+from carom.core.checkpoint.mapped_views import FileRange, MappedViews
 from safetensors.torch import load_file, save_file
 from tests_disk_harness import least_on_disk, within_ram
 from tests_harness import (
@@ -77,6 +77,12 @@ def mapped(model: nn.Module, folder: Path) -> nn.Module:
 
 def spill_files(folder: Path) -> list[str]:
     return [path.name for path in folder.glob("carom-spill-*")]
+
+
+def load_range(found: FileRange) -> bytes:
+    with open(found.file.path, "rb") as file:
+        file.seek(found.offset)
+        return file.read(found.nbytes)
 
 
 def on_disk(session: Any) -> bool:
@@ -278,6 +284,18 @@ def test_spilled_weights_that_changed_are_written_again(tmp_path):
         assert_same(expected, infer(model, Wide, where))
 
 
+@pytest.mark.parametrize("changed", ["the tensor that was spilled", "another tensor"])
+def test_bytes_that_differ_only_between_the_samples_are_written_again(tmp_path, changed):
+    first = torch.arange(16384.0)  # 64 KiB; 4 KiB at both ends and in the middle are sampled
+    (kept,) = spilling.spill([first], tmp_path)
+    other = kept.view if changed == "the tensor that was spilled" else first.clone()
+    other[4000] = -1
+    (again,) = spilling.spill([other], tmp_path)
+    assert torch.equal(again.view, other) and len(spill_files(tmp_path)) == 2
+    assert load_range(again.range) == other.numpy().tobytes()
+    assert load_range(kept.range) == first.numpy().tobytes()
+
+
 def test_a_full_disk_is_an_error_that_leaves_the_module_and_no_file(tmp_path, monkeypatch):
     model, where = wide(), torch.device("cpu")
     expected, vram = infer(model, Wide, where), budget(model, "cpu")
@@ -294,6 +312,29 @@ def test_a_full_disk_is_an_error_that_leaves_the_module_and_no_file(tmp_path, mo
         carom.stream(model, device="cpu", vram=vram, ram=RAM, disk=tmp_path)
     monkeypatch.undo()
     assert not list(tmp_path.iterdir())
+    assert_same(expected, infer(model, Wide, where))
+
+
+@pytest.mark.parametrize("error", [carom.BudgetError, KeyboardInterrupt])
+def test_a_smaller_ram_that_cannot_spill_leaves_a_working_session(tmp_path, monkeypatch, error):
+    model, where = wide(), torch.device("cpu")
+    expected, vram = infer(model, Wide, where), budget(model, "cpu")
+
+    def fails(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left") if error is carom.BudgetError else error
+
+    with carom.stream(model, device="cpu", vram=vram, ram="8MB", disk=tmp_path) as session:
+        monkeypatch.setattr(spilling, "_flush", fails)
+        with pytest.raises(error):
+            session.set_budget(ram=RAM)
+        if error is carom.BudgetError:  # the previous budget is in effect
+            assert inside(session).ram == 8_000_000 and not session.parked
+            assert_same(expected, infer(model, Wide, where))
+        assert not spill_files(tmp_path)
+        monkeypatch.undo()
+        session.set_budget(ram=RAM)
+        assert_same(expected, infer(model, Wide, where))
+        assert on_disk(session)
     assert_same(expected, infer(model, Wide, where))
 
 
@@ -376,9 +417,7 @@ def test_a_mapped_file_of_any_name_is_found_or_passed_over(tmp_path, name):
         assert found is None
     else:
         assert found is not None and found.file.path == str(path)
-        with path.open("rb") as file:
-            file.seek(found.offset)
-            assert file.read() == tensor.numpy().tobytes()
+        assert load_range(found) == tensor.numpy().tobytes()
 
 
 @LINUX

@@ -11,6 +11,7 @@ import tests_disk_harness as disk
 import torch
 from carom.core.budget.host_governor import QUIET
 from carom.core.budget.host_governor import HostGovernor as Follower
+from carom.core.checkpoint import spill
 from carom.core.host import probe
 from carom.core.session.policies import host_memory
 from hypothesis import given, settings
@@ -91,6 +92,26 @@ def test_under_pressure_weights_in_memory_move_to_disk(tmp_path, monkeypatch, me
                 list(folder.glob("carom-spill-*")) and report.ram_peak_bytes <= report.ram_budget_bytes < size
             )
         assert torch.equal(model(x), expected)
+
+
+def test_under_pressure_with_a_full_disk_weights_stay_in_memory(tmp_path, monkeypatch, memory, caplog):
+    loaded, _, _, size = disk.uniform(tmp_path)
+    model = copy.deepcopy(loaded).requires_grad_(False)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    monkeypatch.setattr(spill.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    memory.keep, memory.free = size // 2, 2 * size
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = loaded(x)
+        with carom.stream(model, device="cpu", vram=size // 4, ram="auto", disk=tmp_path / "full") as session:
+            for _ in range(3):
+                assert torch.equal(model(x), expected)
+            memory.free = 0  # another program
+            for _ in range(3):
+                assert torch.equal(model(x), expected)
+            assert inside(session).ram == size
+            assert caplog.text.count("cannot move to disk") == 1
+            assert not list((tmp_path / "full").iterdir())
 
 
 @pytest.mark.parametrize("device", ["cpu", "simulated"])

@@ -42,7 +42,7 @@ def state(net):
 # (class or module, what of it, the calls that fail), with weights from a file, of the module, or both.
 FILE = {
     "placeholders of the file's tensors": (bound_checkpoint, "replace_in_modules", (1, 2)),
-    "notes on the file": (bound_checkpoint.Checkpoint, "_note", (1,)),
+    "notes on the file": (bound_checkpoint.Checkpoint, "note", (1,)),
     "packed tensors": (bound_checkpoint.Checkpoint, "stay_packed", (1,)),
 }
 MODULE = {"quantised weights": (FlattenedWeights, "renew", (1,))}

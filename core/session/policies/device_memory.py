@@ -143,7 +143,7 @@ class DeviceMemory:
 
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
         """Return ``failed`` with a smaller budget, or None if no smaller budget works."""
-        return self._manager.shrunk(failed)
+        return self._manager.shrunk(failed, error)
 
     def took(self, outcome: Outcome) -> None:
         """Return unused memory of the allocator to the device, after a layout for another budget was made."""

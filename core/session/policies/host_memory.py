@@ -15,7 +15,7 @@ import math
 import time
 
 from ...budget.host_governor import HostGovernor
-from ...common.errors import BudgetError
+from ...common.errors import BudgetError, CaromError
 from ...common.sizes import format_size
 from ...host import probe
 from ...host.arena import PAGE
@@ -41,6 +41,8 @@ class HostMemory:
         self._manager = manager
         self.governor: HostGovernor | None = None
         self._looked = -math.inf
+        # the RAM budget in bytes before weights were to move to disk, None if they were not
+        self._before: int | None = None
         # number of measured steps after which `due` has to be called, if no weights come from files
         self._step = 0
 
@@ -106,8 +108,17 @@ class HostMemory:
         return dataclasses.replace(seen.wanted, ram=budget)
 
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
-        """Return ``failed`` with a smaller VRAM budget, or None if no smaller budget works."""
-        return self._manager.shrunk(failed)
+        """Return ``failed`` with a smaller VRAM budget, or None if no smaller budget works.
+
+        If weights could not move to disk, returns ``failed`` with the RAM budget of before, once: they stay in
+        host memory, whose budget is fixed from then on.
+        """
+        before, self._before = self._before, None
+        if before is None or not isinstance(error, CaromError):
+            return self._manager.shrunk(failed, error)
+        logger.warning("carom: ram='auto': host memory is short, but weights cannot move to disk: %s", error)
+        self.governor = None
+        return dataclasses.replace(failed, ram=before)
 
     def took(self, outcome: Outcome) -> None:
         """Do nothing, because `decide` does everything that is needed."""
@@ -135,6 +146,7 @@ class HostMemory:
             if budget is None or budget >= waiting:
                 return None
             logger.info("carom: ram='auto': host memory is short: weights move to disk")
+            self._before = wanted.ram
             return dataclasses.replace(wanted, ram=budget)
         limit = governor.read(seen.host_memory.free, arena.pinned_bytes, wanted.ram, 0)
         if limit is None or limit >= wanted.ram:

@@ -113,8 +113,8 @@ class Policy(Protocol):
         """Return the request for another layout, or None to keep the present layout."""
 
     def fallback(self, failed: Wanted, error: BaseException) -> Wanted | None:
-        """Return the next request to try if the device's memory did not suffice for ``failed``, or None to
-        give up.
+        """Return the next request to try if ``failed`` could not be made because the device's memory did
+        not suffice or weights could not move to disk, or None to give up.
 
         ``error``: the error that was raised.
         """

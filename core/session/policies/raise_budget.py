@@ -246,6 +246,6 @@ class RaiseBudget:
             if manager.phase.parked:  # the session is parked, and the next pass makes this layout
                 manager.wanted = wanted
                 return True
-            manager.change(wanted, lambda failed, error: manager.shrunk(failed))
+            manager.change(wanted, manager.shrunk)
             manager.engine.trim()
             return True
