@@ -120,11 +120,9 @@ def _unwritten(address: int, nbytes: int) -> bool:
     first, last = address // _PAGE, -(-(address + nbytes) // _PAGE)
     expected = (last - first) * _ENTRY_BYTES
     try:
-        handle = os.open("/proc/self/pagemap", os.O_RDONLY)
-        try:
-            entries = os.pread(handle, expected, first * _ENTRY_BYTES)
-        finally:
-            os.close(handle)
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            pagemap.seek(first * _ENTRY_BYTES)
+            entries = pagemap.read(expected)
     except OSError:
         return False
     if len(entries) != expected:
@@ -141,7 +139,8 @@ def _same_bytes(tensor: torch.Tensor, file: SourceFile, offset: int) -> bool:
         with open(file.path, "rb", buffering=0) as opened:
             file.check(os.fstat(opened.fileno()))
             for at in (0, len(flat) - size):
-                if os.pread(opened.fileno(), size, offset + at) != flat[at : at + size].tobytes():
+                opened.seek(offset + at)
+                if opened.read(size) != flat[at : at + size].tobytes():
                     return False
     except Exception:
         return False

@@ -15,6 +15,7 @@ import itertools
 import mmap
 import os
 import shutil
+import sys
 import threading
 import weakref
 import zlib
@@ -193,7 +194,7 @@ def _write_all(handle: int, data: memoryview) -> None:
 def _flush(handle: int) -> None:
     """Wait until the drive has what was written, and release its pages in the page cache."""
     os.fsync(handle)
-    if hasattr(os, "posix_fadvise"):
+    if sys.platform == "linux":
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
