@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..common.errors import UnsupportedError
 from . import managed_tensor
 from .home import Home
 from .managed_tensor import HostParameter, HostTensor
@@ -121,7 +122,13 @@ def _dispatch_elsewhere(cls: type, func: Callable, types: Any, args: tuple = (),
     if not found:
         return managed_tensor.plain(func, args, kwargs)
     runtime = found[0].runtime
-    writes = isinstance(home, ElsewhereHome) and managed_tensor.writes(name, kwargs)
+    written = _written(name, args, kwargs)
+    writes = home in written
+    if written and not writes and not runtime.closed and not runtime.computing():
+        raise UnsupportedError(
+            f"{name} would write to {written[0].entry.name}, which streams from a file or packed, and the result would be "
+            "lost: compute without out= and without torch._foreach_*_, and give the result to copy_() or session.write()"
+        )
     if func == _DATA and home is not None and runtime.computing():
         return lazy(home)
     if not runtime.closed and (
@@ -136,6 +143,17 @@ def _dispatch_elsewhere(cls: type, func: Callable, types: Any, args: tuple = (),
         values = {id(leaf): leaf._carom.read() for leaf in ours if isinstance(leaf._carom, ElsewhereHome)}
         args, kwargs = managed_tensor.substitute(args, kwargs, values)
     return managed_tensor.plain(func, args, kwargs)
+
+
+def _written(name: str, args: tuple, kwargs: dict) -> list[ElsewhereHome]:
+    """Return the homes of the weights that the operator called ``name`` writes to: those of ``out``, otherwise
+    those of the first argument, which may be a list.
+    """
+    if not managed_tensor.writes(name, kwargs):
+        return []
+    out = kwargs.get("out")
+    homes = [getattr(leaf, "_carom", None) for leaf in tree_leaves(args[:1] if out is None else out)]
+    return [home for home in homes if isinstance(home, ElsewhereHome)]
 
 
 def _write(home: ElsewhereHome, name: str, func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:

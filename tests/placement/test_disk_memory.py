@@ -475,6 +475,26 @@ def test_a_frozen_weight_on_disk_refuses_gradients_and_changes_in_place(tmp_path
             weight.mul_(2)
 
 
+def test_a_write_that_would_be_lost_is_refused(tmp_path):
+    model, one = wide(), torch.ones(128, 128)
+    with carom.stream(model, device="cpu", vram=budget(model, "cpu"), ram=RAM, disk=tmp_path) as session:
+        weight = inside(session).placement.streamed[0].homes[0].entry
+        name, weight = weight.name, model.get_parameter(weight.name)
+        value = session.read(name)
+        for write in (
+            lambda: torch.add(one, one, out=weight),
+            lambda: torch.add(one, one, out=weight.data),
+            lambda: torch._foreach_mul_([weight], 2.0),
+            lambda: torch._foreach_copy_([weight.data], [one]),
+        ):
+            with torch.no_grad(), pytest.raises(carom.UnsupportedError, match="would be lost"):
+                write()
+        # reading the weight into another tensor is no write to it
+        with torch.no_grad():
+            assert torch.equal(torch.add(weight, one, out=torch.empty(128, 128)), value + one)
+        assert torch.equal(session.read(name), value)
+
+
 def test_a_weight_whose_dtype_no_file_has_stays_on_the_device(tmp_path):
     model, where = wide(), torch.device("cpu")
     model.register_parameter(
