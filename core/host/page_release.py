@@ -85,7 +85,7 @@ def _mapped_ranges() -> list[tuple[int, int]]:
     """Return (start, end) of every mapped file in order of addresses; adjacent mappings are joined."""
     found: list[tuple[int, int]] = []
     try:
-        lines = Path("/proc/self/maps").read_text("utf-8", errors="replace").splitlines()
+        lines = Path("/proc/self/maps").read_text("utf-8", errors="replace").split("\n")
     except OSError:
         return []
     for line in lines:
