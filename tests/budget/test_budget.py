@@ -293,12 +293,13 @@ def test_ram_auto_counts_a_containers_limit(monkeypatch):
     from carom.core.session import settings
 
     class Memory:
-        usable = 3 << 30
+        usable, free = 3 << 30, 20 << 30
 
     monkeypatch.setattr(settings, "host_memory", lambda: Memory)
-    import psutil
-
-    available = psutil.virtual_memory().available
-    assert settings.ram_budget("auto") <= max(3 << 30, available // 4) + (64 << 20)
-    Memory.usable = 0
-    assert settings.ram_budget("auto") >= available // 8
+    assert settings.ram_budget("auto") == 5 << 30, "a quarter of what is free, where little more may be used"
+    Memory.usable, Memory.free = 3 << 30, 4 << 30
+    assert settings.ram_budget("auto") == 3 << 30
+    Memory.usable, Memory.free = 0, 4 << 30
+    assert settings.ram_budget("auto") == 1 << 30
+    Memory.usable, Memory.free = 3 << 30, 3 << 30
+    assert settings.ram_budget("auto") == int(0.8 * (3 << 30))
