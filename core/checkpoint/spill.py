@@ -33,9 +33,8 @@ from .index import SourceFile
 from .mapped_views import FileRange, memory_of
 
 PREFIX, SUFFIX = "carom-spill-", ".bin"
-_CHUNK = (
-    64 * MIB
-)  # bytes between two writes to the drive; more would fill the page cache with unwritten pages
+# Bytes between two writes to the drive; more would fill the page cache with unwritten pages.
+_CHUNK = 64 * MIB
 _SAMPLE = 4096  # bytes at the start, in the middle and at the end that are hashed to find equal tensors
 
 _number = itertools.count()
@@ -71,6 +70,8 @@ def spill(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) -> li
     """
     where = Path(folder)
     with _lock:
+        for key in [key for key, places in _spilled.items() if not any(place[0]() for place in places)]:
+            del _spilled[key]
         memories = [memory_of(tensor) for tensor in tensors]
         keys = [_key(where, memory) for memory in memories]
         found = [_known(memory, key) for memory, key in zip(memories, keys, strict=True)]

@@ -32,12 +32,11 @@ def bind_memory(module: nn.Module, disk: str | os.PathLike[str], ram: int) -> Ch
     these weights stay in host memory.
     ``ram``: the budget of host memory in bytes.
     Returns None, and leaves the module alone, if nothing of it can stream from disk, or if the weights that
-    would stay in host memory exceed ``ram``. Raises BudgetError and WeightsError as `spill` does.
+    would stay in host memory exceed half of ``ram``. Raises BudgetError and WeightsError as `spill` does.
     """
     entries = [entry for entry in collect(module) if _can_stream(entry)]
-    if any(
-        not entry.trainable for entry in entries
-    ):  # otherwise the module is new and nothing is trained yet
+    # In a new module every weight is trainable, and nothing is trained yet.
+    if any(not entry.trainable for entry in entries):
         entries = [entry for entry in entries if not entry.trainable]
     views = MappedViews()
     ranges = [views.find(entry.tensor) for entry in entries]
@@ -98,9 +97,8 @@ def _bound(entry: Entry, found: FileRange | None) -> BoundTensor:
         code = format_code(_dtype_name(tensor))
         stored = TensorEntry(entry.name, code, tuple(tensor.shape), found.file, found.offset, found.nbytes)
         segments = (Segment(stored, 0, 0, found.nbytes),)
-    names = tuple(f"{entry.name}" for _ in entry.sites)
     return BoundTensor(
-        entry.name, names, entry.is_buffer, tensor.dtype, tuple(tensor.shape), entry.nbytes, segments
+        entry.name, (entry.name,), entry.is_buffer, tensor.dtype, tuple(tensor.shape), entry.nbytes, segments
     )
 
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,19 @@ def test_pages_that_were_written_are_not_taken_from_the_file(tmp_path):
         assert on_disk(session)
         assert_same(expected, infer(model, Wide, where))
     assert model.blocks[3][0].weight[5, 7] == 9.0
+
+
+@LINUX
+def test_memory_that_differs_from_the_file_is_not_taken_from_it(tmp_path, monkeypatch):
+    """The system's list of mappings is taken as wrong here: the bytes decide."""
+    from carom.core.checkpoint import mapped_views
+
+    weight = mapped(wide(), tmp_path).blocks[3][0].weight
+    assert mapped_views.MappedViews().find(weight) is not None
+    listed = mapped_views._mappings()
+    moved = [replace(one, start=one.start - 4096, end=one.end - 4096) for one in listed]
+    monkeypatch.setattr(mapped_views, "_mappings", lambda: moved)
+    assert mapped_views.MappedViews().find(weight) is None
 
 
 # -- files
