@@ -280,6 +280,10 @@ def main() -> None:
     }.items():
         parser.add_argument(f"--{name.replace('_', '-')}", default=value)
     parser.add_argument(
+        "--nf4-card",
+        help="bytes of the card's memory for `nf4`; another process holds the rest, and --nf4-vram may be auto",
+    )
+    parser.add_argument(
         "--part", choices=["make", "nf4_make", "nf4_compared", *NAMES], help=argparse.SUPPRESS
     )
     parser.add_argument("--inside", help=argparse.SUPPRESS)

@@ -12,6 +12,7 @@ is one that `carom pack` would quantise, with random scales that give weights th
 # mypy: ignore-errors
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
@@ -28,8 +29,9 @@ from ...core.checkpoint.packed_source import stored_entry
 from ...core.codec.blob_metadata import describe
 from ...core.codec.kbit import CODEBOOKS, DEFAULT_BLOCK, Layout
 from ...core.codec.registry import get
-from ...core.common.sizes import format_size
+from ...core.common.sizes import format_size, parse_size
 from ...tools.pack.quant_scheme import parse_scheme
+from ..hosts.card import Card
 from . import disk_llama
 
 carom = sys.modules[__name__.split(".")[0]]
@@ -167,9 +169,12 @@ def lora(part, say, figures) -> None:
     model = part.meta(args.nf4_layers)
     say("nf4", {"process_rss_bytes": memory(os.getpid())})
     began = time.perf_counter()
-    with carom.stream(
-        model, device=part.streams_to, vram=args.nf4_vram, ram=args.nf4_ram, weights=part.folder / FILE
-    ) as session:
+    with (
+        Card(parse_size(args.nf4_card)) if args.nf4_card else contextlib.nullcontext() as card,
+        carom.stream(
+            model, device=part.streams_to, vram=args.nf4_vram, ram=args.nf4_ram, weights=part.folder / FILE
+        ) as session,
+    ):
         found = {"ready_seconds": time.perf_counter() - began}
         adapted, trained = disk_llama.add_adapters(model)
         found["adapters"] = len(trained)
@@ -188,6 +193,9 @@ def lora(part, say, figures) -> None:
                 found["of_roofline"] = found["median_step_seconds"] / found["roofline_seconds"]
             if accelerator is not None:
                 found["device_peak_bytes"] = accelerator.max_memory_reserved()
+                found["device_allocated_peak_bytes"] = accelerator.max_memory_allocated()
+            if card is not None:
+                found["card"] = {"bytes": parse_size(args.nf4_card), **card.figures()}
             say("nf4", found)
 
 
