@@ -11,7 +11,8 @@ import torch
 
 from ..core.common.errors import UnsupportedError
 from . import comfyui_api
-from .inference_tensors import MAPPED, own_memory, settle_dtypes, structure_of
+from .inference_tensors import MAPPED, own_memory, structure_of
+from .meant_dtypes import settle_dtypes
 from .node_settings import Settings, Way, choose_way
 from .patcher import KEY, strip, wear
 from .streaming import known_streaming, streaming_of
@@ -43,7 +44,7 @@ def offload(
     if fresh:
         patcher.model.__dict__[MAPPED] = True
     taken = fresh and patcher.is_dynamic() and not _in_use(patcher)
-    ours = wear(_static(patcher) if taken else static_clone(patcher, settings, again), settings)
+    ours = wear(_static(patcher, settings.ram) if taken else static_clone(patcher, settings, again), settings)
     streaming_of(ours.model).check(ours.load_device, settings)
     return ours, way
 
@@ -59,7 +60,8 @@ def static_clone(patcher: Any, settings: Settings, again: Callable[[Any], Any] |
     known = patcher.model.__dict__.get(_STATIC)
     if known is None:
         known = patcher.model.__dict__[_STATIC] = wear(
-            _loaded_again(patcher) if again is None else _static(again(patcher)), settings
+            _loaded_again(patcher, settings.ram) if again is None else _static(again(patcher), settings.ram),
+            settings,
         )
         known.parent = None  # the parent's model holds `known`: a reference back would be a cycle
     made = patcher.clone(disable_dynamic=True, model_override=known.get_clone_model_override())
@@ -68,7 +70,7 @@ def static_clone(patcher: Any, settings: Settings, again: Callable[[Any], Any] |
     return made
 
 
-def _loaded_again(patcher: Any) -> Any:
+def _loaded_again(patcher: Any, ram: str) -> Any:
     """Return a static patcher over newly loaded weights, by a second run of the loader of ``patcher``."""
     load, arguments, *which = patcher.cached_patcher_init
     again = load(*arguments)
@@ -76,20 +78,20 @@ def _loaded_again(patcher: Any) -> Any:
         again = again[which[0]]
     if not again.is_dynamic() or _in_use(again):
         return patcher.clone(disable_dynamic=True)
-    return patcher.clone(disable_dynamic=True, model_override=_static(again).get_clone_model_override())
+    return patcher.clone(disable_dynamic=True, model_override=_static(again, ram).get_clone_model_override())
 
 
-def _static(patcher: Any) -> Any:
+def _static(patcher: Any, ram: str | None = None) -> Any:
     """Return a static patcher over the model of the dynamic ``patcher``, which must have no other user.
 
     ComfyUI's dynamic loaders leave the weights in the memory-mapped file, and Carom reads them with all CPU cores.
     ComfyUI's static loaders copy the weights first, on one core (6.6 s for 9.4 GiB on the host of an H200), which needs
-    host memory of the same size.
+    host memory of the same size. ``ram``: as for `settle_dtypes`.
     """
     static = patcher.clone(disable_dynamic=True, model_override=patcher.get_clone_model_override())
     static.parent = None
     static.model.__dict__[MAPPED] = True
-    settle_dtypes(static.model)
+    settle_dtypes(static.model, ram)
     return static
 
 

@@ -18,7 +18,6 @@ from .read_only_mappings import ReadOnlyMappings
 MAPPED = "_carom_mapped"  # attribute of a model whose weights were loaded as views of a memory-mapped file
 # Prefixes of the attributes in which ComfyUI keeps load state, on a dynamic patcher's model and on its modules.
 LOADED = ("dynamic_", "current_weight_patches_uuid", "_v", "_pin", "_prefetch", "_comfy_graph")
-SMALL = 16 << 10  # bytes; ComfyUI's dynamic patcher converts the weights of larger modules as a whole
 
 
 def own_tensors(module: nn.Module) -> int:
@@ -44,28 +43,6 @@ def own_tensors(module: nn.Module) -> int:
                 elif tensor.requires_grad and tensor.is_leaf:
                     tensor.requires_grad_(False)
     return len(made)
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def settle_dtypes(module: nn.Module) -> None:
-    """Convert weights to the dtype that ComfyUI intends for the device, where the file's dtype differs.
-
-    ComfyUI's dynamic patcher converts weights on the way to the device. Its static patcher expects weights that were
-    converted during loading. Modules of at most `SMALL` bytes are skipped: ComfyUI casts their weights at every use.
-    """
-    for part in module.modules():
-        small = hasattr(part, "comfy_cast_weights") and _bytes(part) <= SMALL
-        tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
-        for table in tables:
-            for name, tensor in table.items():
-                meant = getattr(part, f"{name}_comfy_model_dtype", None)
-                if tensor is None or meant is None or tensor.dtype == meant or tensor.is_meta or small:
-                    continue
-                if is_plain(tensor) and tensor.is_floating_point() and meant.is_floating_point:
-                    new = tensor.detach().to(meant)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    table[name] = nn.Parameter(new, requires_grad=False) if is_parameter else new
 
 
 @torch.inference_mode(False)
@@ -120,10 +97,6 @@ def structure_of(model: nn.Module) -> nn.Module:
     finally:
         for module, name, value in taken:
             module.__dict__[name] = value
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(t.numel() * t.element_size() for t in module.parameters(recurse=False))
 
 
 @torch.inference_mode(False)

@@ -43,7 +43,7 @@ def reading(settings: Settings, device: torch.device) -> Iterator[Unpacking]:
     """Context for loading: files of ``carom pack`` are decoded, and weights that will stream stay views of their file."""
     streams = choose_way(settings.mode, device.type).streams
     unpacking = Unpacking(settings.ram if streams else None)
-    with mapped_weights() if streams else contextlib.nullcontext(), unpacking.active():
+    with mapped_weights(settings.ram) if streams else contextlib.nullcontext(), unpacking.active():
         yield unpacking
 
 

@@ -16,16 +16,10 @@ import torch
 from ..core.checkpoint.index import PACK_KEY, PAD_PREFIX, Index, open_index
 from ..core.checkpoint.load_file import read_tensors
 from ..core.checkpoint.packed_source import meta_of
-from ..core.checkpoint.spill import spill
 from ..core.common.errors import WeightsError
-from ..core.common.sizes import GIB
-from ..core.host.arena import return_freed_memory
 from . import comfyui_api
-from .host_share import LEAST_BYTES
-from .streaming import free_ram
+from .spilled_batches import in_batches
 
-BATCH = GIB  # bytes of decoded tensors that are written to disk together, at most
-LEAST = 4096  # bytes; smaller tensors stay in memory
 OWN_METADATA = (
     "carom."  # prefix of the metadata entries of `carom pack`, which describe bytes that were decoded
 )
@@ -95,32 +89,15 @@ class Unpacking:
 
     def _read(self, index: Index, names: list[str]) -> Mapping[str, torch.Tensor]:
         total = sum(index[name].nbytes for name in names)
-        room = index.nbytes if self._ram is None else free_ram(self._ram)
-        folder = comfyui_api.spill_folder(total) if names and index.nbytes > room else "auto"
-        most = min(BATCH, max(room, LEAST_BYTES))
-        bar, done = comfyui_api.LoadingBar(), 0
-        decoded: dict[str, torch.Tensor] = {}
-        waiting: dict[str, torch.Tensor] = {}
-        for name, tensor in read_tensors(index, names):
-            decoded[name] = tensor
-            done += tensor.nbytes
-            bar(done, total)
-            bar.finish()  # raises if the user cancelled
-            if folder == "auto" or tensor.nbytes < LEAST:
-                continue
-            waiting[name] = tensor
-            del tensor
-            if sum(one.nbytes for one in waiting.values()) >= most:
-                _spill(waiting, decoded, folder)
-        _spill(waiting, decoded, folder)
-        return decoded
+        bar = comfyui_api.LoadingBar()
 
+        def made() -> Iterator[tuple[str, torch.Tensor]]:
+            done = 0
+            for name, tensor in read_tensors(index, names):
+                done += tensor.nbytes
+                bar(done, total)
+                bar.finish()  # raises if the user cancelled
+                yield name, tensor
+                del tensor
 
-def _spill(waiting: dict[str, torch.Tensor], decoded: dict[str, torch.Tensor], folder: str) -> None:
-    """Write the tensors ``waiting`` to ``folder``. Put views of the file in their place in ``decoded``."""
-    if not waiting:
-        return
-    for name, spilled in zip(waiting, spill(list(waiting.values()), folder), strict=True):
-        decoded[name] = spilled.view
-    waiting.clear()
-    return_freed_memory()
+        return in_batches(made(), total, index.nbytes, self._ram)

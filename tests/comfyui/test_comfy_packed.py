@@ -129,6 +129,20 @@ def test_weights_that_fit_into_ram_are_written_nowhere(comfy, packed):
 
 
 @linux
+@pytest.mark.parametrize("ram", ["300KiB", "1GiB"])
+def test_converted_weights_beyond_ram_are_written_while_the_file_is_read(comfy, packed, ram):
+    weights = {key: value.float() for key, value in true_weights(packed, "plain").items() if key != "layout"}
+    save_file(weights, packed / "float.safetensors")
+    model = load(comfy, "float", ram=ram)
+    views, folder = MappedViews(), packed.parent / "temp" / "carom"
+    for key, value in model.model.state_dict().items():
+        assert value.dtype == torch.bfloat16 and torch.equal(value, weights[key].bfloat16())
+        if value.nbytes > 4096:
+            found = views.find(value)
+            assert (found is not None and Path(found.file.path).parent == folder) is (ram == "300KiB")
+
+
+@linux
 def test_models_that_wait_in_memory_count_against_ram(comfy, packed):
     """Two models are loaded before one runs, and `ram` holds one of them."""
     nbytes = sum(value.nbytes for value in true_weights(packed, "lossless").values())

@@ -841,7 +841,7 @@ def test_compiled_models_keep_comfyuis_own_forwards(comfy):
 
 
 def test_weights_get_the_dtype_that_comfyui_means_them_to_have():
-    from carom.nodes.inference_tensors import settle_dtypes
+    from carom.nodes.meant_dtypes import settle_dtypes
 
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(4, 4), nn.Linear(128, 128)).requires_grad_(False)
     for part in model:

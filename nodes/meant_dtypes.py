@@ -1,0 +1,54 @@
+"""`settle_dtypes`: converts weights to the dtypes that ComfyUI intends for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .inference_tensors import is_plain
+from .spilled_batches import in_batches
+
+SMALL = 16 << 10  # bytes; ComfyUI's dynamic patcher converts the weights of larger modules as a whole
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def settle_dtypes(module: nn.Module, ram: str | None = None) -> None:
+    """Convert weights to the dtype that ComfyUI intends for the device, where the file's dtype differs.
+
+    ComfyUI's dynamic patcher converts weights on the way to the device. Its static patcher expects weights that were
+    converted during loading. Modules of at most `SMALL` bytes are skipped: ComfyUI casts their weights at every use.
+    ``ram``: the value of the node's ``ram`` widget. Converted weights of a model that exceeds it are written to disk
+    (see `in_batches`). None: they stay in memory.
+    """
+    found = list(_differing(module))
+    nbytes = sum(table[name].numel() * meant.itemsize for table, name, meant in found)
+    whole = nbytes + sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    whole -= sum(table[name].nbytes for table, name, _ in found)
+    made = (
+        (str(number), table[name].detach().to(meant)) for number, (table, name, meant) in enumerate(found)
+    )
+    for (table, name, _), new in zip(found, in_batches(made, nbytes, whole, ram).values(), strict=True):
+        is_parameter = isinstance(table[name], nn.Parameter)
+        table[name] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+
+
+def _differing(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.dtype]]:
+    """Yield (table, name, intended dtype) of the weights to convert."""
+    for part in module.modules():
+        small = hasattr(part, "comfy_cast_weights") and _bytes(part) <= SMALL
+        tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                meant = getattr(part, f"{name}_comfy_model_dtype", None)
+                if tensor is None or meant is None or tensor.dtype == meant or tensor.is_meta or small:
+                    continue
+                if is_plain(tensor) and tensor.is_floating_point() and meant.is_floating_point:
+                    yield table, name, meant
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(t.numel() * t.element_size() for t in module.parameters(recurse=False))
