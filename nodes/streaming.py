@@ -21,6 +21,7 @@ from ..core.host.page_release import MappedFiles
 from ..core.metrics.report import Report
 from ..core.session.session import Session, stream
 from . import comfyui_api
+from .host_allocator import give_large_blocks_back
 from .host_share import Holder, Share, divide
 from .inference_tensors import own_memory, own_tensors
 from .leftover_memory import TakesRoom
@@ -184,6 +185,8 @@ class Streaming(TakesRoom):
         options: dict[str, Any] = {"granularity": settings.granularity, "codec": settings.codec}
         if share.whole:
             return stream(root, device=device, vram=budget, ram=min(share.nbytes, room), **options)
+        if device.type == "cpu":
+            give_large_blocks_back()  # else what computing takes beside the weights exceeds any bound
         # With less RAM than streams at least, the weights stream from disk also where the cache then holds all of them:
         # a cache can be divided between models.
         small = max(1, min(self.ram, (self.total - min(budget, self.total)) // 2))
