@@ -16,13 +16,10 @@ from typing import Any
 import carom
 import pytest
 from safetensors.torch import save_file
+from tests_comfy_graphs import CODEC, LIMITS, SHAPES, Graph, hash_of, lora, ours, stock, told_by
 from tests_comfy_server import OPTIONS, PATHS, PYTHON, REASON, PromptFailed, Server, node
 
 pytestmark = [pytest.mark.skipif(not PATHS, reason=REASON), pytest.mark.timeout(600)]
-SHAPES = {"flux": "1,16,16,16", "wan": "1,16,1,8,8", "sd15": "1,4,16,16"}
-CONDITIONS = {"flux": (128, 64), "wan": (4096, 64), "sd15": (768, 768)}
-CODEC = os.environ.get("CAROM_TEST_CODEC", "auto")  # of Carom's loader in every test here
-LIMITS = {"flux": "8MiB", "wan": "9MiB", "sd15": "20MiB"}
 
 
 @pytest.fixture(scope="module", params=PATHS or ["none"], ids=lambda path: Path(path).name)
@@ -38,61 +35,6 @@ def server(request, tmp_path_factory, carom_cli):
     finally:
         server.stop()
         shutil.rmtree(base / "models", ignore_errors=True)
-
-
-class Graph:
-    """A prompt: a loader, what is done to its model, a sampler, and the hash of the latent."""
-
-    def __init__(self, family: str, loader: dict, seed: int = 1, steps: int = 2, cfg: float = 1.0) -> None:
-        width, pooled = CONDITIONS[family]
-        self.nodes: dict[str, dict] = {
-            "load": loader,
-            "cond": node("CaromTestConditioning", tokens=8, width=width, pooled=pooled, seed=5),
-            "latent": node("CaromTestLatent", shape=SHAPES[family]),
-        }
-        self.model: list[Any] = ["load", 0]
-        self.seed, self.steps, self.cfg = seed, steps, cfg
-        self.positive: list[Any] = ["cond", 0]
-
-    def then(self, kind: str, **inputs: Any) -> Graph:
-        name = f"m{len(self.nodes)}"
-        self.nodes[name] = node(kind, model=self.model, **inputs)
-        self.model = [name, 0]
-        return self
-
-    def prompt(self) -> dict:
-        nodes = dict(self.nodes)
-        nodes["sample"] = node(
-            "KSampler", model=self.model, positive=self.positive, negative=["cond", 0], latent_image=["latent", 0],
-            seed=self.seed, steps=self.steps, cfg=self.cfg, sampler_name="euler", scheduler="simple", denoise=1.0,
-        )  # fmt: skip
-        nodes["hash"] = node("CaromTestHash", value=["sample", 0], model=self.model)
-        return nodes
-
-
-def stock(family: str, name: str = "", dtype: str = "default", **options: Any) -> Graph:
-    loader = node("UNETLoader", unet_name=f"{name or family}.safetensors", weight_dtype=dtype)
-    return Graph(family, loader, **options)
-
-
-def ours(
-    family: str, name: str = "", dtype: str = "default", vram: str = "", mode: str = "stream", **options: Any
-):
-    loader = node(
-        "CaromLoadDiffusionModel", unet_name=f"{name or family}.safetensors", weight_dtype=dtype, mode=mode,
-        vram=vram or LIMITS[family], codec=CODEC,
-    )  # fmt: skip
-    return Graph(family, loader, **options)
-
-
-def hash_of(server: Server, graph: Graph) -> str:
-    told = server.run(graph.prompt())["hash"]
-    assert told["finite"] == [True]
-    return told["hash"][0]
-
-
-def told_by(server: Server, graph: Graph) -> dict:
-    return server.run(graph.prompt())["hash"]
 
 
 def test_all_nodes_are_there_with_tooltips_docs_and_locale(server):
@@ -180,10 +122,6 @@ def test_offload_node_wraps_any_model(server):
     told = told_by(server, wrapped)
     assert told["class"] == ["CaromModelPatcher"] and told["held"][0] <= 8 << 20
     assert told["hash"][0] == hash_of(server, stock("flux"))
-
-
-def lora(graph: Graph, name: str = "flux", strength: float = 0.8) -> Graph:
-    return graph.then("LoraLoaderModelOnly", lora_name=f"{name}.safetensors", strength_model=strength)
 
 
 def test_lora_before_and_after_and_stacked(server):

@@ -31,11 +31,11 @@ class Server(ComfyServer):
         copying.
         """
         nodes = self.base / "custom_nodes"
-        for folder in (nodes / "carom_test", self.base / "input", self.base / "user"):
+        for folder in (self.base / "input", self.base / "user"):
             folder.mkdir(parents=True)
-        (nodes / "carom_test" / "__init__.py").write_text(
-            (HERE / "comfy_test_nodes.py").read_text("utf-8"), "utf-8"
-        )
+        for pack, file in (("carom_test", "comfy_test_nodes.py"), ("carom_test_gguf", "comfy_gguf_nodes.py")):
+            (nodes / pack).mkdir(parents=True)
+            (nodes / pack / "__init__.py").write_text((HERE / file).read_text("utf-8"), "utf-8")
         for pack in PACKS:
             (nodes / Path(pack).name).symlink_to(Path(pack).resolve(), target_is_directory=True)
         made = subprocess.run(

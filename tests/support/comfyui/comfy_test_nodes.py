@@ -79,13 +79,14 @@ class Hash:
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"value": (ANY,)}, "optional": {"model": ("MODEL",), "vae": ("VAE",)}}
+        more = {"model": ("MODEL",), "vae": ("VAE",), "control_net": ("CONTROL_NET",)}
+        return {"required": {"value": (ANY,)}, "optional": more}
 
     @classmethod
     def IS_CHANGED(cls, **_):
         return float("nan")  # older versions report nothing of what they took from their cache
 
-    def tell(self, value, model=None, vae=None):
+    def tell(self, value, model=None, vae=None, control_net=None):
         if isinstance(value, dict):
             value = value["samples"]
         values = [value]
@@ -101,6 +102,8 @@ class Hash:
         }
         if vae is not None:
             model = vae.patcher
+        if control_net is not None:
+            model = control_net.control_model_wrapped
         if model is not None:
             told["class"] = [type(model).__name__]
             told["held"] = [int(model.loaded_size())]
@@ -221,6 +224,21 @@ class Compile:
         return (copy,)
 
 
+class CompileNode:
+    """ComfyUI's own node TorchCompileModel, with the eager backend, which its list of backends does not have."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",)}}
+
+    def make(self, model):
+        import nodes
+
+        return nodes.NODE_CLASS_MAPPINGS["TorchCompileModel"].execute(model, "eager").args
+
+
 class CompileBlocks:
     """A node that compiles each block and adds it as an object patch, as other packs' compile nodes do (eager
     backend).
@@ -234,9 +252,10 @@ class CompileBlocks:
 
     def make(self, model):
         copy = model.clone()
-        for index, block in enumerate(copy.get_model_object("diffusion_model").double_blocks):
-            compiled = torch.compile(block, backend="eager")
-            copy.add_object_patch(f"diffusion_model.double_blocks.{index}", compiled)
+        for index in range(len(model.model.diffusion_model.double_blocks)):
+            # The block of an earlier prompt may still be in the model; this returns the original.
+            name = f"diffusion_model.double_blocks.{index}"
+            copy.add_object_patch(name, torch.compile(copy.get_model_object(name), backend="eager"))
         return (copy,)
 
 
@@ -420,6 +439,7 @@ NODE_CLASS_MAPPINGS = {
         Attention,
         ImageAdapter,
         Compile,
+        CompileNode,
         CompileBlocks,
         LowVram,
         Squeeze,

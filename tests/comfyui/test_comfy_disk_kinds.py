@@ -1,0 +1,119 @@
+"""Weights on disk of models that are not plain safetensors models, in the real ComfyUI server on the CPU: GGUF files, a
+ControlNet beside a model, compiled models.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests_comfy_graphs import Graph, hash_of, lora, ours, stock, told_by
+from tests_comfy_server import PATHS, PYTHON, REASON, Server, node
+
+pytestmark = [pytest.mark.skipif(not PATHS, reason=REASON), pytest.mark.timeout(600)]
+MIB = 1 << 20
+RAM = 2 * MIB
+
+
+@pytest.fixture(scope="module", params=PATHS or ["none"], ids=lambda path: Path(path).name)
+def server(request, tmp_path_factory, carom_cli) -> Iterator[Server]:
+    base = tmp_path_factory.mktemp("comfy-disk-kinds")
+    server = Server(request.param, base)
+    server.prepare()
+    done = carom_cli("install-comfyui", str(base))
+    assert done.returncode == 0, done.stderr
+    try:
+        server.start_for_tests()
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(base / "models", ignore_errors=True)
+
+
+def spilled(server: Server) -> int:
+    """Return the bytes of the spill files."""
+    folder = server.base / "temp" / "carom"
+    return sum(path.stat().st_size for path in folder.glob("carom-spill-*"))
+
+
+def assert_reads_disk(told: dict[str, Any], ram: int = RAM) -> None:
+    report = told["report"][0]
+    assert report["ram_budget_bytes"] == ram and report["ram_peak_bytes"] <= ram + MIB
+    assert report["disk_bytes_per_step"] > 0
+
+
+def with_ram(graph: Graph, ram: int = RAM) -> Graph:
+    graph.nodes["load"]["inputs"]["ram"] = f"{ram}"
+    return graph
+
+
+def test_gguf_weights_beyond_ram_are_read_from_their_file(server):
+    """The pack maps the file (gguf-py), so the blocks are on disk already and none is written."""
+    if subprocess.run([PYTHON, "-c", "import gguf"], capture_output=True).returncode:
+        pytest.skip("the package gguf is not installed in the Python of COMFYUI_PYTHON")
+
+    def gguf() -> Graph:
+        return Graph("flux", node("CaromTestLoadGGUF", unet_name="flux_q8.gguf"), steps=4)
+
+    reference = hash_of(server, gguf())
+    server.free()
+    before = spilled(server)
+    for _ in range(2):
+        told = told_by(server, gguf().then("CaromOffload", mode="stream", vram="4MiB", ram=f"{RAM}"))
+        assert told["class"] == ["CaromModelPatcher"] and told["hash"] == [reference]
+        assert_reads_disk(told)
+        assert spilled(server) == before
+    assert hash_of(server, gguf()) == reference
+
+
+def test_a_controlnet_beside_a_model_whose_weights_are_on_disk(server):
+    """Both share `ram`, and both read what it does not hold."""
+
+    def steered(graph: Graph, carom: bool) -> dict[str, Any]:
+        graph.nodes["net"] = node("ControlNetLoader", control_net_name="sd15.safetensors")
+        net = ["net", 0]
+        if carom:
+            graph.nodes["ours"] = node(
+                "CaromOffloadControlNet", control_net=net, mode="stream", vram="12MiB", ram=f"{32 * MIB}"
+            )
+            net = ["ours", 0]
+        graph.nodes["hint"] = node("EmptyImage", width=128, height=128, batch_size=1, color=0x40A0F0)
+        graph.nodes["steer"] = node(
+            "ControlNetApply", conditioning=["cond", 0], control_net=net, image=["hint", 0], strength=0.7
+        )
+        graph.positive = ["steer", 0]
+        prompt = graph.prompt()
+        prompt["net_hash"] = node("CaromTestHash", value=["sample", 0], control_net=net)
+        return prompt
+
+    wanted = server.run(steered(stock("sd15", cfg=2.0, steps=3), carom=False))["hash"]["hash"]
+    assert wanted != [hash_of(server, stock("sd15", cfg=2.0, steps=3))]
+    for seed in (1, 2, 1):
+        model = with_ram(ours("sd15", cfg=2.0, steps=3, seed=seed), 32 * MIB)
+        told = server.run(steered(model, carom=True))
+        assert (told["hash"]["hash"] == wanted) is (seed == 1)
+    reports = [told[name]["report"][0] for name in ("hash", "net_hash")]
+    assert all(report["disk_bytes_per_step"] > 0 for report in reports)
+    assert sum(report["ram_budget_bytes"] for report in reports) <= 32 * MIB
+
+
+@pytest.mark.parametrize("kind", ["CaromTestCompileNode", "CaromTestCompile", "CaromTestCompileBlocks"])
+def test_compiled_models_read_weights_from_disk(server, kind):
+    """ComfyUI's own node, its helper for other packs, and blocks as object patches, with and without LoRA.
+
+    ComfyUI applies no LoRA to a block that was compiled in the prompt before, so stock runs the same prompts.
+    """
+    reference = hash_of(server, stock("flux", steps=4).then(kind))
+    patched = hash_of(server, lora(stock("flux", steps=4)).then("CaromTestLowVram").then(kind))
+    assert patched != reference
+    server.free()
+    told = told_by(server, with_ram(ours("flux", steps=4)).then(kind))
+    assert told["class"] == ["CaromModelPatcher"] and told["hash"] == [reference]
+    assert_reads_disk(told)
+    told = told_by(server, lora(with_ram(ours("flux", steps=4))).then(kind))
+    assert told["hash"] == [patched]
+    assert_reads_disk(told)
