@@ -16,9 +16,10 @@ M_MMAP_THRESHOLD = -3  # of malloc.h
 def give_large_blocks_back() -> bool:
     """Let blocks of at least `LARGE` bytes be mappings of their own, until the process ends; return whether that worked.
 
-    glibc raises its threshold to 32 MiB by itself and then keeps freed blocks in the heaps of its threads. Where a CPU
-    computes, ComfyUI converts each weight at each use, so these heaps grew by 2 GB in three steps of a model of 6.5 GB
-    (that of tests/comfyui/test_comfy_quarter_of_file.py). Other C libraries than glibc have no such threshold.
+    glibc raises its threshold to 32 MiB by itself and then keeps freed blocks in the heaps of its threads. ComfyUI makes
+    each module with weights of its own, which loading frees before they were touched. Where a CPU computes, each use of a
+    weight converts it into one of these free blocks, and memory grows by up to the size of the model (by 2 GB in three
+    steps of the model of tests/comfyui/test_comfy_quarter_of_file.py). Other C libraries have no such threshold.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -11,6 +11,7 @@ from comfy_api.latest import io  # type: ignore[import-not-found]
 
 from . import comfyui_api
 from .convert_patchers import offload, offload_clip, offload_vae, told
+from .host_allocator import give_large_blocks_back
 from .inference_tensors import MAPPED, own_memory
 from .loader_options import (
     dtype_options,
@@ -42,6 +43,8 @@ def ahead(path: str, settings: Settings, device: torch.device) -> None:
 def reading(settings: Settings, device: torch.device) -> Iterator[Unpacking]:
     """Context for loading: files of ``carom pack`` are decoded, and weights that will stream stay views of their file."""
     streams = choose_way(settings.mode, device.type).streams
+    if streams and device.type == "cpu":
+        give_large_blocks_back()  # before ComfyUI makes the modules
     unpacking = Unpacking(settings.ram if streams else None)
     with mapped_weights(settings.ram) if streams else contextlib.nullcontext(), unpacking.active():
         yield unpacking
