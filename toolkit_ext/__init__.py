@@ -5,6 +5,7 @@
 - `budget_shares` checks that a job's models fit one budget.
 - `loading` keeps whole models on the host while they load.
 - `spilled_loading` moves weights to disk while models load.
+- `freed_memory` makes the C allocator give freed memory back.
 - `attachment` manages one model, and `job` all models of one process of a job.
 - `log_messages` writes the lines for the job's log.
 - `toolkit_patches` patches ai-toolkit's classes.

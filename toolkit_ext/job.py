@@ -26,6 +26,7 @@ from . import log_messages
 from .attachment import Attachment, tensors, weight_bytes
 from .budget_shares import require
 from .choose_mode import choose
+from .freed_memory import return_freed_tensors
 from .loading import building_on_the_host, models_stay_on_the_host
 from .options import Policy
 from .spilled_loading import SpilledLoading
@@ -123,9 +124,11 @@ class JobOffload:
     def _arrived(self) -> Callable[[nn.Module], None]:
         """Return the function to call with each module whose weights loading brought to the host."""
         disk = self.policy.disk
-        if disk is None:
+        if disk is not None:
+            return_freed_tensors()
+        if disk is None or disk == AUTO:
             return lambda module: None
-        return SpilledLoading(None if disk == AUTO else disk, ram_budget(self.policy.ram)).note
+        return SpilledLoading(disk, ram_budget(self.policy.ram)).note
 
     def _place_the_rest(self, kept: list[Any], alone: list[Any]) -> None:
         """Place the models in ``kept``, which the loader tried to move to the device and which are not attached yet.

@@ -14,25 +14,21 @@ from torch import nn
 
 from ..core.checkpoint.mapped_views import MappedViews
 from ..core.checkpoint.spill import spill
-from ..core.common.sizes import MIB
-from ..core.host.arena import return_freed_memory
 from ..core.model.tensor_flatten import flatten, is_wrapper
 
 LEAST = 4096  # bytes; smaller tensors stay in host memory
-TRIM = 16 * MIB  # bytes of weights that arrive between two calls that give freed memory back to the system
 
 
 class SpilledLoading:
     """Spills the weights that loading made in host memory, whenever they exceed ``ram`` bytes.
 
-    It also gives the memory of replaced weights back to the system, which the C allocator would keep.
-    ``folder``: where the spill files are, None to spill nothing; ``ram``: bytes of weights that may stay in host memory.
+    ``folder``: where the spill files are; ``ram``: bytes of weights that may stay in host memory.
     """
 
-    def __init__(self, folder: str | None, ram: int) -> None:
+    def __init__(self, folder: str, ram: int) -> None:
         self._folder, self._ram = folder, ram
         self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._bytes = self._untrimmed = 0
+        self._bytes = 0
 
     def note(self, module: nn.Module) -> None:
         """Count the weights of ``module`` itself, without its children, and spill all counted ones if necessary.
@@ -45,19 +41,15 @@ class SpilledLoading:
             if seen is None or seen() is not tensor:
                 self._seen[id(tensor)] = weakref.ref(tensor)
                 self._bytes += tensor.nbytes
-                self._untrimmed += tensor.nbytes
-        if self._untrimmed > TRIM:
-            self._untrimmed = 0
-            return_freed_memory()
-        if self._folder is not None and self._bytes > self._ram:
-            self._spill(self._folder)
+        if self._bytes > self._ram:
+            self._spill()
 
-    def _spill(self, folder: str) -> None:
+    def _spill(self) -> None:
         views = MappedViews()
         alive = [tensor for reference in self._seen.values() if (tensor := reference()) is not None]
         made = [tensor for tensor in alive if _may_spill(tensor) and views.find(tensor) is None]
         if sum(tensor.nbytes for tensor in made) > self._ram:
-            for tensor, spilled in zip(made, spill(made, folder), strict=True):
+            for tensor, spilled in zip(made, spill(made, self._folder), strict=True):
                 tensor.data = spilled.view
             made = []
         self._seen = {id(tensor): weakref.ref(tensor) for tensor in made}

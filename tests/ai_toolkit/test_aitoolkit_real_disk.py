@@ -80,13 +80,7 @@ def deep(bench):
     [
         (None, "auto"),
         (None, "SPILL"),
-        pytest.param(
-            "qfloat8",
-            "SPILL",
-            marks=pytest.mark.xfail(
-                strict=False, reason="a missed figure: 1037 and 1341 MiB were measured, 1056 are wanted"
-            ),
-        ),
+        ("qfloat8", "SPILL"),
         ("convrot8", "SPILL"),
     ],
 )
