@@ -26,7 +26,8 @@ def refuse_other_formats(start: bytes, path: str) -> None:
         raise pickle_error(path)
     if start[:4] == b"GGUF":
         raise UnsupportedError(
-            f"{path}: a GGUF file; Carom reads safetensors (the GGUF's source model has one)"
+            f"{path}: a GGUF file, and weights= reads safetensors. Load the model with a GGUF library, then stream it "
+            "without weights= and with disk=FOLDER, or disk='auto' if the library keeps the file mapped"
         )
     if start.startswith(b"version "):
         raise WeightsError(f"{path}: a Git LFS pointer, not the weights; fetch them with `git lfs pull`")

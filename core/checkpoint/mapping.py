@@ -23,6 +23,7 @@ from .header import show
 from .hub_names import HubNames, hub_names
 from .index import Index, TensorEntry
 from .packed_source import require_readable
+from .quantised_weights import QuantisedWeight, find_quantised
 
 # (name of a fused weight, names of its parts in row order); a name is one part of a dotted tensor name.
 FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -83,6 +84,7 @@ class ModuleMap:
 
     ``kept``: names of tensors that the file lacks and that hold values already (adapters). ``computed``:
     names of non-persistent buffers on `meta`, which no file ever holds and which their module must compute.
+    ``quantised``: parameters that are several tensors in the file, by their first name in the module.
     ``extra``: names in the file that fill nothing. ``prefix``: the prefix that was removed from the file's
     names, or "+" and the prefix that was added to them.
     """
@@ -92,6 +94,7 @@ class ModuleMap:
     computed: tuple[str, ...]
     extra: tuple[str, ...]
     prefix: str
+    quantised: Mapping[str, QuantisedWeight] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,8 @@ def match_module(
     has and the file lacks. ``rename``: a function applied to the module's names first. ``adopt_dtype``:
     tensors on `meta` take the file's dtype instead of being refused. Files of transformers models are also
     searched under the names that transformers' loader gives their tensors (`hub_names`). Packed tensors are
-    treated as their decoded tensors.
+    treated as their decoded tensors. Weights that a library quantised and saved as several tensors are mapped as a
+    whole (`find_quantised`).
 
     Raises WeightsError naming tensors on `meta` that the file lacks, and tensors whose shape or dtype
     differs; UnsupportedError for files of an unknown codec, and for tensors that transformers' loader would
@@ -127,19 +131,27 @@ def match_module(
     require_readable(index)
     targets = _targets(module)
     wanted = {n: _WRAPPERS.sub("", rename(n) if rename else n) for t in targets for n in t.names}
-    hub = hub_names(module, index) if prefix == "auto" and rename is None else HubNames()
-    found = _match(targets, wanted, index, index.entries, prefix, adopt_dtype, hub.stacked)
+    quantised = find_quantised(index)
+    whole = {name: weight.entry for name, weight in quantised.items()}
+    entries = {**index.entries, **{name: entry for name, entry in whole.items() if entry is not None}}
+    hub = hub_names(module, entries) if prefix == "auto" and rename is None else HubNames()
+    found = _match(targets, wanted, index, entries, prefix, adopt_dtype, hub.stacked, quantised)
     if hub.renamed and (found.missing or found.kept):
-        entries = {hub.renamed.get(name, name): entry for name, entry in index.entries.items()}
-        renamed = _match(targets, wanted, index, entries, prefix, adopt_dtype, hub.stacked)
-        if len(renamed.bound) > len(found.bound):
+        entries = {hub.renamed.get(name, name): entry for name, entry in entries.items()}
+        renamed = _match(targets, wanted, index, entries, prefix, adopt_dtype, hub.stacked, quantised)
+        if renamed.count > found.count:
             found = renamed
     _refuse_rearranged(index, found, hub.rearranged)
     used = found.used
     extra = tuple(name for name in index if name not in used)
-    _raise_mismatches(index, found.missing, found.wrong, bool(found.bound), found.prefix, extra)
+    _raise_mismatches(index, found.missing, found.wrong, found.count > 0, found.prefix, extra)
     return ModuleMap(
-        MappingProxyType(found.bound), tuple(found.kept), tuple(found.computed), extra, found.prefix
+        MappingProxyType(found.bound),
+        tuple(found.kept),
+        tuple(found.computed),
+        extra,
+        found.prefix,
+        MappingProxyType(found.quantised),
     )
 
 
@@ -154,6 +166,12 @@ class _MatchResult:
     missing: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
+    quantised: dict[str, QuantisedWeight] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """The number of the module's tensors that the file holds."""
+        return len(self.bound) + len(self.quantised)
 
 
 def _match(
@@ -164,15 +182,23 @@ def _match(
     prefix: str,
     adopt_dtype: bool,
     stacked: Collection[str],
+    quantised: Mapping[str, QuantisedWeight],
 ) -> _MatchResult:
     """Match the module's tensors ``targets`` with the file's ``entries`` by name; return the matches and the
-    mismatches.
+    mismatches. ``quantised``: the weights among ``entries`` that stand for several tensors of the file.
     """
     keys, chosen = _entries_by_module_name(index.path, entries, set(wanted.values()), prefix)
     shapes = {wanted[n]: tuple(t.tensor.shape) for t in targets for n in t.names}
+    weights = {n: quantised[entry.name] for n, entry in keys.items() if entry.name in quantised}
+    keys = {n: entry for n, entry in keys.items() if n not in weights}
     found = _MatchResult(chosen)
     for target in targets:
         names = [wanted[n] for n in target.names]
+        weight = None if target.is_buffer else next((weights[n] for n in names if n in weights), None)
+        if weight is not None:
+            found.used.update(part.name for part in weight.parts.values() if part is not None)
+            found.quantised[target.names[0]] = weight
+            continue
         segments = next((f for n in names if (f := _find(n, shapes, keys, stacked))), None)
         if segments is not None:
             found.used.update(s.entry.name for s in segments)

@@ -35,6 +35,7 @@ from ..host.cache_pieces import LEAST_BUFFERS, choose_buffers
 from ..host.eviction import EVICTIONS
 from ..model.units import Site, Unit, collect
 from .file_tensor import FileTensor, no_room_needed
+from .quantised_binding import QuantisedBinding
 from .wire_format import WireFormat, WireFormats, find_wire_formats, plain_wire_format
 
 logger = logging.getLogger("carom")
@@ -97,6 +98,8 @@ class Checkpoint:
         self.laid_out = False
         # Called before a value that was written or changed on the device is allocated in host memory.
         self.make_room: Callable[[int], object] = no_room_needed
+        # The weights that are made of several tensors of the file; None if there are none.
+        self.quantised: QuantisedBinding | None = None
         self._file_tensors: dict[int, FileTensor] = {}
         self._computed: list[_Computed] = []
 
@@ -277,8 +280,10 @@ class Checkpoint:
 def bind_file(module: nn.Module, weights: Weights | str | os.PathLike[str]) -> Checkpoint:
     """Bind ``module`` to the weights file ``weights`` (a path or `Weights`).
 
-    Raises WeightsError and UnsupportedError as `open_index`, `match_module` and `compute_buffers` do, and
-    UnsupportedError for weights of the file that require gradients. After an error the module is unchanged.
+    Quantised weights of the file (`find_quantised`) are put into the module as their library makes them, as views of
+    the mapped file. They stream from the file after `FlattenedWeights` and `QuantisedBinding.bind_inner`.
+    Raises WeightsError and UnsupportedError as `open_index`, `match_module`, `compute_buffers` and `QuantisedBinding`
+    do, and UnsupportedError for weights of the file that require gradients. After an error the module is unchanged.
     """
     settings = weights if isinstance(weights, Weights) else Weights(weights)
     index = open_index(settings.path)
@@ -294,17 +299,25 @@ def bind_file(module: nn.Module, weights: Weights | str | os.PathLike[str]) -> C
     sites = {id(entry.tensor): entry.sites for entry in collect(module)}
     _refuse_trained({name: tensors[name] for name in found.bound})
     _refuse_layouts({name: tensors[name] for name in found.bound})
+    _refuse_whole({name: tensors[name] for name in found.bound})
     checkpoint = Checkpoint(module, settings)
     checkpoint.laid_out = index.packed
+    quantised = QuantisedBinding(module, found.quantised) if found.quantised else None
     try:
         for bound in found.bound.values():
             checkpoint.bind(bound, tensors[bound.name], sites[id(tensors[bound.name])])
         for name, value in values.items():
             checkpoint.compute(tensors[name], value, sites[id(tensors[name])])
-        checkpoint.note(*_file_notes(found.extra, [tensors[name] for name in found.bound]))
+        if quantised is not None:
+            quantised.place()
+        notes = _file_notes(found.extra, [tensors[name] for name in found.bound])
+        checkpoint.note(*notes, *([] if quantised is None else [quantised.note]))
     except BaseException:
         checkpoint.unbind()
+        if quantised is not None:
+            quantised.undo()
         raise
+    checkpoint.quantised = quantised
     return checkpoint
 
 
@@ -320,6 +333,19 @@ def _refuse_trained(tensors: dict[str, torch.Tensor]) -> None:
             "file are frozen. Freeze them (requires_grad_(False)) and train adapters, or load the module first "
             "and stream it without weights="
         )
+
+
+def _refuse_whole(tensors: dict[str, torch.Tensor]) -> None:
+    """Raise UnsupportedError for a parameter of bitsandbytes' 4-bit class if the file holds its weight as one tensor
+    that is not quantised.
+    """
+    for name, tensor in tensors.items():
+        if hasattr(type(tensor), "from_prequantized") and tensor.is_meta:
+            raise UnsupportedError(
+                f"{name} belongs to a quantised layer ({type(tensor).__name__}), and the file holds the weight without its "
+                "quantisation state. Name a file that the library saved quantised, or quantise the model with the library "
+                "and stream it without weights="
+            )
 
 
 def _refuse_layouts(tensors: dict[str, torch.Tensor]) -> None:

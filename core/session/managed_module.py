@@ -25,7 +25,7 @@ class ManagedModule:
     ``disk``: as in `carom.stream`.
     ``checkpoint``: the weights that are in files, or None if all are in memory.
     ``quantized``: the module's quantised weights, flattened so that their inner tensors are streamed; None
-    for a module with a weights file.
+    for a module with a weights file that holds no quantised weights.
     ``hooks``: the wrapped forwards.
     """
 
@@ -49,6 +49,10 @@ class ManagedModule:
             self.quantized = FlattenedWeights(self.root)
             return
         self.checkpoint = bind_file(self.root, weights)
+        if self.checkpoint.quantised is not None:
+            self.quantized = FlattenedWeights(self.root)
+            self.checkpoint.quantised.bind_inner(self.root, self.checkpoint.bind)
+            self.quantized.follow()
         if keep_packed:
             self.checkpoint.stay_packed(engine)
 
@@ -80,6 +84,8 @@ class ManagedModule:
             self.checkpoint.unbind()
         if self.quantized is not None:
             self.quantized.close()
+        if self.checkpoint is not None and self.checkpoint.quantised is not None:
+            self.checkpoint.quantised.undo()
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """Return the parameter or buffer ``name`` (a dotted path), or None if the module has no such tensor."""
