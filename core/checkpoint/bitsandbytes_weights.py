@@ -8,6 +8,7 @@ The classes are those of the module's own parameters, so bitsandbytes is never i
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -122,6 +123,10 @@ def _make_8bit(module: nn.Module, name: str, views: Mapping[str, torch.Tensor]) 
     require_size("SCB", scales.numel(), codes.shape[0])
     if scales.dtype != torch.float32:
         raise WeightsError(f"SCB is {scales.dtype}, torch.float32 is expected; save the checkpoint again")
-    return MadeWeight(
-        type(parameter)(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
-    )
+    made = type(parameter)(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
+    state = copy.copy(getattr(module, "state", None))
+    if state is None:
+        return MadeWeight(made)
+    # A layer that was used before holds its weight here. The layer takes over the new weight's tensors at first use.
+    state.CB = state.SCB = None
+    return MadeWeight(made, {"state": state})

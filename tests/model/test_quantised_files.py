@@ -586,3 +586,43 @@ def test_a_gguf_file_as_weights_says_how_to_stream_it(tmp_path):
         net = Net()
     with pytest.raises(carom.UnsupportedError, match="disk="):
         carom.stream(net, device="cpu", vram="1MiB", weights=path)
+
+
+# -- values
+
+
+@pytest.mark.parametrize("kind", BITSANDBYTES)
+def test_a_loaded_module_computes_with_the_file_and_has_its_own_weights_back(files, kind):
+    path = files(kind)
+    expected = infer(KINDS[kind].load(path), torch.device("cpu"))
+    net = KINDS[kind].load(path)
+    own = [block.up.weight for block in net.blocks]
+    for weight in own:
+        weight.data.zero_()
+    zeroed = infer(net, torch.device("cpu"))
+    with carom.stream(net, device="cpu", vram="1MiB", ram=RAM, weights=path):
+        assert_same(expected, infer(net, torch.device("cpu")))
+    assert all(block.up.weight is weight for block, weight in zip(net.blocks, own, strict=True))
+    assert_same(zeroed, infer(net, torch.device("cpu")))
+
+
+def test_a_written_value_stays_after_close(files):
+    kind = KINDS["torchao int8"]
+    path = files("torchao int8")
+    net = kind.on_meta()
+    with carom.stream(net, device="cpu", vram="400KiB", ram="1MiB", weights=path) as session:
+        session.write("blocks.1.up.weight__inner_0", torch.ones(4 * D, D, dtype=torch.int8))
+        found = infer(net, torch.device("cpu"))
+        assert torch.equal(session.read("blocks.1.up.weight").qdata, torch.ones(4 * D, D, dtype=torch.int8))
+    assert torch.equal(net.blocks[1].up.weight.qdata, torch.ones(4 * D, D, dtype=torch.int8))
+    assert net.blocks[0].up.weight.is_meta and len(found) == 3
+
+
+def test_what_was_not_attached_is_as_it_was(files):
+    path = files("bitsandbytes nf4")
+    net = KINDS["bitsandbytes nf4"].on_meta()
+    weights = [block.up.weight for block in net.blocks]
+    with pytest.raises(carom.BudgetError):
+        carom.stream(net, device="cpu", vram=100, ram=RAM, weights=path)
+    assert all(block.up.weight is weight for block, weight in zip(net.blocks, weights, strict=True))
+    assert all(weight.is_meta for weight in weights)
