@@ -64,7 +64,8 @@ class KeptPieces:
         self._longest = 0
         self._nbytes = 0
         self._beside = 0  # bytes of the cache's buffers
-        _ALL.add(self)
+        with _ALL_LOCK:
+            _ALL.add(self)
 
     @property
     def idle(self) -> bool:
@@ -202,14 +203,17 @@ class KeptPieces:
 
 
 _ALL: weakref.WeakSet[KeptPieces] = weakref.WeakSet()  # of all sessions of the process
+_ALL_LOCK = threading.Lock()  # a WeakSet must not grow while another thread iterates over it
 
 
 def release_idle(nbytes: int | None = None) -> int:
     """Release pieces that sessions without an open cache keep (parked ones, for instance), at least ``nbytes`` of them
     (None: all). Return the bytes that were released.
     """
+    with _ALL_LOCK:
+        everything = list(_ALL)
     released = 0
-    for kept in list(_ALL):
+    for kept in everything:
         if kept.idle and (nbytes is None or released < nbytes):
             released += kept.release(kept.nbytes if nbytes is None else nbytes - released)
     return released
