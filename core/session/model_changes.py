@@ -17,6 +17,7 @@ import torch
 
 from ..budget import optimizer_reserve
 from ..common.errors import CaromError
+from ..model.sharded import refuse_sharded
 from ..model.units import MODELS_OWN, Entry
 from .layout_manager import LayoutManager
 
@@ -60,13 +61,14 @@ class ModelChanges:
 
         New adapters, and new tensors that fit into the budget, move to the device within the present layout.
         A new layout is needed for weights that were replaced or removed, quantised weights that changed, and
-        new tensors that do not fit.
+        new tensors that do not fit. Raises UnsupportedError if parameters were divided among processes.
         """
         manager = self._manager
         with manager.lock:
             layout = manager.layout
             if layout.tree.lent():
                 return
+            refuse_sharded(manager.module.root, streamed=True)
             self._follow_replaced()
             quantized = manager.module.quantized
             if quantized is not None and quantized.stale:

@@ -17,6 +17,7 @@ from ..device.engine import Engine
 from ..host.kept_pieces import release_idle
 from ..host.page_release import MappedFiles
 from ..host.probe import host_memory, on_windows
+from ..model.sharded import refuse_sharded
 from ..model.units import collect
 from ..placement.bound_checkpoint import Weights
 from ..placement.packer import Packing
@@ -51,6 +52,7 @@ def check(
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError("a scripted module hides its forwards; stream the eager module")
     collect(module)  # raises UnsupportedError for tensors that have no shape yet
+    refuse_sharded(module)
     if weights is not None and not isinstance(weights, (str, os.PathLike, Weights)):
         raise UnsupportedError(
             f"weights={type(weights).__name__}: name a .safetensors file, a folder of them or an index.json"
