@@ -10,19 +10,22 @@ import logging
 import os
 import threading
 
+from ..core.host.probe import host_memory
+
 logger = logging.getLogger("carom")
 THREADS = 4
 PIECE = 16 << 20
-SHARE = 2  # files larger than 1/2 of the available memory are not read: their pages would evict each other
+SHARE = 2  # files larger than 1/2 of the free memory are not read: their pages would evict each other
 
 
 def read_ahead(path: str) -> list[threading.Thread]:
-    """Start the reading threads and return them; an empty list if the file is too large for memory or unreadable."""
-    import psutil
+    """Start the reading threads and return them; an empty list if the file is too large for memory or unreadable.
 
+    The memory is what is free on the machine, or in the container of this process if that is less.
+    """
     try:
         size = os.path.getsize(path)
-        if size > psutil.virtual_memory().available // SHARE:
+        if size > _room_for_pages() // SHARE:
             return []
     except OSError:  # the loader of the file reports the error
         return []
@@ -35,6 +38,14 @@ def read_ahead(path: str) -> list[threading.Thread]:
     for thread in threads:
         thread.start()
     return threads
+
+
+def _room_for_pages() -> int:
+    """Return the bytes that the page cache can take now. The page cache of a container counts towards its limit."""
+    memory = host_memory()
+    if memory.cgroup_limit is None:
+        return memory.available
+    return min(memory.available, max(0, memory.cgroup_limit - (memory.cgroup_used or 0)))
 
 
 def _read(path: str, pieces: object, lock: threading.Lock) -> None:

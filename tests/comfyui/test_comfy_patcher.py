@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -910,6 +911,24 @@ def test_a_file_is_read_ahead_whole_and_what_is_no_file_is_left_to_the_loader(tm
     assert module.read_ahead(str(tmp_path / "none")) == []
     monkeypatch.setattr(module, "SHARE", 1 << 60)
     assert module.read_ahead(str(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "reads"), [(None, None, True), (30_000, 5_000, True), (30_000, 20_000, False), (15_000, None, False)]
+)  # fmt: skip
+def test_a_file_is_read_ahead_only_if_its_container_has_memory_for_it(
+    tmp_path, monkeypatch, limit, used, reads
+):
+    from carom.nodes import read_ahead as module
+
+    memory = replace(module.host_memory(), cgroup_limit=limit, cgroup_used=used)
+    monkeypatch.setattr(module, "host_memory", lambda: memory)
+    path = tmp_path / "weights"
+    path.write_bytes(b"x" * 10_500)
+    threads = module.read_ahead(str(path))
+    assert bool(threads) is reads
+    for thread in threads:
+        thread.join()
 
 
 class Decoder(nn.Module):
