@@ -6,7 +6,8 @@
 - `loading` keeps whole models on the host while they load.
 - `spilled_loading` moves weights to disk while models load.
 - `freed_memory` makes the C allocator give freed memory back.
-- `attachment` manages one model, and `job` all models of one process of a job.
+- `attachment` manages one model, and `job` all models of one process of a job. `job_sessions` divides the job's budgets
+  among the models, and `job_reports` writes the job's reports.
 - `log_messages` writes the lines for the job's log.
 - `toolkit_patches` patches ai-toolkit's classes.
 """

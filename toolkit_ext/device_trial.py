@@ -11,6 +11,7 @@ from ..core.common.errors import CaromError
 from ..core.device import vbar
 from ..core.device.make_engine import make_engine
 from ..core.session.session import stream
+from . import devices
 
 # A float32 layer has 4 MiB. This is more than the granularity of allocators, so that a layer has to stream.
 WIDTH = 1024
@@ -31,9 +32,7 @@ def works_in_pool(device: torch.device, *, streaming: bool = True) -> None:
     The budget holds two of the pages, or all three if ``streaming`` is False. Raises CaromError with the reason if the
     trial fails, or torch's exception.
     """
-    from .job import engine_device
-
-    found = vbar.find(make_engine(engine_device(device)), asked=True)
+    found = vbar.find(make_engine(devices.engine_device(device)), asked=True)
     if isinstance(found, str):
         raise CaromError(found)
     width = max(8, math.isqrt(vbar.PAGE // _A_PAGE // 4))
@@ -42,15 +41,13 @@ def works_in_pool(device: torch.device, *, streaming: bool = True) -> None:
 
 
 def _try(device: torch.device, depth: int, width: int, vram: int, pool: str) -> None:
-    from .job import engine_device
-
     layers = [nn.utils.skip_init(nn.Linear, width, width, bias=False) for _ in range(depth)]
     model = nn.Sequential(*layers).requires_grad_(False)
     for layer in layers:
         nn.init.eye_(layer.weight)
     x = torch.ones(1, width, device=device, requires_grad=True)
     settings = {"granularity": "layer", "codec": "raw", "pool": pool}
-    with stream(model, device=engine_device(device), vram=vram, **settings) as session:  # type: ignore[arg-type]
+    with stream(model, device=devices.engine_device(device), vram=vram, **settings) as session:  # type: ignore[arg-type]
         report = session.report()
         if report.pool != pool:
             raise CaromError(report.pool_reason)

@@ -162,9 +162,11 @@ def _run(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         if job is not None:
             _current = None
             try:
-                if not job.told:  # a job without samples gets its line of progress and advice at the end
-                    job.progress(getattr(self, "step_num", None))
-                folder = job.write(self.save_root, self.job.name, pictures=True)
+                if (
+                    not job.reports.told
+                ):  # a job without samples gets its line of progress and advice at the end
+                    job.reports.progress(getattr(self, "step_num", None))
+                folder = job.reports.write(self.save_root, self.job.name, pictures=True)
                 if folder is not None:
                     job.say(f"report, timelines and traces: {folder}")
             finally:
@@ -228,8 +230,8 @@ def _sample(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     job: JobOffload | None = self.__dict__.get(JOB)
     if job is not None:
         job.sampling(getattr(self, "network", None))
-        job.progress(args[0] if args else kwargs.get("step"))
-        job.write(self.save_root, self.job.name, pictures=False)
+        job.reports.progress(args[0] if args else kwargs.get("step"))
+        job.reports.write(self.save_root, self.job.name, pictures=False)
     return original(self, *args, **kwargs)
 
 

@@ -32,7 +32,7 @@ def on(monkeypatch):
     """Makes the engine compute on a device of the tests."""
 
     def choose(name):
-        monkeypatch.setattr("carom.toolkit_ext.job.engine_device", lambda device: DEVICES[name])
+        monkeypatch.setattr("carom.toolkit_ext.devices.engine_device", lambda device: DEVICES[name])
 
     return choose
 
@@ -514,7 +514,7 @@ def test_10_the_transformer_has_slots_for_the_turns_of_a_step_though_its_adapter
 ):
     """An encoder, which no backward goes through, has not."""
     from carom.core.session.session import Session
-    from carom.toolkit_ext import job as jobs
+    from carom.toolkit_ext import job_sessions
 
     told: dict[str, set[bool]] = {}
 
@@ -522,7 +522,7 @@ def test_10_the_transformer_has_slots_for_the_turns_of_a_step_though_its_adapter
         told.setdefault(type(module).__name__, set()).add(settings["backward"])
         return Session(module, **settings)
 
-    monkeypatch.setattr(jobs, "Session", session)
+    monkeypatch.setattr(job_sessions, "Session", session)
     run(tmp_path, model_class)
     assert told == {"Transformer": {True}, "TextEncoder": {False}}
 
@@ -545,18 +545,17 @@ def test_11_a_skipped_step_leaves_the_others_exact(on, tmp_path, where, device):
 
 
 def test_11_running_out_while_the_model_is_attached_leaves_it_waiting(job, monkeypatch):
-    offload, model = job
+    _, model = job
     attach(model, CPU)
     x, text = inputs()
-    real = offload._stream
 
     def full(*args, **kwargs):
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(offload, "_stream", full)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        model(x, text)
-    monkeypatch.setattr(offload, "_stream", real)
+    with monkeypatch.context() as patched:
+        patched.setattr("carom.toolkit_ext.job_sessions.Session", full)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(x, text)
     standin.MemoryManager.detach(model)
     expected = model(x, text)
     attach(model, CPU)

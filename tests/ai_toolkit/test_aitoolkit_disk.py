@@ -68,7 +68,7 @@ def from_disk():
 def test_training_from_a_spill_file_is_the_plain_jobs_bit_for_bit(
     tmp_path, monkeypatch, device, model_class, checkpointing, quantize_te
 ):
-    monkeypatch.setattr("carom.toolkit_ext.job.engine_device", lambda _: DEVICES[device])
+    monkeypatch.setattr("carom.toolkit_ext.devices.engine_device", lambda _: DEVICES[device])
     train = {"checkpointing": checkpointing, "sample_every": 1, "steps": 2}
     config = {"quantize_te": quantize_te}
     plain = run(tmp_path, None, model_class, config=config, **train)

@@ -16,7 +16,8 @@ import torch
 from carom.core.session.registry import _sessions as sessions
 from carom.toolkit_ext import options
 from carom.toolkit_ext.job import JobOffload
-from carom.toolkit_ext.options import read
+from carom.toolkit_ext.job_reports import JobReports
+from carom.toolkit_ext.options import Policy, read
 from tests_harness import assert_same
 from tests_inside import inside
 
@@ -149,12 +150,11 @@ def test_each_process_of_a_job_has_its_own_policy(tmp_path):
 @pytest.mark.parametrize("name", ["cuda:1", "cuda"])
 def test_models_stream_to_the_device_of_their_job(monkeypatch, name):
     """A second GPU is asked for as such: nothing goes to the first, which stays the current one."""
-    from carom.toolkit_ext import job as jobs
-    from carom.toolkit_ext.options import Policy
+    from carom.toolkit_ext import devices
 
     asked = []
-    monkeypatch.setattr(jobs, "engine_device", lambda device: asked.append(device) or torch.device("cpu"))
-    job = jobs.JobOffload(Policy("bouncing", BUDGET), name, standin.SAID.append)
+    monkeypatch.setattr(devices, "engine_device", lambda device: asked.append(device) or torch.device("cpu"))
+    job = JobOffload(Policy("bouncing", BUDGET), name, standin.SAID.append)
     try:
         job.attach(model := standin.Transformer().requires_grad_(False))
         (attachment,) = job.attachments
@@ -416,18 +416,18 @@ def test_a_kept_report_has_the_peaks_of_every_session_that_the_model_had():
         plain = session.report()
     trained = dataclasses.replace(plain, kind="train", steps=9, vram_peak_bytes=70, ram_peak_bytes=5)
     sampled = dataclasses.replace(plain, kind="infer", steps=2, vram_peak_bytes=50, ram_peak_bytes=8)
-    job: Any = SimpleNamespace(_reports={})
+    reports = JobReports(Policy("bouncing"), [], lambda line: None)
     for report in (trained, sampled):  # of the session before a pause, and of the one after it
         again: Any = SimpleNamespace(name="model", session=SimpleNamespace(report=lambda one=report: one))
-        JobOffload._keep_report(job, again)
-    kept = job._reports["model"]
+        reports.keep(again)
+    kept = reports.of("model")
     assert (kept.kind, kept.steps, kept.vram_peak_bytes, kept.ram_peak_bytes) == ("train", 9, 70, 8)
 
 
 def test_the_jobs_budget_is_of_what_was_free_before_the_first_model_came(monkeypatch):
     """A model that is attached late shares all of the budget, not a part of what the first one left."""
     device = carom.SimulatedDevice(memory_bytes=3 << 29)
-    monkeypatch.setattr("carom.toolkit_ext.job.engine_device", lambda _: device)
+    monkeypatch.setattr("carom.toolkit_ext.devices.engine_device", lambda _: device)
     whole = int(0.7 * device.memory_bytes) - (1 << 30)
     said: list[str] = []
     job = JobOffload(read({"offload": "bouncing"}), "cpu", said.append)
@@ -441,7 +441,7 @@ def test_the_jobs_budget_is_of_what_was_free_before_the_first_model_came(monkeyp
     shared = job.attachments[0].given
     job.attachments[1].session.park()
     said.clear()
-    job.progress(3)
+    job.reports.progress(3)
     job.close()
     assert isinstance(shared, carom.SharedBudget) and whole - 4096 <= shared.nbytes <= whole
     assert said[0].endswith("parked, all of it waits on the host")
@@ -452,7 +452,7 @@ class Models:
 
     def __init__(self, monkeypatch, vram):
         self.device = carom.SimulatedDevice(memory_bytes=3 << 29)
-        monkeypatch.setattr("carom.toolkit_ext.job.engine_device", lambda _: self.device)
+        monkeypatch.setattr("carom.toolkit_ext.devices.engine_device", lambda _: self.device)
         monkeypatch.setattr("carom.core.session.policies.device_memory._SECONDS", 0.0)
         options = {"offload": "bouncing", "offload_kwargs": {"vram": vram}}
         self.job = JobOffload(read(options), "cpu", lambda line: None)

@@ -73,7 +73,7 @@ def inputs(step=0):
     checkpointing=[True, False],
 )
 def test_training_is_the_plain_jobs_bit_for_bit(tmp_path, monkeypatch, device, model_class, checkpointing):
-    monkeypatch.setattr("carom.toolkit_ext.job.engine_device", lambda _: DEVICES[device])
+    monkeypatch.setattr("carom.toolkit_ext.devices.engine_device", lambda _: DEVICES[device])
     train = {"gradient_checkpointing": checkpointing, "sample_every": 1, "steps": 2}
     plain = run(tmp_path, None, model_class, **train)
     assert_same(plain.result, run(tmp_path, "lossless", model_class, **train).result)

@@ -35,7 +35,7 @@ def card(monkeypatch):
     def make(memory=1 << 24, **options):
         device = carom.SimulatedDevice(seed=3, timing="random", memory_bytes=memory)
         driver = aimdo.install(monkeypatch, aimdo.Driver(device, **options))
-        monkeypatch.setattr("carom.toolkit_ext.job.engine_device", lambda _: device)
+        monkeypatch.setattr("carom.toolkit_ext.devices.engine_device", lambda _: device)
         return driver
 
     yield make

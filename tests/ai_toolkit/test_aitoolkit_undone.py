@@ -86,18 +86,17 @@ def test_quantised_weights_are_whole_again_where_streaming_could_not_begin(offlo
     model = attached(quantised=True)
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     before = [(layer._parameters["weight"], sorted(layer._buffers)) for layer in layers]
-    real = offload._stream
 
     def full(*args, **kwargs):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(offload, "_stream", full)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            model(*inputs())
-        for layer, (weight, buffers) in zip(layers, before, strict=True):
-            assert layer._parameters["weight"] is weight and sorted(layer._buffers) == buffers
-    monkeypatch.setattr(offload, "_stream", real)
+    with monkeypatch.context() as patched:
+        patched.setattr("carom.toolkit_ext.job_sessions.Session", full)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                model(*inputs())
+            for layer, (weight, buffers) in zip(layers, before, strict=True):
+                assert layer._parameters["weight"] is weight and sorted(layer._buffers) == buffers
     model(*inputs())
     assert model._memory_manager.session is not None
 
@@ -131,7 +130,7 @@ def test_the_report_of_an_unloaded_model_is_written_too(offload, tmp_path):
         with torch.no_grad():
             one(*inputs())
     standin.MemoryManager.free(model)
-    offload.write(tmp_path, "job", pictures=False)
+    offload.reports.write(tmp_path, "job", pictures=False)
     written = json.loads(next(tmp_path.rglob("report.json")).read_text())["models"]
     assert sorted(written) == ["Transformer", "Transformer 2"]
     assert all(figures["vram_peak_bytes"] > 0 for figures in written.values())

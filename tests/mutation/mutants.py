@@ -718,12 +718,12 @@ MUTANTS: list[Mutant] = [
     *_of(
         "toolkit_ext/job.py",
         (
-            "        self._keep_report(attachment)\n        attachment.detach",
+            "        self.reports.keep(attachment)\n        attachment.detach",
             "        attachment.detach",
             "an unloaded model's report is lost",
         ),
         (
-            "        self._rebalance()\n\n    def ready",
+            "        self.sessions.rebalance()\n\n    def ready",
             "\n    def ready",
             "an unloaded model's part is nobody's",
         ),
