@@ -6,9 +6,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .core.budget.shared_budget import SharedBudget
     from .core.checkpoint.load_file import load_file
-    from .core.common.errors import BudgetError, CaromError, PinError, UnsupportedError, WeightsError
+    from .core.common.errors import (
+        BudgetError,
+        CaromError,
+        GroupError,
+        PinError,
+        UnsupportedError,
+        WeightsError,
+    )
     from .core.device.simulated import SimulatedDevice
     from .core.metrics.report import Report
+    from .core.model.ddp import prepare_for_ddp
     from .core.model.dense_modules import dense_modules
     from .core.placement.bound_checkpoint import Weights
     from .core.plan.residency import Plan
@@ -20,6 +28,7 @@ __version__ = "0.2.0"  # pyproject.toml has the same, which ComfyUI's registry r
 __all__ = [
     "BudgetError",
     "CaromError",
+    "GroupError",
     "OptimizerInBackward",
     "PinError",
     "Plan",
@@ -32,6 +41,7 @@ __all__ = [
     "WeightsError",
     "dense_modules",
     "load_file",
+    "prepare_for_ddp",
     "stream",
 ]
 
@@ -46,6 +56,7 @@ _HOME = {
     "SimulatedDevice": "core.device.simulated",
     "dense_modules": "core.model.dense_modules",
     "load_file": "core.checkpoint.load_file",
+    "prepare_for_ddp": "core.model.ddp",
     "stream": "core.session.session",
 }
 

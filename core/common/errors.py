@@ -36,7 +36,11 @@ class UnsupportedError(CaromError):
     """
 
 
+class GroupError(CaromError):
+    """The error for a group of processes in which another process failed, ended, or does not take part."""
+
+
 # Programs that embed Carom (such as ComfyUI) show the full name of an exception's class. This makes the name
 # `carom.BudgetError`, as users import it, whatever folder the package was loaded from.
-for _error_class in (CaromError, BudgetError, WeightsError, PinError, UnsupportedError):
+for _error_class in (CaromError, BudgetError, WeightsError, PinError, UnsupportedError, GroupError):
     _error_class.__module__ = "carom"

@@ -162,7 +162,7 @@ def cut(units: Sequence[tuple[int, Sequence[PlacedTensor]]], nbytes: int) -> lis
         if not size:
             pieces.append([])
             continue
-        reads = _reads(tensors)
+        reads = file_reads(tensors)
         count = -(-size // nbytes)
         # Make the pieces equally long: a short last piece would leave its buffer half empty.
         piece_bytes = max(ALIGN, _pages(-(-size // count)))
@@ -177,7 +177,7 @@ def cut(units: Sequence[tuple[int, Sequence[PlacedTensor]]], nbytes: int) -> lis
     return pieces
 
 
-def _reads(tensors: Iterable[PlacedTensor]) -> list[FileRead]:
+def file_reads(tensors: Iterable[PlacedTensor]) -> list[FileRead]:
     """Return the reads that fill a whole unit, in order of their bytes; ranges that are adjacent in file and
     unit are joined.
     """

@@ -145,6 +145,11 @@ class Checkpoint:
         """
         return self._file_tensors.get(id(tensor))
 
+    def segments(self) -> list[Segment]:
+        """Return the file bytes that fill the tensors of the module, without those that only values in memory have."""
+        tensors = {id(found): found for found in self._file_tensors.values()}
+        return [segment for found in tensors.values() for segment in found.bound.segments]
+
     def bind_device_tensor(self, tensor: torch.Tensor, file_tensor: FileTensor) -> None:
         """Register ``tensor``, a copy on the device, as representing ``file_tensor``, until
         `unbind_device_tensor`.

@@ -34,7 +34,7 @@ def bind_memory(module: nn.Module, disk: str | os.PathLike[str], ram: int) -> Ch
     Returns None, and leaves the module alone, if nothing of it can stream from disk, or if the weights that
     would stay in host memory exceed half of ``ram``. Raises BudgetError and WeightsError as `spill` does.
     """
-    entries = [entry for entry in collect(module) if _can_stream(entry)]
+    entries = [entry for entry in collect(module) if can_stream(entry)]
     # In a new module every weight is trainable, and nothing is trained yet.
     if any(not entry.trainable for entry in entries):
         entries = [entry for entry in entries if not entry.trainable]
@@ -51,8 +51,20 @@ def bind_memory(module: nn.Module, disk: str | os.PathLike[str], ram: int) -> Ch
         spilled, others = sum(entry.nbytes for entry in others), []
     if len(others) == len(entries) or sum(entry.nbytes for entry in others) > ram // 2:
         return None
-    checkpoint = Checkpoint(module, Weights(disk))
+    checkpoint = bind_ranges(module, entries, ranges, _note(entries, ranges, spilled, disk))
     checkpoint.laid_out = spilled > 0
+    return checkpoint
+
+
+def bind_ranges(
+    module: nn.Module, entries: Sequence[Entry], ranges: Sequence[FileRange | None], note: str
+) -> Checkpoint:
+    """Let ``entries`` of ``module``, whose tensors are views of mapped files, stream from the file ranges ``ranges``,
+    and return the binding. An entry without a range is kept in host memory.
+
+    ``note``: for the report. Raises BudgetError if host memory has no room for the entries without a range.
+    """
+    checkpoint = Checkpoint(module, Weights(""))
     try:
         for entry, found in zip(entries, ranges, strict=True):
             tensor = checkpoint.bind(_bound(entry, found), entry.tensor, entry.sites)
@@ -61,7 +73,7 @@ def bind_memory(module: nn.Module, disk: str | os.PathLike[str], ram: int) -> Ch
                 tensor.change(tensor.original)
                 assert tensor.changed is not None
                 tensor.original.data = tensor.changed
-        checkpoint.note(_note(entries, ranges, spilled, disk))
+        checkpoint.note(note)
     except MemoryError as error:
         checkpoint.unbind()
         raise BudgetError(
@@ -73,7 +85,7 @@ def bind_memory(module: nn.Module, disk: str | os.PathLike[str], ram: int) -> Ch
     return checkpoint
 
 
-def _can_stream(entry: Entry) -> bool:
+def can_stream(entry: Entry) -> bool:
     """Return whether a weight can be read from disk for each use.
 
     Buffers stay, because models write to them. Buffers of 8-bit numbers are quantised weights (of ai-toolkit's linear

@@ -8,7 +8,7 @@ staging buffers in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,14 +22,19 @@ from ..host.arena import HostArena
 from ..host.blob_checksums import BlobChecks, PieceChecksums
 from ..host.cache_pieces import BufferPlan, CachePiece, choose_buffers, cut
 from ..host.host_cache import CacheFigures, HostCache
+from ..host.shared_cache import SharedCache
 from .backing import Link
 from .bound_checkpoint import FileTensor
 from .file_source import FileSource
 from .resident_loader import ResidentLoader
 from .tier import ReadFigures
+from .wire_format import WireFormat
 
 if TYPE_CHECKING:
     from .file_backing import FileBacking
+
+
+_NOTHING = WireFormat(0, ())  # of a unit that takes no room in the cache
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,14 @@ class FileReads:
     ) -> None:
         self._engine, self._arena, self._source, self._residents = engine, arena, source, residents
         self.backings: list[FileBacking] = []
-        self.cache: HostCache | None = None
+        self.cache: HostCache | SharedCache | None = None
         self._link: Link | None = None
         self._closed = False
         self._final = Read()
         self._pieces: list[list[CachePiece]] = []
+        self._shared: dict[
+            int, list[CachePiece]
+        ] = {}  # the pieces of units that are in shared memory, by unit
         self._checks: BlobChecks | None = None  # set if any unit is copied to the device packed
         self._buffers: BufferPlan | None = None
         self._peak = 0  # peak bytes of host memory before the last release of memory
@@ -99,10 +107,12 @@ class FileReads:
                 self._arena.pin(file_tensor.block)
         wires = [backing.wire for backing in self.backings]
         if wires:
-            self._buffers = choose_buffers([wire.nbytes for wire in wires], budget)
-            self._pieces = cut([(wire.nbytes, wire.placed) for wire in wires], self._buffers.nbytes)
+            self._cut(wires, budget)
         if any(wire.blobs for wire in wires):
-            self._checks = BlobChecks(self._pieces, [wire.blobs for wire in wires])
+            self._checks = BlobChecks(
+                [self._shared.get(unit, pieces) for unit, pieces in enumerate(self._pieces)],
+                [wire.blobs for wire in wires],
+            )
         link.meter.disk_bytes = self.total_read
         if not self._engine.virtual_clock:
             link.meter.disk_reads = self._reads
@@ -118,6 +128,23 @@ class FileReads:
         self._limit_kept(residents.staging_bytes)
         if buffers_beside:
             self._open_cache()
+
+    def _cut(self, wires: Sequence[WireFormat], budget: int) -> None:
+        """Cut the units into pieces: those in shared memory by its ranges, the others by the cache's buffers, which
+        take at most ``budget`` bytes.
+        """
+        image = self._source.image
+        if image is not None:
+            image.pin(self._arena)
+            rank = sum(wire.nbytes // PAGE + 1 for wire in wires)  # above the ranks that `cut` gives
+            for unit, wire in enumerate(wires):
+                pieces = image.cut(unit, wire.placed, rank)
+                if pieces is not None:
+                    self._shared[unit] = pieces
+                    rank += len(pieces)
+        own = [_NOTHING if unit in self._shared else wire for unit, wire in enumerate(wires)]
+        self._buffers = choose_buffers([wire.nbytes for wire in own], budget)
+        self._pieces = cut([(wire.nbytes, wire.placed) for wire in own], self._buffers.nbytes)
 
     def _limit_kept(self, beside: int) -> None:
         """Release pieces kept from the last layout as far as host memory is needed for the cache's buffers,
@@ -159,11 +186,14 @@ class FileReads:
         """
         if self._buffers is None or self.cache is not None:
             return
-        self.cache = HostCache(
+        inspect = None if self._checks is None else self._checks.checksum
+        cache = HostCache(
             self._pieces, self._buffers, self._arena, self._source.reader(self._buffers.nbytes), self._engine.landed,
             self._engine.synchronize, self._source.checkpoint.settings.eviction,
-            None if self._checks is None else self._checks.checksum, self._source.kept,
+            inspect, self._source.kept,
         )  # fmt: skip
+        image = self._source.image
+        self.cache = cache if image is None else SharedCache(cache, image, self._shared, inspect)
         if not self._buffers.whole:
             self.cache.hold_back(self._residents.staging_bytes)
         upcoming = list(self.link.upcoming())
@@ -202,7 +232,7 @@ class FileReads:
         """Return the pieces of the unit at ``index``, and record that the unit is being used."""
         if self._residents.waiting:
             self._used_units.add(index)
-        return self._pieces[index]
+        return self._shared.get(index) or self._pieces[index]
 
     def verify_checksums(self, index: int, found: list[PieceChecksums]) -> None:
         """Raise WeightsError if the packed bytes of a unit do not match their checksums. The cache then drops
@@ -293,6 +323,8 @@ class FileReads:
         cache = 0 if self.cache is None else self.cache.figures().held_bytes
         held = self._residents.staging_bytes + cache + self._source.checkpoint.changed_bytes
         held += self._source.kept.nbytes
+        if self._source.image is not None:
+            held += self._source.image.nbytes
         return held + (0 if self._link is None else self._link.mapped_bytes())
 
     def make_host_room(self, nbytes: int) -> None:
@@ -315,7 +347,7 @@ class FileReads:
         """Return the disk and RAM figures for the report."""
         source, read = self._source, self._read_figures()
         return ReadFigures(
-            ram_budget_bytes=source.ram,
+            ram_budget_bytes=source.ram + (0 if source.image is None else source.image.nbytes),
             ram_peak_bytes=read.held_bytes,
             read_bytes=read.nbytes,
             reading_seconds=read.seconds,

@@ -13,6 +13,7 @@ from ..checkpoint.direct_io import ALIGN as PAGE
 from ..checkpoint.disk_reader import DiskReader, ReaderPolicy
 from ..common.sizes import MIB, format_size
 from ..host.kept_pieces import KeptPieces
+from ..host.shared_image import SharedImage
 from .bound_checkpoint import Checkpoint, FileTensor
 
 _CHUNK = 4 * MIB  # largest number of bytes of one read call
@@ -23,13 +24,15 @@ class FileSource:
     """The weights file of one layout.
 
     ``ram``: bytes of host memory for the cache and changed values. ``write``: replaces the value of a
-    streamed weight. ``kept``: the session's pieces of weights that are in RAM between two layouts.
+    streamed weight. ``kept``: the session's pieces of weights that are in RAM between two layouts. ``image``: what the
+    ranks of this machine share of the file, None without a group.
     """
 
     checkpoint: Checkpoint
     ram: int
     write: Callable[[FileTensor, torch.Tensor], None]
     kept: KeptPieces = field(default_factory=KeptPieces)
+    image: SharedImage | None = None
 
     @property
     def cache_bytes(self) -> int:
@@ -58,5 +61,5 @@ class FileSource:
             policy,
             path_tuner=self.checkpoint.path_tuner,
             read_limit=self.checkpoint.read_limit,
-            memory=self.kept,
+            memory=self.kept if self.image is None else self.image,
         )

@@ -18,6 +18,8 @@ from ..budget.shared_budget import SharedBudget
 from ..common.errors import BudgetError
 from ..device.engine import Engine
 from ..device.make_engine import make_engine
+from ..host.node_group import NodeGroup
+from ..host.shared_image import SharedImage
 from . import settings
 from .budgets import Budgets
 from .codec_choice import CodecChoice
@@ -62,12 +64,13 @@ class Parts:
 
 def assemble(
     module: nn.Module, *, device: Any, vram: Any, ram: int | str, weights: Any, granularity: str, codec: str, pool: str,
-    host: str, training: str | None, disk: str | os.PathLike[str] | None, backward: bool,
+    host: str, training: str | None, disk: str | os.PathLike[str] | None, shared: bool, backward: bool,
 ) -> Parts:  # fmt: skip
     """Return the connected parts of a session, without changing the module yet.
 
     Arguments: those of `carom.stream`, already checked. Trainable weights cannot stream from disk, so ``disk`` has no
     effect with ``training="stream"``.
+    ``shared``: whether the weights will be in memory that several processes share, where they are not packed.
     ``backward``: whether backward passes go through the module although none of its weights are trained.
     """
     engine = make_engine(device)
@@ -76,7 +79,7 @@ def assemble(
         settings.vram_budget(vram, engine, waiting=waiting), engine, waiting
     )
     weight_pool = WeightPool(engine, pool)
-    packing = settings.packing(codec, host, weights, engine, module, weight_pool)
+    packing = None if shared else settings.packing(codec, host, weights, engine, module, weight_pool)
     nbytes = settings.ram_beside_device(ram, engine, module, budget, waiting)
     wanted = Wanted(budget, nbytes, packing, note=note)
 
@@ -130,6 +133,18 @@ def parts(session: Any) -> Parts:
     """Return the parts of ``session``, for benchmarks and tests that inspect a session's internals."""
     found: Parts = session._parts
     return found
+
+
+def share(made: Parts, node: NodeGroup) -> None:
+    """Move the weights of a session that has no layout yet to memory that the ranks of ``node`` share.
+
+    All ranks use the smallest of their RAM budgets. Raises as `share_memory` and `share_files` do.
+    """
+    manager = made.manager
+    ram = min(node.exchange(manager.wanted.ram, "comparing RAM budgets"))
+    manager.wanted = dataclasses.replace(manager.wanted, ram=ram)
+    manager.host.image = SharedImage()
+    manager.module.share(node, ram, manager.host.image)
 
 
 def attach_first(made: Parts, vram: Any) -> None:

@@ -6,8 +6,10 @@ from ..device.engine import Engine
 from ..host import probe
 from ..host.arena import HostArena
 from ..host.kept_pieces import KeptPieces
+from ..host.shared_image import SharedImage
 from ..placement.host_copies import HostCopies
 from ..placement.packed_tensor import PackedTensor
+from ..placement.shared_weights import RANK_BYTES
 
 
 class HostResources:
@@ -18,12 +20,14 @@ class HostResources:
     ``shelf``: packed weights, by the id of the model's tensor.
     ``copies``: blocks with the bytes of units (groups of weights) that the next layout can use again.
     ``kept``: what the cache of weights from files held at the end of the last layout, for the next one.
+    ``image``: the weights that the ranks of this machine share, None without a group.
     """
 
     def __init__(self, engine: Engine, ram: int) -> None:
         self.copies = HostCopies()
         self.kept = KeptPieces()
         self.shelf: dict[int, PackedTensor] = {}
+        self.image: SharedImage | None = None
         self.arena = HostArena(engine.pinner, probe.pin_limit(ram))
         self.arena.reclaim = self.copies.unpin_resident_copies
 
@@ -32,6 +36,10 @@ class HostResources:
         self.kept.set_budget(min(ram, self.kept.budget))
         self.arena.begin_layout(probe.pin_limit(ram))
         self.arena.notes += notes
+
+    def own_ram(self, ram: int) -> int:
+        """Return the bytes of ``ram`` that are this process's own: all of them, or without what ranks share."""
+        return ram if self.image is None else min(ram, RANK_BYTES)
 
     @property
     def packs(self) -> bool:

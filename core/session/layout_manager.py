@@ -291,6 +291,8 @@ class LayoutManager:
         """Free host copies, and restore the module's own tensors and forwards. Called after `close`."""
         self.host.copies.clear()
         self.module.unbind(self.host, self.engine)
+        if self.host.image is not None:
+            self.host.image.close()
 
     def shrunk(self, failed: Wanted, error: BaseException) -> Wanted | None:
         """Return ``failed``, which ended in ``error``, with a smaller VRAM budget.
@@ -404,7 +406,9 @@ class LayoutManager:
         source = None
         if checkpoint is not None:
             checkpoint.make_room = host.kept.yield_bytes
-            source = FileSource(checkpoint, wanted.ram, self.write_streamed, host.kept)
+            source = FileSource(
+                checkpoint, host.own_ram(wanted.ram), self.write_streamed, host.kept, host.image
+            )
         tier = tiers.make_tier(tiers.TierWish(self.engine, store, carving, plan, source, wanted.packing))
         return Placement(self.engine, store, tier)
 

@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 from ..device.engine import Engine
+from ..host.node_group import NodeGroup
+from ..host.shared_image import SharedImage
 from ..model.quantized import FlattenedWeights
 from ..placement.bound_checkpoint import Checkpoint, bind_file
 from ..placement.disk_binding import bind_memory
 from ..placement.packed_tensor import give_back
+from ..placement.shared_weights import share_files, share_memory
 from .host_resources import HostResources
 from .root_hooks import RootHooks
 
@@ -55,6 +58,18 @@ class ManagedModule:
             self.quantized.follow()
         if keep_packed:
             self.checkpoint.stay_packed(engine)
+
+    def share(self, node: NodeGroup, ram: int, image: SharedImage) -> None:
+        """Let frozen weights stream from memory that the ranks of ``node`` share, and add that memory to ``image``.
+
+        ``ram``: the budget of the machine's host memory in bytes. Raises as `share_memory` and `share_files` do.
+        """
+        if self.checkpoint is not None:
+            share_files(self.checkpoint, node, ram, image)
+            return
+        self.checkpoint = share_memory(self.root, node, image)
+        if self.quantized is not None:
+            self.quantized.follow()
 
     def move_to_disk(self, ram: int) -> bool:
         """Let the weights stream from disk from now on, if `disk` allows it. Returns whether that changed.

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from ..budget.shared_budget import SharedBudget
+from ..host.node_group import NodeGroup
 from ..metrics.kernel_times import record_kernels
 from ..metrics.report import Report
 from ..plan.residency import Plan
 from . import registry, settings
-from .assembly import assemble, attach_first
+from .assembly import assemble, attach_first, share
 from .phase import Phase
 from .policies.raise_budget import Inputs
 from .summary import make_report, stall_share
@@ -35,6 +36,7 @@ def stream(
     host: str = "auto",
     training: str | None = None,
     disk: str | os.PathLike[str] | None = None,
+    group: Any = None,
 ) -> Session:
     """Run ``module`` on ``device`` with at most ``vram`` bytes of weights on the device. The other weights
     stay in host memory or in a file.
@@ -77,12 +79,17 @@ def stream(
     a host cache of at most ``ram`` bytes. Weights that are views of a mapped file (loaders of safetensors files
     make such views) are streamed from that file and are not written. "auto": only views of mapped files are
     streamed from disk. None: weights beyond ``ram`` are streamed from pageable memory.
+    ``group``: "world", a process group of torch.distributed, or a one-dimensional DeviceMesh, whose ranks all call
+    `stream` with the same model. The ranks of a machine then share one copy of the frozen weights in host memory,
+    with the values of the first rank of the machine, and ``ram`` is the budget of all of them together. Use
+    `prepare_for_ddp` before DistributedDataParallel.
 
-    Raises BudgetError (with the smallest budget that works), UnsupportedError, WeightsError and PinError.
+    Raises BudgetError (with the smallest budget that works), UnsupportedError, WeightsError and PinError, and
+    GroupError if another rank of ``group`` failed.
     """
     return Session(
         module, device=device, vram=vram, ram=ram, weights=weights, granularity=granularity,
-        codec=codec, pool=pool, host=host, training=training, disk=disk,
+        codec=codec, pool=pool, host=host, training=training, disk=disk, group=group,
     )  # fmt: skip
 
 
@@ -96,7 +103,7 @@ class Session:
     def __init__(
         self, module: nn.Module, *, device: Any, vram: int | str | SharedBudget, ram: int | str, weights: Any, granularity: str,
         codec: str, pool: str, host: str, training: str | None, disk: str | os.PathLike[str] | None = None,
-        backward: bool = False,
+        group: Any = None, backward: bool = False,
     ) -> None:  # fmt: skip
         """Make the first layout of ``module``. Arguments and errors: those of `stream`.
 
@@ -104,11 +111,13 @@ class Session:
         trained (other code keeps the adapters).
         """
         settings.check(module, weights, granularity, codec, pool, host, training, disk)
+        settings.check_group(group, codec, training, disk)
         registry.refuse_streamed(module)
         self.module = module
+        self._node = None if group is None else NodeGroup(group)
         parts = self._parts = assemble(
             module, device=device, vram=vram, ram=ram, weights=weights, granularity=granularity, codec=codec,
-            pool=pool, host=host, training=training, disk=disk, backward=backward,
+            pool=pool, host=host, training=training, disk=disk, shared=group is not None, backward=backward,
         )  # fmt: skip
         self._manager = manager = parts.manager
         engine, managed = parts.engine, manager.module
@@ -116,17 +125,27 @@ class Session:
         try:
             parts.memory.begin(vram == "auto" or parts.ledger.shared is not None)
             keep_packed = codec == "auto" and engine.decodes_files and not manager.uses_vbars
-            managed.bind(weights, engine, keep_packed)
-            parts.host_memory.begin(ram == "auto")
-            attach_first(parts, vram)
+            self._on_all_ranks("binding weights", lambda: managed.bind(weights, engine, keep_packed))
+            if self._node is not None:
+                share(parts, self._node)
+            follows = ram == "auto" and self._node is None
+            parts.host_memory.begin(follows)
+            self._on_all_ranks("the first layout", lambda: attach_first(parts, vram))
             if weights is None and managed.checkpoint is not None:  # the weights moved to disk
-                parts.host_memory.begin(ram == "auto")
+                parts.host_memory.begin(follows)
             registry.enter(self)
             parts.policies.plan_next()
         except BaseException:
             parts.memory.end()
             self._end()
             raise
+
+    def _on_all_ranks(self, what: str, function: Callable[[], None]) -> None:
+        """Call ``function``; with a group, raise on every rank if it raises on one."""
+        if self._node is None:
+            function()
+        else:
+            self._node.together(f"carom.stream, {what},", function)
 
     # -- closing
 
@@ -150,6 +169,8 @@ class Session:
         # done only now, because other sessions may use the freed memory after this call
         self._parts.memory.end()
         self._manager.finish()
+        if self._node is not None:
+            self._node.close()
         registry.leave(self)
 
     def __enter__(self) -> Session:

@@ -15,6 +15,7 @@ from ..common.errors import BudgetError, UnsupportedError
 from ..common.sizes import GIB, format_size, parse_size
 from ..device.engine import Engine
 from ..host.kept_pieces import release_idle
+from ..host.node_group import resolve_group
 from ..host.page_release import MappedFiles
 from ..host.probe import host_memory, on_windows
 from ..model.sharded import refuse_sharded
@@ -68,6 +69,20 @@ def check(
     choose("pool", pool, ("auto", "torch", "aimdo"))
     choose("host", host, ("auto", "raw"))
     choose("training", training, (None, "resident", "stream"))
+
+
+def check_group(group: Any, codec: str, training: str | None, disk: Any) -> None:
+    """Raise UnsupportedError if ``group`` names no process group, or cannot be combined with another setting."""
+    if group is None:
+        return
+    resolve_group(group)
+    for setting, other, remedy in (
+        (codec == "lossless", "codec='lossless'", "pack the file with `carom pack --codec lossless` and name it as weights="),
+        (training == "stream", "training='stream'", "freeze the weights and train adapters, or divide the model into pipeline stages"),
+        (disk is not None, "disk=", "build the model on meta and name its file as weights="),
+    ):  # fmt: skip
+        if setting:
+            raise UnsupportedError(f"group= does not go with {other}: {remedy}, or leave group= out")
 
 
 def packing(

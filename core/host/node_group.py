@@ -1,0 +1,145 @@
+"""Defines `NodeGroup`: the ranks of a torch.distributed process group that run on this machine.
+
+Ranks that share a machine and a PID namespace can open each other's memory, so they can share host copies of
+weights. A gloo process group of these ranks carries Carom's own messages, whatever backend the user's group has.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from ..common.errors import GroupError, UnsupportedError
+
+WORLD = "world"  # the value of group= that names the default process group
+T = TypeVar("T")
+
+
+def resolve_group(group: Any) -> Any:
+    """Return the process group that ``group`` names: "world", a process group, or a one-dimensional DeviceMesh.
+
+    Raises UnsupportedError for other values, and if torch.distributed is not initialised.
+    """
+    dist = torch.distributed
+    if not dist.is_available():
+        raise UnsupportedError("group=: this build of torch has no torch.distributed; leave group= out")
+    if not dist.is_initialized():
+        raise UnsupportedError(
+            f"group={group!r}: torch.distributed is not initialised; start the script with torchrun, and call "
+            "torch.distributed.init_process_group() before carom.stream"
+        )
+    if isinstance(group, str):
+        if group != WORLD:
+            raise UnsupportedError(f"group={group!r}: choose 'world', a process group or a DeviceMesh")
+        return dist.group.WORLD
+    if hasattr(group, "mesh_dim_names"):  # a DeviceMesh
+        if group.ndim != 1:
+            raise UnsupportedError(
+                f"group=: the DeviceMesh has {group.ndim} dimensions; name the one over which data is parallel, such "
+                "as mesh['dp']"
+            )
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise UnsupportedError(
+            f"group={type(group).__name__}: choose 'world', a process group or a DeviceMesh"
+        )
+    return group
+
+
+class NodeGroup:
+    """The ranks of ``group`` on this machine. All ranks of ``group`` must make theirs at the same time.
+
+    ``rank`` and ``size``: position of this process among them, and their number. ``process_group``: the user's
+    group if all of its ranks are on this machine, otherwise None. Raises GroupError if a rank does not take part
+    within the time-out of the group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        dist = torch.distributed
+        found = resolve_group(group)
+        try:
+            machines: list[Any] = [None] * dist.get_world_size(found)
+            dist.all_gather_object(machines, (_machine(), dist.get_rank()), group=found)
+            here = [rank for machine, rank in machines if machine == _machine()]
+            self._control = dist.new_group(
+                here, timeout=_timeout(found), backend="gloo", use_local_synchronization=True
+            )
+        except Exception as error:
+            raise GroupError(f"carom.stream(group=...): the ranks did not meet: {error}") from error
+        self.rank, self.size = here.index(dist.get_rank()), len(here)
+        self.process_group = found if len(here) == len(machines) else None
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Return the ``value`` of every rank, in order of ranks. ``value``: any object that pickles.
+
+        Raises GroupError, which names ``what``, if a rank has ended or does not take part within the time-out.
+        """
+        values: list[Any] = [None] * self.size
+        try:
+            torch.distributed.all_gather_object(values, value, group=self._control)
+        except Exception as error:
+            raise GroupError(
+                f"{what}: another rank ended, was closed, or runs other code than rank {self.rank}: {error}"
+            ) from error
+        return values
+
+    def together(self, what: str, function: Callable[[], T]) -> T:
+        """Call ``function`` on every rank, wait for all ranks, and return this rank's result.
+
+        If ``function`` raises on any rank, it raises on all: its own error on that rank, GroupError on the others.
+        """
+        result: T | None = None
+        error: BaseException | None = None
+        try:
+            result = function()
+        except BaseException as raised:
+            error = raised
+        try:
+            words = self.exchange(None if error is None else f"{type(error).__name__}: {error}", what)
+        except GroupError as lost:
+            raise (lost if error is None else error) from None
+        if error is not None:
+            raise error
+        for rank, message in enumerate(words):
+            if message is not None:
+                raise GroupError(f"{what} failed on rank {rank} of this machine: {message}")
+        return result  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Leave the control group. Other ranks that still exchange values get an error."""
+        control, self._control = self._control, None
+        if control is not None and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group(control)
+
+
+def _machine() -> tuple[str, ...]:
+    """Return what is equal for processes that can open each other's memory: machine, its start, PID namespace."""
+    found = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id",):
+        try:
+            with open(path, encoding="ascii") as file:
+                found.append(file.read().strip())
+        except OSError:
+            found.append("")
+    try:
+        found.append(os.readlink("/proc/self/ns/pid"))
+    except OSError:
+        found.append("")
+    return tuple(found)
+
+
+def _timeout(group: Any) -> timedelta | None:
+    """Return the time-out of the process group, or None (torch's default) if this version of torch does not tell."""
+    for device in ("cpu", "cuda"):
+        try:
+            found = group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+        if isinstance(found, timedelta):
+            return found
+    return None
