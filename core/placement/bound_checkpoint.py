@@ -25,7 +25,7 @@ from ..checkpoint.disk_reader import DiskReader, ReaderPolicy
 from ..checkpoint.header import show
 from ..checkpoint.index import open_index
 from ..checkpoint.mapped_views import memory_of
-from ..checkpoint.mapping import BoundTensor, match_module
+from ..checkpoint.mapping import BoundTensor, Segment, match_module
 from ..checkpoint.read_concurrency import ReadLimit
 from ..checkpoint.read_path import ReadPathTuner
 from ..common.errors import BudgetError, UnsupportedError, WeightsError
