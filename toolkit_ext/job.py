@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -69,20 +70,8 @@ class JobOffload:
 
         Without this, the loader would fill the device before the models stream. Returns the loader's result.
         """
-        kept: list[Any] = []
-        if attaches_itself(sd):
-            with building_on_the_host(sd), models_stay_on_the_host(self.device, self._arrived()) as kept:
-                result = original()
-        else:  # such classes use these device attributes only for loading
-            before = {name: getattr(sd, name) for name in DEVICES if hasattr(sd, name)}
-            for name in before:
-                setattr(sd, name, torch.device("cpu"))
-            try:
-                with models_stay_on_the_host(torch.device("cpu"), self._arrived()):
-                    result = original()
-            finally:
-                for name, value in before.items():
-                    setattr(sd, name, value)
+        with self._spilling() as arrived:
+            result, kept = self._load_on_the_host(sd, original, arrived)
         encoders = getattr(sd, "text_encoder", None)
         encoders = encoders if isinstance(encoders, (list, tuple)) else [encoders]
         roots = [(getattr(sd, "unet", None), self.policy.transformer_percent)]
@@ -109,14 +98,39 @@ class JobOffload:
                     attachment.trains = True  # set here because the adapters belong to the network
         return result
 
-    def _arrived(self) -> Callable[[nn.Module], None]:
-        """Return the function to call with each module whose weights loading brought to the host."""
+    @contextlib.contextmanager
+    def _spilling(self) -> Iterator[Callable[[nn.Module], None]]:
+        """Spill the weights that loading makes inside this context, if the policy names a folder.
+
+        Yields the function to call with each module whose weights loading brought to the host.
+        """
         disk = self.policy.disk
         if disk is not None:
             return_freed_tensors()
         if disk is None or disk == AUTO:
-            return lambda module: None
-        return SpilledLoading(disk, ram_budget(self.policy.ram)).note
+            yield lambda module: None
+            return
+        spilled = SpilledLoading(disk, ram_budget(self.policy.ram))
+        with spilled.noting_quantised():
+            yield spilled.note
+
+    def _load_on_the_host(
+        self, sd: Any, original: Callable[[], Any], arrived: Callable[[nn.Module], None]
+    ) -> tuple[Any, list[weakref.ref[nn.Module]]]:
+        """Run the loader ``original`` of ``sd``. Return its result, and the models that were kept on the host."""
+        if attaches_itself(sd):
+            with building_on_the_host(sd), models_stay_on_the_host(self.device, arrived) as kept:
+                return original(), kept
+        # Such classes use these device attributes only for loading.
+        before = {name: getattr(sd, name) for name in DEVICES if hasattr(sd, name)}
+        for name in before:
+            setattr(sd, name, torch.device("cpu"))
+        try:
+            with models_stay_on_the_host(torch.device("cpu"), arrived):
+                return original(), []
+        finally:
+            for name, value in before.items():
+                setattr(sd, name, value)
 
     def _place_the_rest(self, kept: list[Any], alone: list[Any]) -> None:
         """Place the models in ``kept``, which the loader tried to move to the device and which are not attached yet.

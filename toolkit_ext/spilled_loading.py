@@ -1,19 +1,25 @@
 """Defines `SpilledLoading`, which moves weights to disk while a model class of ai-toolkit loads them.
 
-Quantising and converting make new weights, block by block. Without this, host memory would hold all of them before
+Quantising and converting make new weights, layer by layer. Without this, host memory would hold all of them before
 the model streams. The session that opens later finds the weights in their spill file and writes nothing again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from ..core.checkpoint.mapped_views import MappedViews
 from ..core.checkpoint.spill import spill
+from ..core.common.errors import CaromError
 from ..core.model.tensor_flatten import flatten, is_wrapper
 
 LEAST = 4096  # bytes; smaller tensors stay in host memory
@@ -29,6 +35,7 @@ class SpilledLoading:
         self._folder, self._ram = folder, ram
         self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
         self._bytes = 0
+        self._failure: CaromError | None = None
 
     def note(self, module: nn.Module) -> None:
         """Count the weights of ``module`` itself, without its children, and spill all counted ones if necessary.
@@ -36,13 +43,50 @@ class SpilledLoading:
         Called after the weights were moved to the host or converted there. Raises BudgetError if the drive has no room,
         and WeightsError if the folder cannot be written.
         """
-        for tensor in own_tensors(module):
+        self._count(own_tensors(module))
+        self._raise_failure()
+
+    @contextlib.contextmanager
+    def noting_quantised(self) -> Iterator[None]:
+        """Count the quantised weights of each layer, inside this context, when the layer gets them, and spill as `note`.
+
+        ai-toolkit quantises a whole text encoder on the CPU. This moves and converts no module, so `note` would be
+        called after the last layer only. Quantised weights are parameters of a tensor subclass (torchao, quanto), or
+        buffers (ai-toolkit's own types). The errors of `note` are raised at the end of the context, because ai-toolkit
+        leaves a layer unquantised if an exception is raised while it quantises the layer.
+        """
+        hooks = [
+            register_module_parameter_registration_hook(self._registered),
+            register_module_buffer_registration_hook(self._registered),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._raise_failure()
+
+    def _registered(self, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        if is_wrapper(tensor):
+            self._count(flatten(tensor)[1])
+        elif tensor is not None and not isinstance(tensor, nn.Parameter):
+            self._count((tensor,))
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _count(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
             seen = self._seen.get(id(tensor))
-            if seen is None or seen() is not tensor:
+            if _may_spill(tensor) and (seen is None or seen() is not tensor):
                 self._seen[id(tensor)] = weakref.ref(tensor)
                 self._bytes += tensor.nbytes
-        if self._bytes > self._ram:
-            self._spill()
+        if self._bytes > self._ram and self._failure is None:
+            try:
+                self._spill()
+            except CaromError as error:
+                self._failure = error
 
     def _spill(self) -> None:
         views = MappedViews()

@@ -202,3 +202,56 @@ def test_weights_within_ram_are_not_spilled_while_they_load(tmp_path):
     model = nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(4))
     load(model, SpilledLoading(str(tmp_path), 1 << 20).note, convert)
     assert not list(tmp_path.iterdir())
+
+
+def wrap_layers(model):
+    for block in model:
+        wrap(block)
+
+
+@pytest.mark.parametrize("make", [standin.quantise, wrap_layers])
+def test_a_model_that_is_quantised_as_a_whole_is_spilled_layer_by_layer(tmp_path, make):
+    """ai-toolkit quantises text encoders so: no module is moved in between."""
+    plain, model = (mapped_blocks(tmp_path / f"{index}.safetensors") for index in range(2))
+    make(plain)
+    expected = values(plain)
+    block = sum(value.nbytes for value in expected) // len(plain)
+    loading, most = SpilledLoading(str(tmp_path), 3 * block), 0
+    with loading.noting_quantised():
+        for part in model:
+            make(nn.ModuleList([part]))
+            most = max(most, unmapped(model))
+    assert 0 < most <= 4 * block < unmapped(plain)
+    assert_same(expected, values(model))
+    before = set(tmp_path.glob("carom-spill-*"))
+    make(mapped_blocks(tmp_path / "2.safetensors"))
+    assert before and set(tmp_path.glob("carom-spill-*")) == before, "outside of the context"
+
+
+def test_a_text_encoder_is_spilled_while_a_job_quantises_it(tmp_path, monkeypatch):
+    held, whole, plain = [], [], standin.quantise
+
+    def quantise(encoder):
+        plain(encoder)
+        held.append(unmapped(encoder))
+        whole.append(sum(value.nbytes for value in values(encoder)))
+
+    monkeypatch.setattr(standin, "quantise", quantise)
+    Mapped.folder = tmp_path
+    run(tmp_path, tmp_path / "spill", Mapped, ram="40KB", config={"quantize_te": True}, steps=1)
+    (most,), (all_of_it,) = held, whole
+    assert most <= 40_000 + 20_000 < all_of_it, "ram and a layer"
+
+
+def test_a_folder_that_cannot_be_written_stops_the_job_though_each_layers_errors_are_caught(tmp_path):
+    """ai-toolkit prints an error of a layer and leaves the layer unquantised: the job would train another model."""
+    model = mapped_blocks(tmp_path / "model.safetensors")
+    (tmp_path / "file").write_text("")
+    loading, failures = SpilledLoading(str(tmp_path / "file" / "folder"), 4096), []
+    with pytest.raises(carom.WeightsError, match="folder"), loading.noting_quantised():
+        for block in model:
+            try:
+                standin.quantise(block)
+            except Exception as error:  # noqa: BLE001
+                failures.append(error)
+    assert not failures
