@@ -3,8 +3,9 @@ device events.
 
 The meter never waits for the device, except in `Meter.finish`: the events of a step are converted to seconds
 once all of them have completed. A step is one forward of the root module (the module that the session
-streams) or, in training, everything from the first forward after a backward to the end of the next backward.
-A unit is a group of weights that are copied together.
+streams) or, in training, everything from the first forward after a backward to the end of the last backward
+before the next forward. So a step of a GPipe schedule has the forwards and the backwards of all microbatches,
+and a step of a 1F1B schedule mostly has those of one. A unit is a group of weights that are copied together.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _TIMED_EVERY = 16  # after these, two of every 16 steps are timed
 # Steps of which every unit is timed: numbers 2 to 7, counted separately for steps with and without gradients.
 _PROFILED = range(2, 8)
 _MARKS = 8  # number of events that are recorded to measure the host seconds that recording one event takes
-_FORWARDS = 8  # with more forwards than this without a backward, the steps count as inference
+# With more forwards than this without a backward, the steps count as inference. After steps with more backwards
+# than this (a schedule with many microbatches), the number is that of the backwards.
+_FORWARDS = 8
 
 
 @dataclass
@@ -74,6 +77,7 @@ class _Step:
     end: Any = None
     turn: Any = None  # event recorded where the backward begins
     forwards: int = 1
+    backwards: int = 0
     clock: float = field(default_factory=time.perf_counter)  # host time when the step began
     turn_clock: float = math.inf  # host time when the backward began
     end_clock: float = math.inf  # host time when the step ended
@@ -149,6 +153,8 @@ class Meter:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._open: _Step | None = None
+        self._closed: _Step | None = None  # the step that ended last, until another one begins
+        self._most_backwards = 0  # in one step
         self._waiting: deque[_Step] = deque()
         self._figures: deque[StepFigures] = deque(maxlen=_KEPT_STEPS)
         self._timeline_step: tuple[_Step, float] | None = None
@@ -180,7 +186,8 @@ class Meter:
         """Record the start of a forward of the root module. ``gradient``: whether a backward may follow."""
         step = self._open
         if step is not None and step.end is not None:
-            if gradient and step.gradient and step.turn is None and step.forwards < _FORWARDS:
+            most = max(_FORWARDS, self._most_backwards)
+            if gradient and step.gradient and step.turn is None and step.forwards < most:
                 step.end = None  # another forward of the same step, before the step's backward
                 step.forwards += 1
                 return
@@ -197,6 +204,7 @@ class Meter:
                 self._engine.mark()
             self._mark_seconds = (time.perf_counter() - began) / _MARKS
         self._kinds[gradient] += 1
+        self._closed = None
         self._open = _Step(self._engine.mark(), gradient, self.timing)
 
     def no_backward(self) -> None:
@@ -212,20 +220,42 @@ class Meter:
                 self._close()
 
     def backward_begins(self) -> None:
-        """Record the start of the backward."""
+        """Record the start of a backward. Without a forward in between, it belongs to the step of the last one."""
         self.profiling = False
-        if self._open is not None and self._open.turn is None:
-            self._open.turn, self._open.turn_clock = self._engine.mark(), time.perf_counter()
+        if self._open is None:
+            self._reopen()
+        if self._open is not None:
+            self._open.backwards += 1
+            self._most_backwards = max(self._most_backwards, self._open.backwards)
+            if self._open.turn is None:
+                self._open.turn, self._open.turn_clock = self._engine.mark(), time.perf_counter()
+
+    def _reopen(self) -> None:
+        """Go on with the training step that ended last, and take its figures back."""
+        step, self._closed = self._closed, None
+        if step is None or step.turn is None:
+            return
+        if self._waiting and self._waiting[-1] is step:
+            self._waiting.pop()
+        elif self._last_step is step:  # its figures are the last ones
+            self._figures.pop()
+            self._read_steps -= 1
+            if step.uses:
+                self._profiled.pop()
+        else:  # dropped, because the device is far behind
+            return
+        self._disk_before -= step.disk_bytes
+        self._open = step
 
     def backward_ends(self) -> None:
-        """Record the end of the backward, which ends the step."""
+        """Record the end of a backward. This ends the step, unless another backward follows before a forward."""
         if self._open is not None:
             self._open.end, self._open.end_clock = self._engine.mark(), time.perf_counter()
             self._close()
 
     def abandon(self) -> None:
         """Discard the present step, because an operator in it raised an error."""
-        self._open = None
+        self._open = self._closed = None
 
     def copied(
         self, name: str, marks: Any, nbytes: int, raw_bytes: int, backward: bool, transfers: int = 1
@@ -303,6 +333,7 @@ class Meter:
             # reads go on between steps, so the bytes are counted from the end of the previous step
             read = self.disk_bytes()
             step.disk_bytes, self._disk_before = read - self._disk_before, read
+            self._closed = step
             self._waiting.append(step)
         while self._waiting and self._reached(self._waiting[0]):
             self._figures.append(self._read(self._waiting.popleft()))

@@ -83,3 +83,58 @@ def test_weights_that_stay_packed_count_by_what_they_unpack_to():
     packed = {"resident_packed_bytes": 70, "resident_packed_raw_bytes": 100, "resident_packed_units": 1}
     assert Report(resident_bytes=270, streamed_bytes=400, **packed).weight_bytes == 200 + 100 + 400
     assert Report(resident_bytes=200, streamed_bytes=400).weight_bytes == 600
+
+
+def microbatches(meter: Meter, count: int, wire: int = 10) -> None:
+    """A step of a GPipe schedule: ``count`` forwards, then ``count`` backwards, each with one copy."""
+    for _ in range(count):
+        meter.forward_begins(True)
+        meter.copied("unit", None, wire, wire, False)
+        meter.forward_ends()
+    for _ in range(count):
+        meter.backward_begins()
+        meter.copied("unit", None, wire, wire, True)
+        meter.backward_ends()
+
+
+@pytest.mark.parametrize("reached", [False, True])
+@pytest.mark.parametrize("count", [1, 4, 20])
+def test_all_backwards_before_the_next_forward_belong_to_the_step_of_the_forwards(meter, count, reached):
+    """Whether the device has reached the step's end by the next backward or not."""
+    engine = meter._engine
+    if reached:
+        engine.done = lambda mark: True
+        engine.synchronize()
+        engine.reached = float("inf")
+    for _ in range(5):
+        microbatches(meter, count)
+    meter.finish()
+    found = meter.medians()
+    assert found.train and found.transfers == 2 * count and found.wire_bytes == 20 * count
+    assert found.steps == 3, "without the two first"
+
+
+def test_bytes_from_disk_in_a_later_backward_are_counted_in_its_step(meter):
+    read = [0]
+    meter.disk_bytes = lambda: read[0]
+    for _ in range(5):
+        meter.forward_begins(True)
+        read[0] += 100
+        meter.forward_ends()
+        for _ in range(2):
+            meter.backward_begins()
+            read[0] += 10
+            meter.backward_ends()
+    meter.finish()
+    assert meter.medians().disk_bytes == 120
+
+
+def test_a_backward_after_an_inference_pass_does_not_change_that_passs_figures(meter):
+    for _ in range(3):
+        step(meter, meter._engine)
+    meter.backward_begins()
+    meter.copied("unit", None, 1000, 1000, True)
+    meter.backward_ends()
+    meter.finish()
+    found = meter.medians()
+    assert not found.train and found.wire_bytes == 20
