@@ -37,3 +37,11 @@ def test_every_example_is_a_job_that_carom_takes(folder):
         assert policy is not None and policy.mode == "bouncing" and not policy.remarks, path
         card = int(path.stem.rpartition("-")[2].removesuffix("gb")) * 10**9
         assert 0 < parse_size(policy.vram) < card, path
+
+
+def test_the_line_for_disk_works_when_its_comment_sign_is_removed(folder):
+    for path in folder.glob("*.yaml"):
+        text = path.read_text(encoding="utf-8")
+        (process,) = yaml.safe_load(text.replace("# disk: ", "disk: "))["config"]["process"]
+        policy = options.read(process["model"])
+        assert policy is not None and policy.disk and policy.disk.endswith("carom"), path
