@@ -66,8 +66,9 @@ class NodeGroup:
             machines: list[Any] = [None] * dist.get_world_size(found)
             dist.all_gather_object(machines, (_machine(), dist.get_rank()), group=found)
             here = [rank for machine, rank in machines if machine == _machine()]
+            self._ranks, self._time_out = here, _timeout(found)
             self._control = dist.new_group(
-                here, timeout=_timeout(found), backend="gloo", use_local_synchronization=True
+                here, timeout=self._time_out, backend="gloo", use_local_synchronization=True
             )
         except Exception as error:
             raise GroupError(f"carom.stream(group=...): the ranks did not meet: {error}") from error
@@ -87,6 +88,17 @@ class NodeGroup:
                 f"{what}: another rank ended, was closed, or runs other code than rank {self.rank}: {error}"
             ) from error
         return values
+
+    def all(self, condition: bool) -> bool:
+        """Return whether ``condition`` holds on every rank."""
+        return all(self.exchange(condition, "comparing the ranks"))
+
+    def device_group(self, device: torch.device) -> Any:
+        """Return a new process group of these ranks for tensors on ``device``: NCCL, or gloo for the CPU."""
+        backend = torch.distributed.get_default_backend_for_device(device)
+        return torch.distributed.new_group(
+            self._ranks, timeout=self._time_out, backend=backend, use_local_synchronization=True
+        )
 
     def together(self, what: str, function: Callable[[], T]) -> T:
         """Call ``function`` on every rank, wait for all ranks, and return this rank's result.

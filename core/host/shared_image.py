@@ -42,10 +42,11 @@ class _Held:
 class SharedImage:
     """The file ranges that are in shared memory. Nothing is added once units stream from it.
 
-    ``nbytes``: bytes of the held ranges.
+    ``nbytes``: bytes of the held ranges. ``complete``: whether all weights of the model that are in files are held.
     """
 
     def __init__(self) -> None:
+        self.complete = True
         self._files: dict[SourceFile, _Held] = {}
         self.nbytes = 0
 
@@ -71,6 +72,15 @@ class SharedImage:
         if held is None or not held.holds(offset, nbytes):
             return None
         return held.memory.data[offset : offset + nbytes]
+
+    def sample(self, nbytes: int) -> torch.Tensor:
+        """Return the first ``nbytes`` bytes, or fewer, of the longest held range."""
+        found = [
+            held.memory.data[start:end]
+            for held in self._files.values()
+            for start, end in zip(held.starts, held.ends, strict=True)
+        ]
+        return max(found, key=len)[:nbytes]
 
     def copy_range(self, file: SourceFile, offset: int, nbytes: int, address: int) -> list[tuple[int, int]]:
         """Copy the bytes of ``file`` at ``offset`` to ``address`` if the image holds all of them. Return the file

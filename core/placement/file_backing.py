@@ -109,7 +109,9 @@ class FileBacking(Backing):
         written = [
             which for which, home in enumerate(self.file_homes) if home.file_tensor.changed is not None
         ]
-        spans, decoder = wire.without(frozenset(written)) if written else (None, wire.decoder)
+        # Ranks that fetch together all copy the file's bytes, whatever values were written on one of them.
+        apart = written and self._reads.gather is None
+        spans, decoder = wire.without(frozenset(written)) if apart else (None, wire.decoder)
         event: Any = None
         if self._load is not None:
             if decoder is not None:
@@ -117,6 +119,7 @@ class FileBacking(Backing):
                 after = [event]
         elif decoder is None:
             event, _ = self._copy_pieces(target, after, link, spans)
+            after = [event]
         else:
             assert link.staging is not None
             staged, free = link.staging.take(wire.nbytes)
@@ -171,6 +174,10 @@ class FileBacking(Backing):
         assert cache is not None
         event: Any = None
         found: list[PieceChecksums] = []
+        gather, parts = self._reads.gather, None
+        if gather is not None:
+            parts = gather.parts(self.layout.nbytes)
+            spans = parts.spans(self.layout.nbytes)
         for piece in self._reads.pieces(self.index):
             before = engine.mark() if meter.timing and not cache.has(self.index) else None
             source = cache.acquire(piece)
@@ -194,6 +201,8 @@ class FileBacking(Backing):
                     cache.release(piece, copied)
                 raise
             cache.release(piece, copied)
+        if gather is not None and parts is not None:
+            event = gather.run(parts, to, event, self.name)
         return event, found
 
     def _count(self, link: Link, marks: Any, nbytes: int, backward: bool) -> None:

@@ -26,6 +26,7 @@ from ..host.shared_cache import SharedCache
 from .backing import Link
 from .bound_checkpoint import FileTensor
 from .file_source import FileSource
+from .gather import Gather
 from .resident_loader import ResidentLoader
 from .tier import ReadFigures
 from .wire_format import WireFormat
@@ -86,6 +87,11 @@ class FileReads:
         self._buffers: BufferPlan | None = None
         self._peak = 0  # peak bytes of host memory before the last release of memory
         self._used_units: set[int] = set()  # units used while residents are still being loaded
+
+    @property
+    def gather(self) -> Gather | None:
+        """The all-gathers by which several ranks fetch units together, None if each fetches whole units."""
+        return self._source.gather
 
     @property
     def link(self) -> Link:

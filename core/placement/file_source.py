@@ -15,6 +15,7 @@ from ..common.sizes import MIB, format_size
 from ..host.kept_pieces import KeptPieces
 from ..host.shared_image import SharedImage
 from .bound_checkpoint import Checkpoint, FileTensor
+from .gather import Gather
 
 _CHUNK = 4 * MIB  # largest number of bytes of one read call
 
@@ -25,7 +26,7 @@ class FileSource:
 
     ``ram``: bytes of host memory for the cache and changed values. ``write``: replaces the value of a
     streamed weight. ``kept``: the session's pieces of weights that are in RAM between two layouts. ``image``: what the
-    ranks of this machine share of the file, None without a group.
+    ranks of this machine share of the file, None without a group. ``gather``: see `HostResources`.
     """
 
     checkpoint: Checkpoint
@@ -33,6 +34,7 @@ class FileSource:
     write: Callable[[FileTensor, torch.Tensor], None]
     kept: KeptPieces = field(default_factory=KeptPieces)
     image: SharedImage | None = None
+    gather: Gather | None = None
 
     @property
     def cache_bytes(self) -> int:
@@ -56,7 +58,9 @@ class FileSource:
         in a small budget.
         """
         chunk = min(_CHUNK, max(PAGE, largest // PAGE * PAGE))
-        policy = ReaderPolicy(workers=self.checkpoint.settings.workers, chunk=chunk)
+        # What several ranks read is in the page cache after the first of them has read it.
+        direct = self.image is None
+        policy = ReaderPolicy(workers=self.checkpoint.settings.workers, chunk=chunk, direct=direct)
         return DiskReader(
             policy,
             path_tuner=self.checkpoint.path_tuner,

@@ -103,6 +103,7 @@ def share_files(checkpoint: Checkpoint, node: NodeGroup, ram: int, image: Shared
         image.add(
             file, memory, [(start, end) for granule in chosen for f, start, end in granule if f == file]
         )
+    image.complete = sum(map(len, chosen)) == len(ranges)
     checkpoint.note(
         f"{format_size(image.nbytes)} of {format_size(total)} of weights are in memory that {node.size} ranks share"
     )

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 from ..budget.shared_budget import SharedBudget
+from ..common.errors import UnsupportedError
 from . import settings
 from .device_weights import DeviceWeights
 from .layout import Outcome, Wanted
@@ -35,6 +36,11 @@ class Budgets:
         ledger = manager.ledger
         with manager.lock, contextlib.ExitStack() as taking:
             manager.need_open()
+            if manager.host.gather is not None:
+                raise UnsupportedError(
+                    "the ranks of the group fetch weights together, so their budgets are fixed; close the session on all "
+                    "ranks and call carom.stream again with other budgets"
+                )
             manager.refuse_graphs()
             if isinstance(vram, SharedBudget):
                 joins = vram is not ledger.shared

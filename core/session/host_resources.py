@@ -7,6 +7,7 @@ from ..host import probe
 from ..host.arena import HostArena
 from ..host.kept_pieces import KeptPieces
 from ..host.shared_image import SharedImage
+from ..placement.gather import Gather
 from ..placement.host_copies import HostCopies
 from ..placement.packed_tensor import PackedTensor
 from ..placement.shared_weights import RANK_BYTES
@@ -21,6 +22,7 @@ class HostResources:
     ``copies``: blocks with the bytes of units (groups of weights) that the next layout can use again.
     ``kept``: what the cache of weights from files held at the end of the last layout, for the next one.
     ``image``: the weights that the ranks of this machine share, None without a group.
+    ``gather``: the all-gathers by which the ranks fetch units together, None if each fetches whole units.
     """
 
     def __init__(self, engine: Engine, ram: int) -> None:
@@ -28,6 +30,7 @@ class HostResources:
         self.kept = KeptPieces()
         self.shelf: dict[int, PackedTensor] = {}
         self.image: SharedImage | None = None
+        self.gather: Gather | None = None
         self.arena = HostArena(engine.pinner, probe.pin_limit(ram))
         self.arena.reclaim = self.copies.unpin_resident_copies
 

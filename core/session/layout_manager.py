@@ -291,6 +291,9 @@ class LayoutManager:
         """Free host copies, and restore the module's own tensors and forwards. Called after `close`."""
         self.host.copies.clear()
         self.module.unbind(self.host, self.engine)
+        if self.host.gather is not None:
+            self.host.gather.close()
+            self.host.gather = None
         if self.host.image is not None:
             self.host.image.close()
 
@@ -407,7 +410,7 @@ class LayoutManager:
         if checkpoint is not None:
             checkpoint.make_room = host.kept.yield_bytes
             source = FileSource(
-                checkpoint, host.own_ram(wanted.ram), self.write_streamed, host.kept, host.image
+                checkpoint, host.own_ram(wanted.ram), self.write_streamed, host.kept, host.image, host.gather
             )
         tier = tiers.make_tier(tiers.TierWish(self.engine, store, carving, plan, source, wanted.packing))
         return Placement(self.engine, store, tier)

@@ -71,6 +71,11 @@ class ManagedModule:
         if self.quantized is not None:
             self.quantized.follow()
 
+    def note(self, note: str) -> None:
+        """Add ``note`` to the report of a module whose weights are in files; "" adds nothing."""
+        if note and self.checkpoint is not None:
+            self.checkpoint.note(note)
+
     def move_to_disk(self, ram: int) -> bool:
         """Let the weights stream from disk from now on, if `disk` allows it. Returns whether that changed.
 

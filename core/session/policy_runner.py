@@ -31,6 +31,10 @@ class PolicyRunner:
         self._policies = policies
         self.at: float = 0
 
+    def stop(self) -> None:
+        """Ask no policy from now on."""
+        self._policies = ()
+
     def plan_next(self) -> None:
         """Compute the step at which `look` has to be called next. Called after a policy was started, stopped
         or asked.

@@ -16,7 +16,7 @@ from ..host.node_group import NodeGroup
 from ..metrics.kernel_times import record_kernels
 from ..metrics.report import Report
 from ..plan.residency import Plan
-from . import registry, settings
+from . import gathering, registry, settings
 from .assembly import assemble, attach_first, share
 from .phase import Phase
 from .policies.raise_budget import Inputs
@@ -128,9 +128,12 @@ class Session:
             self._on_all_ranks("binding weights", lambda: managed.bind(weights, engine, keep_packed))
             if self._node is not None:
                 share(parts, self._node)
+                managed.note(gathering.begin(parts, self._node))
             follows = ram == "auto" and self._node is None
             parts.host_memory.begin(follows)
             self._on_all_ranks("the first layout", lambda: attach_first(parts, vram))
+            if self._node is not None and manager.host.gather is not None:
+                gathering.require_equal(self._node, manager.layout)
             if weights is None and managed.checkpoint is not None:  # the weights moved to disk
                 parts.host_memory.begin(follows)
             registry.enter(self)
