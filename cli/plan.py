@@ -17,6 +17,7 @@ from ..tools.planner import model_plan, presets, shape_files, shapes
 from ..tools.planner.estimate import Job, Machine
 from ..tools.planner.job_file import is_job
 from ..tools.planner.presets import GB, Card
+from . import plan_gpus
 from .plan_text import text
 
 # The card that is planned for without a GPU and without --gpu. The output says so.
@@ -80,13 +81,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number format in which the card computes",
     )
     parser.add_argument("--plot", metavar="PNG", help="draw overhead over tokens, one line per configuration")
+    plan_gpus.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compute and print the plan, draw it where asked, and return exit code 0.
 
-    A MODEL that is an ai-toolkit job is planned by plan_job.py, whose exit code is returned.
+    A MODEL that is an ai-toolkit job is planned by plan_job.py, and several GPUs by plan_gpus.py; their exit codes are
+    returned.
     """
+    plan_gpus.check(args)
     if is_job(args.model):
         from .plan_job import run as run_job  # plan_job.py imports machine_of from here
 
@@ -108,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
         remarks.append(
             f"{shape.title} has no routed experts, so --quant {args.quant} is {first} for all of it."
         )
+    if args.gpus > 1:
+        return plan_gpus.run(args, shape, machine, job, remarks, _rate(args.host_memory, "--host-memory"))
     plan = model_plan.plan(shape, machine, job)
     if args.plot:
         from .plan_plot import draw

@@ -30,6 +30,10 @@ def run(args: argparse.Namespace) -> int:
     for option, where in DECIDED.items():
         if getattr(args, option) is not None:
             raise ValueError(f"--{option} has no place beside a job; what counts is {where}")
+    if args.gpus > 1:
+        raise ValueError(
+            "--gpus has no place beside a job, which trains on one GPU; plan the model: carom plan MODEL --gpus N"
+        )
     job = job_file.read_job(args.model)
     machine, remarks = machine_of(args)
     vram = parse_size(args.vram, whole=machine.card.vram, setting="--vram") if args.vram else None

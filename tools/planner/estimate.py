@@ -96,7 +96,8 @@ class Job:
 
     `mode`: "infer" or "train"; `tokens`: tokens of a step (None: one sample); `quant`: format of the weights
     (None: as stored); `vram`: limit in bytes for weights on the card; `rank`: LoRA rank; `codec`: "raw" or
-    "lossless"; `compute`: number format in which the card computes.
+    "lossless"; `compute`: number format in which the card computes; `in_flight`: microbatches whose layer inputs are
+    kept at once in training (more than 1 in a pipeline).
     """
 
     mode: str = "infer"
@@ -106,6 +107,7 @@ class Job:
     rank: int = 16
     codec: str = "raw"
     compute: str = "bf16"
+    in_flight: int = 1
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def reserved_vram(shape: Shape, job: Job, tokens: int) -> VramUse:
         return VramUse(0, 0, 0, 0, 0, live + cache, presets.CONTEXT_BYTES)
     params = job.rank * sum(group.count * group.adapter_width for group in shape.groups if group.repeated)
     saved = 2 * tokens * max(group.saved_width for group in shape.groups)
-    kept = 2 * tokens * shape.layers * shape.hidden
+    kept = 2 * tokens * shape.layers * shape.hidden * job.in_flight
     activations = kept + max(saved, 6 * tokens * shape.vocabulary)
     return VramUse(0, 0, 2 * params, 2 * params, 2 * params, activations, presets.CONTEXT_BYTES)
 
