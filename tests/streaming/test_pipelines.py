@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from tests_ranks import run_ranks
@@ -51,3 +57,33 @@ def test_a_step_of_1f1b_on_the_last_stage_has_one_microbatch(stages):
     ):  # its first step of each round has two forwards, its last two backwards
         assert run["steps"] == STEPS * (MICROBATCHES - 1) - 2, run
         assert 1 <= run["transfers_per_weight"] <= 3, run
+
+
+@pytest.mark.skipif(
+    sys.platform == "win32",
+    reason="torchrun's rendezvous needs libuv, which not every Windows build of torch has",
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_example_trains_a_model_larger_than_the_memory_of_all_stages(root: Path, schedule: str):
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    small = ["--width", "64", "--vram", "400KiB", "--blocks", "6", "--steps", "3", "--schedule", schedule]
+    done = subprocess.run(
+        [*command, str(root / "examples" / "pipeline.py"), *small], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["bit_exact"] is True and found["schedule"] == schedule
+    assert found["model_bytes"] > 1.5 * found["vram_bytes"]
+    for stage in found["stages"]:
+        assert 0 < stage["vram_peak_bytes"] <= found["vram_bytes"] / 2 < stage["weight_bytes"]
+        assert stage["transfers_per_weight"] > 0
