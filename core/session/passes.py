@@ -69,7 +69,8 @@ class Passes:
                         layout.placement.tier.pack_anew()
                     if layout.tree.changed():
                         self._changes.adopt()
-                    elif streamer.runs.to_stay:
+                    elif streamer.runs.to_stay and not self.graphs:
+                        # An outstanding forward that checkpoints would be recomputed in another layout.
                         self._changes.keep_resident()
                     elif layout.meter.settled >= self._policies.at:
                         self._policies.look()

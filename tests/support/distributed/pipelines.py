@@ -11,7 +11,8 @@ import carom
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, BLOCKS, MICROBATCHES, STEPS = 32, 6, 4, 4
@@ -44,14 +45,30 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2).mean()
 
 
-def train(kind: Any, rank: int, world: int, checkpointed: bool, device: Any = None) -> tuple[list, dict]:
-    """Train; return outputs, losses, gradients and adapters, and the session's report ({} with ``device`` None)."""
-    torch.manual_seed(rank)
-    net = nn.Sequential(*(Block(checkpointed) for _ in range(BLOCKS)))
-    session = None if device is None else carom.stream(net, device=device, vram=VRAM)
-    stage = PipelineStage(net, rank, world, torch.device("cpu"))
-    schedule = kind(stage, n_microbatches=MICROBATCHES, loss_fn=loss_of)
-    adapters = [tensor for tensor in net.parameters() if tensor.requires_grad]
+def stages_of(kind: Any, rank: int, world: int) -> tuple[int, ...]:
+    """Return the numbers of the stages that ``rank`` has: one, or two where the schedule wants more than one."""
+    if kind is ScheduleInterleaved1F1B:
+        return rank, world + rank
+    return (rank, 2 * world - 1 - rank) if kind is ScheduleZBVZeroBubble else (rank,)
+
+
+def train(
+    kind: Any, rank: int, world: int, checkpointed: bool, device: Any = None
+) -> tuple[list, list[dict]]:
+    """Train; return outputs, losses, gradients and adapters, and the sessions' reports (none with ``device`` None)."""
+    numbers = stages_of(kind, rank, world)
+    nets = []
+    for number in numbers:
+        torch.manual_seed(number)
+        nets.append(nn.Sequential(*(Block(checkpointed) for _ in range(BLOCKS))))
+    sessions = [] if device is None else [carom.stream(net, device=device, vram=VRAM) for net in nets]
+    count = world * len(numbers)
+    stages = [
+        PipelineStage(net, number, count, torch.device("cpu"))
+        for net, number in zip(nets, numbers, strict=True)
+    ]
+    schedule = kind(stages if len(stages) > 1 else stages[0], n_microbatches=MICROBATCHES, loss_fn=loss_of)
+    adapters = [tensor for net in nets for tensor in net.parameters() if tensor.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=1e-2)
     generator = torch.Generator().manual_seed(9)
     found = []
@@ -59,40 +76,42 @@ def train(kind: Any, rank: int, world: int, checkpointed: bool, device: Any = No
         x, target = (torch.randn(2 * MICROBATCHES, WIDTH, generator=generator) for _ in range(2))
         optimizer.zero_grad()
         losses: list[torch.Tensor] = []
-        if rank == 0:
-            schedule.step(x)
-        else:
-            found.append(schedule.step(target=target, losses=losses).detach().clone())
+        last = {"target": target, "losses": losses} if count - 1 in numbers else {}
+        output = schedule.step(*((x,) if 0 in numbers else ()), **last)
+        found += [output.detach().clone()] if output is not None else []
         found += [tensor.detach().clone() for tensor in losses] + [tensor.grad.clone() for tensor in adapters]
         optimizer.step()
     found += [tensor.detach().clone() for tensor in adapters]
-    report = {}
-    if session is not None:
-        report = session.report().to_dict()
+    reports = [session.report().to_dict() for session in sessions]
+    for session in sessions:
         session.close()
-    return found, report
+    return found, reports
 
 
 def main() -> list[dict]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=world)
-    devices: dict[str, Any] = {
-        "cpu": "cpu", "late": carom.SimulatedDevice(seed=3, timing="late"), "random": carom.SimulatedDevice(seed=3, timing="random"),
-    }  # fmt: skip
+    late, random = (carom.SimulatedDevice(seed=3, timing=timing) for timing in ("late", "random"))
+    everywhere = {"cpu": "cpu", "late": late, "random": random}
+    cases = [
+        (kind, checkpointed, everywhere)
+        for kind in (ScheduleGPipe, Schedule1F1B)
+        for checkpointed in (False, True)
+    ] + [(kind, True, {"random": random}) for kind in (ScheduleInterleaved1F1B, ScheduleZBVZeroBubble)]
     found = []
-    for kind in (ScheduleGPipe, Schedule1F1B):
-        for checkpointed in (False, True):
-            want, _ = train(kind, rank, world, checkpointed)
-            for name, device in devices.items():
-                got, report = train(kind, rank, world, checkpointed, device)
-                same = len(got) == len(want) and all(map(torch.equal, got, want))
-                kept = ("units", "steps", "transfers_per_weight", "slot_bytes", "vram_peak_bytes")
-                found.append(
-                    {
-                        "schedule": kind.__name__, "checkpointed": checkpointed, "device": name, "exact": same,
-                        "tensors": len(got), **{key: report[key] for key in kept},
-                    }
-                )  # fmt: skip
+    for kind, checkpointed, devices in cases:
+        want, _ = train(kind, rank, world, checkpointed)
+        for name, device in devices.items():
+            got, reports = train(kind, rank, world, checkpointed, device)
+            same = len(got) == len(want) and all(map(torch.equal, got, want))
+            kept = ("units", "steps", "transfers_per_weight", "slot_bytes", "vram_peak_bytes")
+            found += [
+                {
+                    "schedule": kind.__name__, "checkpointed": checkpointed, "device": name, "exact": same,
+                    "tensors": len(got), **{key: report[key] for key in kept},
+                }
+                for report in reports
+            ]  # fmt: skip
     dist.destroy_process_group()
     return found
 
