@@ -238,6 +238,16 @@ class Bench:
         if done < len(jobs):
             raise RuntimeError(f"ai-toolkit did not import: {errors.read_text()[-3000:]}")
 
+    def run_alone(self, name: str, config: dict[str, Any], prefix: list[str]) -> int:
+        """Run a named job as `run.py` in a process of its own, with ``prefix`` before the command; return its exit
+        code. The log is at ``log(name)``.
+        """
+        path = self.folder / f"{name}.job.json"
+        path.write_text(self._placed(json.dumps(config), name))
+        command = [*prefix, self.python, "run.py", str(path)]
+        with self.log(name).open("w") as log:
+            return subprocess.run(command, cwd=self.place, env=self.env, stdout=log, stderr=log).returncode
+
     def _placed(self, text: str, name: str) -> str:
         """Return the job file's text with DATABASE replaced by the path of a new database like the UI's, and SPILL by a folder."""
         if "DATABASE" in text:

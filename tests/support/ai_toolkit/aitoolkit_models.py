@@ -83,29 +83,32 @@ def zimage(folder: Path) -> None:
     zimage_rest(folder, width=256)
 
 
-def zimage_deep(folder: Path, layers: int = 48) -> None:
-    """Write a Z-Image with many layers, of about 13 MB each: large beside what else a job keeps in memory."""
+def zimage_deep(folder: Path, layers: int = 48, encoder_layers: int = 3, width: int = 256) -> None:
+    """Write a Z-Image with many layers, of about 13 MB each: large beside what else a job keeps in memory.
+
+    ``encoder_layers``, ``width``: of the text encoder. A layer that is 1024 wide has about 50 MB.
+    """
     import torch
     from diffusers import ZImageTransformer2DModel
 
     torch.manual_seed(7)
     transformer = ZImageTransformer2DModel(
-        dim=512, n_layers=layers, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=256,
+        dim=512, n_layers=layers, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=width,
         axes_dims=[32, 48, 48], axes_lens=[256, 64, 64],
     )  # fmt: skip
     _shake(transformer)
     transformer.save_pretrained(folder / "transformer")
-    zimage_rest(folder, width=256)
+    zimage_rest(folder, width, encoder_layers, intermediate=4 * width)
 
 
-def zimage_rest(folder: Path, width: int) -> None:
-    """Write the tiny other parts of a Z-Image: a text encoder whose captions are ``width`` wide, VAE and scheduler."""
+def zimage_rest(folder: Path, width: int, layers: int = 3, intermediate: int = 1024) -> None:
+    """Write the other parts of a Z-Image: a text encoder whose captions are ``width`` wide, a tiny VAE, a scheduler."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     encoder = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=64, hidden_size=width, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4,
+            vocab_size=64, hidden_size=width, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=4,
             num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
         )
     )  # fmt: skip
