@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -155,6 +156,13 @@ def lasting_allocations() -> AbstractContextManager:
         return model_prefetch.pause_malloc_graph()
     except (ImportError, AttributeError):
         return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def laying_out() -> Iterator[None]:
+    """Context for moving weights: disable inference mode and ComfyUI's recording of a block's allocations."""
+    with torch.inference_mode(False), torch.no_grad(), lasting_allocations():
+        yield
 
 
 class LoadingBar:

@@ -10,8 +10,6 @@ again. The rules are in `node_settings.py`.
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import nn
 
@@ -33,9 +31,12 @@ class TakesRoom:
     held: int
     streamed: int
     expected: tuple
-    _model: weakref.ref[nn.Module]
     offer = kept = 0
     beyond: tuple[Beyond, ...] = ()
+
+    @property
+    def model(self) -> nn.Module | None:
+        raise NotImplementedError
 
     @property
     def streams(self) -> bool:
@@ -69,7 +70,7 @@ class TakesRoom:
 
         The session raises its budget by memory that passes left free, and lowers it again. Called between passes.
         """
-        session, model = self.session, self._model()
+        session, model = self.session, self.model
         if model is None or session is None or self.budget is None:
             return
         if session.vram != self.budget and not self.suspended:

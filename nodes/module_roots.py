@@ -1,18 +1,14 @@
-"""The choice of the module that a session streams, the preparation of its weights, and its least budget."""
+"""The choice of the module that a session streams, the preparation of its weights, and moves of the other modules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..core.common.errors import BudgetError, CaromError, UnsupportedError
-from ..core.session.session import stream
+from ..core.common.errors import UnsupportedError
 from .inference_tensors import own_tensors, wrapped_kind
-from .node_settings import Settings
-from .quantized_weights import dresses, put_together, take_apart
 
 # The methods that ComfyUI calls on models whose forward it does not call: text encoders, then VAEs.
 ENTRANCES = ("encode_token_weights", "generate", "encode", "decode")
@@ -58,23 +54,11 @@ def prepare(root: nn.Module) -> None:
     own_tensors(root)
 
 
-def least_bytes(root: nn.Module, device: torch.device, settings: Settings) -> int:
-    """Return the least budget in bytes that works for ``root``; 0 if the least budget cannot be determined.
-
-    No session may stream ``root``. Raises UnsupportedError if the weights cannot be streamed and mode is "stream".
-    """
-    opened = take_apart(root)
-    try:
-        prepare(root)
-        codec = "raw" if dresses(opened) else settings.codec
-        # A budget of 1 byte is refused before any weight is moved. (A model without weights fits.)
-        stream(root, device=device, vram=1, granularity=settings.granularity, codec=codec).close()
-        return 0
-    except BudgetError as error:
-        return error.least_bytes or 0
-    except CaromError:
-        if settings.mode == "stream":
-            raise
-        return 0
-    finally:
-        put_together(opened)
+def move_rest(model: nn.Module, device: Any) -> None:
+    """Move what a session does not stream to ``device``: ComfyUI's own modules beside the diffusion model."""
+    root, entrances = root_of(model)
+    if not entrances:
+        for child in model.children():
+            if child is not root:
+                child.to(device)
+    model.device = device

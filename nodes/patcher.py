@@ -19,6 +19,7 @@ from ..core.common.errors import BudgetError, CaromError, UnsupportedError
 from ..core.streaming.pass_retry import OutOfMemory
 from . import comfyui_api
 from .inference_tensors import own_memory, own_tensors
+from .module_roots import move_rest
 from .node_settings import Settings, most_held, next_budget, parse_limit, rounded
 from .streaming import Streaming, streaming_of
 
@@ -172,7 +173,7 @@ class CaromPatcher:
             if budget is not None:
                 carom.resize(budget)
         if self._compiled():
-            carom.lengthen()
+            carom.changes.lengthen()
         carom.follow_room(self._limit())
         carom.rank(self._settings.priority)
 
@@ -221,7 +222,7 @@ class CaromPatcher:
             known = model.current_weight_patches_uuid
             changed = known is not None and (known != self.patches_uuid or force)  # type: ignore[attr-defined]
             ours = carom.streams
-            if ours and changed and (self.backup or carom.dressed):
+            if ours and changed and (self.backup or carom.changes.dressed):
                 carom.close()  # ComfyUI can take patches only out of its own weights
             # Device None removes the patch functions and leaves the weights where the session put them.
             super().unpatch_model(None, unpatch_weights=changed and ours)  # type: ignore[misc]
@@ -257,13 +258,13 @@ class CaromPatcher:
         carom = self._carom
         expecting = carom.succeed()
         if unpatch_weights and device_to is not None:
-            if carom.streams and not self.backup and not carom.dressed:
+            if carom.streams and not self.backup and not carom.changes.dressed:
                 carom.suspend()
             elif not carom.suspended:
                 carom.close()
         if carom.suspended and carom.from_disk and device_to is not None:
             result = super().unpatch_model(None, unpatch_weights, *args, **kwargs)  # type: ignore[misc]
-            carom.move_rest(device_to)
+            move_rest(self.model, device_to)
         else:
             result = super().unpatch_model(device_to, unpatch_weights, *args, **kwargs)  # type: ignore[misc]
         if carom.suspended or expecting:

@@ -11,7 +11,7 @@ from ..core.common.sizes import GIB
 from ..core.host.arena import return_freed_memory
 from . import comfyui_api
 from .host_share import LEAST_BYTES
-from .streaming import free_ram
+from .shared_ram import free_ram
 
 BATCH = GIB  # bytes of tensors that are written to disk together, at most
 LEAST = 4096  # bytes; smaller tensors stay in memory

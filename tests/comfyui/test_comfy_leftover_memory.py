@@ -12,7 +12,7 @@ from carom.core.budget import budget_raise as core_room
 from carom.core.budget.device_governor import Left
 from carom.core.session.layout_manager import LayoutManager
 from carom.core.streaming.pass_retry import OutOfMemory, repeats
-from carom.nodes import leftover_memory, node_settings, streaming
+from carom.nodes import leftover_memory, node_settings, opening
 from carom.nodes.node_settings import Beyond, Settings, beyond_now, remember
 from carom.nodes.patcher import wear
 from carom.nodes.streaming import streaming_of
@@ -50,9 +50,9 @@ class Card:
         monkeypatch.setattr(
             core_room, "LEAVES", Left(0.03, LEFT, LEFT)
         )  # as large beside the model as a real card's
-        make = streaming.stream
+        make = opening.stream
         monkeypatch.setattr(
-            streaming,
+            opening,
             "stream",
             lambda *a, **k: make(*a, **{**k, "device": self.device, "granularity": "block"}),
         )

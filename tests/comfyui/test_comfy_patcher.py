@@ -18,9 +18,10 @@ import pytest
 import torch
 from carom.core.host import arena
 from carom.nodes import comfyui_api as nodes_host
-from carom.nodes import node_settings, streaming
+from carom.nodes import node_settings, opening, streaming
 from carom.nodes.node_settings import Settings
 from carom.nodes.patcher import CaromPatcher, settings_of, strip, wear
+from carom.nodes.shared_ram import suspended_models
 from carom.nodes.streaming import known_streaming, streaming_of
 from tests_comfy_server import PATHS, PYTHON, REASON
 from tests_comfy_stand_in import installed
@@ -66,8 +67,8 @@ def comfy(tmp_path):
 def sessions(monkeypatch):
     """How often weights were laid out: each `carom.stream` and each change of a budget."""
     seen: list[str] = []
-    make, change = streaming.stream, carom.Session.set_budget
-    monkeypatch.setattr(streaming, "stream", lambda *a, **k: (seen.append("open"), make(*a, **k))[1])
+    make, change = opening.stream, carom.Session.set_budget
+    monkeypatch.setattr(opening, "stream", lambda *a, **k: (seen.append("open"), make(*a, **k))[1])
     monkeypatch.setattr(
         carom.Session, "set_budget", lambda self, *a, **k: (seen.append("budget"), change(self, *a, **k))[1]
     )
@@ -473,9 +474,9 @@ def test_text_encoders_stream_through_the_methods_they_are_entered_by(comfy):
 
 @pytest.mark.parametrize("timing", ["late", "early", "random"])
 def test_no_operator_computes_with_a_host_copy_or_too_early(comfy, monkeypatch, timing):
-    make_session = streaming.stream
+    make_session = opening.stream
     device = carom.SimulatedDevice(seed=1, timing=timing)
-    monkeypatch.setattr(streaming, "stream", lambda *a, **k: make_session(*a, **{**k, "device": device}))
+    monkeypatch.setattr(opening, "stream", lambda *a, **k: make_session(*a, **{**k, "device": device}))
     patcher = make(comfy, LIMIT)
     assert torch.equal(run(patcher), plain_result(comfy))
     patched = patcher.clone()
@@ -485,9 +486,9 @@ def test_no_operator_computes_with_a_host_copy_or_too_early(comfy, monkeypatch, 
 
 
 def test_pinned_memory_is_counted_where_comfyui_counts_its_own(comfy, monkeypatch):
-    make_session = streaming.stream
+    make_session = opening.stream
     device = carom.SimulatedDevice()
-    monkeypatch.setattr(streaming, "stream", lambda *a, **k: make_session(*a, **{**k, "device": device}))
+    monkeypatch.setattr(opening, "stream", lambda *a, **k: make_session(*a, **{**k, "device": device}))
     monkeypatch.setattr(comfy.management, "MAX_PINNED_MEMORY", 1 << 30)
     monkeypatch.setattr(comfy.management, "TOTAL_PINNED_MEMORY", 1000)
     patcher = make(comfy, LIMIT)
@@ -515,9 +516,9 @@ def test_pinned_memory_is_counted_where_comfyui_counts_its_own(comfy, monkeypatc
 @pytest.mark.parametrize("most", [-1, 500])
 def test_comfyuis_limit_of_pinned_memory_is_obeyed(comfy, monkeypatch, most):
     expected = plain_result(comfy)
-    make_session = streaming.stream
+    make_session = opening.stream
     device = carom.SimulatedDevice()
-    monkeypatch.setattr(streaming, "stream", lambda *a, **k: make_session(*a, **{**k, "device": device}))
+    monkeypatch.setattr(opening, "stream", lambda *a, **k: make_session(*a, **{**k, "device": device}))
     monkeypatch.setattr(comfy.management, "MAX_PINNED_MEMORY", most)
     monkeypatch.setattr(comfy.management, "TOTAL_PINNED_MEMORY", 0)
     patcher = make(comfy, LIMIT)
@@ -601,9 +602,9 @@ def test_wrapped_weights_stream_in_parts_and_come_back_whole(comfy, kind):
 @pytest.mark.parametrize("timing", ["late", "random"])
 def test_wrapped_weights_are_put_together_of_slots_that_have_arrived(comfy, monkeypatch, timing):
     reference = plain(run(comfy.ModelPatcher(wrapped_model(comfy, Scaled), CPU, CPU), 1))
-    make_session = streaming.stream
+    make_session = opening.stream
     device = carom.SimulatedDevice(seed=2, timing=timing)
-    monkeypatch.setattr(streaming, "stream", lambda *a, **k: make_session(*a, **{**k, "device": device}))
+    monkeypatch.setattr(opening, "stream", lambda *a, **k: make_session(*a, **{**k, "device": device}))
     patcher = wear(
         comfy.ModelPatcher(wrapped_model(comfy, Scaled), CPU, CPU),
         Settings("stream", str(BLOCK), granularity="layer"),
@@ -675,9 +676,9 @@ def test_a_model_that_is_dropped_while_it_waits_is_asked_for_nothing_more(comfy)
     run(patcher)
     waits = streaming_of(patcher.model)
     patcher.unpatch_model(CPU)
-    assert waits.suspended and waits in streaming._suspended
+    assert waits.suspended and waits in suspended_models
     del patcher
-    assert waits.session is None and waits not in streaming._suspended
+    assert waits.session is None and waits not in suspended_models
     run(make(comfy, LIMIT))  # looks for pinned memory that others could give up
 
 

@@ -153,7 +153,7 @@ def test_a_load_that_fails_leaves_nothing_loaded_and_the_next_one_works(comfy, m
     with monkeypatch.context() as broken:
         broken.setattr(carom.Session, "unpark", fails)
         broken.setattr(carom.Session, "set_budget", fails)
-        broken.setattr("carom.nodes.streaming.stream", fails)
+        broken.setattr("carom.nodes.opening.stream", fails)
         with pytest.raises(RuntimeError, match="no luck"), torch.inference_mode():
             patcher.partially_load(CPU, 1e32)
     model = patcher.model
@@ -204,9 +204,9 @@ def test_each_run_expects_the_sizes_of_its_passes_anew(comfy, monkeypatch):
 
 def test_pins_of_a_closed_and_of_a_suspended_model_are_comfyuis_again(comfy, monkeypatch):
     device = carom.SimulatedDevice()
-    make_session = sys.modules["carom.nodes.streaming"].stream
+    make_session = sys.modules["carom.nodes.opening"].stream
     monkeypatch.setattr(
-        "carom.nodes.streaming.stream", lambda *a, **k: make_session(*a, **{**k, "device": device})
+        "carom.nodes.opening.stream", lambda *a, **k: make_session(*a, **{**k, "device": device})
     )
     first, second = make(comfy, str(3 * BLOCK)), make(comfy, str(3 * BLOCK))
     run(first)

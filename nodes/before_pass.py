@@ -1,0 +1,53 @@
+"""`before_each_pass`: prepares a model for a pass after ComfyUI may have exchanged weights of it."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .inference_tensors import own_tensors
+
+if TYPE_CHECKING:
+    from .streaming import Streaming
+
+
+def before_each_pass(root: nn.Module, streaming: Streaming) -> Callable[[], None]:
+    """Prepare the session of ``streaming`` before each forward of its ``root``; return a function that ends this."""
+    hook = _untraced(functools.partial(_prepare, weakref.ref(streaming)))
+    return root.register_forward_pre_hook(hook).remove
+
+
+def _prepare(reference: weakref.ref[Streaming], root: nn.Module, args: Any) -> None:
+    """Prepare for a pass: replace weights that ComfyUI exchanged since the last pass (merged LoRA) by ordinary tensors.
+
+    The weights that ComfyUI put there are inference tensors. The call also records a changed budget and updates the
+    node.
+    """
+    streaming = reference()
+    model = None if streaming is None else streaming.model
+    if streaming is None or model is None:
+        return
+    streaming.follow()
+    found = (
+        getattr(model, "current_weight_patches_uuid", None),
+        getattr(model, "model_loaded_weight_memory", 0),
+    )
+    streaming.tell()
+    if found != streaming.expected:
+        streaming.changes.take_weights_apart(root)
+        own_tensors(root)
+        streaming.expected = found
+
+
+def _untraced(function: Callable) -> Callable:
+    """Return a wrapper of ``function`` that torch.compile does not trace, without importing the compiler."""
+
+    def call(*args: Any) -> None:
+        function(*args)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call

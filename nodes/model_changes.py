@@ -1,0 +1,64 @@
+"""`ModelChanges`: what Carom changes in a model so that a session can stream it, and the way back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from .plain_ops import shorten
+from .quantized_weights import dresses, put_together, take_apart
+
+
+class ModelChanges:
+    """The changes of one model. `undo` takes all of them back, the last one first.
+
+    ``dressed``: whether weights that were taken apart are single tensors with added attributes (GGUF), on which ComfyUI
+    writes patches only while they are whole.
+    """
+
+    def __init__(self) -> None:
+        self.dressed = False
+        self._undo = contextlib.ExitStack()
+        self._lengthen: Callable[[], Any] = _nothing
+
+    def take_weights_apart(self, root: nn.Module) -> None:
+        """Let weights of tensor subclasses below ``root`` be their inner tensors."""
+        opened = take_apart(root)
+        self._undo.callback(put_together, opened)
+        self.dressed = self.dressed or dresses(opened)
+
+    def enter_by(self, model: nn.Module, root: nn.Module, names: tuple[str, ...]) -> None:
+        """Let the methods ``names`` of ``model`` run as the forward of ``root``."""
+        for name in names:
+            method = getattr(model, name)
+            model.__dict__[name] = functools.partial(root, method)
+            self._undo.callback(model.__dict__.pop, name, None)
+
+    def shorten(self, root: nn.Module) -> None:
+        """Replace ComfyUI's own forwards below ``root`` by shorter ones, until `lengthen`."""
+        self._undo.callback(self.lengthen)
+        self._lengthen = shorten(root)
+
+    def lengthen(self) -> None:
+        """Restore ComfyUI's own forwards. Compiled code must see the same forwards as without Carom."""
+        self._lengthen()
+        self._lengthen = _nothing
+
+    def undo_later(self, function: Callable[[], Any]) -> None:
+        """Let `undo` call ``function``."""
+        self._undo.callback(function)
+
+    def undo(self) -> None:
+        """Take all changes back."""
+        try:
+            self._undo.close()
+        finally:
+            self.dressed = False
+
+
+def _nothing() -> None:
+    pass
