@@ -51,23 +51,51 @@ def with_ram(graph: Graph, ram: int = RAM) -> Graph:
     return graph
 
 
-def test_gguf_weights_beyond_ram_are_read_from_their_file(server):
-    """The pack maps the file (gguf-py), so the blocks are on disk already and none is written."""
+def needs_gguf() -> None:
     if subprocess.run([PYTHON, "-c", "import gguf"], capture_output=True).returncode:
         pytest.skip("the package gguf is not installed in the Python of COMFYUI_PYTHON")
 
-    def gguf() -> Graph:
-        return Graph("flux", node("CaromTestLoadGGUF", unet_name="flux_q8.gguf"), steps=4)
 
+def gguf() -> Graph:
+    return Graph("flux", node("CaromTestLoadGGUF", unet_name="flux_q8.gguf"), steps=4)
+
+
+def gguf_on_disk(graph: Graph) -> Graph:
+    return graph.then("CaromOffload", mode="stream", vram="4MiB", ram=f"{RAM}")
+
+
+def test_gguf_weights_beyond_ram_are_read_from_their_file(server):
+    """The pack maps the file (gguf-py), so the blocks are on disk already and none is written."""
+    needs_gguf()
     reference = hash_of(server, gguf())
     server.free()
     before = spilled(server)
     for _ in range(2):
-        told = told_by(server, gguf().then("CaromOffload", mode="stream", vram="4MiB", ram=f"{RAM}"))
-        assert told["class"] == ["CaromModelPatcher"] and told["hash"] == [reference]
+        told = told_by(server, gguf_on_disk(gguf()))
+        assert told["class"] == ["CaromBlocksPatcher"] and told["hash"] == [reference]
         assert_reads_disk(told)
         assert spilled(server) == before
     assert hash_of(server, gguf()) == reference
+
+
+def test_lora_over_gguf_weights_that_are_read_from_their_file(server):
+    """The pack writes patches to attributes of the weights. The blocks stay in the file, and no patched block is written."""
+    needs_gguf()
+    graphs = [gguf(), lora(gguf()), lora(lora(gguf(), strength=0.3), "other"), lora(gguf())]
+    wanted = [hash_of(server, graph) for graph in graphs]
+    assert len(set(wanted)) == 3 and wanted[1] == wanted[3]
+    server.free()
+    before = spilled(server)
+    for graph, latents in zip(graphs, wanted, strict=True):
+        told = told_by(server, gguf_on_disk(graph))
+        assert told["hash"] == [latents]
+        assert_reads_disk(told)
+    told = told_by(server, lora(gguf_on_disk(gguf())))  # the LoRA behind Carom's node
+    assert told["hash"] == [wanted[1]]
+    assert_reads_disk(told)
+    assert hash_of(server, gguf_on_disk(gguf())) == wanted[0]
+    assert spilled(server) == before
+    assert hash_of(server, gguf()) == wanted[0]
 
 
 def test_a_controlnet_beside_a_model_whose_weights_are_on_disk(server):

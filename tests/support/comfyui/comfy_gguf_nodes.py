@@ -1,14 +1,18 @@
 """A custom node pack for tests of the real server: loads GGUF files through gguf-py, which maps them into memory.
 
 It stands in for packs such as ComfyUI-GGUF: weights keep their blocks in a tensor subclass over the mapped file, and each
-use dequantises them.
+use dequantises them. Patches (LoRA) are attributes of the weights, and each use applies them after dequantisation.
 """
 
 import torch
 
 
 class Blocks(torch.Tensor):
-    """The bytes of a tensor in GGUF's blocks. ``kind``: the type of the blocks; ``size``: the shape of the weight."""
+    """The bytes of a tensor in GGUF's blocks.
+
+    ``kind``: the type of the blocks; ``size``: the shape of the weight; ``patches``: ComfyUI's patches of the weight;
+    ``key``: its name in ComfyUI.
+    """
 
     @property
     def shape(self):
@@ -52,6 +56,7 @@ def read(path):
 
 
 def operations():
+    import comfy.lora
     import comfy.ops
     import gguf
 
@@ -63,16 +68,57 @@ def operations():
                         tensor = torch.nn.Parameter(state_dict[f"{prefix}{name}"], requires_grad=False)
                         setattr(self, name, tensor)
 
+            def _save_to_state_dict(self, destination, prefix, keep_vars):
+                # Names and sizes only, as in ComfyUI-GGUF. ComfyUI finds the weights that a LoRA names here.
+                for name in ("weight", "bias"):
+                    tensor = getattr(self, name)
+                    if tensor is not None:
+                        destination[f"{prefix}{name}"] = torch.zeros_like(tensor, device="meta")
+
             def forward_comfy_cast_weights(self, input, *args, **kwargs):
                 if not isinstance(self.weight, Blocks):
                     return super().forward_comfy_cast_weights(input, *args, **kwargs)
                 plain = self.weight.as_subclass(torch.Tensor).cpu().numpy()
                 values = gguf.quants.dequantize(plain, self.weight.kind)
-                weight = torch.from_numpy(values).reshape(self.weight.size).to(input)
+                weight = torch.from_numpy(values).reshape(self.weight.size)
+                patches = getattr(self.weight, "patches", [])
+                if patches:
+                    weight = comfy.lora.calculate_weight(patches, weight, self.weight.key)
+                weight = weight.to(input)
                 bias = None if self.bias is None else self.bias.to(input)
                 return torch.nn.functional.linear(input, weight, bias)
 
     return Operations
+
+
+def patcher_class():
+    import comfy.model_patcher
+    import comfy.utils
+
+    class BlocksPatcher(comfy.model_patcher.ModelPatcher):
+        """A patcher that writes patches to the attributes of `Blocks` weights."""
+
+        def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, *args, **kwargs):
+            # ComfyUI's low-VRAM load calls `patch_weight_to_device` only if this argument is true.
+            return super().load(device_to, lowvram_model_memory, True, *args, **kwargs)
+
+        def patch_weight_to_device(self, key, device_to=None, *args, **kwargs):
+            weight = comfy.utils.get_attr(self.model, key)
+            if not isinstance(weight, Blocks):
+                super().patch_weight_to_device(key, device_to, *args, **kwargs)
+            elif key in self.patches:
+                patched = weight.to(device_to)
+                patched.patches, patched.key = self.patches[key], key
+                comfy.utils.set_attr_param(self.model, key, patched)
+
+        def unpatch_model(self, device_to=None, unpatch_weights=True):
+            if unpatch_weights:
+                for weight in self.model.parameters():
+                    if isinstance(weight, Blocks):
+                        weight.patches = []
+            return super().unpatch_model(device_to, unpatch_weights)
+
+    return BlocksPatcher
 
 
 class LoadGGUF:
@@ -90,7 +136,9 @@ class LoadGGUF:
 
         path = folder_paths.get_full_path("diffusion_models", unet_name)
         options = {"custom_operations": operations(), "dtype": torch.float32}
-        return (comfy.sd.load_diffusion_model_state_dict(read(path), model_options=options),)
+        patcher = comfy.sd.load_diffusion_model_state_dict(read(path), model_options=options)
+        patcher.__class__ = patcher_class()
+        return (patcher,)
 
 
 NODE_CLASS_MAPPINGS = {"CaromTestLoadGGUF": LoadGGUF}
