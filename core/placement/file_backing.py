@@ -119,7 +119,7 @@ class FileBacking(Backing):
                 after = [event]
         elif decoder is None:
             event, _ = self._copy_pieces(target, after, link, spans)
-            after = [event]
+            after = after if event is None else [event]  # None: every tensor of the unit was written
         else:
             assert link.staging is not None
             staged, free = link.staging.take(wire.nbytes)
