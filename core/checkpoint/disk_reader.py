@@ -27,6 +27,7 @@ from .direct_io import ALIGN, RawFile, open_raw
 from .header import show
 from .index import SourceFile, TensorEntry
 from .packed_source import PackedSource
+from .range_checks import RangeChecks
 from .read_concurrency import ReadLimit, ReadPermit
 from .read_handle import ReadHandle, SubmittedRead
 from .read_path import ReadPathTuner
@@ -98,6 +99,7 @@ class _Shared:
     path_tuner: ReadPathTuner | None
     read_limit: ReadLimit
     memory: RangesInMemory | None = None
+    checks: RangeChecks | None = None
     lock: threading.Condition = field(default_factory=threading.Condition)
     heap: list[tuple[float, int, int, ReadHandle]] = field(default_factory=list)
     files: dict[SourceFile, RawFile] = field(default_factory=dict)
@@ -121,8 +123,9 @@ class DiskReader:
     ``opener`` (path, direct) -> RawFile replaces the operating system's reads in tests. ``path_tuner``: a
     tuner that chooses how direct reads reach their memory (default: without a bounce buffer where alignment
     allows). ``read_limit``: a limit on simultaneous reads that is shared with other readers (default: the
-    number of workers). ``memory``: file ranges that are copied from RAM instead of being read. Workers start with the first request. Close the reader, or use it as a context
-    manager.
+    number of workers). ``memory``: file ranges that are copied from RAM instead of being read. ``checks``: the
+    CRC-32 of file ranges, with which their bytes are compared when the drive has delivered them. Workers start with
+    the first request. Close the reader, or use it as a context manager.
     """
 
     def __init__(
@@ -133,10 +136,11 @@ class DiskReader:
         path_tuner: ReadPathTuner | None = None,
         read_limit: ReadLimit | None = None,
         memory: RangesInMemory | None = None,
+        checks: RangeChecks | None = None,
     ) -> None:
         self.policy = policy or ReaderPolicy()
         limit = read_limit or ReadLimit(self.policy.workers)
-        self._shared = _Shared(self.policy, opener, path_tuner, limit, memory)
+        self._shared = _Shared(self.policy, opener, path_tuner, limit, memory, checks)
         self._threads: list[threading.Thread] = []
         self._sequence = itertools.count()
         self._decoding_reader: DecodingReader | None = None
@@ -201,6 +205,10 @@ class DiskReader:
                 return
             starts = sorted(handle._waiting)
         self._push(handle, starts)
+
+    def compares(self, file: SourceFile) -> bool:
+        """Return whether bytes of ``file`` are compared with a CRC-32 when they are read."""
+        return self._shared.checks is not None and self._shared.checks.covers(file)
 
     def stats(self) -> ReaderStats:
         """Return a copy of the totals so far."""
@@ -296,6 +304,11 @@ def _work(shared: _Shared) -> None:
                 chunk = _ChunkRead(shared, handle, permit)
                 chunk.fill(start, nbytes, bounce_bytes)
             except BaseException as caught:  # noqa: BLE001 - a worker must survive any failure of one read
+                error = caught
+        if chunk is not None and error is None and shared.checks is not None:
+            try:  # after the permit, so that another thread reads meanwhile
+                shared.checks.compare(handle.file, start, chunk._place(start, start + nbytes))
+            except WeightsError as caught:
                 error = caught
         with shared.lock:
             stats = shared.stats

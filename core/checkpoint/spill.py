@@ -5,6 +5,9 @@ After it, the bytes of the tensors are on disk: the system can drop their pages 
 the last tensor that uses it is freed, at the latest at the end of the process. Files of killed processes are
 deleted by the next `spill` that writes to the same folder, and so are all files on Windows, which keeps a mapped
 file. Bytes that this process has spilled before, and still has, are not written again.
+
+The CRC-32 of each tensor is computed while it is written, and kept in memory (`checksum_of`). `RangeChecks` compares
+what is read later with it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,15 +46,20 @@ _lock = threading.Lock()
 
 
 class _Mapping(mmap.mmap):
-    """A private mapping of the spill file ``path``. Views of it keep it alive."""
+    """A private mapping of the spill file ``path``. Views of it keep it alive.
+
+    ``checksums``: {offset: (bytes, CRC-32)} of the tensors in the file.
+    """
 
     path: str
+    checksums: dict[int, tuple[int, int]]
 
 
 _Key = tuple[str, int, int]  # folder, bytes, CRC-32 of a sample
 
 # What is spilled now: mappings and offsets.
 _spilled: dict[_Key, list[tuple[weakref.ref[_Mapping], int]]] = {}
+_by_path: weakref.WeakValueDictionary[str, _Mapping] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,13 @@ def spill(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) -> li
                     found[index] = mapping, offsets[index]
                     _spilled.setdefault(keys[index], []).append((weakref.ref(mapping), offsets[index]))
         return [_spilled_at(tensor, *place) for tensor, place in zip(tensors, found, strict=True) if place]
+
+
+def checksum_of(found: FileRange) -> int | None:
+    """Return the CRC-32 with which this process wrote ``found``, None if it is not the range of a spilled tensor."""
+    mapping = _by_path.get(found.file.path)
+    nbytes, crc = (0, None) if mapping is None else mapping.checksums.get(found.offset, (0, None))
+    return crc if nbytes == found.nbytes else None
 
 
 def _spilled_at(tensor: torch.Tensor, mapping: _Mapping, offset: int) -> Spilled:
@@ -138,6 +154,7 @@ def _holds(path: Path, offset: int, memory: torch.Tensor) -> bool:
 
 def _write(folder: Path, memories: Sequence[torch.Tensor], nbytes: int) -> _Mapping:
     """Write ``memories``, each from a multiple of `ALIGN`, to a new file of ``nbytes`` bytes, and map the file."""
+    checksums: dict[int, tuple[int, int]] = {}
     progress = Progress(sum(memory.numel() for memory in memories))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -150,13 +167,19 @@ def _write(folder: Path, memories: Sequence[torch.Tensor], nbytes: int) -> _Mapp
         ) from error
     try:
         _reserve(handle, nbytes, folder)
-        for memory in memories:
-            data = memory.numpy().data
-            for at in range(0, len(data), _CHUNK):
-                _write_all(handle, data[at : at + _CHUNK])
-                progress.add(len(data[at : at + _CHUNK]))
-                _flush(handle)
-            os.lseek(handle, -len(data) % ALIGN, os.SEEK_CUR)
+        with ThreadPoolExecutor(1, thread_name_prefix="carom-check") as thread:
+            for memory in memories:
+                data, crc = memory.numpy().data, 0
+                offset = os.lseek(handle, 0, os.SEEK_CUR)
+                for at in range(0, len(data), _CHUNK):
+                    chunk = data[at : at + _CHUNK]
+                    pending = thread.submit(zlib.crc32, chunk, crc)
+                    _write_all(handle, chunk)
+                    progress.add(len(chunk))
+                    _flush(handle)
+                    crc = pending.result()
+                checksums[offset] = len(data), crc
+                os.lseek(handle, -len(data) % ALIGN, os.SEEK_CUR)
         mapping = _Mapping(handle, nbytes, access=mmap.ACCESS_COPY)
     except BaseException as error:
         os.close(handle)
@@ -168,7 +191,8 @@ def _write(folder: Path, memories: Sequence[torch.Tensor], nbytes: int) -> _Mapp
                 f"{path}: the weights could not be written ({error.strerror}); name another folder as disk="
             ) from error
         raise
-    mapping.path = str(path.absolute())
+    mapping.path, mapping.checksums = str(path.absolute()), checksums
+    _by_path[mapping.path] = mapping
     weakref.finalize(mapping, _discard, handle, path, os.getpid())
     return mapping
 

@@ -26,6 +26,7 @@ from ..checkpoint.header import show
 from ..checkpoint.index import open_index
 from ..checkpoint.mapped_views import memory_of
 from ..checkpoint.mapping import BoundTensor, Segment, match_module
+from ..checkpoint.range_checks import RangeChecks
 from ..checkpoint.read_concurrency import ReadLimit
 from ..checkpoint.read_path import ReadPathTuner
 from ..common.errors import BudgetError, UnsupportedError, WeightsError
@@ -92,6 +93,8 @@ class Checkpoint:
         # Measurements of the drive. They are kept here so that the readers of later layouts start from them.
         self.path_tuner, self.read_limit = ReadPathTuner(), ReadLimit(settings.workers)
         self.notes: list[str] = []
+        # The CRC-32 of the weights that Carom wrote to spill files.
+        self.checks = RangeChecks()
         # None until `stay_packed` has found tensors that the device can decode.
         self.wires: WireFormats | None = None
         # Whether `carom pack` would bring nothing: the tensors are aligned in the order of use already.
@@ -189,7 +192,8 @@ class Checkpoint:
                     f"no memory for {show(bound.name)} of {bound.nbytes} bytes; stream it instead of reading it"
                 ) from error
             raw = memory_of(value)
-        with DiskReader(ReaderPolicy(direct=False, workers=self.settings.workers)) as reader:
+        policy = ReaderPolicy(direct=False, workers=self.settings.workers)
+        with DiskReader(policy, checks=self.checks) as reader:
             handles = [
                 reader.submit(
                     s.entry, raw[s.at : s.at + s.nbytes], start=s.start, nbytes=s.nbytes

@@ -15,7 +15,7 @@ from torch import nn
 from ..checkpoint.index import TensorEntry, format_code, has_code
 from ..checkpoint.mapped_views import FileRange, MappedViews
 from ..checkpoint.mapping import BoundTensor, Segment
-from ..checkpoint.spill import spill
+from ..checkpoint.spill import checksum_of, spill
 from ..common.errors import BudgetError
 from ..common.sizes import format_size
 from ..model.units import Entry, collect, why_not_streamed
@@ -73,6 +73,8 @@ def bind_ranges(
                 tensor.change(tensor.original)
                 assert tensor.changed is not None
                 tensor.original.data = tensor.changed
+            elif (crc := checksum_of(found)) is not None:
+                checkpoint.checks.add(found.file, found.offset, found.nbytes, crc, entry.name)
         checkpoint.note(note)
     except MemoryError as error:
         checkpoint.unbind()

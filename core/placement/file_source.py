@@ -66,4 +66,5 @@ class FileSource:
             path_tuner=self.checkpoint.path_tuner,
             read_limit=self.checkpoint.read_limit,
             memory=self.kept if self.image is None else self.image,
+            checks=self.checkpoint.checks,
         )

@@ -92,11 +92,15 @@ def try_direct(
     """
     kvikio = gds.load_kvikio(engine.device)
     sample = [(target, piece) for target in targets for piece in target.pieces][: len(staging)]
-    packed = any(
-        isinstance(r.file, PackedSource) for target in targets for piece in target.pieces for r in piece.reads
+    via_host = any(
+        isinstance(r.file, PackedSource) or reader.compares(r.file)
+        for target in targets
+        for piece in target.pieces
+        for r in piece.reads
     )
-    # Packed tensors are decoded by the host here, so their bytes have to be read to host memory.
-    if kvikio is None or not sample or packed:
+    # Packed tensors are decoded by the host here, and those of spill files are compared with their checksums, so their
+    # bytes have to be read to host memory.
+    if kvikio is None or not sample or via_host:
         return None
     direct = gds.GdsReader(kvikio)
 
