@@ -385,17 +385,19 @@ class HostCache:
         none_fits = demanded and all(b.block.data.numel() < piece.nbytes for b in self._buffers)
         # Reads that are under way may copy from the kept pieces, so these are released only after the reads.
         release_kept = none_fits or not self._totals.reading
-        if (len(self._buffers) < self._limit - self._held_back or none_fits) and self._kept.reserve(
-            self._buffer_bytes(piece), release_kept
-        ):
-            try:
-                return self._new_buffer(piece)
-            except MemoryError:
-                self._kept.unreserve(self._buffer_bytes(piece))
-                if none_fits:
-                    raise
-                # The system has no more memory: continue with the buffers that exist.
-                self._limit = len(self._buffers)
+        if len(self._buffers) < self._limit - self._held_back or none_fits:
+            if self._kept.reserve(self._buffer_bytes(piece), release_kept):
+                try:
+                    return self._new_buffer(piece)
+                except MemoryError:
+                    self._kept.unreserve(self._buffer_bytes(piece))
+                    if none_fits:
+                        raise
+                    # The system has no more memory: continue with the buffers that exist.
+                    self._limit = len(self._buffers)
+            elif self.buffers.whole or not demanded:
+                # The kept pieces give way as soon as the reads end. To evict a piece now would cause a read more.
+                return None
         evictable: dict[int, Buffer] = {}
         kept_buffers: dict[int, Buffer] = {}  # buffers of kept pieces, which only a demanded piece may take
         for buffer in self._buffers:

@@ -90,14 +90,13 @@ class KeptPieces:
     def reserve(self, nbytes: int, force: bool) -> bool:
         """Count ``nbytes`` for a new buffer of the cache; return False if kept pieces leave no room for it.
 
-        ``force``: release kept pieces instead, last first.
+        Pieces that were copied out are released for it. ``force``: others too, last first.
         """
         with self._lock:
             room = self.budget - self._beside - nbytes
+            self._shrink(room, everything=force)
             if self._nbytes > max(0, room):
-                if not force:
-                    return False
-                self._shrink(room)
+                return False
             self._beside += nbytes
             return True
 
@@ -176,14 +175,15 @@ class KeptPieces:
 
     # -- called with the lock held
 
-    def _shrink(self, nbytes: int) -> None:
-        """Release kept pieces, those that were copied out and then the last ones first, until they take at most
-        ``nbytes``.
+    def _shrink(self, nbytes: int, everything: bool = True) -> None:
+        """Release kept pieces until they take at most ``nbytes``: those that were copied out and, if ``everything``,
+        the others, the last one first.
         """
         if self._nbytes <= max(0, nbytes):
             return
         spent = {key: None for key, kept in self._pieces.items() if kept.left <= 0}
-        for key in (*spent, *(key for key in reversed(list(self._pieces)) if key not in spent)):
+        others = [key for key in reversed(list(self._pieces)) if key not in spent] if everything else []
+        for key in (*spent, *others):
             if self._nbytes <= max(0, nbytes):
                 return
             self._remove(key).block.unpin()
