@@ -7,7 +7,17 @@ from __future__ import annotations
 
 LOW = 0.5  # the budget falls when the free memory is less than this share of the bytes to leave free
 WORTH = 0.1  # the least rise, as a share of the first budget: after a rise a file's cache is filled again
+LEAST_CACHE = 32 << 20  # bytes, see `least_cache`
 QUIET, MOST_QUIET = 8, 1 << 10  # readings before a rise, at first and at most; doubled by every fall
+
+
+def least_cache(nbytes: int) -> int:
+    """Return the bytes of the smallest cache that is worth having for ``nbytes`` of weights that are read from disk.
+
+    A cache is divided into about forty buffers. Smaller ones than these mean so many small reads that a pass takes many
+    times as long, and descriptions of the pieces that take more memory than the smaller cache frees.
+    """
+    return max(nbytes // 128, min(LEAST_CACHE, nbytes // 32))
 
 
 class HostGovernor:

@@ -149,3 +149,55 @@ def test_a_module_of_a_mapped_file_fits_into_a_control_group_of_a_part_of_its_si
     assert found["ram_peak"] <= RAM
     assert found["anon"] <= BOUND < nbytes + 300_000_000
     assert 0 < found["disk"] <= nbytes
+
+
+CONTAINED = """
+import faulthandler, json, sys, time, carom, torch
+from carom.core.host.probe import host_memory
+from safetensors.torch import load_file
+from torch import nn
+faulthandler.dump_traceback_later(150, exit=True)
+with torch.device("meta"):
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(60))).requires_grad_(False)
+model.load_state_dict(load_file(sys.argv[1]), assign=True)
+x, passes, others = torch.ones(1, 2048), [], []
+with carom.stream(model, device="cpu", vram=64 << 20, ram="auto", disk="auto") as session, torch.no_grad():
+    for turn in range(9):
+        y = model(x)
+        report, free = session.report(), host_memory().free
+        passes.append({
+            "sum": y.sum().item(), "ram": report.ram_budget_bytes, "peak": report.ram_peak_bytes, "free": free,
+            "others": sum(len(other) for other in others),
+        })
+        if turn == 2:
+            share = (free + report.ram_budget_bytes // 2) // 5
+        if 2 <= turn < 7:
+            others.append(bytearray(b"1") * share)
+        time.sleep(1.05)
+print(json.dumps(passes))
+"""
+
+
+@linux
+@pytest.mark.slow
+def test_ram_auto_gives_memory_back_before_the_limit_of_its_control_group(tmp_path):
+    """A model of 1 GB in 600 MB, and other allocations of the group that take more than it has free beside the cache."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    weights = {f"{index}.weight": torch.randn(2048, 2048) / 45 for index in range(60)}
+    save_file(weights, tmp_path / "model.safetensors")
+    x = torch.ones(1, 2048)
+    for weight in weights.values():
+        x = torch.nn.functional.linear(x, weight)
+    with limited(600_000_000) as group:
+        done = _run(_inside(group, [sys.executable, "-c", CONTAINED, str(tmp_path / "model.safetensors")]))
+    assert done.returncode == 0, done.stderr
+    passes = json.loads(done.stdout)
+    assert all(one["sum"] == x.sum().item() for one in passes)
+    assert all(0 < one["peak"] <= one["ram"] for one in passes)
+    first, last = passes[2], passes[-1]
+    assert last["others"] > first["free"], "without giving memory back, the group has no room for this"
+    smaller = next(one for one in passes if one["ram"] < first["ram"])
+    assert smaller["others"] < first["free"], "before the limit"
+    assert last["ram"] < first["ram"] // 2

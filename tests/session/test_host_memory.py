@@ -148,6 +148,25 @@ def test_the_cache_of_a_session_gives_way_and_comes_back(tmp_path, monkeypatch, 
             assert inside(session).host_memory.governor is None, "a budget in bytes follows nothing"
 
 
+def test_however_short_memory_is_the_cache_keeps_pieces_that_are_worth_reading(tmp_path, monkeypatch, memory):
+    """A cache of two pages reads a model in pages, and describes more pieces than it has bytes."""
+    loaded, empty, path, size = disk.uniform(tmp_path)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    memory.keep, memory.free = size, 2 * size
+    x = torch.ones(2, 64)
+    with torch.no_grad():
+        expected = loaded(x)
+        with carom.stream(empty, device="cpu", vram=size // 4, ram="auto", weights=path) as session:
+            for _ in range(2):
+                assert torch.equal(empty(x), expected)
+            memory.free = 0
+            for _ in range(3):
+                assert torch.equal(empty(x), expected)
+            report = session.report()
+            streamed = sum(unit.wire_bytes for unit in inside(session).placement.streamed)
+            assert report.ram_budget_bytes == streamed // 32
+
+
 def test_under_pressure_the_cache_keeps_what_its_smaller_budget_holds(tmp_path, monkeypatch, memory):
     loaded, empty, _, size = disk.uniform(tmp_path)
     path = disk.save(loaded, tmp_path, packed=True)

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 
-from ...budget.host_governor import HostGovernor
+from ...budget.host_governor import HostGovernor, least_cache
 from ...common.errors import BudgetError, CaromError
 from ...common.sizes import format_size
 from ...host import probe
@@ -124,13 +124,15 @@ class HostMemory:
         """Do nothing, because `decide` does everything that is needed."""
 
     def _least_ram(self, layout: Layout) -> int:
-        """Return the smallest RAM budget in bytes that works with ``layout``."""
+        """Return the smallest RAM budget in bytes with which ``layout`` works well."""
         checkpoint = self._manager.module.checkpoint
         assert checkpoint is not None
+        units = layout.placement.streamed
         try:
-            checkpoint.require_ram(0, [unit.unit for unit in layout.placement.streamed])
+            checkpoint.require_ram(0, [unit.unit for unit in units])
         except BudgetError as error:
-            return (error.least_bytes or 0) + checkpoint.changed_bytes
+            worth = least_cache(sum(unit.wire_bytes for unit in units))
+            return max(error.least_bytes or 0, worth) + checkpoint.changed_bytes
         return 0
 
     def _in_memory(self, governor: HostGovernor, seen: Observation) -> Wanted | None:
@@ -142,7 +144,8 @@ class HostMemory:
         arena, wanted = self._manager.host.arena, seen.wanted
         if self._manager.module.disk is not None:
             waiting = seen.layout.placement.tier.figures().waiting_bytes
-            budget = governor.read(seen.host_memory.free, waiting, wanted.ram, LEAST_BUFFERS * PAGE)
+            least = max(LEAST_BUFFERS * PAGE, least_cache(waiting))
+            budget = governor.read(seen.host_memory.free, waiting, wanted.ram, least)
             if budget is None or budget >= waiting:
                 return None
             logger.info("carom: ram='auto': host memory is short: weights move to disk")
