@@ -147,10 +147,10 @@ def test_a_system_that_does_not_tell_whose_pages_they_are_keeps_them(tmp_path, m
     memory, address = mapping(tmp_path)
     found = MappedFiles()
 
-    def refused(*args):
+    def refused(*args, **kwargs):
         raise PermissionError("pagemap")
 
-    monkeypatch.setattr(page_release.os, "open", refused)
+    monkeypatch.setattr("builtins.open", refused)
     found.release(address, len(memory))
     monkeypatch.undo()
     assert resident(memory) == 64

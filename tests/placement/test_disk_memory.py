@@ -254,9 +254,9 @@ def test_memory_that_differs_from_the_file_is_not_taken_from_it(tmp_path, monkey
 
     weight = mapped(wide(), tmp_path).blocks[3][0].weight
     assert mapped_views.MappedViews().find(weight) is not None
-    listed = mapped_views._mappings()
+    listed = mapped_views.mapped_files()
     moved = [replace(one, start=one.start - 4096, end=one.end - 4096) for one in listed]
-    monkeypatch.setattr(mapped_views, "_mappings", lambda: moved)
+    monkeypatch.setattr(mapped_views, "mapped_files", lambda: moved)
     assert mapped_views.MappedViews().find(weight) is None
 
 
