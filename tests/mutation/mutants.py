@@ -425,17 +425,20 @@ MUTANTS: list[Mutant] = [
     *_of(
         "core/host/host_cache.py",
         (
+            "                self._wait_for_copy(oldest.copy_event)\n",
+            "",
+            "the host does not wait for the copy of a buffer it needs",
+        ),
+    ),
+    *_of(
+        "core/host/buffer_pool.py",
+        (
             "if buffer.copy_event is not None and self._copy_is_done(buffer.copy_event):",
             "if buffer.copy_event is not None:",
             "a buffer is read into before its copy is over",
         ),
         (
-            "                self._wait_for_copy(oldest.copy_event)\n",
-            "",
-            "the host does not wait for the copy of a buffer it needs",
-        ),
-        (
-            "        self._totals.held_bytes += self._buffer_bytes(piece)\n",
+            "        self._totals.held_bytes += self.buffer_bytes(piece)\n",
             "",
             "the cache's memory is not counted",
         ),

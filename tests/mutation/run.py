@@ -70,6 +70,7 @@ TESTS: dict[str, list[str]] = {
     ],
     "core/placement/resident_loader.py": ["placement/test_disk_waits.py", "placement/test_lazy_residents.py"],
     "core/host/host_cache.py": ["host/test_cache.py", "placement/test_disk.py"],
+    "core/host/buffer_pool.py": ["host/test_cache.py", "placement/test_disk.py"],
     "core/checkpoint/disk_reader.py": ["checkpoint/test_reader.py"],
     "core/placement/attached_tensors.py": [
         "session/test_undone.py",

@@ -83,7 +83,7 @@ def test_a_cache_that_holds_a_part_is_taken_over_and_the_rest_is_read(model, dri
         expected = loaded(X)
         for vram in (3 * BLOCK, 4 * BLOCK, 5 * BLOCK, 4 * BLOCK):
             cache = inside(session).placement.tier.reads.cache
-            kept = len(cache._eviction.kept) * cache.buffers.nbytes
+            kept = len(cache.pool.eviction.kept) * cache.buffers.nbytes
             drive.fresh()
             session.set_budget(vram=vram)
             assert torch.equal(empty(X), expected)

@@ -781,12 +781,12 @@ def test_a_read_ahead_that_fails_while_it_is_waited_for_is_tried_once_more(tmp_p
 def test_a_system_without_memory_for_the_cache_streams_through_what_there_is(
     tmp_path, monkeypatch, device, granted
 ):
-    from carom.core.host.host_cache import HostCache
+    from carom.core.host.buffer_pool import BufferPool
 
     loaded, empty, path, nbytes = uniform(tmp_path)
     where = place(device)
     x = torch.ones(1, 64, device=where)
-    new_buffer, left = HostCache._new_buffer, {"n": granted}
+    new_buffer, left = BufferPool._allocate, {"n": granted}
 
     def refusing(self: Any, piece: Any) -> Any:
         if left["n"] == 0:
@@ -794,7 +794,7 @@ def test_a_system_without_memory_for_the_cache_streams_through_what_there_is(
         left["n"] -= 1
         return new_buffer(self, piece)
 
-    monkeypatch.setattr(HostCache, "_new_buffer", refusing)
+    monkeypatch.setattr(BufferPool, "_allocate", refusing)
     session = carom.stream(empty, device=device, vram=6 * 32768, weights=path, ram=2 * nbytes)
     with session, torch.no_grad():
         if granted == 0:
