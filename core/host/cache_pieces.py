@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from ..checkpoint.direct_io import ALIGN
 from ..checkpoint.header import show
 from ..checkpoint.index import SourceFile, TensorEntry
-from ..checkpoint.mapping import Segment
 from ..checkpoint.packed_source import PackedSource
+from ..checkpoint.segments import Segment
 from ..common.errors import BudgetError
 from ..common.huge_pages import HUGE
 from ..common.sizes import MIB, format_size

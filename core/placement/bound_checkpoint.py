@@ -1,5 +1,4 @@
-"""Defines `Checkpoint`, which binds a safetensors file to a module: meta tensors replace the weights that the
-file holds.
+"""Defines `Checkpoint`: weights of a module that are in files. Meta tensors replace them in the module.
 
 While the file is bound, every tensor of the module that the file holds is a `meta` tensor without gradient:
 either the module's own meta tensor, or a placeholder if the module had values. Tensors that are not in the
@@ -19,22 +18,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..checkpoint.computed_buffers import compute_buffers
 from ..checkpoint.direct_io import ALIGN
 from ..checkpoint.disk_reader import DiskReader, ReaderPolicy
 from ..checkpoint.header import show
-from ..checkpoint.index import open_index
 from ..checkpoint.mapped_views import memory_of
-from ..checkpoint.mapping import BoundTensor, Segment, match_module
+from ..checkpoint.mapping import BoundTensor
 from ..checkpoint.range_checks import RangeChecks
 from ..checkpoint.read_concurrency import ReadLimit
 from ..checkpoint.read_path import ReadPathTuner
+from ..checkpoint.segments import Segment
 from ..common.errors import BudgetError, UnsupportedError, WeightsError
 from ..common.sizes import format_size
 from ..device.engine import Engine
 from ..host.cache_pieces import LEAST_BUFFERS, choose_buffers
 from ..host.eviction import EVICTIONS
-from ..model.units import Site, Unit, collect
+from ..model.units import Site, Unit
 from .file_tensor import FileTensor, no_room_needed
 from .quantised_binding import QuantisedBinding
 from .wire_format import WireFormat, WireFormats, find_wire_formats, plain_wire_format
@@ -85,7 +83,7 @@ class _Computed:
 class Checkpoint:
     """Weights of ``module`` that are in files: each is represented in the module by a meta tensor, until `unbind`.
 
-    ``settings``: how the files are read. `bind_file` and `disk_binding.bind_memory` make checkpoints.
+    ``settings``: how the files are read. `file_binding.bind_file` and `disk_binding.bind_memory` make checkpoints.
     """
 
     def __init__(self, module: nn.Module, settings: Weights) -> None:
@@ -284,118 +282,6 @@ class Checkpoint:
             replace_in_modules(computed.sites, computed.value, computed.original)
         self._file_tensors.clear()
         self._computed.clear()
-
-
-def bind_file(module: nn.Module, weights: Weights | str | os.PathLike[str]) -> Checkpoint:
-    """Bind ``module`` to the weights file ``weights`` (a path or `Weights`).
-
-    Quantised weights of the file (`find_quantised`) are put into the module as their library makes them, as views of
-    the mapped file. They stream from the file after `FlattenedWeights` and `QuantisedBinding.bind_inner`.
-    Raises WeightsError and UnsupportedError as `open_index`, `match_module`, `compute_buffers` and `QuantisedBinding`
-    do, and UnsupportedError for weights of the file that require gradients. After an error the module is unchanged.
-    """
-    settings = weights if isinstance(weights, Weights) else Weights(weights)
-    index = open_index(settings.path)
-    try:
-        found = match_module(module, index, prefix=settings.prefix, rename=settings.rename)
-    except WeightsError as error:
-        raise WeightsError(f"{error}{_about_adapters(module)}") from error
-    values = compute_buffers(module, found.computed)
-    tensors = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
-    sites = {id(entry.tensor): entry.sites for entry in collect(module)}
-    _refuse_trained({name: tensors[name] for name in found.bound})
-    _refuse_layouts({name: tensors[name] for name in found.bound})
-    _refuse_whole({name: tensors[name] for name in found.bound})
-    checkpoint = Checkpoint(module, settings)
-    checkpoint.laid_out = index.packed
-    quantised = QuantisedBinding(module, found.quantised) if found.quantised else None
-    try:
-        for bound in found.bound.values():
-            checkpoint.bind(bound, tensors[bound.name], sites[id(tensors[bound.name])])
-        for name, value in values.items():
-            checkpoint.compute(tensors[name], value, sites[id(tensors[name])])
-        if quantised is not None:
-            quantised.place()
-        notes = _file_notes(found.extra, [tensors[name] for name in found.bound])
-        checkpoint.note(*notes, *([] if quantised is None else [quantised.note]))
-    except BaseException:
-        checkpoint.unbind()
-        if quantised is not None:
-            quantised.undo()
-        raise
-    checkpoint.quantised = quantised
-    return checkpoint
-
-
-def _refuse_trained(tensors: dict[str, torch.Tensor]) -> None:
-    """Raise UnsupportedError if some, but not all, floating-point parameters that the file holds require a
-    gradient.
-    """
-    parameters = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.is_floating_point()}
-    trained = [name for name, tensor in parameters.items() if tensor.requires_grad]
-    if trained and len(trained) < len(parameters):
-        raise UnsupportedError(
-            f"{len(trained)} weights of the file are to be trained, first {trained[0]}; weights that stream from a "
-            "file are frozen. Freeze them (requires_grad_(False)) and train adapters, or load the module first "
-            "and stream it without weights="
-        )
-
-
-def _refuse_whole(tensors: dict[str, torch.Tensor]) -> None:
-    """Raise UnsupportedError for a parameter of bitsandbytes' 4-bit class if the file holds its weight as one tensor
-    that is not quantised.
-    """
-    for name, tensor in tensors.items():
-        if hasattr(type(tensor), "from_prequantized") and tensor.is_meta:
-            raise UnsupportedError(
-                f"{name} belongs to a quantised layer ({type(tensor).__name__}), and the file holds the weight without its "
-                "quantisation state. Name a file that the library saved quantised, or quantise the model with the library "
-                "and stream it without weights="
-            )
-
-
-def _refuse_layouts(tensors: dict[str, torch.Tensor]) -> None:
-    """Raise UnsupportedError for a meta tensor that is not contiguous, because safetensors files hold
-    contiguous tensors.
-    """
-    for name, tensor in tensors.items():
-        if tensor.is_meta and not tensor.is_contiguous():
-            raise UnsupportedError(
-                f"{name} has strides {tensor.stride()} on meta, files hold contiguous tensors; build it contiguous"
-            )
-
-
-def _file_notes(extra: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return notes on tensors of the file that are not used (``extra``), and on weights that are in memory
-    although the file holds them.
-    """
-    notes = []
-    if extra:
-        names = ", ".join(show(name) for name in extra[:4])
-        notes.append(
-            f"{len(extra)} tensors of the file have no place in the module and are not read: {names}"
-            f"{', ...' if len(extra) > 4 else ''}"
-        )
-    kept = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
-    if kept:
-        notes.append(
-            f"the module holds {kept} bytes of weights of its own besides; built on meta it would not"
-        )
-    return notes
-
-
-def _about_adapters(module: nn.Module) -> str:
-    """Return a hint for an error message if some parameters on meta are trainable and others frozen.
-
-    Such a module probably has adapters that were created on the meta device and have no values.
-    """
-    meta = [parameter.requires_grad for parameter in module.parameters() if parameter.is_meta]
-    if not any(meta) or all(meta):
-        return ""
-    return " Adapters that were added on meta have no values: call carom.stream first, then add the adapters."
 
 
 def replace_in_modules(sites: list[Site], old: torch.Tensor, new: torch.Tensor) -> None:

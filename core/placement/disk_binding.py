@@ -14,7 +14,8 @@ from torch import nn
 
 from ..checkpoint.index import TensorEntry, format_code, has_code
 from ..checkpoint.mapped_views import FileRange, MappedViews
-from ..checkpoint.mapping import BoundTensor, Segment
+from ..checkpoint.mapping import BoundTensor
+from ..checkpoint.segments import Segment
 from ..checkpoint.spill import checksum_of, spill
 from ..common.errors import BudgetError
 from ..common.sizes import format_size

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from ..checkpoint.index import TensorEntry
-from ..checkpoint.mapping import BoundTensor, Segment
+from ..checkpoint.mapping import BoundTensor
 from ..checkpoint.quantised_weights import MadeWeight, MappedTensors, QuantisedWeight
+from ..checkpoint.segments import Segment
 from ..common.sizes import format_size
 from ..model.quantized import is_inner
 from ..model.tensor_flatten import flatten

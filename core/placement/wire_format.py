@@ -22,8 +22,8 @@ from ..checkpoint.direct_io import ALIGN as PAGE
 from ..checkpoint.disk_reader import DiskReader, ReaderPolicy
 from ..checkpoint.header import show
 from ..checkpoint.index import TensorEntry
-from ..checkpoint.mapping import Segment
 from ..checkpoint.packed_source import PackedSource, codec_name
+from ..checkpoint.segments import Segment
 from ..codec import kbit, lossless
 from ..codec.blob_format import BlobFormat
 from ..codec.lossless_format import HEADER_BYTES, parse_header

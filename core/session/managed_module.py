@@ -12,8 +12,9 @@ from ..device.engine import Engine
 from ..host.node_group import NodeGroup
 from ..host.shared_image import SharedImage
 from ..model.quantized import FlattenedWeights
-from ..placement.bound_checkpoint import Checkpoint, bind_file
+from ..placement.bound_checkpoint import Checkpoint
 from ..placement.disk_binding import bind_memory
+from ..placement.file_binding import bind_file
 from ..placement.packed_tensor import give_back
 from ..placement.shared_weights import share_files, share_memory
 from .host_resources import HostResources

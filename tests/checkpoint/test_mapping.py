@@ -11,7 +11,8 @@ import pytest
 import torch
 from carom.core.checkpoint.disk_reader import DiskReader
 from carom.core.checkpoint.index import open_index
-from carom.core.checkpoint.mapping import FUSED, match_module
+from carom.core.checkpoint.mapping import match_module
+from carom.core.checkpoint.segments import FUSED
 from carom.core.common.errors import UnsupportedError, WeightsError
 from safetensors.torch import save_file
 from torch import nn

@@ -12,7 +12,7 @@ import torch
 from carom.core.checkpoint.direct_io import ALIGN
 from carom.core.checkpoint.disk_reader import DiskReader, ReaderPolicy
 from carom.core.checkpoint.index import SourceFile, TensorEntry, open_index
-from carom.core.checkpoint.mapping import Segment
+from carom.core.checkpoint.segments import Segment
 from carom.core.host.arena import HostArena
 from carom.core.host.cache_pieces import LEAST_BUFFERS, ROTATING, PlacedTensor, choose_buffers, cut
 from carom.core.host.eviction import EvictionPolicy
