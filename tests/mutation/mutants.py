@@ -328,8 +328,8 @@ MUTANTS: list[Mutant] = [
     *_of(
         "core/placement/packed_residents.py",
         (
-            "unit, buffer\n        self._engine.synchronize()\n",
-            "unit, buffer\n",
+            "(), False)\n        self._engine.synchronize()\n",
+            "(), False)\n",
             "wires are unpacked before they are there",
         ),
         (
@@ -674,7 +674,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "nodes/streaming.py",
         (
-            "        except BaseException:\n            self._undo.close()\n",
+            "        except BaseException:\n            self.changes.undo()\n",
             "        except BaseException:\n",
             "a model that could not be opened stays taken apart",
         ),
@@ -683,7 +683,7 @@ MUTANTS: list[Mutant] = [
             "            pass\n",
             "pinned bytes stay counted after the end",
         ),
-        ("        _suspended[self] = None\n", "", "a suspended model keeps its pins when others need them"),
+        ("        suspended_models[self] = None\n", "", "a suspended model keeps its pins when others need them"),
     ),
     *_of(
         "nodes/patcher.py",
