@@ -3,7 +3,8 @@
 The plain loop is `os.preadv` of 4 MiB into aligned memory on huge pages, on 1, 2, 4 and 8 threads; the best of them is the
 machine's raw rate; once more on ordinary pages, for comparison. The reader gets the same bytes as requests of one block
 (64 MiB) into page-aligned slots, straight and through its workers' own buffers, and into slots that agree with no page,
-where every byte takes that way. Rounds alternate, medians are shown.
+where every byte takes that way. In two more cases the CRC-32 of the bytes is known, as of spill files: they are compared,
+or were compared before. Beside them stands CRC-32 alone, of bytes in memory. Rounds alternate, medians are shown.
 
 Without --file a scratch file of random bytes is written (and removed) in --folder.
 """
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from pathlib import Path
 
 
@@ -36,7 +38,7 @@ def load_checkout():
         spec.loader.exec_module(sys.modules["carom"])
     return tuple(
         importlib.import_module(f"carom.core.checkpoint.{n}")
-        for n in ("index", "direct_io", "disk_reader", "read_path")
+        for n in ("index", "direct_io", "disk_reader", "read_path", "range_checks")
     )
 
 
@@ -73,11 +75,11 @@ def plain_loop(path: str, size: int, threads: int, buffers: list[memoryview]) ->
 
 
 def carom_reader(
-    reader_module, file, size: int, workers: int, slots: list[memoryview], shift: int, tuner=None
+    reader_module, file, size: int, workers: int, slots: list[memoryview], shift: int, tuner=None, checks=None
 ) -> float:
     """Return the seconds in which the reader reads the same bytes, block by block, into rotating slots."""
     policy = reader_module.ReaderPolicy(workers=workers, chunk=CHUNK)
-    with reader_module.DiskReader(policy, path_tuner=tuner) as reader:
+    with reader_module.DiskReader(policy, path_tuner=tuner, checks=checks) as reader:
         reader.submit_range(file, 0, 4096, slots[0]).result()  # create threads and descriptors before timing
         began = time.perf_counter()
         waiting = []
@@ -91,6 +93,23 @@ def carom_reader(
         for handle in waiting:
             handle.result()
         return time.perf_counter() - began
+
+
+def checksums(path: str, size: int) -> list[tuple[int, int, int]]:
+    """Return (offset, bytes, CRC-32) of each block of the file."""
+    with open(path, "rb") as file:
+        return [
+            (at, min(BLOCK, size - at), zlib.crc32(file.read(min(BLOCK, size - at))))
+            for at in range(0, size, BLOCK)
+        ]
+
+
+def crc_alone(memory: memoryview, size: int) -> float:
+    """Return the seconds in which one thread computes the CRC-32 of ``size`` bytes in memory."""
+    began = time.perf_counter()
+    for at in range(0, size, CHUNK):
+        zlib.crc32(memory[at % BLOCK :][: min(CHUNK, size - at)])
+    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -108,7 +127,7 @@ def main() -> None:
         parser.error(f"--folder {args.folder}: there is no such folder; make it, or name another")
     if args.record is not None and not args.record.absolute().parent.is_dir():
         parser.error(f"--record {args.record}: there is no folder for it; make it, or name another")
-    index, rawio, reader, tuners = load_checkout()
+    index, rawio, reader, tuners, range_checks = load_checkout()
     record = importlib.import_module("carom.benchmarks.engines.record")
     fresh = record.new_record("disk_read", sys.argv[1:]) if args.record is not None else {}
     scratch = None
@@ -144,6 +163,23 @@ def main() -> None:
             reader, file, size, 4, slots, 0, bounced
         )
         cases["reader, 4 workers, unaligned slots"] = lambda: carom_reader(reader, file, size, 4, slots, 1)
+        known = checksums(path, size)
+
+        def checks():
+            found = range_checks.RangeChecks()
+            for number, (offset, nbytes, crc) in enumerate(known):
+                found.add(file, offset, nbytes, crc, f"block {number}")
+            return found
+
+        done = checks()
+        cases["reader, 4 workers, compared with CRC-32"] = lambda: carom_reader(
+            reader, file, size, 4, slots, 0, None, checks()
+        )
+        carom_reader(reader, file, size, 4, slots, 0, None, done)
+        cases["reader, 4 workers, compared before"] = lambda: carom_reader(
+            reader, file, size, 4, slots, 0, None, done
+        )
+        cases["CRC-32 in memory, 1 thread"] = lambda: crc_alone(slots[0], size)
         seconds: dict[str, list[float]] = {name: [] for name in cases}
         for round_number in range(args.rounds):
             names = list(cases) if round_number % 2 == 0 else list(reversed(cases))
@@ -164,7 +200,7 @@ def main() -> None:
     for name, rate in rates.items():
         spread = [size / value / 2**30 for value in seconds[name]]
         print(
-            f"{name:36s} {rate / 2**30:6.2f} GiB/s  {rate / raw:5.1%} of raw  ({min(spread):.2f} to {max(spread):.2f})"
+            f"{name:41s} {rate / 2**30:6.2f} GiB/s  {rate / raw:5.1%} of raw  ({min(spread):.2f} to {max(spread):.2f})"
         )
 
 
