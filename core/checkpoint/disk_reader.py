@@ -27,13 +27,13 @@ from .direct_io import ALIGN, RawFile, open_raw
 from .header import show
 from .index import SourceFile, TensorEntry
 from .packed_source import PackedSource
-from .range_checks import RangeChecks
 from .read_concurrency import ReadLimit, ReadPermit
 from .read_handle import ReadHandle, SubmittedRead
 from .read_path import ReadPathTuner
 
 if TYPE_CHECKING:
     from .decode_on_read import DecodingReader
+    from .range_checks import RangeChecks  # it imports torch, which `carom pack` does without
 
 
 @dataclass(frozen=True)
