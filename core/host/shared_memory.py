@@ -104,7 +104,8 @@ def _tensor(descriptor: int, nbytes: int, access: int) -> torch.Tensor:
         raise BudgetError(
             f"group=: {format_size(nbytes)} of shared host memory cannot be mapped ({error.strerror})"
         ) from error
-    with contextlib.suppress(AttributeError, OSError):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
     with torch.inference_mode(False):
         return torch.frombuffer(mapping, dtype=torch.uint8)

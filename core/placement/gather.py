@@ -56,8 +56,8 @@ class _AllGather:
         """Gather ``wire``, this rank's part of ``target``, with the parts of the other ranks into ``target``."""
         # The backend's threads keep the tensors for an unknown time. With the storage of the slot they would change
         # whether the slot counts as in use, and the ranks would evict different units.
-        ends = [self._engine.at(tensor.data_ptr(), tensor.numel(), None) for tensor in (target, wire)]
-        self._all_gather(*ends, group=self._group)
+        into, part = (self._engine.at(tensor.data_ptr(), tensor.numel(), None) for tensor in (target, wire))
+        self._all_gather(into, part, group=self._group)
 
     def cached_launches(
         self, wire: torch.Tensor, target: torch.Tensor, /

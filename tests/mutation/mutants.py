@@ -683,7 +683,11 @@ MUTANTS: list[Mutant] = [
             "            pass\n",
             "pinned bytes stay counted after the end",
         ),
-        ("        suspended_models[self] = None\n", "", "a suspended model keeps its pins when others need them"),
+        (
+            "        suspended_models[self] = None\n",
+            "",
+            "a suspended model keeps its pins when others need them",
+        ),
     ),
     *_of(
         "nodes/patcher.py",

@@ -95,7 +95,7 @@ def test_the_example_trains_a_model_larger_than_the_memory_of_all_stages(
         "ignore",
         "-m",
         *LAUNCHERS[launcher],
-        str(root / "examples" / "pipeline.py"),
+        str(root / "docs" / "examples" / "pipeline.py"),
     ]
     small = ["--width", "64", "--vram", "400KiB", "--blocks", "6", "--steps", "3", "--schedule", schedule]
     done = subprocess.run(

@@ -1,6 +1,6 @@
 """Trains LoRA adapters on a model that is larger than the memory of all pipeline stages together.
 
-    torchrun --nproc-per-node 2 examples/pipeline.py
+    torchrun --nproc-per-node 2 docs/examples/pipeline.py
 
 Each process is one stage of torch.distributed.pipelining: it has its part of the layers, and `carom.stream` keeps at most
 `--vram` bytes of the part's weights on its device. The other weights wait in host memory, and are copied to the device

@@ -1,0 +1,158 @@
+"""`carom.stream(group=)`: the ranks of a machine share the frozen weights (gloo, on the CPU)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests_ranks import SCRIPTS, run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available() or not hasattr(os, "memfd_create"),
+    reason="ranks share memory by memfd_create, which this system lacks",
+)
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "data_parallel.py"
+FROZEN = 6 * (2 * 128 * 512 + 7 * 128 + 512 - 2 * 128) * 4  # bytes of the model in tests/support/distributed
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def exact(request, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder: Path = tmp_path_factory.mktemp("exact")
+    return run_ranks(SCRIPT, folder / "meet", "exact", str(folder), ranks=request.param)
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder: Path = tmp_path_factory.mktemp("failing")
+    return run_ranks(SCRIPT, folder / "meet", "failing", str(folder))
+
+
+def test_adapters_are_those_of_ddp_on_resident_weights_bit_for_bit(exact):
+    for rank in exact:
+        assert len(rank) == 9
+        assert all(case["equal"] for case in rank.values()), rank
+
+
+def test_closing_leaves_the_values_of_the_weights(exact):
+    for rank in exact:
+        assert all(case["closed"] for name, case in rank.items() if name != "by hand")
+
+
+def test_each_rank_copies_its_part_if_the_ranks_gather(exact):
+    for rank in exact:
+        for source in ("memory", "file"):
+            whole, part = rank[f"{source}-False"]["wire"], rank[f"{source}-True"]["wire"]
+            assert whole > 0.4 * FROZEN
+            assert part <= 1.02 / len(exact) * whole
+            assert any("gather" in note for note in rank[f"{source}-True"]["notes"])
+
+
+def test_the_ranks_hold_one_copy_of_the_weights(exact):
+    # A page that all ranks have touched counts 1/N for each of them.
+    together = sum(rank["memory-False"]["memory"]["shared"] for rank in exact)
+    assert 0.9 * FROZEN <= together <= 1.1 * FROZEN + (1 << 20)
+
+
+def test_an_error_of_one_rank_is_an_error_of_all(failing):
+    first, second = failing
+    assert second["small budget"][0] == "BudgetError"
+    assert first["small budget"][0] == "GroupError" and "rank 1" in first["small budget"][1]
+    assert second["no file"][0] == "WeightsError"
+    assert first["no file"][0] == "GroupError" and "none.safetensors" in first["no file"][1]
+    for rank in failing:
+        assert rank["other model"][0] == "GroupError"
+        assert rank["works after all"][1] == "True"
+
+
+@pytest.mark.parametrize("case", ["nothing frozen", "codec", "disk", "training", "name", "set_budget"])
+def test_what_does_not_go_with_a_group_is_refused_with_a_remedy(failing, case):
+    remedies = {
+        "nothing frozen": "requires_grad_(False)", "codec": "carom pack", "disk": "weights=", "training": "pipeline",
+        "name": "'world'", "set_budget": "close the session",
+    }  # fmt: skip
+    for rank in failing:
+        assert rank[case][0] == "UnsupportedError" and remedies[case] in rank[case][1]
+
+
+def test_a_rank_that_closes_early_ends_the_others_within_the_time_out(failing):
+    assert failing[0]["closed early"][0] == "GroupError"
+    assert float(failing[0]["seconds"][1]) < 30
+
+
+def test_a_group_needs_torch_distributed():
+    import carom
+
+    with pytest.raises(carom.UnsupportedError, match="torchrun"):
+        carom.stream(torch.nn.Linear(4, 4).requires_grad_(False), device="cpu", group="world")
+
+
+def kill_one(folder: Path, seconds: float, mode: str) -> tuple[int, str]:
+    """Kill rank 1 ``seconds`` after both ranks train; return the exit code of rank 0 and what it said."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(SCRIPTS / SCRIPT), str(folder / "meet"), "killed", str(folder), mode],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+        time.sleep(seconds)
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        _, said = ranks[0].communicate(timeout=40)
+        return ranks[0].returncode, said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def shared_memory() -> set[str]:
+    """The processes that have Carom's shared memory open, with their descriptors."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if "carom-weights" in os.readlink(link):
+                found.add(str(link))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("mode", ["whole", "gather"])
+def test_a_killed_rank_ends_the_other_and_leaves_no_shared_memory(tmp_path, mode):
+    before = shared_memory()
+    for attempt in range(int(os.environ.get("CAROM_TEST_KILLS", "1"))):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        code, said = kill_one(folder, random.Random(attempt).uniform(0, 0.3), mode)
+        assert code != 0 and "Error" in said
+        assert not shared_memory() - before
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_the_example_is_bit_exact(launcher):
+    command = {
+        "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2"],
+        "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"],
+    }[launcher]
+    if launcher == "accelerate":
+        pytest.importorskip("accelerate")
+    done = subprocess.run(
+        [sys.executable, *command, str(ROOT / "docs" / "examples" / "data_parallel.py"), "--width", "128"],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout[done.stdout.index("{") :])
+    assert said["bit_exact"] is True and len(said["host_memory"]) == 2

@@ -1,0 +1,210 @@
+"""A rank of tests/session/test_group.py: trains on weights that the ranks share, beside resident ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import carom
+import torch
+import torch.distributed as dist
+from carom.core.session import gathering
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+WIDTH, BLOCKS, STEPS = 128, 6, 3
+FROZEN = BLOCKS * (2 * WIDTH * 4 * WIDTH + 5 * WIDTH + 2 * WIDTH) * 4  # bytes
+VRAM = FROZEN // 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = (
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH),
+        )  # fmt: skip
+        self.adapter: nn.Module | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.second(torch.relu(self.first(self.norm(x))))
+        return x + (y if self.adapter is None else y + self.adapter(x))
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS))).requires_grad_(False)
+
+
+def with_adapters(net: nn.Sequential) -> nn.Sequential:
+    torch.manual_seed(1)
+    for block in net:
+        block.adapter = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH))
+    return net
+
+
+def train(net: nn.Module, average: Callable[[list], None] = lambda adapters: None) -> list[torch.Tensor]:
+    """Return the losses and adapters of some steps on this rank's data."""
+    adapters = [tensor for tensor in net.parameters() if tensor.requires_grad]
+    optimizer, found = torch.optim.AdamW(adapters, lr=1e-2), []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(4, WIDTH, generator=generator)
+        loss = (net(x) - x.flip(0)).square().mean()
+        loss.backward()
+        average(adapters)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return found + [tensor.detach().clone() for tensor in adapters]
+
+
+def average(adapters: list) -> None:
+    for adapter in adapters:
+        dist.all_reduce(adapter.grad)
+        adapter.grad /= dist.get_world_size()
+
+
+def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def memory() -> dict[str, int]:
+    """Return this process's share of shared memory, and its own memory, in bytes."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    found = {
+        words[0]: int(words[1]) << 10
+        for words in map(str.split, lines)
+        if len(words) > 1 and words[1].isdigit()
+    }
+    return {"shared": found["Pss_Shmem:"], "own": found["Pss_Anon:"]}
+
+
+def gather(on: bool) -> None:
+    """Let the next sessions gather, or not, whatever a measurement would say."""
+    gathering._possible = lambda engine: on
+    gathering.measure = lambda *_: (1.0, 0.5)
+
+
+def streamed(expected: list[torch.Tensor], **settings: Any) -> dict:
+    """Train a streamed model under DDP; return whether it is equal to the resident one, and figures."""
+    meta = "weights" in settings
+    with torch.device("meta" if meta else "cpu"):
+        net = model()
+    with carom.stream(net, **{"device": "cpu", "vram": VRAM, "group": "world"} | settings) as session:
+        found = train(DistributedDataParallel(carom.prepare_for_ddp(with_adapters(net))))
+        dist.barrier()
+        report, used = session.report().to_dict(), memory()
+        dist.barrier()
+    frozen = {name: value for name, value in net.state_dict().items() if "adapter" not in name}
+    closed = meta or all(map(torch.equal, frozen.values(), model().state_dict().values()))
+    wire = report["wire_bytes_per_step"] / (report["transfers_per_weight"] or 1)
+    return {
+        "equal": equal(found, expected), "closed": closed, "memory": used, "wire": wire, "notes": report["notes"],
+        "raw": report["raw_bytes_per_step"], "read": report["disk_bytes_per_second"],
+    }  # fmt: skip
+
+
+def failure(function: Callable[[], object]) -> list[str]:
+    """Return the class and text of the error that ``function`` raises."""
+    try:
+        function()
+    except carom.CaromError as error:
+        return [type(error).__name__, str(error)]
+    return ["", ""]
+
+
+def exact(folder: Path) -> dict:
+    expected = train(DistributedDataParallel(with_adapters(model())))
+    file = folder / "weights.safetensors"
+    if dist.get_rank() == 0:
+        save_file(model().state_dict(), file)
+    dist.barrier()
+    found: dict[str, Any] = {}
+    for together in (False, True):
+        gather(together)
+        found[f"memory-{together}"] = streamed(expected)
+        found[f"file-{together}"] = streamed(expected, weights=file)
+    gather(False)
+    for timing in ("late", "early", "random"):
+        found[f"simulated-{timing}"] = streamed(expected, device=carom.SimulatedDevice(seed=5, timing=timing))
+    found["mesh"] = streamed(
+        expected, group=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    )
+    net = model()
+    with carom.stream(net, device="cpu", vram=VRAM, group=dist.group.WORLD):
+        by_hand = train(with_adapters(net), average)
+    found["by hand"] = {"equal": equal(by_hand, train(with_adapters(model()), average))}
+    return found
+
+
+def failing(folder: Path) -> dict:
+    rank, found = dist.get_rank(), {}
+    gather(False)
+
+    def stream(net: nn.Module | None = None, vram: int = VRAM, **more: Any) -> carom.Session:
+        return carom.stream(model() if net is None else net, device="cpu", vram=vram, group="world", **more)
+
+    found["other model"] = failure(lambda: stream(model()[: BLOCKS - rank]))
+    found["small budget"] = failure(lambda: stream(vram=1000 if rank == 1 else VRAM))
+    found["nothing frozen"] = failure(lambda: stream(model().requires_grad_(True)))
+    missing = folder / ("none.safetensors" if rank == 1 else "weights.safetensors")
+    with torch.device("meta"):
+        found["no file"] = failure(lambda: stream(weights=missing))
+    found["codec"] = failure(lambda: stream(codec="lossless"))
+    found["disk"] = failure(lambda: stream(disk=folder))
+    found["training"] = failure(lambda: stream(training="stream"))
+    found["name"] = failure(lambda: carom.stream(model(), device="cpu", vram=VRAM, group="all"))
+    net = model()
+    with stream(net):
+        found["works after all"] = [
+            "",
+            str(torch.equal(net(torch.ones(2, WIDTH)), model()(torch.ones(2, WIDTH)))),
+        ]
+    gather(True)
+    net = model()
+    with stream(net) as session:
+        found["set_budget"] = failure(lambda: session.set_budget(vram=VRAM // 2))
+        dist.barrier()
+        if rank == 0:
+            began = time.monotonic()
+            found["closed early"] = failure(lambda: [net(torch.ones(2, WIDTH)) for _ in range(3)])
+            found["seconds"] = ["", str(time.monotonic() - began)]
+    return found
+
+
+def killed(folder: Path) -> dict:
+    """Train until the other rank is killed."""
+    gather(sys.argv[4] == "gather")
+    net = model()
+    with carom.stream(net, device="cpu", vram=VRAM, group="world"):
+        ready = DistributedDataParallel(carom.prepare_for_ddp(with_adapters(net)))
+        print("ready", flush=True)
+        while True:
+            train(ready)
+
+
+CASES = {"exact": exact, "failing": failing, "killed": killed}
+
+
+def main() -> dict:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{sys.argv[1]}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=15),
+    )
+    torch.set_num_threads(1)
+    return CASES[sys.argv[2]](Path(sys.argv[3]))
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))
