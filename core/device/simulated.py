@@ -316,14 +316,19 @@ class SimulatedEngine(StreamEngine):
             self._copied_out.keep(tensor)
 
     def _on_stream(self, stream: Any, call: Any, *args: Any) -> None:
-        """Issue the decoding of ``args`` (wire, target) by the decoder ``call`` on ``stream``.
+        """Issue the decoding of ``args`` (wire, target), or their gathering, by ``call`` on ``stream``.
 
-        Only decoders are issued by this method. Raises SimulatedRaceError if a wait is missing.
+        Only decoders and all-gathers are issued by this method. Raises SimulatedRaceError if a wait is missing.
         """
         wire, target = args
         self._overwrites(stream, target)
         with self._watch.unwatched():
-            target.fill_(255)
+            start = wire.data_ptr() - target.data_ptr()
+            if 0 <= start < target.numel():  # in place, as in an all-gather: the wire is a part of the target
+                target[:start].fill_(255)
+                target[start + wire.numel() :].fill_(255)
+            else:
+                target.fill_(255)
         seconds = self.config.kernel_seconds + target.numel() / self.config.decode_bytes_per_second
         if not self._virtual.accesses.read(*_address_range(wire), stream, ahead=1):
             raise SimulatedRaceError("packed bytes are decoded before the event of the copy that brings them")

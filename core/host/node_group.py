@@ -67,9 +67,7 @@ class NodeGroup:
             dist.all_gather_object(machines, (_machine(), dist.get_rank()), group=found)
             here = [rank for machine, rank in machines if machine == _machine()]
             self._ranks, self._time_out = here, _timeout(found)
-            self._control = dist.new_group(
-                here, timeout=self._time_out, backend="gloo", use_local_synchronization=True
-            )
+            self._control = self._group("control", "gloo")
         except Exception as error:
             raise GroupError(f"carom.stream(group=...): the ranks did not meet: {error}") from error
         self.rank, self.size = here.index(dist.get_rank()), len(here)
@@ -94,11 +92,24 @@ class NodeGroup:
         return all(self.exchange(condition, "comparing the ranks"))
 
     def device_group(self, device: torch.device) -> Any:
-        """Return a new process group of these ranks for tensors on ``device``: NCCL, or gloo for the CPU."""
-        backend = torch.distributed.get_default_backend_for_device(device)
-        return torch.distributed.new_group(
-            self._ranks, timeout=self._time_out, backend=backend, use_local_synchronization=True
-        )
+        """Return a process group of these ranks for tensors on ``device``: NCCL, or gloo for the CPU."""
+        return self._group("device", torch.distributed.get_default_backend_for_device(device))
+
+    def _group(self, purpose: str, backend: str) -> Any:
+        """Return the process group of these ranks for ``purpose``, which all sessions of the process use.
+
+        It is never destroyed: a group of the same ranks that is made again, while another rank still has the old
+        one, connects to the old one's addresses, which torch.distributed keeps in its store.
+        """
+        dist = torch.distributed
+        key = (purpose, backend, tuple(self._ranks))
+        world, made = _groups.get(key, (None, None))
+        if world is not dist.group.WORLD:  # none yet, or torch.distributed was initialised again
+            made = dist.new_group(
+                self._ranks, timeout=self._time_out, backend=backend, use_local_synchronization=True
+            )
+            _groups[key] = dist.group.WORLD, made
+        return made
 
     def together(self, what: str, function: Callable[[], T]) -> T:
         """Call ``function`` on every rank, wait for all ranks, and return this rank's result.
@@ -122,11 +133,9 @@ class NodeGroup:
                 raise GroupError(f"{what} failed on rank {rank} of this machine: {message}")
         return result  # type: ignore[return-value]
 
-    def close(self) -> None:
-        """Leave the control group. Other ranks that still exchange values get an error."""
-        control, self._control = self._control, None
-        if control is not None and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group(control)
+
+# {(purpose, backend, ranks): (default process group, process group)} of this process
+_groups: dict[tuple[str, str, tuple[int, ...]], tuple[Any, Any]] = {}
 
 
 def _machine() -> tuple[str, ...]:

@@ -98,8 +98,3 @@ class Gather:
                 f"code than rank {self.rank}: {error}"
             ) from error
         return event
-
-    def close(self) -> None:
-        """Leave the group."""
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group(self._group)

@@ -42,12 +42,7 @@ def share_memory(module: nn.Module, node: NodeGroup, image: SharedImage) -> Chec
     All ranks get the values of the first rank of the machine, as in DistributedDataParallel. To be called on all
     ranks at once. Raises UnsupportedError if no weight is frozen, and GroupError if the modules of the ranks differ.
     """
-    entries = [entry for entry in collect(module) if not entry.trainable and can_stream(entry)]
-    if not entries:
-        raise UnsupportedError(
-            "group= shares frozen weights in host memory, and the module has none; freeze its weights "
-            "(requires_grad_(False)) and train adapters, build it on meta with weights=, or leave group= out"
-        )
+    entries = node.together("choosing weights", lambda: _frozen(module))
     _agree(node, "the module", [_description(entry) for entry in entries])
     offsets, total = [], 0
     for entry in entries:
@@ -181,6 +176,17 @@ def _copy(entries: Sequence[Entry], offsets: Sequence[int], memory: SharedMemory
                 jobs.append(pool.submit(copy, part, offset + start, part.numel()))
         for job in jobs:
             job.result()
+
+
+def _frozen(module: nn.Module) -> list[Entry]:
+    """Return the frozen weights of ``module`` that can be shared. Raises UnsupportedError if there are none."""
+    entries = [entry for entry in collect(module) if not entry.trainable and can_stream(entry)]
+    if not entries:
+        raise UnsupportedError(
+            "group= shares frozen weights in host memory, and the module has none; freeze its weights "
+            "(requires_grad_(False)) and train adapters, build it on meta with weights=, or leave group= out"
+        )
+    return entries
 
 
 def _description(entry: Entry) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:

@@ -37,7 +37,6 @@ def begin(parts: Parts, node: NodeGroup) -> str:
     gather = Gather(parts.engine, node.device_group(parts.engine.device), node.rank, node.size)
     whole, together = measure(parts.engine, node, image, gather)
     if together > _WORTH * whole:
-        gather.close()
         return f"each rank copies whole units: {_rate(whole)}, and {_rate(together)} with all-gathers"
     manager.host.gather = gather
     parts.memory.end()  # the budget no longer follows the device's memory

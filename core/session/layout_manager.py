@@ -291,9 +291,6 @@ class LayoutManager:
         """Free host copies, and restore the module's own tensors and forwards. Called after `close`."""
         self.host.copies.clear()
         self.module.unbind(self.host, self.engine)
-        if self.host.gather is not None:
-            self.host.gather.close()
-            self.host.gather = None
         if self.host.image is not None:
             self.host.image.close()
 

@@ -172,8 +172,6 @@ class Session:
         # done only now, because other sessions may use the freed memory after this call
         self._parts.memory.end()
         self._manager.finish()
-        if self._node is not None:
-            self._node.close()
         registry.leave(self)
 
     def __enter__(self) -> Session:

@@ -118,4 +118,5 @@ def main() -> list[dict]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(main()))
+    print(json.dumps(main()), flush=True)
+    os._exit(0)  # at a normal exit, threads of gloo that still run may abort the process

@@ -74,4 +74,5 @@ def main() -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main()))
+    print(json.dumps(main()), flush=True)
+    os._exit(0)  # at a normal exit, threads of gloo that still run may abort the process
