@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -49,9 +50,9 @@ class SharedMemory:
 
         Raises UnsupportedError on systems other than Linux.
         """
-        if not hasattr(os, "memfd_create"):
+        if sys.platform != "linux":
             raise UnsupportedError("group=: ranks share host memory on Linux only; leave group= out")
-        descriptor = os.memfd_create("carom-weights", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("carom-weights")
         try:
             os.ftruncate(descriptor, nbytes)
             return cls(descriptor, nbytes)
@@ -63,7 +64,7 @@ class SharedMemory:
     def open(cls, handle: Handle) -> SharedMemory:
         """Open memory that another process has made. Raises UnsupportedError if the system does not allow that."""
         try:
-            descriptor = os.open(f"/proc/{handle.pid}/fd/{handle.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(f"/proc/{handle.pid}/fd/{handle.descriptor}", os.O_RDWR)
         except OSError as error:
             raise UnsupportedError(
                 f"group=: the memory of process {handle.pid} cannot be opened ({error.strerror}); run all ranks of a "
@@ -106,6 +107,6 @@ def _tensor(descriptor: int, nbytes: int, access: int) -> torch.Tensor:
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # type: ignore[attr-defined,unused-ignore]
     with torch.inference_mode(False):
         return torch.frombuffer(mapping, dtype=torch.uint8)
