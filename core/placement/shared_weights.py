@@ -99,8 +99,9 @@ def share_files(checkpoint: Checkpoint, node: NodeGroup, ram: int, image: Shared
             file, memory, [(start, end) for granule in chosen for f, start, end in granule if f == file]
         )
     image.complete = sum(map(len, chosen)) == len(ranges)
+    held = sum(end - start for granule in chosen for _, start, end in granule)
     checkpoint.note(
-        f"{format_size(image.nbytes)} of {format_size(total)} of weights are in memory that {node.size} ranks share"
+        f"{format_size(held)} of {format_size(total)} of weights are in memory that {node.size} ranks share"
     )
 
 

@@ -38,7 +38,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 def test_adapters_are_those_of_ddp_on_resident_weights_bit_for_bit(exact):
     for rank in exact:
-        assert len(rank) == 9
+        assert len(rank) == 11
         assert all(case["equal"] for case in rank.values()), rank
 
 
@@ -54,6 +54,19 @@ def test_each_rank_copies_its_part_if_the_ranks_gather(exact):
             assert whole > 0.4 * FROZEN
             assert part <= 1.02 / len(exact) * whole
             assert any("gather" in note for note in rank[f"{source}-True"]["notes"])
+
+
+def test_packed_bytes_are_gathered_packed(exact):
+    for rank in exact:
+        assert rank["packed"]["wire"] < 0.95 * rank["file-True"]["wire"]
+        assert any("gather" in note for note in rank["packed"]["notes"])
+
+
+def test_weights_beyond_the_ram_of_the_machine_are_read_in_each_pass(exact):
+    for rank in exact:
+        assert rank["partly"]["read"] and not rank["file-False"]["read"]
+        share = next(note for note in rank["partly"]["notes"] if "ranks share" in note)
+        assert " of 12." in share and not share.startswith("12.")
 
 
 def test_the_ranks_hold_one_copy_of_the_weights(exact):

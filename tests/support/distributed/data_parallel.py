@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 import carom
 import torch
 import torch.distributed as dist
-from carom.core.session import gathering
+from carom.core.placement import shared_weights
+from carom.core.session import gathering, host_resources
+from carom.tools.pack.writer import pack
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -120,6 +123,22 @@ def failure(function: Callable[[], object]) -> list[str]:
     return ["", ""]
 
 
+@contextlib.contextmanager
+def settings_of_small_machines() -> Iterator[None]:
+    """Let each rank take 1 MiB of its own, and share weights in groups of 1 MiB, as the model is small."""
+    modules: list[Any] = [shared_weights, host_resources]
+    before = shared_weights.RANK_BYTES, shared_weights._GRANULE
+    for module in modules:
+        module.RANK_BYTES = 1 << 20
+    shared_weights._GRANULE = 1 << 20
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.RANK_BYTES = before[0]
+        shared_weights._GRANULE = before[1]
+
+
 def exact(folder: Path) -> dict:
     expected = train(DistributedDataParallel(with_adapters(model())))
     file = folder / "weights.safetensors"
@@ -133,6 +152,15 @@ def exact(folder: Path) -> dict:
         found[f"file-{together}"] = streamed(expected, weights=file)
     for timing in ("late", "early", "random"):
         found[f"simulated-{timing}"] = streamed(expected, device=carom.SimulatedDevice(seed=5, timing=timing))
+    gather(True)
+    if dist.get_rank() == 0:
+        pack(file, folder / "packed.safetensors", codec="lossless")
+    dist.barrier()
+    device = carom.SimulatedDevice(seed=5, timing="random")
+    found["packed"] = streamed(expected, weights=folder / "packed.safetensors", device=device)
+    gather(False)
+    with settings_of_small_machines():
+        found["partly"] = streamed(expected, weights=file, ram=FROZEN // 2)
     found["mesh"] = streamed(
         expected, group=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     )
