@@ -42,6 +42,7 @@ SCHEME = "nf4"
 VRAM_SHARE, RAM_SHARE = 0.6, 0.33
 WARM_STEPS = 2  # the order of units is learnt, and residents are loaded
 TIMED_STEPS = 8  # at most
+LOST_STEPS = 2  # training steps that may run out of memory before the first that succeeds
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
 
 
@@ -179,7 +180,7 @@ def lora(part, say, figures) -> None:
         adapted, trained = disk_llama.add_adapters(model)
         found["adapters"] = len(trained)
         optimizer = carom.OptimizerInBackward(trained, ADAMW)
-        found["warm"] = part.train(adapted, optimizer, WARM_STEPS)
+        found["warm"], found["lost_steps"] = warm_up(part, adapted, optimizer, accelerator)
         say("nf4", found)
         timed = found["timed"] = {"seconds": [], "losses": [], "read_bytes": []}
         for step in range(TIMED_STEPS):
@@ -197,6 +198,25 @@ def lora(part, say, figures) -> None:
             if card is not None:
                 found["card"] = {"bytes": parse_size(args.nf4_card), **card.figures()}
             say("nf4", found)
+
+
+def warm_up(part, adapted, optimizer, accelerator) -> tuple[dict, int]:
+    """Train the first steps. Return their figures, and how often the device's memory ran out before they succeeded.
+
+    With ``vram="auto"`` a training step that runs out of memory is lost, and the session holds less from the next step
+    on. Programs like ai-toolkit repeat such a step, at most a few times, and so does this.
+    """
+    for lost in range(LOST_STEPS + 1):
+        try:
+            return part.train(adapted, optimizer, WARM_STEPS), lost
+        except torch.OutOfMemoryError:
+            if lost == LOST_STEPS:
+                raise
+        for parameter in adapted.parameters():
+            parameter.grad = None
+        gc.collect()
+        accelerator.empty_cache()
+    raise AssertionError
 
 
 def wire_beside_file(session) -> dict:
