@@ -298,6 +298,13 @@ class RuntimeEngine(StreamEngine):
                 marks[1].record(self._in)
             return self._record(stream, None), marks
 
+    def _order(self, stream: Any, after: Iterable[Any]) -> None:
+        for event in after:
+            self._runtime.wait(stream.cuda_stream, event)
+
+    def _end_of(self, stream: Any) -> Event:
+        return self.record(stream.cuda_stream)
+
     def decode(
         self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
     ) -> tuple[Any, Any]:

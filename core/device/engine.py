@@ -20,8 +20,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ..common.errors import UnsupportedError
 from ..common.memory_snapshot import Memory
 from ..host.arena import Pinner
+from .peer_link import PeerLink
 
 
 class Decoder(Protocol):
@@ -124,6 +126,12 @@ class Engine(Protocol):
         Returns the event of the decoding's end and the marks, as `copy_in` does for a copy.
         """
 
+    def connect(self, peer: Engine) -> PeerLink:
+        """Return a link for copies from the memory of the device of ``peer`` to this device.
+
+        Raises UnsupportedError if the devices cannot be connected.
+        """
+
     def copy_out(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         """Copy from device to host after all work issued so far on the current stream; return the event of
         the copy's end.
@@ -223,6 +231,11 @@ class DefaultEngine:
 
     def mapped(self, data: torch.Tensor, pinned: bool) -> torch.Tensor | None:
         return None
+
+    def connect(self, peer: Engine) -> PeerLink:
+        raise UnsupportedError(
+            f"peers=: {self.name} has no streams, and cannot copy weights from another device; leave peers= out"
+        )
 
     @property
     def location(self) -> torch.device:

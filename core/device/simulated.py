@@ -17,7 +17,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,11 +29,15 @@ from ..host.arena import Pinner
 from ..plan.region import ALIGN
 from .cpu_engine import host_alias, host_memory_at
 from .dispatch_watch import DispatchWatch
+from .engine import Engine
+from .peer_link import PeerLink
+from .simulated_links import Links, SimulatedHost
 from .simulated_memory import LOCATION, Places, Ranges, Reserve, Tag
 from .simulated_streams import CURRENT, VirtualDevice, WeakTensor
 from .stream_engine import StreamEngine
 
 _COPY = torch.ops.aten.copy_.default
+_ELSEWHERE = Tag(False, "memory of another device")
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten.empty_like.default}
 
 
@@ -67,7 +71,8 @@ class SimulatedDevice:
     ``timing``: "late", "early" or "random", when copies take effect. ``refuse_pinning``: simulate a system
     without pinned memory. ``memory_bytes``: the device's memory. ``activation_bytes``: memory that a step
     needs beside the weights. ``unpacks``: whether decoding counts as faster than the link. ``integrated``:
-    whether the device computes in host memory.
+    whether the device computes in host memory. ``p2p``: whether the device reads the memory of other simulated
+    devices directly, at ``peer_bytes_per_second``. ``host``: the host that several devices share.
     """
 
     seed: int = 0
@@ -82,6 +87,9 @@ class SimulatedDevice:
     activation_bytes: int = 0
     unpacks: bool = False
     integrated: bool = False
+    p2p: bool = True
+    peer_bytes_per_second: float = 25e9
+    host: SimulatedHost = field(default_factory=SimulatedHost, repr=False, compare=False)
     ledger: Ledger = field(default_factory=Ledger, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -112,8 +120,8 @@ class SimulatedDevice:
 class SimulatedEngine(StreamEngine):
     """An `Engine` over CPU tensors that also counts transfers, for tests.
 
-    ``copies`` and ``bytes_in``: copies to the device and their bytes. ``reserve``: the memory that a caching
-    allocator would hold.
+    ``copies`` and ``bytes_in``: copies from the host to the device and their bytes. ``peer_copies`` and
+    ``peer_bytes_in``: those from other devices. ``reserve``: the memory that a caching allocator would hold.
     """
 
     grain = ALIGN
@@ -133,13 +141,18 @@ class SimulatedEngine(StreamEngine):
         self.device = torch.device("cpu")
         self.name = f"simulated({config.timing}, seed={config.seed})"
         self.pinner: Pinner | None = Pinner(self._register, self._unregister)
-        self.copies = 0
-        self.bytes_in = 0
+        self.copies = self.peer_copies = 0
+        self.bytes_in = self.peer_bytes_in = 0
+        self._links = Links(
+            config.link_bytes_per_second, config.peer_bytes_per_second, config.p2p, config.host
+        )
+        self._peers: list[SimulatedEngine] = []  # the devices from which weights are copied
         self.unpacks = config.unpacks
         self.decode_bytes_per_second = config.decode_bytes_per_second
         # When these streams wait for an event, copies before the event need not take effect yet, because
         # nothing reads the results of decoding or of copies to the host before it waits for these streams.
         self._decode.lands = self._out.lands = False
+        self._copying = {self._in, self._decode}  # and those of links to other devices
         self._streams = {
             "compute": device.computing(0), "in": self._in, "out": self._out, "decode": self._decode
         }  # fmt: skip
@@ -276,7 +289,9 @@ class SimulatedEngine(StreamEngine):
         inward = stream is self._in
         place, origin = self._tag_of(target), self._tag_of(source)
         device, host = (place, origin) if inward else (origin, place)
-        if (device is not None and not device.device) or (host is not None and host.device):
+        if (device is not None and not device.device) or (
+            host is not None and (host.device or host is _ELSEWHERE)
+        ):
             raise SimulatedPlaceError(
                 f"a copy {'to' if inward else 'from'} the device mixes up its ends: from "
                 f"{_described(source, origin)} to {_described(target, place)}"
@@ -299,16 +314,61 @@ class SimulatedEngine(StreamEngine):
             if origin is not None and origin.slots:
                 self._virtual.accesses.read(*_address_range(source), stream, ahead=1)
 
-        def run() -> None:
-            """Copy the bytes; called when the copy takes effect in virtual time."""
-            found = kept.take()
-            if found is None:
-                raise SimulatedRaceError("the memory that a copy reads was given up before the copy was done")
-            with torch.no_grad():
-                target.copy_(found)
+        latency = self.config.copy_latency_seconds
+        takes = self._links.from_host if inward else self._links.to_host
+        stream.issue(latency + takes(stream.clock + latency, nbytes), _copying(target, kept))
 
-        seconds = self.config.copy_latency_seconds + nbytes / self.config.link_bytes_per_second
-        stream.issue(seconds, run)
+    def connect(self, peer: Engine) -> PeerLink:
+        link = super().connect(peer)
+        assert isinstance(peer, SimulatedEngine)
+        self._peers.append(peer)
+        self._virtual.mates.add(peer._virtual)
+        peer._virtual.mates.add(self._virtual)
+        return link
+
+    def reaches(self, peer: StreamEngine) -> bool:
+        return self.config.p2p
+
+    def new_copy_stream(self) -> Any:
+        stream = super().new_copy_stream()
+        stream.lands = False
+        self._copying.add(stream)
+        return stream
+
+    def copy_from_peer(
+        self, stream: Any, peer_stream: Any, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any],
+        timed: bool,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        return super().copy_from_peer(stream, peer_stream, target, source, after, True)
+
+    def _copy_between(
+        self, stream: Any, peer_stream: Any, target: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        """Issue a copy from another simulated device on ``stream``.
+
+        Raises SimulatedPlaceError if an end of the copy is on the wrong device, SimulatedRaceError if a wait is
+        missing.
+        """
+        place = self._tag_of(target)
+        peer = next((peer for peer in self._peers if peer.ledger.places.on_device(source)), None)
+        if place is None or not place.device or peer is None:
+            raise SimulatedPlaceError(
+                f"a copy between devices mixes up its ends: from {_described(source, self._tag_of(source))} to "
+                f"{_described(target, place)}"
+            )
+        nbytes = source.numel() * source.element_size()
+        self.peer_copies += 1
+        self.peer_bytes_in += nbytes
+        self._overwrites(stream, target)
+        if not peer._virtual.accesses.read(*_address_range(source), stream, ahead=1):
+            raise SimulatedRaceError(
+                "another device's memory is read before the event of the copy that fills it"
+            )
+        with self._watch.unwatched():
+            target.fill_(255)
+        latency = self.config.copy_latency_seconds
+        seconds = latency + self._links.from_peer(stream.clock + latency, nbytes)
+        stream.issue(seconds, _copying(target, WeakTensor(source)))
 
     def _keep_until_done(self, tensor: torch.Tensor, stream: Any) -> None:
         """Keep the memory that the last copy to the host reads until that copy is done."""
@@ -338,7 +398,7 @@ class SimulatedEngine(StreamEngine):
         """Record an event as `StreamEngine` does; with random timing, let some waiting copy take effect
         first.
         """
-        if stream is not self._in and stream is not self._decode:
+        if stream not in self._copying:
             self._virtual.some_land()
         return super().record(stream, event)
 
@@ -377,6 +437,8 @@ class SimulatedEngine(StreamEngine):
         if found is None:
             address = tensor.data_ptr()
             found = self._guarded.find(address) or self._pinned.find(address)
+        if found is None and any(peer.ledger.places.on_device(tensor) for peer in self._peers):
+            found = _ELSEWHERE
         return found
 
     def _check_operator(self, func: Any, tensors: list[torch.Tensor]) -> bool:
@@ -426,6 +488,19 @@ class SimulatedEngine(StreamEngine):
         if self.activations:
             self._need(self.activations)
             self._cached = max(self._cached, self.activations)
+
+
+def _copying(target: torch.Tensor, source: WeakTensor) -> Callable[[], None]:
+    """Return the function that copies ``source`` to ``target`` when the copy takes effect in virtual time."""
+
+    def run() -> None:
+        found = source.take()
+        if found is None:
+            raise SimulatedRaceError("the memory that a copy reads was given up before the copy was done")
+        with torch.no_grad():
+            target.copy_(found)
+
+    return run
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import random
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import itemgetter
@@ -108,7 +108,8 @@ class VirtualEvent:
 class VirtualDevice:
     """A stand-in for a device module such as torch.cuda, with streams and events.
 
-    ``unwatched``: returns a context in which operators are not watched; queued work takes effect in it.
+    ``unwatched``: returns a context in which operators are not watched; queued work takes effect in it. ``mates``:
+    other devices of the same host, between which events are waited for.
     """
 
     def __init__(self, timing: str, seed: int, unwatched: Callable[[], AbstractContextManager]) -> None:
@@ -118,6 +119,7 @@ class VirtualDevice:
         self._computing: dict[int, VirtualStream] = {}
         self._host: dict[VirtualStream, int] = {}  # by stream: the work the host has waited for
         self.accesses = Accesses()
+        self.mates: set[VirtualDevice] = set()
 
     def Stream(self, device: Any = None, priority: int = 0) -> VirtualStream:  # noqa: N802 - as torch calls it
         """Return a new stream."""
@@ -155,15 +157,20 @@ class VirtualDevice:
         for event, stream in zip(events, self._streams, strict=True):
             event.record(stream)
         self.host_waits(events)
-        self.accesses.forget()
+        self.accesses.forget(self._streams)
 
     def host_waits(self, events: list[VirtualEvent]) -> None:
-        """Let the host wait for ``events``, so that all work issued from now on happens after them."""
+        """Let the host wait for ``events``, so that all work issued from now on happens after them, on every device."""
         for event in events:
-            self._host |= {s: max(self._host.get(s, 0), count) for s, count in event.seen.items()}
-            for stream in self._streams:
-                stream.wait_event(event)
+            for device in (self, *self.mates):
+                device._happens_after(event)
             self.land(event.seen)
+
+    def _happens_after(self, event: VirtualEvent) -> None:
+        """Let all work that is issued from now on to this device's streams happen after ``event``."""
+        self._host |= {s: max(self._host.get(s, 0), count) for s, count in event.seen.items()}
+        for stream in self._streams:
+            stream.wait_event(event)
 
     def at_once(self) -> bool:
         """Return whether work that is issued now takes effect at once under the device's timing."""
@@ -281,7 +288,9 @@ class Accesses:
         self._written = left, [write[0] for write in left]
         return ordered
 
-    def forget(self) -> None:
-        """Forget all accesses: everything so far happened before everything that follows."""
-        self._reads.clear()
-        self._written = [], []
+    def forget(self, streams: Collection[VirtualStream]) -> None:
+        """Forget the accesses by ``streams``: they happened before everything that follows."""
+        ended = set(streams)
+        self._reads = {access: number for access, number in self._reads.items() if access[2] not in ended}
+        left = [write for write in self._written[0] if write[2] not in ended]
+        self._written = left, [write[0] for write in left]

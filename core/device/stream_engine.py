@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from ..codec.backends import triton_works
+from ..common.errors import UnsupportedError
 from ..common.memory_snapshot import Memory, shares_host
 from ..host.arena import Pinner
 from ..host.probe import HostMemory, host_memory, on_windows
 from ..plan.residency import GRAIN
-from .engine import Decoder, DefaultEngine
+from .engine import Decoder, DefaultEngine, Engine
+from .peer_link import PeerLink
 
 
 class StreamEngine(DefaultEngine):
@@ -100,6 +102,59 @@ class StreamEngine(DefaultEngine):
         if marks is not None:
             marks[1].record(stream)
         return self.record(stream), marks
+
+    # -- copies from other devices
+
+    def connect(self, peer: Engine) -> PeerLink:
+        if type(peer) is not type(self) or peer.device.type != self.device.type:
+            raise UnsupportedError(
+                f"peers=: {peer.name} cannot hold weights for {self.name}, as it is a device of another kind; name a "
+                f"second device of type {self.device.type!r}"
+            )
+        return PeerLink(self, peer)
+
+    def reaches(self, peer: StreamEngine) -> bool:
+        """Return whether the device reads the memory of ``peer`` without host memory in between (P2P)."""
+        check = getattr(self._api, "can_device_access_peer", None)
+        return check is not None and bool(check(self.device, peer.device))
+
+    def new_copy_stream(self) -> Any:
+        """Return a new stream of the device for copies, with high priority."""
+        with self._device_context():
+            return self._api.Stream(device=self.device, priority=-1)
+
+    def copy_from_peer(
+        self, stream: Any, peer_stream: Any, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any],
+        timed: bool,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Copy from the memory of another device on ``stream``, a stream of this device, and ``peer_stream``, one of the
+        other device. Arguments and result: as in `PeerLink.copy`.
+        """
+        self._order(stream, after)
+        with self._device_context():
+            marks = self._start_marks(stream) if timed else None
+            self._copy_between(stream, peer_stream, target, source)
+            if marks is not None:
+                marks[1].record(stream)
+            return self._end_of(stream), marks
+
+    def _order(self, stream: Any, after: Iterable[Any]) -> None:
+        """Let later work on ``stream``, an object of torch, wait for the events ``after``."""
+        for event in after:
+            stream.wait_event(event)
+
+    def _end_of(self, stream: Any) -> Any:
+        """Return an event after the work so far on ``stream``, an object of torch."""
+        return self.record(stream)
+
+    def _copy_between(
+        self, stream: Any, peer_stream: Any, target: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        """Copy ``source``, on another device, to ``target``. torch orders the copy after both streams, and later work
+        on ``stream`` after the copy.
+        """
+        with self._api.stream(peer_stream), self._api.stream(stream):
+            target.copy_(source, True)
 
     def decode(
         self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool

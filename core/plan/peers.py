@@ -1,0 +1,82 @@
+"""A rule that decides which streamed units (groups of tensors that are copied together) wait in the memory of other
+devices, the *peers*, and which wait on the host.
+
+Copies from host memory and from each peer run at the same time, each over its own link. So each link gets a share of
+the bytes in proportion to its rate, as far as the peers' memory reaches. The units of a link are spread evenly over
+the order of use, so that no link is idle while another one brings several units in a row. A peer whose link is slower
+than the host's gets nothing, because the copies of devices that do not reach each other use the host's link too.
+
+The module imports no torch and has no side effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# A peer is used if its rate is at least this share of the rate of the host's link: measured rates vary by a few
+# percent.
+WORTH = 0.95
+
+
+@dataclass(frozen=True)
+class PeerRoom:
+    """The memory of one peer for units: ``nbytes`` bytes, from which ``bytes_per_second`` are copied."""
+
+    nbytes: int
+    bytes_per_second: float
+
+
+def assign(
+    sizes: Sequence[int], rooms: Sequence[PeerRoom], host_bytes_per_second: float | None
+) -> list[int | None]:
+    """Return for each unit the index of the peer in ``rooms`` in which it waits, or None for the host.
+
+    ``sizes``: bytes of the units in the order of use, 0 for a unit that has to wait on the host.
+    ``host_bytes_per_second``: the rate of the link from host memory. None if host memory does not hold all units, so
+    that a drive would be read in each step: the peers then take as much as they can.
+    """
+    total = sum(sizes)
+    shares = _shares(total, rooms, host_bytes_per_second)
+    left, had = [room.nbytes for room in rooms], [0] * len(rooms)
+    on_host = seen = 0
+    result: list[int | None] = []
+    for size in sizes:
+        seen += size
+        part = seen / total if total else 0.0
+        # How many bytes each peer, and the host, lack to their share of the units so far.
+        lacks = [share * part - mine for share, mine in zip(shares, had, strict=True)]
+        host_lacks = (total - sum(shares)) * part - on_host
+        fitting = [peer for peer, room in enumerate(left) if 0 < size <= room and shares[peer] > 0]
+        best = max(fitting, key=lambda peer: lacks[peer], default=None)
+        if best is None or lacks[best] < host_lacks:
+            on_host += size
+            result.append(None)
+        else:
+            left[best] -= size
+            had[best] += size
+            result.append(best)
+    return result
+
+
+def _shares(total: int, rooms: Sequence[PeerRoom], host: float | None) -> list[float]:
+    """Return the bytes that each peer is to hold of ``total`` bytes."""
+    useful = {
+        peer
+        for peer, room in enumerate(rooms)
+        if room.nbytes and (host is None or room.bytes_per_second >= WORTH * host)
+    }
+    shares = [0.0] * len(rooms)
+    rest = float(total)
+    # A peer with less memory than its share is filled, and the others divide what is left.
+    while useful:
+        rate = sum(rooms[peer].bytes_per_second for peer in useful) + (host or 0.0)
+        wanted = {peer: rest * rooms[peer].bytes_per_second / rate for peer in useful}
+        full = {peer for peer in useful if rooms[peer].nbytes <= wanted[peer]}
+        for peer in full or useful:
+            shares[peer] = float(rooms[peer].nbytes) if full else wanted[peer]
+        if not full:
+            break
+        rest -= sum(shares[peer] for peer in full)
+        useful -= full
+    return shares
