@@ -29,6 +29,17 @@ class Handle:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class SharedFile(SourceFile):
+    """Shared memory as a file. It has no name, so nothing can replace it, and `check` has nothing to find.
+
+    Its time of modification is not compared: some systems change it when a driver pins the pages.
+    """
+
+    def check(self, found: os.stat_result | None = None) -> None:
+        """Do nothing."""
+
+
 class _Mapping(mmap.mmap):
     """A mapping that can be the target of weak references."""
 
@@ -85,7 +96,7 @@ class SharedMemory:
         """Return the memory as a file of this process, for reads. Valid until this object is closed."""
         status = os.fstat(self.descriptor)
         path = f"/proc/self/fd/{self.descriptor}"
-        return SourceFile(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+        return SharedFile(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
     def close(self) -> None:
         """Close the file descriptor, and forget the mapping. Idempotent."""
