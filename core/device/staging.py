@@ -9,7 +9,7 @@ is decoded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .engine import Engine
 
 STEP = 512  # bytes; every part of the ring starts on this boundary
 _VIEWS = 256  # views that are cached
+Copy = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], bool], tuple[Any, Any]]
 
 
 class Staging:
@@ -80,19 +81,23 @@ class Staging:
         target: torch.Tensor,
         after: Sequence[Any],
         timed: bool,
+        copy: Copy | None = None,
     ) -> Iterator[tuple[Any, Any, int, Any]]:
-        """Copy ``wire`` (host) to the ring and decode it into ``target``, after the events ``after``.
+        """Copy ``wire`` to the ring and decode it into ``target``, after the events ``after``.
+
+        ``copy``: copies the bytes, by default `Engine.copy_in`, from the host.
 
         Yields for each piece: the event of its end, the marks that `Engine.copy_in` returned, its bytes, and
         the marks that `Engine.decode` returned.
         """
         pieces, done = self.pieces(decoder, wire.numel()), 0
+        copy = copy or self._engine.copy_in
         if not pieces:
-            yield self._copy_and_decode(wire, decoder, target, after, timed)
+            yield self._copy_and_decode(wire, decoder, target, after, timed, copy)
             return
         try:
             for start, end, low, high, part in pieces:
-                yield self._copy_and_decode(wire[start:end], part, target[low:high], after, timed)
+                yield self._copy_and_decode(wire[start:end], part, target[low:high], after, timed, copy)
                 after = []  # the decode stream has waited for these events with the first piece
                 done += 1
         except BaseException:
@@ -110,10 +115,11 @@ class Staging:
         target: torch.Tensor,
         after: Sequence[Any],
         timed: bool,
+        copy: Copy,
     ) -> tuple[Any, Any, int, Any]:
         """Copy one piece to the ring and decode it; return as `bring` yields."""
         staged, free = self.take(wire.numel())
-        copied, marks = self._engine.copy_in(staged, wire, free, timed)
+        copied, marks = copy(staged, wire, free, timed)
         self.release_after(copied)
         event, times = self._engine.decode(decoder, staged, target, (copied, *after), timed)
         self.release_after(event)

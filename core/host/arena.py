@@ -29,6 +29,7 @@ logger = logging.getLogger("carom")
 
 # Bytes that a thread copies at a time: small enough that a unit of tens of MiB keeps all threads busy.
 _CHUNK = 4 << 20
+_REFUSED = "pinning was refused"
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,20 @@ class HostArena:
         block._finalizer = finalizer
         return True
 
+    def pin_anew(self, blocks: Iterable[Block]) -> None:
+        """Pin those of ``blocks`` for which there was no room before, after others were unpinned. The blocks of the
+        layout that are not among ``blocks`` no longer count as pageable.
+        """
+        with self._lock:
+            self.pageable_bytes = 0
+            self.notes = [note for note in self.notes if not note.startswith(_REFUSED)]
+        for block in blocks:
+            self.pin(block)
+
     def _refused(self, block: Block, reason: str) -> bool:
         """Record that pinning was refused for ``reason`` and log the first such case; return False."""
         self.pageable_bytes += block.data.numel()
-        note = f"pinning was refused ({reason}): copies from pageable memory are slower and block the host"
+        note = f"{_REFUSED} ({reason}): copies from pageable memory are slower and block the host"
         if note not in self.notes:
             self.notes.append(note)
             logger.warning("carom: %s", note)

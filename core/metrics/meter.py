@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -46,6 +46,7 @@ class _Copy:
     done: Any
     nbytes: int
     backward: bool
+    from_peer: bool = False  # whether from the memory of another device
 
 
 @dataclass
@@ -83,6 +84,7 @@ class _Step:
     end_clock: float = math.inf  # host time when the step ended
     transfers: int = 0
     wire_bytes: int = 0
+    peer_bytes: int = 0
     raw_bytes: int = 0
     disk_bytes: int = 0
     copies: list[_Copy] = field(default_factory=list)
@@ -97,8 +99,9 @@ class StepFigures:
     """The seconds and bytes of one finished step.
 
     ``raw_bytes``: bytes of the copied weights when unpacked.
-    ``wire_bytes``: bytes that were copied (packed or not).
-    ``copied_bytes``: bytes of those copies that were timed.
+    ``wire_bytes``: bytes that were copied from the host (packed or not). ``peer_bytes``: those from other devices.
+    ``copied_bytes``: bytes of those copies from the host that were timed. ``copy_seconds``: their seconds.
+    ``peer_copied_bytes``, ``peer_seconds``: the same of copies from other devices.
     ``late_seconds``: seconds of the forward in which the device had finished one unit and the host had not
     reached the next; None where units were not timed.
     ``..._by_phase``: pairs (forward, backward).
@@ -118,6 +121,9 @@ class StepFigures:
     compute_by_phase: tuple[float, float]
     bytes_by_phase: tuple[int, int]
     late_seconds: float | None = None
+    peer_bytes: int = 0
+    peer_copied_bytes: int = 0
+    peer_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,7 @@ class Medians:
     link_bytes_per_second: float | None = None
     decode_seconds: float = 0.0
     wire_bytes: float = 0
+    peer_bytes: float = 0
     raw_bytes: float = 0
     transfers: float = 0
     disk_bytes: float = 0
@@ -258,20 +265,24 @@ class Meter:
         self._open = self._closed = None
 
     def copied(
-        self, name: str, marks: Any, nbytes: int, raw_bytes: int, backward: bool, transfers: int = 1
-    ) -> None:
+        self, name: str, marks: Any, nbytes: int, raw_bytes: int, backward: bool, transfers: int = 1,
+        from_peer: bool = False,
+    ) -> None:  # fmt: skip
         """Record a copy of unit ``name``, between the two events ``marks`` (None: not timed).
 
         ``nbytes``: bytes copied; ``raw_bytes``: bytes of the unit when unpacked; ``transfers``: number to
-        count the copy as.
+        count the copy as; ``from_peer``: whether from the memory of another device.
         """
         step = self._open
         if step is not None:
             step.transfers += transfers
-            step.wire_bytes += nbytes
             step.raw_bytes += raw_bytes
+            if from_peer:
+                step.peer_bytes += nbytes
+            else:
+                step.wire_bytes += nbytes
             if marks is not None:
-                step.copies.append(_Copy(name, marks[0], marks[1], nbytes, backward))
+                step.copies.append(_Copy(name, marks[0], marks[1], nbytes, backward, from_peer))
 
     def decoded(self, marks: Any) -> None:
         """Record that the device unpacked a unit between the two events ``marks`` (None: not timed)."""
@@ -367,7 +378,9 @@ class Meter:
         for before, after, _, backward in step.waits:
             stalls[backward] += max(0.0, between(before, after))
         forward = between(step.begin, step.turn) if step.turn is not None else seconds
-        copies = [(copy, max(0.0, between(copy.started, copy.done))) for copy in step.copies]
+        timed = [(copy, max(0.0, between(copy.started, copy.done))) for copy in step.copies]
+        copies = [pair for pair in timed if not pair[0].from_peer]
+        from_peers = [pair for pair in timed if pair[0].from_peer]
         if step.timed:
             self._timeline_step = step, seconds
         late = None
@@ -385,7 +398,9 @@ class Meter:
             close = sum(recent) / len(recent) if recent else 0.0
             forward_timing = ForwardTiming(timings, forward, close, self._use_seconds(step))
             self._profiled.append((step.turn is not None, forward_timing))
-            self._copies = tuple((copy.nbytes, time) for copy, time in copies)
+            together = sum(time for _, time in timed)
+            share = _busiest(copies, from_peers) / together if together else 1.0
+            self._copies = tuple((copy.nbytes, time * share) for copy, time in timed)
             late = sum(
                 max(0.0, between(before.left, use.came)) for before, use in pairwise(step.uses) if use.idle
             )
@@ -408,6 +423,9 @@ class Meter:
                 sum(copy.nbytes for copy, _ in copies if copy.backward),
             ),
             late_seconds=late,
+            peer_bytes=step.peer_bytes,
+            peer_copied_bytes=sum(copy.nbytes for copy, _ in from_peers),
+            peer_seconds=sum(time for _, time in from_peers),
         )
 
     # -- the kernels of a step
@@ -459,7 +477,10 @@ class Meter:
         in between, and disk reads.
         """
         at = lambda event: self._engine.elapsed(step.begin, event)  # noqa: E731
-        spans = [Span("link", c.name, at(c.started), at(c.done), c.nbytes) for c in step.copies]
+        spans = [
+            Span("peer" if c.from_peer else "link", c.name, at(c.started), at(c.done), c.nbytes)
+            for c in step.copies
+        ]
         cursor = 0.0
         for before, after, name, _ in sorted(step.waits, key=lambda wait: at(wait[0])):
             start, end = at(before), at(after)
@@ -503,7 +524,9 @@ class Meter:
         timed = timed[2:] or timed[-1:]
         if not timed:
             return None
-        copy_seconds = sum(figures.copy_seconds for figures in timed)
+        # All links together count as one link, as they copy at the same time.
+        copy_seconds = sum(max(figures.copy_seconds, figures.peer_seconds) for figures in timed)
+        copied_bytes = sum(figures.copied_bytes + figures.peer_copied_bytes for figures in timed)
         return StepProfile(
             train=train,
             seconds=median(figures.seconds for figures in timed),
@@ -511,9 +534,7 @@ class Meter:
                 median(figures.compute_by_phase[0] for figures in timed),
                 median(figures.compute_by_phase[1] for figures in timed),
             ),
-            link_bytes_per_second=sum(figures.copied_bytes for figures in timed) / copy_seconds
-            if copy_seconds > 0
-            else None,
+            link_bytes_per_second=copied_bytes / copy_seconds if copy_seconds > 0 else None,
             forwards=tuple(forward for kind, forward in self._profiled if kind == train),
             copies=self._copies,
         )
@@ -549,7 +570,13 @@ class Meter:
             """Return the roofline of ``step``."""
             kernels = step.compute_by_phase if split is None else split.undisturbed_seconds
             phases = [PhaseWork(*pair) for pair in zip(kernels, step.bytes_by_phase, strict=True)]
-            return roofline_seconds(phases, link, step.disk_bytes / disk if disk else 0.0)
+            seconds = roofline_seconds(phases, link, step.disk_bytes / disk if disk else 0.0)
+            return max(seconds, step.peer_seconds)
+
+        def hidden(step: StepFigures) -> float:
+            """Return the share of the seconds of copies in ``step`` in which the device did not wait for them."""
+            copying = step.copy_seconds + step.peer_seconds
+            return max(0.0, 1 - step.stall_seconds / copying) if copying > 0 else 1.0
 
         return Medians(
             train=train,
@@ -558,13 +585,11 @@ class Meter:
             stall_seconds=median(step.stall_seconds for step in timed),
             compute_seconds=median(sum(step.compute_by_phase) for step in timed),
             roofline_seconds=median(roofline(step) for step in timed),
-            hidden_fraction=median(
-                max(0.0, 1 - step.stall_seconds / step.copy_seconds) if step.copy_seconds > 0 else 1.0
-                for step in timed
-            ),
+            hidden_fraction=median(hidden(step) for step in timed),
             link_bytes_per_second=link,
             decode_seconds=median(step.decode_seconds for step in timed),
             wire_bytes=median(step.wire_bytes for step in steps),
+            peer_bytes=median(step.peer_bytes for step in steps),
             raw_bytes=median(step.raw_bytes for step in steps),
             transfers=median(step.transfers for step in steps),
             host_bound=(profile := self.profile()) is not None
@@ -573,3 +598,8 @@ class Meter:
             disk_bytes=median(step.disk_bytes for step in steps),
             split=split,
         )
+
+
+def _busiest(*links: Sequence[tuple[_Copy, float]]) -> float:
+    """Return the seconds of the copies of that link which copied longest."""
+    return max(sum(seconds for _, seconds in copies) for copies in links)

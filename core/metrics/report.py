@@ -18,7 +18,7 @@ from typing import Any
 
 from ..common.sizes import format_size
 
-LANES = ("compute", "link", "stall", "disk")
+LANES = ("compute", "link", "peer", "stall", "disk")
 NOT_MEASURED = "not measured"
 
 
@@ -99,6 +99,9 @@ class Report:
     streamed_bytes: int = 0
     # Bytes of streamed weights in host memory, in the form in which they are copied (packed or not).
     waiting_bytes: int = 0
+    # Bytes of streamed weights in the memory of other devices (``peers``), in the form in which they are copied.
+    peer_bytes: int = 0
+    peer_wire_bytes_per_step: float = 0.0  # bytes that were copied from there; not in `wire_bytes_per_step`
     packed_units: int = 0  # number of streamed units that are copied packed
     staging_bytes: int = 0  # device buffer to which packed bytes are copied before they are unpacked
     # the part of `resident_bytes` that units take which stay on the device packed
@@ -246,10 +249,13 @@ class Report:
         ]
         if self.pageable_bytes:
             rows.append(("not pinned", format_size(self.pageable_bytes), "copied more slowly"))
+        if self.peer_bytes:
+            rows.append(("on other devices", format_size(self.peer_bytes), "weights that wait there (peers)"))
         rows += [
             (f"One {work} step (median of {self.steps})" if self.steps else f"One {work} step",),
             ("weights moved", format_size(self.raw_bytes_per_step), "their raw size"),
             ("crossed the link", format_size(self.wire_bytes_per_step), _share(self.wire_bytes_per_step, self.raw_bytes_per_step, "of the raw size")),
+            *self._peer_row(),
             ("transfers per weight", f"{self.transfers_per_weight:.2f}", "mean over streamed units"),
             ("step time", format_seconds(self.step_seconds), ""),
             ("  kernels", format_seconds(self.kernel_seconds), self._kernels_remark()),
@@ -289,6 +295,14 @@ class Report:
             rows.append(("Notes",))
             rows += [("", "", note) for note in self.notes]
         return rows
+
+    def _peer_row(self) -> list[tuple[str, str, str]]:
+        """Return the row of the bytes that came from other devices, if any did."""
+        if not self.peer_wire_bytes_per_step:
+            return []
+        return [
+            ("from other devices", format_size(self.peer_wire_bytes_per_step), "beside the link to the host")
+        ]
 
     def _budget_share(self) -> str:
         """Return the remark that compares the budget with the bytes of all weights."""

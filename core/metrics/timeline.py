@@ -20,8 +20,13 @@ if TYPE_CHECKING:
     from .report import Report, Span
 
 # Colours of the palette of Okabe and Ito (2008), which colour-blind readers can distinguish too.
-COLOURS = {"compute": "#0072B2", "link": "#E69F00", "stall": "#D55E00", "disk": "#009E73"}
-MEANING = {"compute": "computing", "link": "weights cross", "stall": "waiting", "disk": "disk reads"}
+COLOURS = {
+    "compute": "#0072B2", "link": "#E69F00", "peer": "#CC79A7", "stall": "#D55E00", "disk": "#009E73"
+}  # fmt: skip
+MEANING = {
+    "compute": "computing", "link": "weights cross", "peer": "from devices", "stall": "waiting", "disk": "disk reads"
+}  # fmt: skip
+_IF_USED = ("peer", "disk")  # lanes that are drawn only if they have spans
 CHOSEN, NEEDED, STREAMED = "#0072B2", "#56B4E9", "#E69F00"
 INK, FAINT = "#24292f", "#8c959f"
 WIDTH_INCHES, DPI = 10.0, 160
@@ -37,7 +42,8 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
         raise ValueError(f"cannot draw to {target.name!r}: the suffix must be .png or .svg")
     from matplotlib.figure import Figure  # pyplot is not used, because it would change global state
 
-    lanes = [lane for lane in COLOURS if lane != "disk" or any(s.lane == "disk" for s in report.spans)]
+    used = {span.lane for span in report.spans}
+    lanes = [lane for lane in COLOURS if lane not in _IF_USED or lane in used]
     height = 2.1 + 0.42 * len(lanes)
     figure = Figure(figsize=(WIDTH_INCHES, height), dpi=DPI, facecolor="white")
     figure.text(0.015, 1 - 0.12 / height, _title(report), size=13, weight="bold", color=INK, va="top")

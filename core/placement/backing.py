@@ -23,6 +23,7 @@ from ..host.arena import Block
 from ..metrics.meter import Meter
 from ..model.home import ManagedUnit, Runtime
 from ..model.units import Unit
+from .peer_memory import PeerCopy
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +56,11 @@ class Backing(ManagedUnit, ABC):
     ``index``: the unit's position among the tier's backings.
     ``on_device``: whether the packed bytes stay in device memory, so that a fetch copies nothing over the
     link.
+    ``peer``: the bytes in the memory of another device, from which they are fetched; None if there are none.
     """
 
     on_device = False
+    peer: PeerCopy | None = None
 
     def __init__(self, unit: Unit, runtime: Runtime, index: int) -> None:
         super().__init__(unit, runtime)
@@ -84,6 +87,14 @@ class Backing(ManagedUnit, ABC):
         The copy begins after the events ``after``. Returns the event after which ``target`` holds the bytes.
         Every copy is counted in ``link.meter``.
         """
+
+    def wait_on(self, copy: PeerCopy) -> None:
+        """Copy the unit's bytes to ``copy`` in the memory of another device, and fetch them from there."""
+        raise NotImplementedError
+
+    def leave_peer(self) -> None:
+        """Drop the unit's bytes in the memory of another device."""
+        self.peer = None
 
     def plain_block(self) -> Block | None:
         """Return the host block whose bytes are exactly those of the unit in a slot, or None if there is no

@@ -22,6 +22,7 @@ from ..model.units import Unit
 from .backing import Backing, Link
 from .file_home import FileHome
 from .packed_residents import PackedResidents
+from .peer_memory import PeerCopy
 from .resident_loads import Load
 from .wire_format import WireFormat
 
@@ -54,21 +55,36 @@ class FileBacking(Backing):
         Raises torch.OutOfMemoryError.
         """
         (buffer,) = self._packed_residents.allocate([self], [self.layout.nbytes])
+        self._load_once(buffer, loader)
+
+    def wait_on(self, copy: PeerCopy) -> None:
+        """Load the unit's bytes to the memory of another device on first use, and fetch them from there."""
+        self.peer = copy
+        self._load_once(copy.data, self._reads.loader)
+
+    def leave_peer(self) -> None:
+        """Drop the unit's bytes in the memory of another device."""
+        if self.peer is not None:
+            self.peer = self._load = None
+
+    def _load_once(self, buffer: torch.Tensor, loader: ResidentLoader) -> None:
+        """Let ``loader`` load the unit's bytes to ``buffer`` once, and not through the host cache."""
         modules, placed = self.unit.modules, list(self.layout.placed)
         self._loader = loader
         self._load = Load(self.name, buffer, self.layout.nbytes, placed, [], modules, lambda: None)
         self._load.wire, self._load.stays_packed = self.layout, True
+        self._load.engine = None if self.peer is None else self.peer.peer.engine
         loader.add(self._load)
 
     @property
     def on_device(self) -> bool:  # type: ignore[override]
         """Whether the packed bytes stay on the device, so that a fetch copies nothing from the host."""
-        return self._load is not None
+        return self._load is not None and self.peer is None
 
     @property
     def wire(self) -> WireFormat:
-        """The byte layout of the unit in the host cache and on the link, of 0 bytes if the unit stays on the
-        device packed.
+        """The byte layout of the unit in the host cache and on the link, of 0 bytes if the unit takes no room in the
+        cache, because it stays on the device packed, or is in the memory of another device.
         """
         return self.layout if self._load is None else _NOTHING
 
@@ -90,8 +106,8 @@ class FileBacking(Backing):
         return cast("list[FileHome]", self.homes)
 
     def ready(self) -> bool:
-        """Return whether the whole unit is in the host cache, or on the device if it stays there packed, and
-        has passed its checksums if it is packed.
+        """Return whether the whole unit is in the host cache, or on the device if it stays there packed, or on
+        another device if it waits there, and has passed its checksums if it is packed.
         """
         if self._load is not None:
             return self._load.loaded
@@ -110,10 +126,10 @@ class FileBacking(Backing):
             which for which, home in enumerate(self.file_homes) if home.file_tensor.changed is not None
         ]
         # Ranks that fetch together all copy the file's bytes, whatever values were written on one of them.
-        apart = written and self._reads.gather is None
+        apart = written and self._reads.gather is None and self.peer is None
         spans, decoder = wire.without(frozenset(written)) if apart else (None, wire.decoder)
         event: Any = None
-        if self._load is not None:
+        if self._load is not None and self.on_device:
             if decoder is not None:
                 event = self._decode_resident(self._load, decoder, target, after, link)
                 after = [event]
@@ -125,7 +141,8 @@ class FileBacking(Backing):
             staged, free = link.staging.take(wire.nbytes)
             copied, found = self._copy_pieces(staged, free, link, spans)
             link.staging.release_after(copied)
-            self._reads.verify_checksums(self.index, found)
+            if self.peer is None:  # otherwise they were verified when the bytes came to the other device
+                self._reads.verify_checksums(self.index, found)
             event, times = engine.decode(decoder, staged, target, (copied, *after), meter.timing)
             link.staging.release_after(event)
             meter.decoded(times)
@@ -137,15 +154,15 @@ class FileBacking(Backing):
             event, marks = engine.copy_in(target[start:end], storage_bytes(value), after, meter.timing)
             self._count(link, marks, end - start, backward)
         # Count one transfer, however many copies were needed, and none if everything was on the device.
-        if self._load is None or written:
-            meter.copied(self.name, None, 0, self._copied_bytes(written), backward, int(self._load is None))
+        if not self.on_device or written:
+            meter.copied(self.name, None, 0, self._copied_bytes(written), backward, int(not self.on_device))
         return event
 
     def _copied_bytes(self, written: Sequence[int]) -> int:
         """Return the unpacked bytes of what a fetch copies from the host: all of the unit, or only its
         ``written`` tensors if the rest is on the device.
         """
-        if self._load is None:
+        if not self.on_device:
             return self.unit.raw_bytes
         return sum(self.homes[which].entry.nbytes for which in written)
 
@@ -155,11 +172,24 @@ class FileBacking(Backing):
         """Decode the packed bytes that stay on the device, after loading them at the first use. Returns the
         event at the end of decoding.
         """
+        self._need(load)
+        event, times = self._packed_residents.unpack(self, decoder, target, after, link.meter.timing)
+        link.meter.decoded(times)
+        return event
+
+    def _need(self, load: Load) -> None:
+        """Wait until the bytes that are loaded once are loaded."""
         if not load.loaded:
             assert self._loader is not None
             self._loader.load(load)
-        event, times = self._packed_residents.unpack(self, decoder, target, after, link.meter.timing)
-        link.meter.decoded(times)
+
+    def _copy_from_peer(
+        self, peer: PeerCopy, load: Load, to: torch.Tensor, after: Sequence[Any], link: Link
+    ) -> Any:
+        """Copy the unit's bytes from another device to ``to``. Returns the event of the copy."""
+        self._need(load)
+        event, marks = peer.copy(to, peer.data, after, link.meter.timing)
+        link.meter.copied(self.name, marks, self.layout.nbytes, 0, in_backward(), 0, from_peer=True)
         return event
 
     def _copy_pieces(
@@ -170,6 +200,8 @@ class FileBacking(Backing):
 
         Returns the event of the last copy, and the checksums of the pieces.
         """
+        if self.peer is not None and self._load is not None:
+            return self._copy_from_peer(self.peer, self._load, to, after, link), []
         cache, engine, meter, backward = self._reads.cache, link.engine, link.meter, in_backward()
         assert cache is not None
         event: Any = None

@@ -94,6 +94,16 @@ class FileReads:
         return self._source.gather
 
     @property
+    def loader(self) -> ResidentLoader:
+        """The loader of what is read once, and not through the cache."""
+        return self._residents
+
+    @property
+    def cache_holds_all(self) -> bool:
+        """Whether the cache holds all units within the ``ram`` budget."""
+        return sum(backing.wire.nbytes for backing in self.backings) <= self._source.cache_bytes
+
+    @property
     def link(self) -> Link:
         """The objects with which the streamer copies to the device."""
         assert self._link is not None

@@ -123,6 +123,11 @@ class FileTier(Tier):
             self.residents.temporary_bytes = round_up(self._residents.decoded_bytes, self.engine.grain)
         self.reads.start(link)
 
+    @property
+    def waits_in_fast_ram(self) -> bool:
+        """Whether the host cache holds all units, so that each is read from the file once."""
+        return self.reads.cache_holds_all
+
     def close(self) -> None:
         """End all reads, and release the cache and the packed bytes on the device."""
         self.reads.close()

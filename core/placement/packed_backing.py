@@ -118,13 +118,14 @@ class PackedBacking(PinnedBacking):
         engine, meter, backward = link.engine, link.meter, in_backward()
         assert link.staging is not None
         done, raw = None, self.unit.raw_bytes
+        source, copy = self.source(engine)
         for event, marks, nbytes, times in link.staging.bring(
-            self.host, decoder, target, after, meter.timing
+            source, decoder, target, after, meter.timing, copy
         ):
             done = event
             if engine.blocking and marks is not None:
                 meter.waited(marks[0], times[1], self.name, backward)
-            meter.copied(self.name, marks, nbytes, raw, backward, int(raw > 0))
+            meter.copied(self.name, marks, nbytes, raw, backward, int(raw > 0), self.peer is not None)
             meter.decoded(times)
             raw = 0
         return done

@@ -7,7 +7,7 @@ while it is used. A backing represents the stored bytes of one unit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -25,6 +25,7 @@ from .backing import Backing, Link
 from .block_fill import BlockFill
 from .host_copies import HostCopy, move_small_tensors_out
 from .host_store import HostStore
+from .peer_memory import PeerCopy
 from .resident_placer import ResidentPlacer
 from .tier import Tier
 
@@ -50,11 +51,25 @@ class PinnedBacking(Backing):
         copy.
         """
         engine, meter, unit, backward = link.engine, link.meter, self.unit, in_backward()
-        event, marks = engine.copy_in(target, self.block.data, after, meter.timing)
+        source, copy = self.source(engine)
+        event, marks = copy(target, source, after, meter.timing)
         if engine.blocking and marks is not None:
             meter.waited(marks[0], marks[1], unit.name, backward)
-        meter.copied(unit.name, marks, unit.nbytes, unit.raw_bytes, backward)
+        meter.copied(unit.name, marks, unit.nbytes, unit.raw_bytes, backward, from_peer=self.peer is not None)
         return event
+
+    def source(self, engine: Engine) -> tuple[torch.Tensor, Callable[..., tuple[Any, Any]]]:
+        """Return the bytes that a fetch copies, on the host or on another device, and the function that copies them
+        (`Engine.copy_in` or `PeerCopy.copy`).
+        """
+        if self.peer is not None and (self.trainable or not self.peer.fill(self.block, self.version())):
+            self.peer = None
+        return (self.block.data, engine.copy_in) if self.peer is None else (self.peer.data, self.peer.copy)
+
+    def wait_on(self, copy: PeerCopy) -> None:
+        """Copy the block to the memory of another device, and fetch it from there."""
+        copy.fill(self.block, self.version())
+        self.peer = copy
 
     def release_block(self, unpin: bool) -> None:
         """Drop the reference to the block, and unpin the block if ``unpin``. The model's tensors, or a host
@@ -92,6 +107,20 @@ class BlockTier(Tier):
         """
         for backing in self.blocks:
             self.engine.guard(backing.block.data, backing.name)
+
+    @property
+    def waits_in_fast_ram(self) -> bool:
+        """Whether all blocks are pinned."""
+        return all(backing.block.pinned or not backing.block.data.numel() for backing in self.blocks)
+
+    def left_host(self) -> None:
+        """Unpin the blocks of units in the memory of other devices, and pin others for which the RAM budget was too
+        small.
+        """
+        for backing in self.blocks:
+            if backing.peer is not None:
+                backing.block.unpin()
+        self.store.arena.pin_anew(backing.block for backing in self.blocks if backing.peer is None)
 
     def undo(self) -> None:
         """Restore the model's tensors. Keep each block as a host copy if the session keeps host copies."""

@@ -171,7 +171,7 @@ class ResidentLoader:
             for staged in self._free:
                 self._arena.pin(staged.block)
             blocks = [staged.block.data for staged in self._free]
-            if not any(item.packed for item in self._queue):
+            if not any(item.packed or item.engine for item in self._queue):
                 self._direct = try_direct(self._engine, self._reader, self._queue, blocks)
             if self._direct is not None:
                 self.notes.append("resident weights are read past host memory (GPUDirect Storage)")
@@ -379,7 +379,7 @@ class ResidentLoader:
                 assert item.packed.landing is not None
                 item.packed.found[piece.rank] = item.packed.checks.checksum(piece, source)
                 to, after, item.packed.after = item.packed.landing, item.packed.after, []
-            staged.copied, _ = self._engine.copy_in(
+            staged.copied, _ = (item.engine or self._engine).copy_in(
                 to[piece.start : piece.start + piece.nbytes], source, after, False
             )
         except BaseException:

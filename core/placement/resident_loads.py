@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..codec.unit_decoder import UnitDecoder
+from ..device.engine import Engine
 from ..host.blob_checksums import BlobChecks, PieceChecksums
 from ..host.cache_pieces import CachePiece, PlacedTensor, cut
 from .wire_format import WireFormat
@@ -28,6 +29,7 @@ class Load:
     ``modules``: the modules whose forward needs the tensors; empty if any forward may.
     ``arrived``: called once the bytes are on the device.
     ``stays_packed``: whether the bytes of ``wire`` are the contents of ``buffer``, and are not decoded.
+    ``engine``: of the device of ``buffer``, if that is not the session's device.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Load:
     loaded: bool = False
     wire: WireFormat | None = None  # the packed byte layout of the load, None if it cannot be copied packed
     stays_packed: bool = False
+    engine: Engine | None = None
     packed: PackedLoad | None = None  # set if the load is copied packed
 
     def cut(self, size: int, staging_bytes: int) -> None:

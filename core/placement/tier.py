@@ -53,6 +53,7 @@ class TierFigures:
     ``streamed_bytes``: bytes of the units in slots.
     ``wire_bytes``: bytes that are copied over the link to fetch all units once.
     ``waiting_bytes``: host memory from which units are streamed.
+    ``peer_bytes``: memory of other devices from which units are streamed.
     ``packed_units``: number of units that are copied packed.
     ``packed_resident_...``: figures of units whose packed bytes stay on the device.
     ``read``: figures of disk reads, None if no weights come from a file.
@@ -62,6 +63,7 @@ class TierFigures:
     wire_bytes: int
     waiting_bytes: int
     packed_units: int
+    peer_bytes: int = 0
     packed_resident_bytes: int = 0
     packed_resident_raw_bytes: int = 0
     packed_resident_units: int = 0
@@ -132,6 +134,16 @@ class Tier:
 
     def start(self, link: Link) -> None:
         """Begin to serve fetches over ``link``. Called once the slots exist."""
+
+    # -- units in the memory of other devices (`PeerMemory`)
+
+    @property
+    def waits_in_fast_ram(self) -> bool:
+        """Whether host memory from which copies run at the link's rate holds all units. Known after `place`."""
+        return True
+
+    def left_host(self) -> None:
+        """Give up the host memory that units in the memory of other devices do not need. Called before `start`."""
 
     def close(self) -> None:
         """Release the resources that fetches need. Called after the last fetch, when no work is pending on the
@@ -257,6 +269,7 @@ class Tier:
         return TierFigures(
             streamed_bytes=self.streamed_bytes,
             wire_bytes=self.wire_bytes,
-            waiting_bytes=sum(backing.wire_bytes for backing in crossing),
+            waiting_bytes=sum(backing.wire_bytes for backing in crossing if backing.peer is None),
             packed_units=sum(backing.packed for backing in crossing),
+            peer_bytes=sum(backing.wire_bytes for backing in crossing if backing.peer is not None),
         )

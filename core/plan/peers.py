@@ -3,8 +3,9 @@ devices, the *peers*, and which wait on the host.
 
 Copies from host memory and from each peer run at the same time, each over its own link. So each link gets a share of
 the bytes in proportion to its rate, as far as the peers' memory reaches. The units of a link are spread evenly over
-the order of use, so that no link is idle while another one brings several units in a row. A peer whose link is slower
-than the host's gets nothing, because the copies of devices that do not reach each other use the host's link too.
+the order of use, so that no link is idle while another one brings several units in a row. A peer whose copies slow
+those of the host down by as much as they add gets nothing. That is so where devices do not reach each other's memory:
+their copies use the host's link too.
 
 The module imports no torch and has no side effects.
 """
@@ -14,30 +15,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A peer is used if its rate is at least this share of the rate of the host's link: measured rates vary by a few
-# percent.
-WORTH = 0.95
+# A peer is used if both links together bring this many times the bytes of the host's link alone: measured rates vary
+# by a few percent.
+WORTH = 1.05
+
+
+@dataclass(frozen=True)
+class PeerRates:
+    """Measured rates in bytes per second: ``alone`` of the link from host memory while the peer's link is idle,
+    ``peer`` and ``host`` of both links while both copy.
+    """
+
+    alone: float
+    peer: float
+    host: float
+
+    @property
+    def worth(self) -> bool:
+        """Whether both links together are faster than the host's link alone."""
+        return self.peer + self.host >= WORTH * self.alone
 
 
 @dataclass(frozen=True)
 class PeerRoom:
-    """The memory of one peer for units: ``nbytes`` bytes, from which ``bytes_per_second`` are copied."""
+    """The memory of one peer for units: ``nbytes`` bytes, which are copied at ``rates``."""
 
     nbytes: int
-    bytes_per_second: float
+    rates: PeerRates
 
 
-def assign(
-    sizes: Sequence[int], rooms: Sequence[PeerRoom], host_bytes_per_second: float | None
-) -> list[int | None]:
+def assign(sizes: Sequence[int], rooms: Sequence[PeerRoom], host_holds_all: bool) -> list[int | None]:
     """Return for each unit the index of the peer in ``rooms`` in which it waits, or None for the host.
 
-    ``sizes``: bytes of the units in the order of use, 0 for a unit that has to wait on the host.
-    ``host_bytes_per_second``: the rate of the link from host memory. None if host memory does not hold all units, so
-    that a drive would be read in each step: the peers then take as much as they can.
+    ``sizes``: bytes of the units in the order of use, 0 for a unit that has to wait on the host. ``host_holds_all``:
+    whether pinned host memory holds all units. If not, some of them are copied from pageable memory or read from a
+    drive in each step, and the peers take as much as they can.
     """
     total = sum(sizes)
-    shares = _shares(total, rooms, host_bytes_per_second)
+    shares = _shares(total, rooms, host_holds_all)
     left, had = [room.nbytes for room in rooms], [0] * len(rooms)
     on_host = seen = 0
     result: list[int | None] = []
@@ -59,19 +74,18 @@ def assign(
     return result
 
 
-def _shares(total: int, rooms: Sequence[PeerRoom], host: float | None) -> list[float]:
+def _shares(total: int, rooms: Sequence[PeerRoom], host_holds_all: bool) -> list[float]:
     """Return the bytes that each peer is to hold of ``total`` bytes."""
     useful = {
-        peer
-        for peer, room in enumerate(rooms)
-        if room.nbytes and (host is None or room.bytes_per_second >= WORTH * host)
+        peer for peer, room in enumerate(rooms) if room.nbytes and (room.rates.worth or not host_holds_all)
     }
+    host = min((rooms[peer].rates.host for peer in useful), default=0.0) if host_holds_all else 0.0
     shares = [0.0] * len(rooms)
     rest = float(total)
     # A peer with less memory than its share is filled, and the others divide what is left.
     while useful:
-        rate = sum(rooms[peer].bytes_per_second for peer in useful) + (host or 0.0)
-        wanted = {peer: rest * rooms[peer].bytes_per_second / rate for peer in useful}
+        rate = sum(rooms[peer].rates.peer for peer in useful) + host
+        wanted = {peer: rest * rooms[peer].rates.peer / rate for peer in useful}
         full = {peer for peer in useful if rooms[peer].nbytes <= wanted[peer]}
         for peer in full or useful:
             shares[peer] = float(rooms[peer].nbytes) if full else wanted[peer]

@@ -10,6 +10,7 @@ from ..host.shared_image import SharedImage
 from ..placement.gather import Gather
 from ..placement.host_copies import HostCopies
 from ..placement.packed_tensor import PackedTensor
+from ..placement.peer_memory import PeerMemory
 from ..placement.shared_weights import RANK_BYTES
 
 
@@ -23,6 +24,7 @@ class HostResources:
     ``kept``: what the cache of weights from files held at the end of the last layout, for the next one.
     ``image``: the weights that the ranks of this machine share, None without a group.
     ``gather``: the all-gathers by which the ranks fetch units together, None if each fetches whole units.
+    ``peers``: the memory of other devices in which units wait, None without ``peers=``.
     """
 
     def __init__(self, engine: Engine, ram: int) -> None:
@@ -31,6 +33,7 @@ class HostResources:
         self.shelf: dict[int, PackedTensor] = {}
         self.image: SharedImage | None = None
         self.gather: Gather | None = None
+        self.peers: PeerMemory | None = None
         self.arena = HostArena(engine.pinner, probe.pin_limit(ram))
         self.arena.reclaim = self.copies.unpin_resident_copies
 

@@ -364,6 +364,9 @@ class LayoutManager:
             self._streamer = streamer
             placement.stream(streamed, streamer)
             placement.settled()
+            if self.host.peers is not None:
+                self.host.peers.place(placement.tier, {id(carving.units[index]) for index in plan.packed})
+                placement.notes += self.host.peers.notes
             if wanted.packing is not None and not wanted.packing.plain:
                 placement.notes += without_codec(streamed)
             if module.quantized is not None:
@@ -428,6 +431,8 @@ class LayoutManager:
         self.module.hooks.unwrap_units()
         if self._streamer is not None:
             self._streamer.close()
+        if self.host.peers is not None:
+            self.host.peers.release()
         placement = self._placement
         if placement is not None:
             if reuse:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..host.node_group import NodeGroup
 from ..metrics.kernel_times import record_kernels
 from ..metrics.report import Report
 from ..plan.residency import Plan
-from . import gathering, registry, settings
+from . import gathering, peering, registry, settings
 from .assembly import assemble, attach_first, share
 from .phase import Phase
 from .policies.raise_budget import Inputs
@@ -37,6 +37,7 @@ def stream(
     training: str | None = None,
     disk: str | os.PathLike[str] | None = None,
     group: Any = None,
+    peers: Sequence[tuple[Any, int | str]] = (),
 ) -> Session:
     """Run ``module`` on ``device`` with at most ``vram`` bytes of weights on the device. The other weights
     stay in host memory or in a file.
@@ -83,6 +84,10 @@ def stream(
     `stream` with the same model. The ranks of a machine then share one copy of the frozen weights in host memory,
     with the values of the first rank of the machine, and ``ram`` is the budget of all of them together. Use
     `prepare_for_ddp` before DistributedDataParallel.
+    ``peers``: other devices whose memory holds streamed weights, as pairs of a device and the bytes of its memory, for
+    example ``[("cuda:1", "8GiB")]``: bytes, "8GiB", "50%" (of its free memory) or "auto" (its free memory, minus a
+    reserve). These weights are copied from there, beside the copies from host memory. The links are measured first,
+    and weights stay on the host where that is faster.
 
     Raises BudgetError (with the smallest budget that works), UnsupportedError, WeightsError and PinError, and
     GroupError if another rank of ``group`` failed.
@@ -90,6 +95,7 @@ def stream(
     return Session(
         module, device=device, vram=vram, ram=ram, weights=weights, granularity=granularity,
         codec=codec, pool=pool, host=host, training=training, disk=disk, group=group,
+        peers=peers,
     )  # fmt: skip
 
 
@@ -103,7 +109,7 @@ class Session:
     def __init__(
         self, module: nn.Module, *, device: Any, vram: int | str | SharedBudget, ram: int | str, weights: Any, granularity: str,
         codec: str, pool: str, host: str, training: str | None, disk: str | os.PathLike[str] | None = None,
-        group: Any = None, backward: bool = False,
+        group: Any = None, peers: Sequence[tuple[Any, int | str]] = (), backward: bool = False,
     ) -> None:  # fmt: skip
         """Make the first layout of ``module``. Arguments and errors: those of `stream`.
 
@@ -112,6 +118,7 @@ class Session:
         """
         settings.check(module, weights, granularity, codec, pool, host, training, disk)
         settings.check_group(group, codec, training, disk)
+        peering.check_peers(peers, group)
         registry.refuse_streamed(module)
         self.module = module
         self._node = None if group is None else NodeGroup(group)
@@ -129,6 +136,7 @@ class Session:
             if self._node is not None:
                 share(parts, self._node)
                 managed.note(gathering.begin(parts, self._node))
+            peering.begin(parts, peers)
             follows = ram == "auto" and self._node is None
             parts.host_memory.begin(follows)
             self._on_all_ranks("the first layout", lambda: attach_first(parts, vram))

@@ -90,6 +90,8 @@ def make_report(held: Held, layout: Layout, arena: HostArena, device: str) -> Re
         pinned_peak_bytes=arena.pinned_peak_bytes,
         raw_bytes_per_step=figures.raw_bytes,
         wire_bytes_per_step=figures.wire_bytes,
+        peer_bytes=tier.peer_bytes,
+        peer_wire_bytes_per_step=figures.peer_bytes,
         transfers_per_weight=figures.transfers / count if count else 0.0,
         step_seconds=figures.seconds,
         compute_seconds=figures.compute_seconds,
@@ -152,7 +154,8 @@ def _effective(figures: Medians) -> float | None:
     """
     if figures.link_bytes_per_second is None or not figures.wire_bytes:
         return None
-    return figures.link_bytes_per_second * figures.raw_bytes / figures.wire_bytes
+    crossed = figures.wire_bytes + figures.peer_bytes
+    return figures.link_bytes_per_second * figures.raw_bytes / crossed
 
 
 def _stages(figures: Medians, disk_rate: float | None) -> dict[str, float]:

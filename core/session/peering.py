@@ -1,0 +1,148 @@
+"""Other devices whose memory holds weights (``peers=``): the argument, the links and their measured rates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from ..common.errors import BudgetError, CaromError, UnsupportedError
+from ..common.sizes import GIB, MIB, parse_size
+from ..device.engine import Engine
+from ..device.make_engine import make_engine
+from ..device.peer_link import PeerLink
+from ..device.simulated import SimulatedDevice
+from ..host.arena import Block, HostArena
+from ..placement.peer_memory import Peer, PeerMemory
+from ..plan.peers import PeerRates
+from .assembly import Parts
+
+_SAMPLE = 64 * MIB  # most bytes of one copy that is measured
+_VIRTUAL_SAMPLE = 4 * MIB  # the same for a simulated device, whose rates are exact
+_REPEATS = 3
+_KEPT_SHARE = 0.1  # of a peer's memory, which "auto" leaves free
+_HINT = "write peers=[('cuda:1', '8GiB')], with bytes, '8GiB', '50%' or 'auto'"
+
+
+def check_peers(peers: Any, group: Any) -> None:
+    """Raise UnsupportedError unless ``peers`` is a sequence of (device, size), and BudgetError for a bad size."""
+    if not isinstance(peers, Sequence) or isinstance(peers, (str, bytes)):
+        raise UnsupportedError(f"peers={peers!r}: {_HINT}")
+    for peer in peers:
+        if not isinstance(peer, (tuple, list)) or len(peer) != 2:
+            raise UnsupportedError(f"peers={peers!r}: {_HINT}")
+        if peer[1] != "auto":
+            _size(peer[1], GIB)
+    if peers and group is not None:
+        raise UnsupportedError(
+            "peers= does not go with group=: with group= each rank computes on a device of its own; leave one of both out"
+        )
+
+
+def begin(parts: Parts, peers: Sequence[tuple[Any, int | str]]) -> None:
+    """Connect the session's device to ``peers``, checked pairs (device, size), and measure the links.
+
+    Called before the first layout. Raises UnsupportedError for a device that cannot be a peer, and BudgetError for a
+    bad size.
+    """
+    found: list[Peer] = []
+    places = {parts.engine.place}
+    for device, size in peers:
+        engine = _engine(device)
+        if engine.place in places:
+            raise UnsupportedError(
+                f"peers=: {engine.name} is the session's device, or is named twice; name each other device once"
+            )
+        places.add(engine.place)
+        link = parts.engine.connect(engine)
+        free = engine.free_bytes()
+        nbytes = (
+            max(0, int(free * (1 - _KEPT_SHARE)) - GIB // 2)
+            if size == "auto"
+            else min(free, _size(size, free))
+        )
+        rates = measure(parts.engine, engine, link, parts.manager.host.arena)
+        found.append(Peer(engine, link, nbytes, rates))
+    if found:
+        parts.manager.host.peers = PeerMemory(found, [describe(peer) for peer in found])
+
+
+def measure(engine: Engine, peer: Engine, link: PeerLink, arena: HostArena) -> PeerRates:
+    """Return the rates of ``link`` and of the link from host memory, in bytes per second. Takes some milliseconds.
+
+    The samples are smaller where memory is short.
+    """
+    most = _VIRTUAL_SAMPLE if engine.virtual_clock else _SAMPLE
+    block = arena.allocate(max(1, min(most, peer.free_bytes() // 4, engine.free_bytes() // 8)))
+    block.data.fill_(0)
+    arena.pin(block)
+    try:
+        return _measured(engine, peer, link, block)
+    finally:
+        block.unpin()
+
+
+def _measured(engine: Engine, peer: Engine, link: PeerLink, block: Block) -> PeerRates:
+    """Measure with copies of ``block``, a block of host memory."""
+    source = peer.allocate(block.data.numel())
+    targets = [engine.allocate(block.data.numel()) for _ in range(2)]
+    peer.synchronize()  # other streams may still use memory that the allocator reused
+    engine.synchronize()
+    filled, _ = peer.copy_in(source, block.data, (), False)
+    peer.synchronize(filled)
+    alone, host, other = [], [], []
+    for _ in range(1 + _REPEATS):  # the first copies also map the peer's memory
+        _, marks = engine.copy_in(targets[0], block.data, (), True)
+        engine.synchronize()
+        alone.append(engine.elapsed(*marks))
+        _, from_host = engine.copy_in(targets[0], block.data, (), True)
+        _, from_peer = link.copy(targets[1], source, (), True)
+        engine.synchronize()
+        peer.synchronize()
+        host.append(engine.elapsed(*from_host))
+        other.append(engine.elapsed(*from_peer))
+    rates = [block.data.numel() / max(1e-9, median(seconds[1:])) for seconds in (alone, other, host)]
+    return PeerRates(*rates)
+
+
+def describe(peer: Peer) -> str:
+    """Return the note on the measured rates of ``peer`` for the report."""
+    rates = peer.rates
+    how = (
+        "directly (P2P)"
+        if peer.link.direct
+        else "through host memory, as the devices do not reach each other"
+    )
+    told = (
+        f"{peer.engine.name}: weights are copied {how} at {rates.peer / 1e9:.3g} GB/s while host memory delivers "
+        f"{rates.host / 1e9:.3g} GB/s, which alone delivers {rates.alone / 1e9:.3g} GB/s"
+    )
+    return told if rates.worth else f"{told}: weights stay on the host as far as it can pin or cache them"
+
+
+def _engine(device: Any) -> Engine:
+    """Return the engine of the peer ``device``. Raises UnsupportedError if it is not there, or is the CPU."""
+    if not isinstance(device, SimulatedDevice):
+        try:
+            kind = torch.device(device).type
+        except (RuntimeError, TypeError) as error:
+            raise UnsupportedError(f"peers=: {device!r} is not a device torch knows; {_HINT}") from error
+        if kind == "cpu":
+            raise UnsupportedError(
+                "peers=: weights beyond vram wait in the memory of 'cpu' anyway; name other GPUs, or leave peers= out"
+            )
+    try:
+        return make_engine(device)
+    except CaromError as error:
+        raise UnsupportedError(
+            f"peers=: {error}; name a device that is there, or leave peers= out"
+        ) from error
+
+
+def _size(value: Any, whole: int) -> int:
+    try:
+        return parse_size(value, whole=whole, setting="peers")
+    except ValueError as error:
+        raise BudgetError(f"{error}, or 'auto'") from error
