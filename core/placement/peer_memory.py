@@ -76,11 +76,11 @@ class PeerCopy:
 class PeerMemory:
     """The memory of other devices that one session uses. It is filled for one layout at a time.
 
-    ``told``: notes on the peers for the report. ``notes``: these, and notes on the present layout.
+    ``peers``: the devices. ``told``: notes on them for the report. ``notes``: these, and notes on the present layout.
     """
 
     def __init__(self, peers: Sequence[Peer], told: Sequence[str]) -> None:
-        self._peers, self._told = tuple(peers), tuple(told)
+        self.peers, self._told = tuple(peers), tuple(told)
         self._tier: Tier | None = None
         self.nbytes = 0  # of units on all peers
         self.notes: list[str] = []
@@ -92,7 +92,7 @@ class PeerMemory:
         fewer units.
         """
         self._tier, self.notes = tier, list(self._told)
-        grain = max((peer.engine.grain for peer in self._peers), default=1)
+        grain = max((peer.engine.grain for peer in self.peers), default=1)
         backings = tier.backings
         movable = [
             not (backing.trainable or backing.on_device or id(backing.unit) in stay) for backing in backings
@@ -101,10 +101,10 @@ class PeerMemory:
             round_up(backing.wire_bytes, grain) if may else 0
             for backing, may in zip(backings, movable, strict=True)
         ]
-        rooms = [PeerRoom(peer.nbytes, peer.rates) for peer in self._peers]
+        rooms = [PeerRoom(peer.nbytes, peer.rates) for peer in self.peers]
         places = list(zip(backings, assign(sizes, rooms, tier.waits_in_fast_ram), strict=True))
         found = []
-        for which, peer in enumerate(self._peers):
+        for which, peer in enumerate(self.peers):
             mine = [backing for backing, chosen in places if chosen == which]
             before = self.nbytes
             try:
@@ -121,7 +121,7 @@ class PeerMemory:
             peer.engine.synchronize()  # other streams may still use memory that the allocator reused
         for backing, copy in found:
             backing.wait_on(copy)
-        for peer in self._peers:
+        for peer in self.peers:
             peer.engine.synchronize()
         if found:
             tier.left_host()
@@ -138,10 +138,10 @@ class PeerMemory:
         """
         if self._tier is None:
             return
-        for peer in self._peers:
+        for peer in self.peers:
             peer.engine.synchronize()
         for backing in self._tier.backings:
             backing.leave_peer()
         self._tier, self.nbytes = None, 0
-        for peer in self._peers:
+        for peer in self.peers:
             peer.engine.trim()
