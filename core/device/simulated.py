@@ -301,7 +301,7 @@ class SimulatedEngine(StreamEngine):
             self.copies += 1
             self.bytes_in += nbytes
             self._overwrites(stream, target)
-        with self._watch.unwatched(), torch.no_grad():
+        with self._virtual.unwatched(), torch.no_grad():
             if inward or target.is_floating_point():  # the target is undefined until the copy takes effect
                 target.fill_(255 if inward else float("nan"))
         kept = WeakTensor(source)
@@ -331,7 +331,6 @@ class SimulatedEngine(StreamEngine):
 
     def new_copy_stream(self) -> Any:
         stream = super().new_copy_stream()
-        stream.lands = False
         self._copying.add(stream)
         return stream
 

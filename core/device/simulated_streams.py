@@ -11,7 +11,7 @@ import random
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import itemgetter
@@ -166,6 +166,14 @@ class VirtualDevice:
                 device._happens_after(event)
             self.land(event.seen)
 
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Return a context in which no device of the host watches operators."""
+        with contextlib.ExitStack() as watches:
+            for device in (self, *self.mates):
+                watches.enter_context(device._unwatched())
+            yield
+
     def _happens_after(self, event: VirtualEvent) -> None:
         """Let all work that is issued from now on to this device's streams happen after ``event``."""
         self._host |= {s: max(self._host.get(s, 0), count) for s, count in event.seen.items()}
@@ -191,7 +199,7 @@ class VirtualDevice:
         """
         if not any(stream.queue for stream in seen):
             return
-        with self._lock, self._unwatched():
+        with self._lock, self.unwatched():
             for stream, count in seen.items():
                 while stream.queue and stream.queue[0].number <= count:
                     self.land(stream.queue[0].seen)

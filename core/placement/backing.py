@@ -94,6 +94,8 @@ class Backing(ManagedUnit, ABC):
 
     def leave_peer(self) -> None:
         """Drop the unit's bytes in the memory of another device."""
+        if self.peer is not None:
+            self.peer.free()
         self.peer = None
 
     def plain_block(self) -> Block | None:

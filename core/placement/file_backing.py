@@ -64,8 +64,11 @@ class FileBacking(Backing):
 
     def leave_peer(self) -> None:
         """Drop the unit's bytes in the memory of another device."""
-        if self.peer is not None:
-            self.peer = self._load = None
+        if self._load is not None and self.peer is not None:
+            # The traceback of an exception may keep the load alive, but not its memory.
+            self._load.buffer = self._load.buffer.new_empty(0)
+            self._load = None
+        super().leave_peer()
 
     def _load_once(self, buffer: torch.Tensor, loader: ResidentLoader) -> None:
         """Let ``loader`` load the unit's bytes to ``buffer`` once, and not through the host cache."""
@@ -75,6 +78,13 @@ class FileBacking(Backing):
         self._load.wire, self._load.stays_packed = self.layout, True
         self._load.engine = None if self.peer is None else self.peer.peer.engine
         loader.add(self._load)
+
+    def release(self) -> None:
+        """Free the device memory of packed bytes that stay on the device. Called when the layout ends: what still
+        refers to it, until the garbage collector has run, must not keep device memory.
+        """
+        if self._load is not None:
+            self._load.buffer = torch.empty(0, dtype=torch.uint8)
 
     @property
     def on_device(self) -> bool:  # type: ignore[override]

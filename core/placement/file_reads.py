@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -426,7 +426,10 @@ class FileReads:
         if self.cache is not None:
             self.cache.close()
             self.cache = None
+        if self._link is not None:
+            self._link = replace(self._link, staging=None)  # its device memory
         for backing in self.backings:
+            backing.release()
             for home in backing.file_homes:
                 if home.file_tensor.block is not None:
                     home.file_tensor.block.unpin()

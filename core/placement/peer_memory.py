@@ -64,6 +64,10 @@ class PeerCopy:
         self._filled, self._block, self._version = (event,), block, version
         return True
 
+    def free(self) -> None:
+        """Drop the memory, whatever else refers to this object."""
+        self.data = self._memory = torch.empty(0, dtype=torch.uint8)
+
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Any], timed: bool
     ) -> tuple[Any, Any]:

@@ -63,7 +63,7 @@ class PinnedBacking(Backing):
         (`Engine.copy_in` or `PeerCopy.copy`).
         """
         if self.peer is not None and (self.trainable or not self.peer.fill(self.block, self.version())):
-            self.peer = None
+            self.leave_peer()
         return (self.block.data, engine.copy_in) if self.peer is None else (self.peer.data, self.peer.copy)
 
     def wait_on(self, copy: PeerCopy) -> None:

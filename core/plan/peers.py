@@ -3,9 +3,9 @@ devices, the *peers*, and which wait on the host.
 
 Copies from host memory and from each peer run at the same time, each over its own link. So each link gets a share of
 the bytes in proportion to its rate, as far as the peers' memory reaches. The units of a link are spread evenly over
-the order of use, so that no link is idle while another one brings several units in a row. A peer whose copies slow
-those of the host down by as much as they add gets nothing. That is so where devices do not reach each other's memory:
-their copies use the host's link too.
+the order of use, so that no link is idle while another one brings several units in a row. A peer whose copies do not
+run beside those of the host gets nothing. That is so where devices do not reach each other's memory: their copies use
+the host's link too.
 
 The module imports no torch and has no side effects.
 """
@@ -15,25 +15,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A peer is used if both links together bring this many times the bytes of the host's link alone: measured rates vary
-# by a few percent.
-WORTH = 1.05
+# A peer is used if at least this share of the shorter of two copies runs beside the longer one. The share is 0 if both
+# use one link, and 1 if each has a link of its own.
+WORTH = 0.5
 
 
 @dataclass(frozen=True)
 class PeerRates:
-    """Measured rates in bytes per second: ``alone`` of the link from host memory while the peer's link is idle,
-    ``peer`` and ``host`` of both links while both copy.
+    """Measured rates in bytes per second: ``host`` of the link from host memory while the peer's is idle, ``peer`` of
+    the peer's link while the host's is idle, and ``both`` of both together while each copies the same bytes.
     """
 
-    alone: float
-    peer: float
     host: float
+    peer: float
+    both: float
+
+    @property
+    def overlap(self) -> float:
+        """The share of the shorter of two copies of the same size, one over each link, that runs beside the longer one."""
+        host, peer, both = 1 / self.host, 1 / self.peer, 2 / self.both  # seconds of a byte over each link
+        return (host + peer - both) / min(host, peer)
 
     @property
     def worth(self) -> bool:
-        """Whether both links together are faster than the host's link alone."""
-        return self.peer + self.host >= WORTH * self.alone
+        """Whether both links together are faster than one of them."""
+        return self.overlap >= WORTH
 
 
 @dataclass(frozen=True)

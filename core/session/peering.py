@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -92,19 +92,25 @@ def _measured(engine: Engine, peer: Engine, link: PeerLink, block: Block) -> Pee
     engine.synchronize()
     filled, _ = peer.copy_in(source, block.data, (), False)
     peer.synchronize(filled)
-    alone, host, other = [], [], []
-    for _ in range(1 + _REPEATS):  # the first copies also map the peer's memory
-        _, marks = engine.copy_in(targets[0], block.data, (), True)
-        engine.synchronize()
-        alone.append(engine.elapsed(*marks))
-        _, from_host = engine.copy_in(targets[0], block.data, (), True)
-        _, from_peer = link.copy(targets[1], source, (), True)
+
+    def from_host() -> Any:
+        return engine.copy_in(targets[0], block.data, (), True)[1]
+
+    def from_peer() -> Any:
+        return link.copy(targets[1], source, (), True)[1]
+
+    def seconds(*copies: Callable[[], Any]) -> float:
+        """Return the seconds from the begin of the first of ``copies`` to the end of the last one."""
+        marks = [copy() for copy in copies]
         engine.synchronize()
         peer.synchronize()
-        host.append(engine.elapsed(*from_host))
-        other.append(engine.elapsed(*from_peer))
-    rates = [block.data.numel() / max(1e-9, median(seconds[1:])) for seconds in (alone, other, host)]
-    return PeerRates(*rates)
+        return max(1e-9, *(engine.elapsed(marks[0][0], end) for _, end in marks))
+
+    found = []
+    for _ in range(1 + _REPEATS):  # the first copies also map the peer's memory
+        found.append((seconds(from_host), seconds(from_peer), seconds(from_host, from_peer)))
+    host, other, both = (block.data.numel() / median(times) for times in zip(*found[1:], strict=True))
+    return PeerRates(host, other, 2 * both)
 
 
 def describe(peer: Peer) -> str:
@@ -116,8 +122,8 @@ def describe(peer: Peer) -> str:
         else "through host memory, as the devices do not reach each other"
     )
     told = (
-        f"{peer.engine.name}: weights are copied {how} at {rates.peer / 1e9:.3g} GB/s while host memory delivers "
-        f"{rates.host / 1e9:.3g} GB/s, which alone delivers {rates.alone / 1e9:.3g} GB/s"
+        f"{peer.engine.name}: weights are copied {how} at {rates.peer / 1e9:.3g} GB/s, from host memory at "
+        f"{rates.host / 1e9:.3g} GB/s, and from both together at {rates.both / 1e9:.3g} GB/s"
     )
     return told if rates.worth else f"{told}: weights stay on the host as far as it can pin or cache them"
 

@@ -117,8 +117,8 @@ class Session:
         trained (other code keeps the adapters).
         """
         settings.check(module, weights, granularity, codec, pool, host, training, disk)
-        settings.check_group(group, codec, training, disk)
         peering.check_peers(peers, group)
+        settings.check_group(group, codec, training, disk)
         registry.refuse_streamed(module)
         self.module = module
         self._node = None if group is None else NodeGroup(group)

@@ -1,0 +1,75 @@
+"""Which units wait in the memory of other devices."""
+
+from __future__ import annotations
+
+import pytest
+from carom.core.plan.peers import PeerRates, PeerRoom, assign
+
+EQUAL = PeerRates(host=50, peer=50, both=100)
+STAGED = PeerRates(host=50, peer=50, both=50)  # both copies use one link
+UNITS = [10] * 100
+
+
+def held(places, sizes=UNITS):
+    """Bytes on each peer and, by the key None, on the host."""
+    found: dict = {}
+    for place, size in zip(places, sizes, strict=True):
+        found[place] = found.get(place, 0) + size
+    return found
+
+
+def test_links_of_equal_rates_get_equal_bytes_in_turn():
+    places = assign(UNITS, [PeerRoom(10**6, EQUAL)], True)
+    assert held(places) == {0: 500, None: 500}
+    assert all(first != second for first, second in zip(places, places[1:], strict=False))
+
+
+@pytest.mark.parametrize("peer, share", [(50, 0.5), (150, 0.75), (450, 0.9)])
+def test_each_link_gets_bytes_in_proportion_to_its_rate(peer, share):
+    places = assign(UNITS, [PeerRoom(10**6, PeerRates(50, peer, 100))], True)
+    assert held(places)[0] == pytest.approx(share * 1000, abs=10)
+
+
+def test_a_peer_is_never_given_more_than_its_memory_and_its_units_are_spread():
+    places = assign(UNITS, [PeerRoom(109, EQUAL)], True)
+    assert held(places) == {0: 100, None: 900}
+    mine = [index for index, place in enumerate(places) if place == 0]
+    assert max(b - a for a, b in zip(mine, mine[1:], strict=False)) <= 12
+    assert min(b - a for a, b in zip(mine, mine[1:], strict=False)) >= 8
+
+
+def test_two_peers_share_with_the_host():
+    places = assign(UNITS, [PeerRoom(10**6, EQUAL), PeerRoom(10**6, EQUAL)], True)
+    assert all(bytes_ == pytest.approx(333, abs=10) for bytes_ in held(places).values())
+    places = assign(UNITS, [PeerRoom(100, EQUAL), PeerRoom(10**6, EQUAL)], True)
+    assert held(places) == {0: 100, 1: 450, None: 450}
+
+
+def test_a_peer_whose_copies_take_the_hosts_link_gets_nothing():
+    assert not STAGED.worth and EQUAL.worth
+    # copies of 1 and 3 seconds take 3 seconds together, or 4 if they use one link
+    slow = [PeerRates(host=60, peer=20, both=2 * 60 / seconds) for seconds in (3, 4)]
+    assert [rates.overlap for rates in slow] == [pytest.approx(1), pytest.approx(0)]
+    assert [rates.worth for rates in slow] == [True, False]
+    assert held(assign(UNITS, [PeerRoom(10**6, STAGED)], True)) == {None: 1000}
+    both = [PeerRoom(10**6, STAGED), PeerRoom(10**6, EQUAL)]
+    assert held(assign(UNITS, both, True)) == {1: 500, None: 500}
+
+
+def test_if_the_host_does_not_hold_all_units_the_peers_take_what_they_can():
+    assert held(assign(UNITS, [PeerRoom(700, STAGED)], False)) == {0: 700, None: 300}
+    assert held(assign(UNITS, [PeerRoom(10**6, EQUAL)], False)) == {0: 1000}
+
+
+def test_units_of_no_bytes_stay_on_the_host():
+    sizes = [0, 10, 0, 10]
+    assert assign(sizes, [PeerRoom(10**6, EQUAL)], False) == [None, 0, None, 0]
+    assert assign([], [PeerRoom(10**6, EQUAL)], True) == []
+
+
+def test_units_of_differing_sizes_fill_no_peer_beyond_its_memory():
+    sizes = [7, 90, 3, 40, 40, 1, 60, 25] * 5
+    for room in (0, 5, 50, 333, 10**6):
+        places = assign(sizes, [PeerRoom(room, EQUAL), PeerRoom(room // 2, EQUAL)], True)
+        found = held(places, sizes)
+        assert found.get(0, 0) <= room and found.get(1, 0) <= room // 2
