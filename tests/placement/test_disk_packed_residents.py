@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from carom.core.checkpoint.disk_reader import DiskReader
 from carom.core.checkpoint.index import open_index
 from carom.core.checkpoint.packed_source import stored_entry
 from carom.core.common.errors import WeightsError
-from carom.core.device.simulated import SimulatedDevice
+from carom.core.device.simulated import SimulatedDevice, SimulatedEngine
 from carom.core.placement import packed_residents
 from carom.tools.pack.writer import pack
 from safetensors.torch import save_file
@@ -25,6 +26,7 @@ from tests_harness import SIMULATED, assert_same, infer, train
 from tests_inside import inside
 from tests_pairwise import each
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 WIDE = 256
 DEPTH = 10
@@ -224,6 +226,37 @@ def test_qlora_of_a_llama_of_the_70b_shape_crosses_the_bytes_of_streamed_layers(
 
 
 # -- values, budgets and damage
+
+
+def test_a_change_of_layout_frees_the_device_memory_of_packed_bytes_at_once(tmp_path, monkeypatch):
+    """Without the garbage collector, too: until it runs, the old layout's memory would be beyond the budget."""
+    allocated: list[tuple[int, StorageWeakRef]] = []
+    allocate = SimulatedEngine.allocate
+
+    def recorded(engine, nbytes):
+        memory = allocate(engine, nbytes)
+        allocated.append((nbytes, StorageWeakRef(memory.untyped_storage())))
+        return memory
+
+    monkeypatch.setattr(SimulatedEngine, "allocate", recorded)
+    model, empty = stack(), stack(meta=True).eval()
+    path = packed_file(model, tmp_path, quant="nf4")
+    gc.collect()
+    gc.disable()
+    try:
+        with carom.stream(
+            empty, device=SimulatedDevice(seed=1), weights=path, vram=6 * BLOCK, ram=ALL, granularity="block"
+        ) as session:
+            infer(empty, Case, CPU, passes=2)
+            region = session.plan.region_bytes
+            before = list(allocated)
+            assert session.report().resident_packed_units and session.plan.staging_bytes
+            session.set_budget(vram=5 * BLOCK)
+            # The simulated device itself keeps the last region for its checks.
+            kept = [nbytes for nbytes, storage in before if not storage.expired() and nbytes != region]
+            assert not kept
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("written", [("up.weight",), ("norm.weight",), None])
