@@ -14,10 +14,12 @@ from carom.core.common.errors import BudgetError, UnsupportedError, WeightsError
 from carom.core.device.peer_link import PeerLink
 from carom.core.device.simulated import SimulatedRaceError
 from carom.core.device.simulated_links import SimulatedHost
-from carom.core.placement import packed_tensor, packer
+from carom.core.placement import packed_residents, packed_tensor, packer
 from carom.core.placement.peer_memory import PeerCopy
+from carom.core.session.planner import Planner
 from carom.tools.pack.writer import pack
 from tests_inside import inside
+from tests_models import WideModel, wide_inputs
 from torch import nn
 
 WIDTH, DEPTH = 128, 8
@@ -192,6 +194,14 @@ def test_without_p2p_the_peer_takes_what_the_ram_budget_does_not_hold():
     with stream(model, first, [(second, "1GiB")], ram=2 * WEIGHT) as session:
         assert session.report().peer_bytes > 3 * WEIGHT
         assert same(infer(model, session.device), expected)
+
+
+@pytest.mark.parametrize("ram, some", [(3, True), (50, False)])
+def test_without_p2p_the_peer_takes_what_the_cache_of_a_file_does_not_hold(tmp_path, ram, some):
+    first, second = devices(p2p=False)
+    path, model = disk.save(make(), tmp_path), make().to("meta")
+    with stream(model, first, [(second, "1GiB")], weights=path, ram=ram * WEIGHT) as session:
+        assert (session.report().peer_bytes > 0) == some
 
 
 def test_a_slow_peer_gets_fewer_weights():
@@ -407,6 +417,32 @@ def test_packed_weights_of_a_file_cross_packed(tmp_path, timing, small):
         assert report.packed_units > 0 and report.peer_bytes > 0
         assert 0 < report.peer_wire_bytes_per_step == report.peer_bytes
         assert report.peer_bytes < 0.9 * report.streamed_bytes
+        session.set_budget(ram="1GiB")
+        for name in dict(twin.named_parameters()):  # also all of a unit's
+            value = torch.rand(twin.get_parameter(name).shape).to(torch.bfloat16)
+            twin.get_parameter(name).copy_(value)
+            session.write(name, value)
+        expected = infer(twin, "cpu", torch.bfloat16)
+        assert same(infer(model, session.device, torch.bfloat16), expected)
+
+
+def test_units_that_stay_on_the_device_packed_take_no_memory_of_a_peer(small, monkeypatch):
+    settings = Planner.settings
+    monkeypatch.setattr(packed_residents, "LEAST_UNIT", 1)
+    # the plan is that of a session whose first steps were measured
+    monkeypatch.setattr(Planner, "settings", lambda self, wanted, measured=True: settings(self, wanted, True))
+    first, second = devices(unpacks=True)
+    torch.manual_seed(0)
+    model = WideModel(8).requires_grad_(False)
+    block = sum(parameter.nbytes for parameter in model.parameters()) // 8
+    with torch.no_grad():
+        expected = model(wide_inputs())
+        settings_ = {"vram": 6 * block, "codec": "lossless", "granularity": "block"}
+        with stream(model, first, [(second, "1GiB")], **settings_) as session:
+            assert torch.equal(model(wide_inputs()), expected)
+            report = session.report()
+            assert report.resident_packed_units > 0 and report.peer_bytes > 0
+            assert second.ledger.allocated == report.peer_bytes
 
 
 # -- missing waits are found
