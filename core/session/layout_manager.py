@@ -129,6 +129,11 @@ class LayoutManager:
         """Whether layouts put weights that stay on the device into VBARs."""
         return self._pool.native is not None
 
+    def leave_vbars(self, reason: str) -> None:
+        """Put no weights into VBARs. Called before the first layout. ``reason``: for the report."""
+        if self.uses_vbars:
+            self._pool.refuse(reason)
+
     @property
     def idle(self) -> bool:
         """Whether a layout is in effect, no pass is running, and no autograd graph needs the layout's units."""

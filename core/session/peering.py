@@ -66,6 +66,7 @@ def begin(parts: Parts, peers: Sequence[tuple[Any, int | str]]) -> None:
         rates = measure(parts.engine, engine, link, parts.manager.host.arena)
         found.append(Peer(engine, link, nbytes, rates))
     if found:
+        parts.manager.leave_vbars("weights that wait on other devices are copied to torch's memory only")
         parts.manager.host.peers = PeerMemory(found, [describe(peer) for peer in found])
 
 

@@ -131,12 +131,12 @@ class Session:
         managed.hooks.listen(parts.passes, self, owner=self)
         try:
             parts.memory.begin(vram == "auto" or parts.ledger.shared is not None)
+            peering.begin(parts, peers)
             keep_packed = codec == "auto" and engine.decodes_files and not manager.uses_vbars
             self._on_all_ranks("binding weights", lambda: managed.bind(weights, engine, keep_packed))
             if self._node is not None:
                 share(parts, self._node)
                 managed.note(gathering.begin(parts, self._node))
-            peering.begin(parts, peers)
             follows = ram == "auto" and self._node is None
             parts.host_memory.begin(follows)
             self._on_all_ranks("the first layout", lambda: attach_first(parts, vram))

@@ -99,6 +99,24 @@ def test_a_second_gpu_holds_and_computes_all_of_it_while_the_first_is_current():
     assert torch.cuda.current_device() == 0
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_weights_that_wait_on_a_second_gpu_compute_the_same_bits_under_load(codec):
+    model = big(checkpoint="non-reentrant")
+    plain = copy.deepcopy(model).to(CUDA)
+    expected = [t for seed in range(6) for t in step(plain, seed)]
+    before = torch.cuda.memory_allocated(1)
+    with streamed(model, "cuda", VRAM, codec=codec, peers=[("cuda:1", "1GiB")], ram="64MiB") as session:
+        assert_same(expected, [t for seed in range(6) for t in step(model, seed)])
+        report = session.report()
+        assert report.peer_bytes > 0 and report.peer_wire_bytes_per_step > 0
+        assert torch.cuda.memory_allocated(1) - before >= report.peer_bytes
+        session.refresh()  # the bytes are copied to the second GPU again
+        assert_same(expected[:2], step(model, 0))
+    assert torch.cuda.memory_allocated(1) == before
+    assert torch.cuda.current_device() == 0
+
+
 # -- exactness under load
 
 

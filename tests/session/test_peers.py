@@ -8,6 +8,7 @@ import itertools
 
 import carom
 import pytest
+import tests_aimdo_stand_in as aimdo
 import tests_disk_harness as disk
 import torch
 from carom.core.common.errors import BudgetError, UnsupportedError, WeightsError
@@ -273,6 +274,19 @@ def test_weights_that_begin_to_train_leave_the_peer():
         before = engine.peer_bytes_in
         assert same(infer(model, session.device), infer(twin, "cpu"))
         assert engine.peer_bytes_in == before
+
+
+def test_with_peers_weights_are_in_torchs_memory_and_not_in_a_vbar(monkeypatch):
+    first, second = devices()
+    aimdo.install(monkeypatch, aimdo.Driver(first, "cuda"))
+    with stream(make(), first, ()) as session:
+        assert session.report().pool == "aimdo"
+    expected, model = infer(make(), "cpu"), make()
+    with stream(model, first, [(second, "1GiB")]) as session:
+        report = session.report()
+        assert report.pool == "torch" and "other devices" in report.pool_reason
+        assert report.peer_bytes > 0
+        assert same(infer(model, session.device), expected)
 
 
 # -- values
