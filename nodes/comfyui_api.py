@@ -63,6 +63,15 @@ def chosen_device(option: str | None) -> tuple[torch.device, dict[str, Any]]:
     return device, {"load_device": device}
 
 
+def other_gpus(device: torch.device) -> list[str]:
+    """Return the names of all GPUs of the same type as ``device``, without ``device`` itself."""
+    if device.type == "cpu":
+        return []
+    api = torch.get_device_module(device)
+    own = api.current_device() if device.index is None else device.index
+    return [f"{device.type}:{index}" for index in range(api.device_count()) if index != own]
+
+
 def device_bytes(device: torch.device) -> int:
     """Return the total memory of ``device`` in bytes. Percentages in widgets refer to this value."""
     return int(management().get_total_memory(device))

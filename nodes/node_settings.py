@@ -31,7 +31,8 @@ class Settings:
     """The values of a node's widgets.
 
     ``vram``, ``ram``: "auto", a number of bytes, or a size such as "8GiB" or "50%"; ``priority``: the rank of the model
-    among models that share memory; ``node``: the id of the node that shows progress text; ``reason``: why ComfyUI keeps
+    among models that share memory; ``peers``: other GPUs whose memory holds weights, in the form that `parse_peers`
+    reads; ``node``: the id of the node that shows progress text; ``reason``: why ComfyUI keeps
     the weights, "" where Carom streams them. `MODES`, `GRANULARITIES`, `CODECS` and `PRIORITIES` list the values of the
     other attributes.
     """
@@ -42,6 +43,7 @@ class Settings:
     granularity: str = "auto"
     codec: str = "auto"
     priority: str = "normal"
+    peers: str = ""
     node: str = ""
     reason: str = ""
 
@@ -59,6 +61,7 @@ class Settings:
             nbytes, meant = parse_limit(size, 1 << 40, name), suggest_size(size)
             if meant is not None:
                 raise ValueError(f"{name}={size!r} means {nbytes} bytes; did you mean {meant}?")
+        parse_peers(self.peers)
         return self
 
 
@@ -149,6 +152,31 @@ def parse_limit(value: int | str, whole: int, setting: str = "vram") -> float:
     if size == 0:
         raise ValueError(f"{setting}={value!r} leaves no memory at all; write a size such as 8GiB, or auto")
     return size
+
+
+def parse_peers(value: str) -> list[tuple[str, str]] | None:
+    """Return the pairs (device, size) that ``value`` names, None for "auto", all other GPUs.
+
+    ``value``: "", "auto", or devices such as "cuda:1=8GiB, cuda:2=50%". A device without a size has the size "auto".
+    Raises ValueError for another value.
+    """
+    if value.strip().lower() == "auto":
+        return None
+    found = []
+    for part in filter(None, (part.strip() for part in value.replace(";", ",").split(","))):
+        device, equals, size = (piece.strip() for piece in part.partition("="))
+        if not device.partition(":")[2].isdigit() or (equals and not size):
+            raise ValueError(
+                f"peers={value!r}: write auto for all other GPUs, or GPUs with sizes, such as cuda:1=8GiB, cuda:2=50%"
+            )
+        if is_auto(size):
+            size = "auto"
+        else:
+            nbytes, meant = parse_limit(size, 1 << 40, "peers"), suggest_size(size)
+            if meant is not None:
+                raise ValueError(f"peers={value!r}: {size} means {nbytes} bytes; did you mean {meant}?")
+        found.append((device, size))
+    return found
 
 
 def most_held(mode: str, limit: float, total: int) -> float:

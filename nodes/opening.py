@@ -12,7 +12,7 @@ from ..core.session.session import Session, stream
 from . import comfyui_api
 from .host_allocator import give_large_blocks_back
 from .host_share import Share
-from .node_settings import Settings
+from .node_settings import Settings, parse_peers
 from .shared_ram import make_pin_room
 
 
@@ -45,7 +45,9 @@ def _stream(
 ) -> Session:
     make_pin_room(comfyui_api.module_bytes(root))
     room = comfyui_api.pin_room()
-    options: dict[str, Any] = {"granularity": settings.granularity, "codec": settings.codec}
+    options: dict[str, Any] = {
+        "granularity": settings.granularity, "codec": settings.codec, "peers": peers_of(settings, device)
+    }  # fmt: skip
     if share.whole:
         return stream(root, device=device, vram=budget, ram=min(share.nbytes, room), **options)
     if device.type == "cpu":
@@ -62,3 +64,15 @@ def _stream(
             session.close()
             raise
     return session
+
+
+def peers_of(settings: Settings, device: torch.device) -> list[tuple[Any, str]]:
+    """Return the pairs (device, size) for ``peers`` of `carom.stream`, for a model that computes on ``device``."""
+    named = parse_peers(settings.peers)
+    if named is None:
+        return [(name, "auto") for name in comfyui_api.other_gpus(device)]
+    # ComfyUI's own name of a GPU is "gpu:1".
+    return [
+        (comfyui_api.chosen_device(name)[0] if name.startswith("gpu:") else name, size)
+        for name, size in named
+    ]

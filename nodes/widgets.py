@@ -15,8 +15,8 @@ CATEGORY = "Carom"
 def widgets(*more: Any) -> list[Any]:
     """Return the inputs that Carom's nodes share, all of them optional.
 
-    ``more``: further inputs of a node. They come before the newer ``priority``, because workflows store values by
-    position.
+    ``more``: further inputs of a node. They come before the newer ``priority`` and ``peers``, because workflows store
+    values by position.
     """
     return [
         io.Combo.Input(
@@ -80,6 +80,16 @@ def widgets(*more: Any) -> list[Any]:
             "pool or with a shared budget, because ComfyUI otherwise gives each model a budget "
             "of its own.",
         ),
+        io.String.Input(
+            "peers",
+            default="",
+            optional=True,
+            advanced=True,
+            tooltip="Other GPUs whose memory holds weights: nothing (none), auto (all other GPUs, less a reserve), or "
+            "GPUs with sizes such as cuda:1=8GiB, cuda:2=50%. Weights that do not fit into vram wait there, "
+            "and are copied from there while others are copied from RAM. Where that is slower than RAM, they stay in "
+            "RAM. These GPUs do not compute.",
+        ),
     ]
 
 
@@ -98,7 +108,7 @@ def device_widget() -> Any:
 
 def settings_from(node: Any, options: dict[str, Any]) -> Settings:
     """Return the checked settings of a node's widgets. Raises ValueError that names an invalid widget."""
-    names = ("mode", "vram", "ram", "granularity", "codec", "priority")
+    names = ("mode", "vram", "ram", "granularity", "codec", "priority", "peers")
     given = {name: str(options[name]) for name in names if options.get(name) is not None}
     hidden = getattr(node, "hidden", None)
     return Settings(**given, node=str(getattr(hidden, "unique_id", None) or "")).checked()

@@ -98,12 +98,13 @@ def test_every_input_has_a_tooltip_in_words_and_budgets_are_auto(comfy):
             assert output.tooltip and output.tooltip.endswith("."), name
 
 
-def test_priority_is_the_last_input_so_that_saved_workflows_keep_their_values(comfy):
-    found = {name: schema.inputs[-1] for name, schema in schemas(comfy).items()}
+def test_newer_inputs_are_the_last_ones_so_that_saved_workflows_keep_their_values(comfy):
+    found = {name: schema.inputs[-2:] for name, schema in schemas(comfy).items()}
     for name in NODES - {"CaromPlan", "CaromReport"}:
-        last = found[name]
-        assert (last.id, last.default, last.optional) == ("priority", "normal", True), name
-        assert last.options == ["normal", "high", "low"], name
+        priority, peers = found[name]
+        assert (priority.id, priority.default, priority.optional) == ("priority", "normal", True), name
+        assert priority.options == ["normal", "high", "low"], name
+        assert (peers.id, peers.default, peers.optional) == ("peers", "", True), name
 
 
 def test_loaders_offer_what_comfyuis_own_loaders_offer(comfy):
@@ -209,6 +210,10 @@ def test_auto_on_a_cpu_leaves_everything_to_comfyui_and_says_why(comfy):
         ({"granularity": "atom"}, ValueError, "granularity='atom'"),
         ({"codec": "zip"}, ValueError, "codec='zip'"),
         ({"priority": "urgent"}, ValueError, "priority='urgent': choose one of normal, high, low"),
+        ({"peers": "the other one"}, ValueError, "peers='the other one': write auto"),
+        ({"peers": "cuda:1="}, ValueError, "peers='cuda:1=': write auto"),
+        ({"peers": "cuda:1=lots"}, ValueError, "peers='lots' is not a size"),
+        ({"peers": "cuda:1=8"}, ValueError, "8 means 8 bytes; did you mean 8GiB?"),
         ({"weight_dtype": "fp3"}, ValueError, "weight_dtype='fp3'"),
     ],
 )

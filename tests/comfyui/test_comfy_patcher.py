@@ -612,6 +612,26 @@ def test_wrapped_weights_are_put_together_of_slots_that_have_arrived(comfy, monk
     assert torch.equal(plain(run(patcher)), reference)
 
 
+def test_a_model_whose_weights_wait_on_another_gpu_computes_the_same(comfy, monkeypatch):
+    first, second = carom.SimulatedDevice(seed=1, timing="random"), carom.SimulatedDevice(seed=2)
+    make_session = opening.stream
+
+    def on_simulated_devices(root, device, peers=(), **options):
+        named = [(second, size) for name, size in peers if name == "cuda:1"]
+        return make_session(root, device=first, peers=named, **options)
+
+    monkeypatch.setattr(opening, "stream", on_simulated_devices)
+    patcher = make(comfy, LIMIT, peers="cuda:1=1GiB")
+    for seed in (3, 4):
+        plain_patcher = comfy.ModelPatcher(filled(Model(comfy.Linear)), CPU, CPU)
+        assert torch.equal(run(patcher, seed=seed), run(plain_patcher, 1, seed=seed))
+    report = streaming_of(patcher.model).report()
+    assert 0 < report.peer_bytes < report.streamed_bytes
+    assert second.ledger.allocated == report.peer_bytes
+    patcher.detach()
+    assert second.ledger.allocated == 0
+
+
 def test_a_weight_put_in_the_place_of_a_wrapped_one_stands(comfy):
     patcher = wear(
         comfy.ModelPatcher(wrapped_model(comfy, Scaled), CPU, CPU), Settings("stream", str(3 * BLOCK))
