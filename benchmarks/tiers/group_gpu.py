@@ -89,6 +89,8 @@ def train(model, args, device, steps: int, first: int = 0) -> dict:
 
 def memory() -> dict:
     found = {}
+    if sys.platform != "linux":
+        return found
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:
         for line in file:
             name, *words = line.split()
