@@ -121,6 +121,7 @@ def kill_one(folder: Path, seconds: float, mode: str) -> tuple[int, str]:
     try:
         for rank in ranks:
             assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+        assert shared_memory(folder)
         time.sleep(seconds)
         os.kill(ranks[1].pid, signal.SIGKILL)
         _, said = ranks[0].communicate(timeout=40)
@@ -131,13 +132,14 @@ def kill_one(folder: Path, seconds: float, mode: str) -> tuple[int, str]:
             rank.wait()
 
 
-def shared_memory() -> set[str]:
-    """The processes that have Carom's shared memory open, with their descriptors."""
-    found = set()
+def shared_memory(folder: Path) -> list[str]:
+    """The processes that have Carom's shared memory open, with their descriptors, of those that work in ``folder``."""
+    found = []
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
-            if "carom-weights" in os.readlink(link):
-                found.add(str(link))
+            ours = str(folder) in (link.parent.parent / "cmdline").read_text()
+            if ours and "carom-weights" in os.readlink(link):
+                found.append(str(link))
         except OSError:
             continue
     return found
@@ -145,13 +147,12 @@ def shared_memory() -> set[str]:
 
 @pytest.mark.parametrize("mode", ["whole", "gather"])
 def test_a_killed_rank_ends_the_other_and_leaves_no_shared_memory(tmp_path, mode):
-    before = shared_memory()
     for attempt in range(int(os.environ.get("CAROM_TEST_KILLS", "1"))):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         code, said = kill_one(folder, random.Random(attempt).uniform(0, 0.3), mode)
         assert code != 0 and "Error" in said
-        assert not shared_memory() - before
+        assert not shared_memory(folder)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
