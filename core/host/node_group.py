@@ -54,8 +54,8 @@ def resolve_group(group: Any) -> Any:
 class NodeGroup:
     """The ranks of ``group`` on this machine. All ranks of ``group`` must make theirs at the same time.
 
-    ``rank`` and ``size``: position of this process among them, and their number. ``process_group``: the user's
-    group if all of its ranks are on this machine, otherwise None. Raises GroupError if a rank does not take part
+    ``rank`` and ``size``: position of this process among them, and their number. ``whole``: whether they are all
+    ranks of the group. Raises GroupError if a rank does not take part
     within the time-out of the group.
     """
 
@@ -71,7 +71,7 @@ class NodeGroup:
         except Exception as error:
             raise GroupError(f"carom.stream(group=...): the ranks did not meet: {error}") from error
         self.rank, self.size = here.index(dist.get_rank()), len(here)
-        self.process_group = found if len(here) == len(machines) else None
+        self.whole = len(here) == len(machines)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Return the ``value`` of every rank, in order of ranks. ``value``: any object that pickles.
