@@ -55,8 +55,7 @@ class NodeGroup:
     """The ranks of ``group`` on this machine. All ranks of ``group`` must make theirs at the same time.
 
     ``rank`` and ``size``: position of this process among them, and their number. ``whole``: whether they are all
-    ranks of the group. Raises GroupError if a rank does not take part
-    within the time-out of the group.
+    ranks of the group. Raises GroupError if a rank does not take part within the time-out of the group.
     """
 
     def __init__(self, group: Any) -> None:

@@ -27,18 +27,15 @@ def begin(parts: Parts, node: NodeGroup) -> str:
     """
     manager, image = parts.manager, parts.manager.host.image
     assert image is not None
-    if (
-        node.process_group is None
-        or node.size < 2
-        or not image.complete
-        or not node.all(_possible(parts.engine))
-    ):
+    alone = node.size < 2 or not node.whole
+    if alone or not image.complete or not node.all(_possible(parts.engine)):
         return ""
     gather = Gather(parts.engine, node.device_group(parts.engine.device), node.rank, node.size)
     whole, together = measure(parts.engine, node, image, gather)
     if together > _WORTH * whole:
         return f"each rank copies whole units: {_rate(whole)}, and {_rate(together)} with all-gathers"
     manager.host.gather = gather
+    manager.leave_vbars("the ranks of a group gather weights in torch's memory only")
     parts.memory.end()  # the budget no longer follows the device's memory
     parts.policies.stop()
     parts.ledger.set(min(node.exchange(parts.ledger.vram, "comparing VRAM budgets")))
