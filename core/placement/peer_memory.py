@@ -89,6 +89,11 @@ class PeerMemory:
         self.nbytes = 0  # of units on all peers
         self.notes: list[str] = []
 
+    @property
+    def links(self) -> int:
+        """The number of links that copy at the same time, that of host memory included."""
+        return 1 + sum(peer.rates.worth for peer in self.peers)
+
     def place(self, tier: Tier, stay: Collection[int]) -> None:
         """Copy units of ``tier`` to the peers. Called once the tier has placed its units, and before it is started.
 

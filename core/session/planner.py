@@ -114,6 +114,7 @@ class Planner:
             None if checkpoint is None else checkpoint.of, packs or filed is not None, wanted.residents_among,
             self.wire_bytes if stays_packed else None, self.decode_rate if packs_now else None,
             None if filed is None else filed.nbytes, self.backward,
+            1 if self._host.peers is None else self._host.peers.links,
         )  # fmt: skip
 
     def wire_bytes(self, unit: Unit) -> int:

@@ -47,6 +47,7 @@ class Settings:
     ``unpacking``: bytes of output per second at which the device unpacks, None if not measured.
     ``staged``: returns the staging bytes that a unit takes, 0 for none; None if these are not known.
     ``trains``: whether backward passes are known to go through the module, whatever weights they train.
+    ``links``: the number of links over which weights are copied at the same time.
     """
 
     vram: int
@@ -60,6 +61,7 @@ class Settings:
     unpacking: float | None = None
     staged: Callable[[Unit], int] | None = None
     trains: bool = False
+    links: int = 1
 
 
 def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, Plan]:
@@ -300,14 +302,16 @@ def _wish(carving: Carving, settings: Settings) -> Wish:
     If blocks are whole, the size is three slots in training. It is two slots for forward passes alone, and
     for large blocks that are copied packed, because the remaining device bytes are better used for units that
     stay on the device, which take no host time.
+
+    Each further link adds a slot and half of the bytes, because it has a copy under way while a unit is used.
     """
+    further = settings.links - 1
     if not carving.split_bytes:
         large = settings.packs and carving.largest > PART
-        return Wish(3 if _trains(carving, settings) and not large else 2)
+        return Wish((3 if _trains(carving, settings) and not large else 2) + further)
     block = carving.split_bytes
-    return Wish(
-        2, 3 * block if _trains(carving, settings) else block // 2 if settings.packs else 2 * block // 3
-    )
+    nbytes = 3 * block if _trains(carving, settings) else block // 2 if settings.packs else 2 * block // 3
+    return Wish(2 + further, nbytes + further * nbytes // 2)
 
 
 def _trains(carving: Carving, settings: Settings) -> bool:

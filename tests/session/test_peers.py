@@ -155,6 +155,31 @@ def test_two_links_take_about_half_the_time_of_one():
     assert seconds[True] < 0.65 * seconds[False]
 
 
+def test_each_link_has_a_copy_under_way_while_a_unit_is_used():
+    rate = 1e8
+    seconds = WEIGHT / rate  # of a unit over either link
+    settings = {
+        "link_bytes_per_second": rate, "peer_bytes_per_second": rate, "kernel_seconds": 0.0,
+        "flops": 2 * 3 * WIDTH * WIDTH / (0.5 * seconds),  # a unit is used for half of that time
+    }  # fmt: skip
+    first, second = devices(**settings)
+    model = nn.Sequential(*(layer.linear for layer in make()))
+    with stream(model, first, [(second, "1GiB")], vram=4 * WEIGHT) as session:
+        infer(model, session.device, steps=6)
+        report = session.report()
+        assert session.plan.slots == 3
+        assert report.step_seconds < 1.1 * DEPTH * 0.5 * seconds
+
+
+def test_the_rate_of_host_memory_that_cards_share_leaves_more_to_a_peer():
+    held = []
+    for host in (SimulatedHost(), SimulatedHost(8e9)):
+        first = carom.SimulatedDevice(host=host)
+        with stream(make(), first, [(carom.SimulatedDevice(seed=2, host=host), "1GiB")]) as session:
+            held.append(session.report().peer_bytes)
+    assert 0 < held[0] < held[1]
+
+
 def test_two_peers_hold_weights_together():
     first, second = devices()
     third = carom.SimulatedDevice(seed=3)
@@ -216,7 +241,7 @@ def test_a_slow_peer_gets_fewer_weights():
 
 def test_units_of_a_peer_are_not_pinned_and_make_room_for_others():
     first, second = devices()
-    ram = 5 * (WEIGHT + 4096)  # pages are pinned as a whole
+    ram = 6 * (WEIGHT + 4096)  # pages are pinned as a whole
     with stream(make(), first, (), ram=ram) as session:
         assert session.report().pageable_bytes > 0
     with stream(make(), first, [(second, 2 * WEIGHT)], ram=ram) as session:
