@@ -45,12 +45,17 @@ class Staging:
         """
         start = self._head if self._head + nbytes <= self.nbytes else 0
         end = start + nbytes
-        after = self._awaited + [
-            event for low, high, event in self._taken if low < end and start < high and event is not None
-        ]
+        after = list(self._awaited)
+        for low, high, event in self._taken:
+            if low < end and start < high and event is not None and all(event is not each for each in after):
+                after.append(event)
         self._awaited = after
-        self._taken = [piece for piece in self._taken if not (piece[0] < end and start < piece[1])]
-        self._taken.append([start, end, None])
+        left = []
+        for low, high, event in self._taken:
+            # The parts of an earlier piece outside of the new one keep their event: the next copy into them may run
+            # on another stream than the one that waits now.
+            left += [[a, b, event] for a, b in ((low, min(high, start)), (max(low, end), high)) if a < b]
+        self._taken = [*left, [start, end, None]]
         self._head = -(-end // STEP) * STEP
         view = self._views.get((start, end))
         if view is None:

@@ -331,7 +331,17 @@ def test_the_ring_gives_pieces_that_wait_for_what_lay_there():
         assert piece.numel() == size
         ring.release_after(number)
         taken.append(after)
-    assert taken == [[], [], [0], [1, 2], [3]]
+    assert taken == [[], [], [0], [0, 1, 2], [3]]
+
+
+def test_what_a_piece_of_the_ring_leaves_of_an_earlier_one_keeps_its_event():
+    ring = Staging(make_engine("cpu"), 2048)
+    taken = []
+    # piece 2 takes the begin of piece 0, and its copy waits for the event; that of piece 3 runs on another stream
+    for number, size in enumerate([1536, 512, 512, 1024, 512]):
+        taken.append(ring.take(size)[1])
+        ring.release_after(number)
+    assert taken == [[], [], [0], [0], [1]]
 
 
 def test_a_decoder_that_fails_leaves_the_session_whole(monkeypatch):
