@@ -626,7 +626,8 @@ def test_a_model_whose_weights_wait_on_another_gpu_computes_the_same(comfy, monk
         plain_patcher = comfy.ModelPatcher(filled(Model(comfy.Linear)), CPU, CPU)
         assert torch.equal(run(patcher, seed=seed), run(plain_patcher, 1, seed=seed))
     report = streaming_of(patcher.model).report()
-    assert 0 < report.peer_bytes < report.streamed_bytes
+    # All of them, if this machine lets Carom pin no host memory at the moment.
+    assert 0 < report.peer_bytes <= report.streamed_bytes
     assert second.ledger.allocated == report.peer_bytes
     patcher.detach()
     assert second.ledger.allocated == 0
