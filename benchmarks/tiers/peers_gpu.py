@@ -203,6 +203,7 @@ def main() -> None:
     args = parser.parse_args()
     arguments = {key: str(value) for key, value in vars(args).items()}
     if args.simulated:
+        torch.set_num_threads(1)
         args.width, args.blocks, args.tokens, args.warm, args.steps = 128, 6, 8, 4, 4
         args.draw, args.device = "cpu", carom.SimulatedDevice(seed=1)
         others, names = [carom.SimulatedDevice(seed=2)], ["simulated", "simulated"]

@@ -30,32 +30,29 @@ class Staging:
         self._engine = engine
         self.memory = engine.allocate(nbytes)
         self._head = 0
-        self._taken: list[list[Any]] = []  # [start, end, event], oldest first
-        # The events that the last `take` returned. Its caller may have failed before any stream waited for
-        # them.
-        self._awaited: list[Any] = []
+        # (start, end, events after which these bytes may be overwritten), oldest first
+        self._taken: list[tuple[int, int, list[Any]]] = []
         self._views: dict[tuple[int, int], torch.Tensor] = {}
 
     def take(self, nbytes: int) -> tuple[torch.Tensor, list[Any]]:
         """Return the next ``nbytes`` of the ring (at most all of it), and the events that a copy into them
         has to wait for.
 
-        The caller then calls `release_after`. If the caller fails before that call, the next call of `take`
-        returns the same events again.
+        The caller then calls `release_after`. If the caller fails before that call, the next caller that takes these
+        bytes gets the same events.
         """
         start = self._head if self._head + nbytes <= self.nbytes else 0
         end = start + nbytes
-        after = list(self._awaited)
-        for low, high, event in self._taken:
-            if low < end and start < high and event is not None and all(event is not each for each in after):
-                after.append(event)
-        self._awaited = after
+        after: list[Any] = []
         left = []
-        for low, high, event in self._taken:
-            # The parts of an earlier piece outside of the new one keep their event: the next copy into them may run
+        for low, high, events in self._taken:
+            if low < end and start < high:
+                after += [event for event in events if all(event is not known for known in after)]
+            # The parts of an earlier piece outside of the new one keep their events: the next copy into them may run
             # on another stream than the one that waits now.
-            left += [[a, b, event] for a, b in ((low, min(high, start)), (max(low, end), high)) if a < b]
-        self._taken = [*left, [start, end, None]]
+            left += [(a, b, events) for a, b in ((low, min(high, start)), (max(low, end), high)) if a < b]
+        # If the caller fails before `release_after`, perhaps no stream has waited for the events.
+        self._taken = [*left, (start, end, after)]
         self._head = -(-end // STEP) * STEP
         view = self._views.get((start, end))
         if view is None:
@@ -69,8 +66,8 @@ class Staging:
 
         ``event`` must come after all events that `take` returned.
         """
-        self._taken[-1][2] = event
-        self._awaited = []
+        start, end, _ = self._taken[-1]
+        self._taken[-1] = start, end, [event]
 
     def pieces(self, decoder: UnitDecoder, nbytes: int) -> list[WirePiece]:
         """Return the pieces in which a wire of ``nbytes`` is copied if it does not fit into the ring twice; []

@@ -511,7 +511,9 @@ def test_what_a_failed_taker_was_told_to_wait_for_the_next_one_is_told_as_well()
     assert staging.take(1024)[1] == ["decoded"]  # and fails before it copies anything
     assert staging.take(1024)[1] == ["decoded"]
     staging.release_after("another")
-    assert staging.take(2048)[1] == []
+    assert staging.take(2048)[1] == ["decoded"]  # what lay there too
+    staging.release_after("last")
+    assert staging.take(1024)[1] == ["decoded"]  # into what the failed one took
 
 
 # -- checksums over pieces
