@@ -315,14 +315,42 @@ MUTANTS: list[Mutant] = [
     *_of(
         "core/device/staging.py",
         (
-            "if low < end and start < high and event is not None",
-            "if False",
+            "if low < end and start < high:",
+            "if False:",
             "the ring is overwritten before it was decoded",
+        ),
+        (
+            "((low, min(high, start)), (max(low, end), high))",
+            "(() if low < end and start < high else ((low, high),))",
+            "a part of the ring is overwritten by a copy on another stream before it was decoded",
         ),
         (
             "(copied, *after), timed)\n        self.release_after(event)",
             "(copied, *after), timed)",
             "the ring is free after the copy, not after the decoding",
+        ),
+    ),
+    *_of(
+        "core/placement/peer_memory.py",
+        (
+            "if self._block is block and self._version == version:",
+            "if self._block is block:",
+            "a changed weight is fetched from another device with its old value",
+        ),
+        (
+            "(*self._filled, *self._read), False)",
+            "self._filled, False)",
+            "another device's memory is overwritten while it is copied from",
+        ),
+        (
+            "(*self._filled, *after), timed)",
+            "after, timed)",
+            "another device's memory is copied from before it is filled",
+        ),
+        (
+            "            backing.leave_peer()\n",
+            "            pass\n",
+            "another device's memory is kept after the layout",
         ),
     ),
     *_of(

@@ -78,6 +78,7 @@ TESTS: dict[str, list[str]] = {
         "model/test_detach.py",
         "streaming/test_rerun.py",
     ],
+    "core/placement/peer_memory.py": ["session/test_peers.py"],
     "core/placement/pinned_tier.py": ["session/test_undone.py", "host/test_pinned_in_flight.py"],
     "core/placement/residents.py": ["session/test_undone.py", "model/test_detach.py"],
     "core/session/layout_manager.py": ["session/test_undone.py", "placement/test_host_copies.py"],
