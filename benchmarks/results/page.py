@@ -91,6 +91,13 @@ PARTS = (
         merged=True,
     ),
     Part(
+        "Several GPUs",
+        "Data parallel training by all GPUs of a machine with one copy of the weights in host memory, beside one GPU alone; "
+        "and weights in the memory of a second GPU, beside host memory alone.",
+        lambda cell: cell.kind == "several GPUs",
+        merged=True,
+    ),
+    Part(
         "Codec",
         "Rates of raw bfloat16 bytes. On the device the base is a copy of the same bytes within the device.",
         lambda cell: cell.kind == "codec",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import render_engines, render_hosts, render_sessions, render_tiers
+from . import render_engines, render_gpus, render_hosts, render_sessions, render_tiers
 from .rows import Row
 
 
@@ -39,6 +39,8 @@ KINDS = (
     Kind("disk", _tool("disk_gpu"), render_tiers.disk_rows),
     Kind("disk stream", _tool("disk_stream"), render_tiers.stream_rows),
     Kind("disk read", _tool("disk_read"), render_tiers.read_rows),
+    Kind("several GPUs", _tool("group_gpu"), render_gpus.group_rows),
+    Kind("several GPUs", _tool("peers_gpu"), render_gpus.peers_rows),
     Kind("codec", lambda r: r.get("tool") == "carom codec" or _rows_with(r, "gb_per_s"), render_tiers.codec_rows),
     Kind("predict", lambda r: r.get("tool") == "carom predict" or _rows_with(r, "predicted_s"), render_sessions.predict_rows),
     Kind("host time", _tool("carom host time of two checkouts"), render_sessions.host_time_rows),

@@ -240,3 +240,29 @@ def test_cells_of_a_table():
         "12.3",
         "12346",
     ]
+
+
+def test_records_of_several_gpus(tmp_path):
+    def rank(seconds: float, ranks: int, wire: float) -> dict:
+        return {
+            "weights_bytes": 8e9, "median_step_seconds": seconds, "seconds": [seconds] * 4, "wire_bytes_per_step": wire,
+            "samples_per_second": ranks / seconds, "vram_peak_bytes": 3e9, "host_memory": {"own_bytes": 1e9, "shared_bytes": 4e9},
+        }  # fmt: skip
+
+    result = {
+        "ranks": 2, "alone": [rank(0.4, 1, 1e10)], "gather": [rank(0.25, 2, 5e9), rank(0.2, 2, 5e9)],
+        "gather_bit_exact": [True, True],
+    }  # fmt: skip
+    path = tmp_path / "group.json"
+    path.write_text(json.dumps({"tool": "group_gpu", "result": result}))
+    alone, _, both, wire = read(path).rows
+    assert (
+        both.value == 8.0 and both.ratio == pytest.approx(3.2) and both.same_bits and both.host_bytes == 10e9
+    )
+    assert alone.ratio == 1 and wire.value == 5.0 and wire.unit == "GB"
+    cases = {
+        "infer, host": {"seconds": [0.3] * 4, "median_step_seconds": 0.3, "bit_exact": True},
+        "infer, peer": {"seconds": [0.15] * 4, "median_step_seconds": 0.15, "bit_exact": True},
+    }
+    path.write_text(json.dumps({"tool": "peers_gpu", "result": {"cases": cases}}))
+    assert [row.ratio for row in read(path).rows] == [1, 0.5]
