@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -139,18 +140,11 @@ _groups: dict[tuple[str, str, tuple[int, ...]], tuple[Any, Any]] = {}
 
 def _machine() -> tuple[str, ...]:
     """Return what is equal for processes that can open each other's memory: machine, its start, PID namespace."""
-    found = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id",):
-        try:
-            with open(path, encoding="ascii") as file:
-                found.append(file.read().strip())
-        except OSError:
-            found.append("")
     try:
-        found.append(os.readlink("/proc/self/ns/pid"))
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")
     except OSError:
-        found.append("")
-    return tuple(found)
+        return (socket.gethostname(),)
 
 
 def _timeout(group: Any) -> timedelta | None:

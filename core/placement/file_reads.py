@@ -68,6 +68,7 @@ class FileReads:
 
     ``cache``: None until host memory has room for the cache beside the staging buffers of residents that are
     still being loaded.
+    ``gather``: the all-gathers by which several ranks fetch units together, None if each fetches whole units.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class FileReads:
         self._link: Link | None = None
         self._closed = False
         self._final = Read()
+        self.gather: Gather | None = None
         self._pieces: list[list[CachePiece]] = []
         self._shared: dict[
             int, list[CachePiece]
@@ -87,11 +89,6 @@ class FileReads:
         self._buffers: BufferPlan | None = None
         self._peak = 0  # peak bytes of host memory before the last release of memory
         self._used_units: set[int] = set()  # units used while residents are still being loaded
-
-    @property
-    def gather(self) -> Gather | None:
-        """The all-gathers by which several ranks fetch units together, None if each fetches whole units."""
-        return self._source.gather
 
     @property
     def loader(self) -> ResidentLoader:
@@ -158,6 +155,9 @@ class FileReads:
                 if pieces is not None:
                     self._shared[unit] = pieces
                     rank += len(pieces)
+        # Whether a unit that is read or decoded on the host is ready depends on times, so the ranks would fetch in
+        # different orders.
+        self.gather = self._source.gather if len(self._shared) == len(wires) else None
         own = [_NOTHING if unit in self._shared else wire for unit, wire in enumerate(wires)]
         self._buffers = choose_buffers([wire.nbytes for wire in own], budget)
         self._pieces = cut([(wire.nbytes, wire.placed) for wire in own], self._buffers.nbytes)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
+
 from ..common.errors import GroupError
-from ..common.sizes import MIB, format_size
+from ..common.sizes import MIB
 from ..device.engine import Engine
 from ..host.node_group import NodeGroup
-from ..host.shared_image import SharedImage
 from ..placement.gather import Gather
 from .assembly import Parts
 from .layout import Layout
 
-_SAMPLE = 64 * MIB  # bytes that are copied to measure
+_SAMPLE = 64 * MIB  # most bytes that are copied to measure
 _REPEATS = 3
 _WORTH = 0.95  # gathering is chosen if it takes at most this share of the time of whole copies
 
@@ -31,15 +32,17 @@ def begin(parts: Parts, node: NodeGroup) -> str:
     if alone or not image.complete or not node.all(_possible(parts.engine)):
         return ""
     gather = Gather(parts.engine, node.device_group(parts.engine.device), node.rank, node.size)
-    whole, together = measure(parts.engine, node, image, gather)
+    sample = image.sample(_SAMPLE)
+    whole, together = measure(parts.engine, node, sample, gather)
+    rates = [f"{sample.numel() / seconds / 1e9:.3g} GB/s" for seconds in (whole, together)]
     if together > _WORTH * whole:
-        return f"each rank copies whole units: {_rate(whole)}, and {_rate(together)} with all-gathers"
+        return f"each rank copies whole units: {rates[0]}, and {rates[1]} if the ranks gathered them"
     manager.host.gather = gather
     manager.leave_vbars("the ranks of a group gather weights in torch's memory only")
     parts.memory.end()  # the budget no longer follows the device's memory
     parts.policies.stop()
     parts.ledger.set(min(node.exchange(parts.ledger.vram, "comparing VRAM budgets")))
-    return f"the ranks copy a part of each unit and gather it: {_rate(together)}, and {_rate(whole)} with whole copies"
+    return f"each rank copies a part of each unit, and the ranks gather it: {rates[1]}, and {rates[0]} with whole copies"
 
 
 def require_equal(node: NodeGroup, layout: Layout) -> None:
@@ -56,12 +59,12 @@ def require_equal(node: NodeGroup, layout: Layout) -> None:
         )
 
 
-def measure(engine: Engine, node: NodeGroup, image: SharedImage, gather: Gather) -> tuple[float, float]:
-    """Return the seconds that all ranks take to copy some of ``image`` whole, and in parts with an all-gather.
+def measure(engine: Engine, node: NodeGroup, source: torch.Tensor, gather: Gather) -> tuple[float, float]:
+    """Return the seconds in which each rank has all of ``source`` (uint8, host memory) on its device: by a copy of the
+    whole, and by a copy of its part and an all-gather.
 
-    Both are the slowest rank's, as all ranks copy at the same time.
+    All ranks copy at the same time. Both times are those of the slowest rank.
     """
-    source = image.sample(_SAMPLE)
     target = engine.allocate(source.numel())
     parts = gather.parts(source.numel())
 
@@ -89,7 +92,3 @@ def measure(engine: Engine, node: NodeGroup, image: SharedImage, gather: Gather)
 def _possible(engine: Engine) -> bool:
     """Return whether the device has a link to measure."""
     return engine.device.type == "cuda"
-
-
-def _rate(seconds: float) -> str:
-    return f"{format_size(_SAMPLE)} in {1e3 * seconds:.2f} ms"

@@ -293,13 +293,14 @@ class Session:
         """Search for a layout by the measured times so far, and change to it if a step is predicted to be at
         least 3 % faster.
 
-        Returns whether the layout changed. Must be called between steps. A session also changes its layout by
+        Returns whether the layout changed: never while the ranks of a group gather weights, as they need equal layouts.
+        Must be called between steps. A session also changes its layout by
         itself, once the change would have paid for itself within the steps so far.
         """
         manager = self._manager
         with manager.lock:
             self._need_open()
-            if not manager.idle:
+            if not manager.idle or manager.host.gather is not None:
                 return False
             layout = manager.layout
             with layout.streamer.lock:
