@@ -94,11 +94,11 @@ class PeerMemory:
         """The number of links that copy at the same time, that of host memory included."""
         return 1 + sum(peer.rates.worth for peer in self.peers)
 
-    def place(self, tier: Tier, stay: Collection[int]) -> None:
+    def place(self, tier: Tier, stay: Collection[int], slots: int) -> None:
         """Copy units of ``tier`` to the peers. Called once the tier has placed its units, and before it is started.
 
-        ``stay``: ids of the `Unit` objects that will be on the session's device. A peer that runs out of memory gets
-        fewer units.
+        ``stay``: ids of the `Unit` objects that will be on the session's device. ``slots``: units that fit into the
+        streamed region. A peer that runs out of memory gets fewer units.
         """
         self._tier, self.notes = tier, list(self._told)
         grain = max((peer.engine.grain for peer in self.peers), default=1)
@@ -111,7 +111,7 @@ class PeerMemory:
             for backing, may in zip(backings, movable, strict=True)
         ]
         rooms = [PeerRoom(peer.nbytes, peer.rates) for peer in self.peers]
-        places = list(zip(backings, assign(sizes, rooms, tier.waits_in_fast_ram), strict=True))
+        places = list(zip(backings, assign(sizes, rooms, tier.waits_in_fast_ram, slots), strict=True))
         found = []
         for which, peer in enumerate(self.peers):
             mine = [backing for backing, chosen in places if chosen == which]

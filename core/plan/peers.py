@@ -7,6 +7,10 @@ the order of use, so that no link is idle while another one brings several units
 run beside those of the host gets nothing. That is so where devices do not reach each other's memory: their copies use
 the host's link too.
 
+Units are used in order, and copied at most as many units ahead as there are slots. So while a unit is copied from the
+host, at most ``slots - 1`` others can be copied from peers. If the peers would bring all ``slots`` units in that time,
+the host makes a pass slower, and gets only the units for which the peers have no memory.
+
 The module imports no torch and has no side effects.
 """
 
@@ -50,15 +54,18 @@ class PeerRoom:
     rates: PeerRates
 
 
-def assign(sizes: Sequence[int], rooms: Sequence[PeerRoom], host_holds_all: bool) -> list[int | None]:
+def assign(
+    sizes: Sequence[int], rooms: Sequence[PeerRoom], host_holds_all: bool, slots: int
+) -> list[int | None]:
     """Return for each unit the index of the peer in ``rooms`` in which it waits, or None for the host.
 
     ``sizes``: bytes of the units in the order of use, 0 for a unit that has to wait on the host. ``host_holds_all``:
     whether pinned host memory holds all units. If not, some of them are copied from pageable memory or read from a
-    drive in each step, and the peers take as much as they can.
+    drive in each step, and the peers take as much as they can. ``slots``: units that fit into the memory through which
+    they are streamed.
     """
     total = sum(sizes)
-    shares = _shares(total, rooms, host_holds_all)
+    shares = _shares(total, rooms, host_holds_all, slots)
     left, had = [room.nbytes for room in rooms], [0] * len(rooms)
     on_host = seen = 0
     result: list[int | None] = []
@@ -80,12 +87,14 @@ def assign(sizes: Sequence[int], rooms: Sequence[PeerRoom], host_holds_all: bool
     return result
 
 
-def _shares(total: int, rooms: Sequence[PeerRoom], host_holds_all: bool) -> list[float]:
+def _shares(total: int, rooms: Sequence[PeerRoom], host_holds_all: bool, slots: int) -> list[float]:
     """Return the bytes that each peer is to hold of ``total`` bytes."""
     useful = {
         peer for peer, room in enumerate(rooms) if room.nbytes and (room.rates.worth or not host_holds_all)
     }
     host = min((rooms[peer].rates.host for peer in useful), default=0.0) if host_holds_all else 0.0
+    if sum(rooms[peer].rates.peer for peer in useful) >= slots * host:
+        host = 0.0
     shares = [0.0] * len(rooms)
     rest = float(total)
     # A peer with less memory than its share is filled, and the others divide what is left.

@@ -32,6 +32,7 @@ def begin(parts: Parts, node: NodeGroup) -> str:
     if alone or not image.complete or not node.all(_possible(parts.engine)):
         return ""
     gather = Gather(parts.engine, node.device_group(parts.engine.device), node.rank, node.size)
+    image.pin(manager.host.arena)  # copies from memory that is not pinned have another rate
     sample = image.sample(_SAMPLE)
     whole, together = measure(parts.engine, node, sample, gather)
     rates = [f"{sample.numel() / seconds / 1e9:.3g} GB/s" for seconds in (whole, together)]

@@ -123,10 +123,12 @@ def describe(peer: Peer) -> str:
         else "through host memory, as the devices do not reach each other"
     )
     told = (
-        f"{peer.engine.name}: weights are copied {how} at {rates.peer / 1e9:.3g} GB/s, from host memory at "
-        f"{rates.host / 1e9:.3g} GB/s, and from both together at {rates.both / 1e9:.3g} GB/s"
+        f"{peer.engine.name}: weights are copied {how} at {rates.peer / 1e9:.3g} GB/s, and from host memory at "
+        f"{rates.host / 1e9:.3g} GB/s"
     )
-    return told if rates.worth else f"{told}: weights stay on the host as far as it can pin or cache them"
+    if rates.worth:
+        return f"{told}, at the same time"
+    return f"{told}, one after the other: weights stay on the host as far as it can pin or cache them"
 
 
 def _engine(device: Any) -> Engine:

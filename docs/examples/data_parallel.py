@@ -26,15 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 class LoRALinear(nn.Module):
     """A frozen linear layer with a trainable update of low rank."""
 
-    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+    def __init__(self, base: nn.Linear, device: torch.device, rank: int = 4) -> None:
         super().__init__()
         self.base = base
-        options = {
-            "device": base.weight.device if not base.weight.is_meta else None,
-            "dtype": base.weight.dtype,
-        }
-        self.down = nn.Parameter(torch.randn(rank, base.in_features, **options) / base.in_features)
-        self.up = nn.Parameter(torch.zeros(base.out_features, rank, **options))
+        # Drawn on the CPU: a generator on a GPU gives other numbers.
+        down = torch.randn(rank, base.in_features, dtype=base.weight.dtype) / base.in_features
+        self.down = nn.Parameter(down.to(device))
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank, dtype=base.weight.dtype, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + x @ self.down.T @ self.up.T
@@ -59,8 +57,7 @@ def make_model(width: int, blocks: int) -> nn.Sequential:
 def add_adapters(model: nn.Sequential, device: torch.device) -> None:
     torch.manual_seed(1)
     for block in model:
-        block.first = LoRALinear(block.first)
-        block.first.down.data, block.first.up.data = block.first.down.to(device), block.first.up.to(device)
+        block.first = LoRALinear(block.first, device)
 
 
 def train(model: nn.Module, width: int, device: torch.device, steps: int) -> list[torch.Tensor]:

@@ -171,6 +171,16 @@ def test_each_link_has_a_copy_under_way_while_a_unit_is_used():
         assert report.step_seconds < 1.1 * DEPTH * 0.5 * seconds
 
 
+def test_a_link_that_is_much_faster_than_the_hosts_is_not_held_up_by_it():
+    rate = 2e8
+    first, second = devices(link_bytes_per_second=rate / 6, peer_bytes_per_second=rate, kernel_seconds=0.0)
+    with stream(make(), first, [(second, "1GiB")]) as session:
+        model = session.module
+        infer(model, session.device, steps=6)
+        report = session.report()
+        assert report.step_seconds < 1.1 * report.raw_bytes_per_step / rate
+
+
 def test_the_rate_of_host_memory_that_cards_share_leaves_more_to_a_peer():
     held = []
     for host in (SimulatedHost(), SimulatedHost(8e9)):
