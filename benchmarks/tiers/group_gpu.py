@@ -103,6 +103,7 @@ def case(args, device, group, worth: float | None) -> dict:
     gathering = importlib.import_module("carom.core.session.gathering")
     if worth is not None:
         gathering._WORTH = worth
+    before = memory()
     model = make(args, device)
     nbytes = sum(p.nbytes for p in model.parameters())
     began = time.perf_counter()
@@ -126,7 +127,8 @@ def case(args, device, group, worth: float | None) -> dict:
             "compute_seconds", "vram_peak_bytes", "transfers_per_weight", "notes")  # fmt: skip
     return {
         "weights_bytes": nbytes, "ready_seconds": ready, "seconds": timed["seconds"], "median_step_seconds": median,
-        "samples_per_second": ranks / median, "host_memory": used, **{name: report.get(name) for name in kept},
+        "samples_per_second": ranks / median, "host_memory_before": before, "host_memory": used,
+        **{name: report.get(name) for name in kept},
         "trained": (warm["losses"] + timed["losses"], timed["adapters"]),
     }  # fmt: skip
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from tests_ranks import SCRIPTS, run_ranks
+from tests_ranks import kill_one, run_ranks, shared_memory
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or not hasattr(os, "memfd_create"),
@@ -116,49 +114,14 @@ def test_a_group_needs_torch_distributed():
         carom.stream(torch.nn.Linear(4, 4).requires_grad_(False), device="cpu", group="world")
 
 
-def kill_one(folder: Path, seconds: float, mode: str) -> tuple[int, str]:
-    """Kill rank 1 ``seconds`` after both ranks train; return the exit code of rank 0 and what it said."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(SCRIPTS / SCRIPT), str(folder / "meet"), "killed", str(folder), mode],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        for rank in ranks:
-            assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
-        assert shared_memory(folder)
-        time.sleep(seconds)
-        os.kill(ranks[1].pid, signal.SIGKILL)
-        _, said = ranks[0].communicate(timeout=40)
-        return ranks[0].returncode, said
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-
-
-def shared_memory(folder: Path) -> list[str]:
-    """The processes that have Carom's shared memory open, with their descriptors, of those that work in ``folder``."""
-    found = []
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            ours = str(folder) in (link.parent.parent / "cmdline").read_text()
-            if ours and "carom-weights" in os.readlink(link):
-                found.append(str(link))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.mark.parametrize("mode", ["whole", "gather"])
 def test_a_killed_rank_ends_the_other_and_leaves_no_shared_memory(tmp_path, mode):
     for attempt in range(int(os.environ.get("CAROM_TEST_KILLS", "1"))):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        code, said = kill_one(folder, random.Random(attempt).uniform(0, 0.3), mode)
+        code, said = kill_one(
+            SCRIPT, folder, random.Random(attempt).uniform(0, 0.3), "killed", str(folder), mode
+        )
         assert code != 0 and "Error" in said
         assert not shared_memory(folder)
 

@@ -1,4 +1,7 @@
-"""A rank of tests/session/test_group.py: trains on weights that the ranks share, beside resident ones."""
+"""A rank of tests/session/test_group.py: trains on weights that the ranks share, beside resident ones.
+
+It computes on the CPU with gloo. With the environment variable CAROM_TEST_GPUS it computes on a GPU with NCCL.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 WIDTH, BLOCKS, STEPS = 256, 6, 3
 FROZEN = BLOCKS * 2 * WIDTH * 4 * WIDTH * 4  # bytes of the large weights
 VRAM = FROZEN // 2
+GPUS = "CAROM_TEST_GPUS" in os.environ
+DEVICE = torch.device("cuda", int(os.environ["RANK"])) if GPUS else torch.device("cpu")
 
 
 class Block(nn.Module):
@@ -48,7 +53,7 @@ def model(seed: int = 0) -> nn.Sequential:
 def with_adapters(net: nn.Sequential) -> nn.Sequential:
     torch.manual_seed(1)
     for block in net:
-        block.adapter = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH))
+        block.adapter = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)).to(DEVICE)
     return net
 
 
@@ -58,7 +63,7 @@ def train(net: nn.Module, average: Callable[[list], None] = lambda adapters: Non
     optimizer, found = torch.optim.AdamW(adapters, lr=1e-2), []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        x = torch.randn(4, WIDTH, generator=generator)
+        x = torch.randn(4, WIDTH, generator=generator).to(DEVICE)
         loss = (net(x) - x.flip(0)).square().mean()
         loss.backward()
         average(adapters)
@@ -100,7 +105,7 @@ def streamed(expected: list[torch.Tensor], **settings: Any) -> dict:
     meta = "weights" in settings
     with torch.device("meta" if meta else "cpu"):
         net = model()
-    with carom.stream(net, **{"device": "cpu", "vram": VRAM, "group": "world"} | settings) as session:
+    with carom.stream(net, **{"device": DEVICE, "vram": VRAM, "group": "world"} | settings) as session:
         found = train(DistributedDataParallel(carom.prepare_for_ddp(with_adapters(net))))
         dist.barrier()
         report, used = session.report().to_dict(), memory()
@@ -112,6 +117,21 @@ def streamed(expected: list[torch.Tensor], **settings: Any) -> dict:
         "equal": equal(found, expected), "closed": closed, "memory": used, "wire": wire, "notes": report["notes"],
         "raw": report["raw_bytes_per_step"], "read": report["disk_bytes_per_second"],
     }  # fmt: skip
+
+
+def resident() -> list[torch.Tensor]:
+    """Return what `train` returns with all weights on the device, under DDP."""
+    return train(DistributedDataParallel(with_adapters(model().to(DEVICE))))
+
+
+def saved(folder: Path) -> Path:
+    """Write the model's weights to a file, once, and return its path."""
+    file = folder / "weights.safetensors"
+    if dist.get_rank() == 0:
+        save_file(model().state_dict(), file)
+        pack(file, folder / "packed.safetensors", codec="lossless")
+    dist.barrier()
+    return file
 
 
 def failure(function: Callable[[], object]) -> list[str]:
@@ -148,11 +168,7 @@ def freed() -> dict:
 
 
 def exact(folder: Path) -> dict:
-    expected = train(DistributedDataParallel(with_adapters(model())))
-    file = folder / "weights.safetensors"
-    if dist.get_rank() == 0:
-        save_file(model().state_dict(), file)
-    dist.barrier()
+    expected, file = resident(), saved(folder)
     found: dict[str, Any] = {}
     for together in (False, True):
         gather(together)
@@ -161,9 +177,6 @@ def exact(folder: Path) -> dict:
     for timing in ("late", "early", "random"):
         found[f"simulated-{timing}"] = streamed(expected, device=carom.SimulatedDevice(seed=5, timing=timing))
     gather(True)
-    if dist.get_rank() == 0:
-        pack(file, folder / "packed.safetensors", codec="lossless")
-    dist.barrier()
     device = carom.SimulatedDevice(seed=5, timing="random")
     found["packed"] = streamed(expected, weights=folder / "packed.safetensors", device=device)
     found["decoded by the host"] = streamed(expected, weights=folder / "packed.safetensors")
@@ -181,6 +194,21 @@ def exact(folder: Path) -> dict:
     return found
 
 
+def on_gpus(folder: Path) -> dict:
+    """As `exact`, on GPUs. The ranks choose by their own measurement in the cases "measured"."""
+    expected, file = resident(), saved(folder)
+    found = {"measured": streamed(expected)}
+    measure, possible = gathering.measure, gathering._possible
+    for together in (False, True):
+        gather(together)
+        found[f"memory-{together}"] = streamed(expected)
+        found[f"file-{together}"] = streamed(expected, weights=file)
+        found[f"packed-{together}"] = streamed(expected, weights=folder / "packed.safetensors")
+    gathering.measure, gathering._possible = measure, possible
+    found["packed, measured"] = streamed(expected, weights=folder / "packed.safetensors")
+    return found
+
+
 def failing(folder: Path) -> dict:
     rank, found = dist.get_rank(), {}
     gather(False)
@@ -191,10 +219,7 @@ def failing(folder: Path) -> dict:
     found["other model"] = failure(lambda: stream(model()[: BLOCKS - rank]))
     found["small budget"] = failure(lambda: stream(vram=1000 if rank == 1 else VRAM))
     found["nothing frozen"] = failure(lambda: stream(model().requires_grad_(True)))
-    if rank == 0:
-        save_file(model().state_dict(), folder / "weights.safetensors")
-    dist.barrier()
-    missing = folder / ("none.safetensors" if rank == 1 else "weights.safetensors")
+    missing = saved(folder).with_name("none.safetensors" if rank == 1 else "weights.safetensors")
     with torch.device("meta"):
         found["no file"] = failure(lambda: stream(weights=missing))
     found["codec"] = failure(lambda: stream(codec="lossless"))
@@ -223,20 +248,22 @@ def killed(folder: Path) -> dict:
     """Train until the other rank is killed."""
     gather(sys.argv[4] == "gather")
     net = model()
-    with carom.stream(net, device="cpu", vram=VRAM, group="world"):
+    with carom.stream(net, device=DEVICE, vram=VRAM, group="world"):
         ready = DistributedDataParallel(carom.prepare_for_ddp(with_adapters(net)))
         print("ready", flush=True)
         while True:
             train(ready)
 
 
-CASES = {"exact": exact, "failing": failing, "killed": killed}
+CASES = {"exact": exact, "on_gpus": on_gpus, "failing": failing, "killed": killed}
 
 
 def main() -> dict:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if GPUS:
+        torch.cuda.set_device(DEVICE)
     dist.init_process_group(
-        "gloo",
+        "nccl" if GPUS else "gloo",
         init_method=f"file://{sys.argv[1]}",
         rank=rank,
         world_size=world,
