@@ -370,8 +370,8 @@ class LayoutManager:
             placement.stream(streamed, streamer)
             placement.settled()
             if self.host.peers is not None:
-                packed = {id(carving.units[index]) for index in plan.packed}
-                self.host.peers.place(placement.tier, packed, plan.slots)
+                stay = {id(carving.units[index]) for index in plan.packed}
+                self.host.peers.place(placement.tier, stay, plan.slots)
                 placement.notes += self.host.peers.notes
             if wanted.packing is not None and not wanted.packing.plain:
                 placement.notes += without_codec(streamed)
