@@ -25,10 +25,10 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-WIDTH, BLOCKS, STEPS = 256, 6, 3
+GPUS = "CAROM_TEST_GPUS" in os.environ
+WIDTH, BLOCKS, STEPS = 2048 if GPUS else 256, 6, 3
 FROZEN = BLOCKS * 2 * WIDTH * 4 * WIDTH * 4  # bytes of the large weights
 VRAM = FROZEN // 2
-GPUS = "CAROM_TEST_GPUS" in os.environ
 DEVICE = torch.device("cuda", int(os.environ["RANK"])) if GPUS else torch.device("cpu")
 
 
@@ -248,6 +248,11 @@ def killed(folder: Path) -> dict:
     """Train until the other rank is killed."""
     gather(sys.argv[4] == "gather")
     net = model()
+    if sys.argv[4] == "resident":
+        ready = DistributedDataParallel(with_adapters(net.to(DEVICE)))
+        print("ready", flush=True)
+        while True:
+            train(ready)
     with carom.stream(net, device=DEVICE, vram=VRAM, group="world"):
         ready = DistributedDataParallel(carom.prepare_for_ddp(with_adapters(net)))
         print("ready", flush=True)
