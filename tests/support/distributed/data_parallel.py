@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 GPUS = "CAROM_TEST_GPUS" in os.environ
-WIDTH, BLOCKS, STEPS = 2048 if GPUS else 256, 6, 3
+WIDTH, BLOCKS, STEPS = 1024 if GPUS else 256, 6, 3
 FROZEN = BLOCKS * 2 * WIDTH * 4 * WIDTH * 4  # bytes of the large weights
 VRAM = FROZEN // 2
 DEVICE = torch.device("cuda", int(os.environ["RANK"])) if GPUS else torch.device("cpu")
