@@ -38,20 +38,18 @@ def run_ranks(
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
-def kill_one(
-    script: str, folder: Path, seconds: float, *arguments: str, settings: dict[str, str] | None = None
-) -> tuple[int, str]:
+def kill_one(script: str, folder: Path, seconds: float, *arguments: str) -> tuple[int, str]:
     """Kill rank 1 of 2 ``seconds`` after both ranks said "ready"; return the exit code of rank 0 and what it said.
 
     ``folder``: for the rendezvous; its path is in the command line of the ranks.
     """
-    with _started(script, folder / "meet", arguments, 2, settings) as ranks:
+    with _started(script, folder / "meet", arguments, 2) as ranks:
         for rank in ranks:
             assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
         assert shared_memory(folder)
         time.sleep(seconds)
         os.kill(ranks[1].pid, signal.SIGKILL)
-        _, said = ranks[0].communicate(timeout=60)
+        _, said = ranks[0].communicate(timeout=40)
         return ranks[0].returncode, said
 
 
@@ -70,7 +68,11 @@ def shared_memory(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _started(
-    script: str, rendezvous: Path, arguments: tuple[str, ...], count: int, settings: dict[str, str] | None
+    script: str,
+    rendezvous: Path,
+    arguments: tuple[str, ...],
+    count: int,
+    settings: dict[str, str] | None = None,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start ``count`` ranks. Each finds RANK and WORLD_SIZE in its environment, and ``rendezvous`` as first argument."""
     found = [

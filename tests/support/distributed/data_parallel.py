@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -245,19 +246,16 @@ def failing(folder: Path) -> dict:
 
 
 def killed(folder: Path) -> dict:
-    """Train until the other rank is killed."""
+    """Train until a rank is killed. With the environment variable CAROM_TEST_DIE rank 1 kills itself."""
     gather(sys.argv[4] == "gather")
     net = model()
-    if sys.argv[4] == "resident":
-        ready = DistributedDataParallel(with_adapters(net.to(DEVICE)))
-        print("ready", flush=True)
-        while True:
-            train(ready)
     with carom.stream(net, device=DEVICE, vram=VRAM, group="world"):
         ready = DistributedDataParallel(carom.prepare_for_ddp(with_adapters(net)))
         print("ready", flush=True)
         while True:
             train(ready)
+            if "CAROM_TEST_DIE" in os.environ and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 CASES = {"exact": exact, "on_gpus": on_gpus, "failing": failing, "killed": killed}
