@@ -18,7 +18,8 @@ def group_rows(record: dict[str, Any]) -> list[Row]:
     result = record["result"]
     alone = result["alone"][0]
     size, ranks = alone["weights_bytes"], result["ranks"]
-    group = f"linear layers, {size / 1e9:.1f} GB, LoRA by DistributedDataParallel, {ranks} GPUs"
+    layers = 2 * int(result["arguments"]["blocks"])
+    group = f"{layers} linear layers, {size / 1e9:.1f} GB, LoRA by DistributedDataParallel, {ranks} GPUs"
     rows = []
     for name, case in GROUP_CASES.items():
         if not result.get(name):
@@ -45,7 +46,7 @@ def group_rows(record: dict[str, Any]) -> list[Row]:
 def peers_rows(record: dict[str, Any]) -> list[Row]:
     """Return the rows of a `peers_gpu` record: steps. The base of a streamed case is that without the second GPU."""
     result = record["result"]
-    cases = result["cases"]
+    cases, tokens = result["cases"], result["arguments"]["tokens"]
     rows = []
     for name, found in cases.items():
         if not found.get("seconds"):
@@ -54,7 +55,7 @@ def peers_rows(record: dict[str, Any]) -> list[Row]:
         base = cases.get(f"{job}, host", {}).get("median_step_seconds")
         rows.append(
             Row(
-                f"transformer, {job}", name, "step", "s",
+                f"transformer, {tokens} tokens, {job}", name, "step", "s",
                 **pooled([found["median_step_seconds"]], found["seconds"]),
                 base=base, base_case=None if base is None else f"{job}, host",
                 device_bytes=found.get("vram_peak_bytes"), same_bits=found.get("bit_exact"),
