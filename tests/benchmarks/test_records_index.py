@@ -134,9 +134,8 @@ def folder(tmp_path):
     """A folder with copies of two records of one kind, of which the newer supersedes the older."""
     newer = [one for one in HERE if one["kind"] == "codec"][-1]
     shutil.copy(RECORDS / newer["file"], tmp_path / "2026-11-29-h200-codec.json")
-    rows = json.loads((RECORDS / newer["file"]).read_text())
-    rows = rows["rows"] if isinstance(rows, dict) else rows
-    older = {"rows": rows[:2], "commit": "in words", "date": "2026-01-01"}
+    found = json.loads((RECORDS / newer["file"]).read_text())
+    older = {**found, "rows": found["rows"][:2], "commit": "in words", "date": "2026-01-01"}
     (tmp_path / "2026-11-28-h200-codec.json").write_text(json.dumps(older))
     return tmp_path
 

@@ -250,7 +250,7 @@ def test_records_of_several_gpus(tmp_path):
         }  # fmt: skip
 
     result = {
-        "ranks": 2, "alone": [rank(0.4, 1, 1e10)], "gather": [rank(0.25, 2, 5e9), rank(0.2, 2, 5e9)],
+        "arguments": {"blocks": "2"}, "ranks": 2, "alone": [rank(0.4, 1, 1e10)], "gather": [rank(0.25, 2, 5e9), rank(0.2, 2, 5e9)],
         "gather_bit_exact": [True, True],
     }  # fmt: skip
     path = tmp_path / "group.json"
@@ -264,5 +264,5 @@ def test_records_of_several_gpus(tmp_path):
         "infer, host": {"seconds": [0.3] * 4, "median_step_seconds": 0.3, "bit_exact": True},
         "infer, peer": {"seconds": [0.15] * 4, "median_step_seconds": 0.15, "bit_exact": True},
     }
-    path.write_text(json.dumps({"tool": "peers_gpu", "result": {"cases": cases}}))
+    path.write_text(json.dumps({"tool": "peers_gpu", "result": {"arguments": {"tokens": "9"}, "cases": cases}}))
     assert [row.ratio for row in read(path).rows] == [1, 0.5]
