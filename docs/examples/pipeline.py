@@ -5,7 +5,8 @@
 Each process is one stage of torch.distributed.pipelining: it has its part of the layers, and `carom.stream` keeps at most
 `--vram` bytes of the part's weights on its device. The other weights wait in host memory, and are copied to the device
 for each microbatch. The budget emulates a small card, so that the example runs anywhere: on the CPU with gloo, or with
-one GPU for each process with NCCL. The weights are random and seeded.
+one GPU for each process with NCCL. `--simulated` streams to simulated devices, which raise an error if a copy and its use
+race. The weights are random and seeded.
 
 Rank 0 prints JSON. `bit_exact`: whether losses, gradients and trained adapters equal those of the same pipeline with all
 weights on the devices. `model_bytes`, `vram_bytes`: the frozen weights of the model, and the budgets of all stages together.
@@ -105,7 +106,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     module = make_stage(rank, options.blocks, options.width)
     frozen = sum(t.numel() * t.element_size() for t in module.parameters() if not t.requires_grad)
-    with carom.stream(module, device=device, vram=options.vram) as session:
+    target = carom.SimulatedDevice(seed=rank, timing="random") if options.simulated else device
+    with carom.stream(module, device=target, vram=options.vram) as session:
         streamed = train(module, device, options)
         report = session.report().to_dict()
 
@@ -120,7 +122,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "bit_exact": all(stage["exact"] for stage in stages),
         "model_bytes": sum(stage["weight_bytes"] for stage in stages),
         "vram_bytes": world * report["vram_budget_bytes"],
-        "schedule": options.schedule, "microbatches": options.microbatches, "device": device.type, "stages": stages,
+        "schedule": options.schedule, "microbatches": options.microbatches, "device": "simulated" if options.simulated else device.type, "stages": stages,
     }  # fmt: skip
 
 
@@ -136,10 +138,10 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8, help="blocks of each stage (default 8)")
     parser.add_argument("--width", type=int, default=256, help="width of the blocks (default 256)")
     parser.add_argument("--batch", type=int, default=8, help="rows of a microbatch (default 8)")
+    parser.add_argument("--simulated", action="store_true", help="stream to simulated devices, on the CPU")
     options = parser.parse_args()
-    gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(
-        os.environ.get("LOCAL_WORLD_SIZE", "1")
-    )
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.is_available() and torch.cuda.device_count() >= ranks and not options.simulated
     if gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if gpus else "gloo")

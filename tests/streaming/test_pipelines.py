@@ -82,9 +82,12 @@ LAUNCHERS = {
     sys.platform == "win32",
     reason="torchrun's rendezvous needs libuv, which not every Windows build of torch has",
 )
-@pytest.mark.parametrize("launcher, schedule", [("torchrun", "1f1b"), ("accelerate", "gpipe")])
+@pytest.mark.parametrize(
+    "launcher, schedule, more",
+    [("torchrun", "1f1b", ()), ("torchrun", "gpipe", ("--simulated",)), ("accelerate", "gpipe", ())],
+)
 def test_the_example_trains_a_model_larger_than_the_memory_of_all_stages(
-    root: Path, launcher: str, schedule: str
+    root: Path, launcher: str, schedule: str, more: tuple[str, ...]
 ):
     """``accelerate launch`` needs --multi_gpu to start several processes; they use the CPU where there is no GPU."""
     if launcher == "accelerate":
@@ -99,7 +102,7 @@ def test_the_example_trains_a_model_larger_than_the_memory_of_all_stages(
     ]
     small = ["--width", "64", "--vram", "400KiB", "--blocks", "6", "--steps", "3", "--schedule", schedule]
     done = subprocess.run(
-        [*command, *small],
+        [*command, *small, *more],
         capture_output=True,
         text=True,
         timeout=120,
@@ -108,6 +111,7 @@ def test_the_example_trains_a_model_larger_than_the_memory_of_all_stages(
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["bit_exact"] is True and found["schedule"] == schedule
+    assert (found["device"] == "simulated") == bool(more)
     assert found["model_bytes"] > 1.5 * found["vram_bytes"]
     for stage in found["stages"]:
         assert 0 < stage["vram_peak_bytes"] <= found["vram_bytes"] / 2 < stage["weight_bytes"]
