@@ -11,8 +11,8 @@ from typing import Any
 
 from ..common.sizes import format_size
 from ..host.arena import HostArena
-from ..metrics.meter import Medians
 from ..metrics.report import Report, UnitPlace
+from ..metrics.step_figures import Medians
 from ..plan.residency import Plan
 from .layout import Layout
 

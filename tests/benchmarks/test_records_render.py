@@ -264,5 +264,7 @@ def test_records_of_several_gpus(tmp_path):
         "infer, host": {"seconds": [0.3] * 4, "median_step_seconds": 0.3, "bit_exact": True},
         "infer, peer": {"seconds": [0.15] * 4, "median_step_seconds": 0.15, "bit_exact": True},
     }
-    path.write_text(json.dumps({"tool": "peers_gpu", "result": {"arguments": {"tokens": "9"}, "cases": cases}}))
+    path.write_text(
+        json.dumps({"tool": "peers_gpu", "result": {"arguments": {"tokens": "9"}, "cases": cases}})
+    )
     assert [row.ratio for row in read(path).rows] == [1, 0.5]
