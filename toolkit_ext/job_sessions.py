@@ -15,6 +15,7 @@ from ..core.device.make_engine import make_engine
 from ..core.model.quantized import FlattenedWeights
 from ..core.session.session import Session
 from ..core.session.settings import vram_budget, within_dedicated
+from ..core.session.stream_settings import StreamSettings
 from . import devices, log_messages
 from .attachment import Attachment, weight_bytes
 from .budget_shares import require
@@ -69,11 +70,12 @@ class JobSessions:
     ) -> Session:
         policy = self._policy
         disk = None if attachment.trains_whole else policy.disk  # weights on disk cannot be trained
-        return Session(
-            attachment.module, device=devices.engine_device(self._device), vram=vram, ram=self._ram(attachment), weights=None,
-            granularity=granularity or policy.granularity, codec=policy.codec, pool=self._choice.pool, host="auto",
-            training=None, disk=disk, backward=attachment.trains,
+        asked = StreamSettings(
+            device=devices.engine_device(self._device), vram=vram, ram=self._ram(attachment),
+            granularity=granularity or policy.granularity, codec=policy.codec, pool=self._choice.pool, disk=disk,
+            backward=attachment.trains,
         )  # fmt: skip
+        return Session(attachment.module, asked)
 
     def _rank(self, session: Session) -> None:
         """Rank the session of a model that trains among the job's sessions, by the policy's ``priority``."""

@@ -1,13 +1,7 @@
-"""`assemble`: makes the parts of a session and connects them. `attach_first`: makes a session's first layout.
-
-A layout assigns each weight of the module to device memory, or to host memory or a file from which it is
-streamed.
-"""
+"""`assemble`: makes the parts of a session and connects them."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +9,8 @@ from torch import nn
 
 from ..budget.ledger import BudgetLedger
 from ..budget.shared_budget import SharedBudget
-from ..common.errors import BudgetError
 from ..device.engine import Engine
 from ..device.make_engine import make_engine
-from ..host.node_group import NodeGroup
-from ..host.shared_image import SharedImage
 from . import settings
 from .budgets import Budgets
 from .codec_choice import CodecChoice
@@ -40,6 +31,7 @@ from .policies.vbar_pressure import VbarPressure
 from .policy_runner import PolicyRunner
 from .recovery import Recovery
 from .root_hooks import RootHooks
+from .stream_settings import StreamSettings
 from .tensor_access import TensorAccess
 from .weight_pool import WeightPool
 
@@ -62,32 +54,24 @@ class Parts:
     passes: Passes
 
 
-def assemble(
-    module: nn.Module, *, device: Any, vram: Any, ram: int | str, weights: Any, granularity: str, codec: str, pool: str,
-    host: str, training: str | None, disk: str | os.PathLike[str] | None, shared: bool, backward: bool,
-) -> Parts:  # fmt: skip
-    """Return the connected parts of a session, without changing the module yet.
-
-    Arguments: those of `carom.stream`, already checked. Trainable weights cannot stream from disk, so ``disk`` has no
-    effect with ``training="stream"``.
-    ``shared``: whether the weights will be in memory that several processes share, where they are not packed.
-    ``backward``: whether backward passes go through the module although none of its weights are trained.
-    """
-    engine = make_engine(device)
-    waiting = settings.waiting_bytes(module) if weights is None and engine.shares_host else 0
+def assemble(module: nn.Module, asked: StreamSettings) -> Parts:
+    """Return the connected parts of a session, without changing the module yet. ``asked``: checked settings."""
+    engine = make_engine(asked.device)
+    waiting = settings.waiting_bytes(module) if asked.weights is None and engine.shares_host else 0
     budget, note = settings.within_dedicated(
-        settings.vram_budget(vram, engine, waiting=waiting), engine, waiting
+        settings.vram_budget(asked.vram, engine, waiting=waiting), engine, waiting
     )
-    weight_pool = WeightPool(engine, pool)
-    packing = None if shared else settings.packing(codec, host, weights, engine, module, weight_pool)
-    nbytes = settings.ram_beside_device(ram, engine, module, budget, waiting)
+    weight_pool = WeightPool(engine, asked.pool)
+    packing = settings.packing(asked, engine, module, weight_pool)
+    nbytes = settings.ram_beside_device(asked.ram, engine, module, budget, waiting)
     wanted = Wanted(budget, nbytes, packing, note=note)
 
-    managed = ManagedModule(module, RootHooks(module), None if training == "stream" else disk)
+    disk = None if asked.training == "stream" else asked.disk  # trainable weights cannot stream from disk
+    managed = ManagedModule(module, RootHooks(module), disk)
     host_resources = HostResources(engine, wanted.ram)
-    ledger = BudgetLedger(engine, vram if isinstance(vram, SharedBudget) else None)
+    ledger = BudgetLedger(engine, asked.vram if isinstance(asked.vram, SharedBudget) else None)
     ledger.set(budget)
-    planner = Planner(managed, engine, host_resources, granularity, training, backward)
+    planner = Planner(managed, engine, host_resources, asked.granularity, asked.training, asked.backward)
     manager = LayoutManager(managed, engine, host_resources, planner, ledger, weight_pool, wanted)
     device_weights = DeviceWeights(manager, weight_pool, lambda budget: memory.resize(budget))
     ledger.follow(device_weights)
@@ -133,61 +117,3 @@ def parts(session: Any) -> Parts:
     """Return the parts of ``session``, for benchmarks and tests that inspect a session's internals."""
     found: Parts = session._parts
     return found
-
-
-def share(made: Parts, node: NodeGroup) -> None:
-    """Move the weights of a session that has no layout yet to memory that the ranks of ``node`` share.
-
-    All ranks use the smallest of their RAM budgets. Raises as `share_memory` and `share_files` do.
-    """
-    manager = made.manager
-    ram = min(node.exchange(manager.wanted.ram, "comparing RAM budgets"))
-    manager.wanted = dataclasses.replace(manager.wanted, ram=ram)
-    manager.host.image = SharedImage()
-    manager.module.share(node, ram, manager.host.image)
-
-
-def attach_first(made: Parts, vram: Any) -> None:
-    """Make a session's first layout.
-
-    If an automatic or shared budget does not suffice, the session begins with the smallest budget that works.
-    ``vram``: as in `carom.stream`. Raises BudgetError if the smallest budget is not available either, or if a
-    fixed budget is too small.
-    """
-    ledger, manager, shared = made.ledger, made.manager, made.ledger.shared
-    had = 0 if shared is None else shared.nbytes
-    # Other new sessions wait until this session has its layout, and get memory afterwards. Running sessions
-    # do not wait: the bytes that this session is about to take are reserved in the ledger by a promise.
-    with manager.lock, ledger.coming(shared), ledger.growing():
-        try:
-            with ledger.taking():
-                if shared is not None:
-                    _budget_now(made, vram)
-                if ledger.governor is not None and ledger.make_room(ledger.vram):
-                    _budget_now(made, vram)
-                ledger.promise(0 if shared is None else ledger.vram)
-            manager.attach(manager.present())
-        except BudgetError as error:
-            # The bytes that activations need are not known yet. Begin with the smallest budget, if it is
-            # available.
-            least = error.least_bytes or 0
-            if (vram != "auto" and shared is None) or not least:
-                raise
-            with ledger.taking():
-                ledger.promise(0)
-                ledger.begin_with_least(least, had, error)
-            manager.attach(manager.present())
-        finally:
-            ledger.promise(0)
-
-
-def _budget_now(made: Parts, vram: Any) -> None:
-    """Set the VRAM budget to the number of bytes that ``vram`` (a percentage, for example) amounts to at this
-    moment.
-    """
-    waiting, manager = made.weights.waiting_bytes or 0, made.manager
-    budget, note = settings.within_dedicated(
-        settings.vram_budget(vram, made.engine, waiting=waiting), made.engine, waiting
-    )
-    made.ledger.set(budget)
-    manager.wanted = dataclasses.replace(manager.wanted, note=note)

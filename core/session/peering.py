@@ -1,4 +1,4 @@
-"""Other devices whose memory holds weights (``peers=``): the argument, the links and their measured rates."""
+"""Other devices whose memory holds weights (``peers=``): the links to them and their measured rates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..common.errors import BudgetError, CaromError, UnsupportedError
-from ..common.sizes import GIB, MIB, parse_size
+from ..common.errors import CaromError, UnsupportedError
+from ..common.sizes import GIB, MIB
 from ..device.engine import Engine
 from ..device.make_engine import make_engine
 from ..device.peer_link import PeerLink
@@ -18,27 +18,12 @@ from ..host.arena import Block, HostArena
 from ..placement.peer_memory import Peer, PeerMemory
 from ..plan.peers import PeerRates
 from .assembly import Parts
+from .stream_settings import PEERS_HINT, peer_size
 
 _SAMPLE = 64 * MIB  # most bytes of one copy that is measured
 _VIRTUAL_SAMPLE = 4 * MIB  # the same for a simulated device, whose rates are exact
 _REPEATS = 3
 _KEPT_SHARE = 0.1  # of a peer's memory, which "auto" leaves free
-_HINT = "write peers=[('cuda:1', '8GiB')], with bytes, '8GiB', '50%' or 'auto'"
-
-
-def check_peers(peers: Any, group: Any) -> None:
-    """Raise UnsupportedError unless ``peers`` is a sequence of (device, size), and BudgetError for a bad size."""
-    if not isinstance(peers, Sequence) or isinstance(peers, (str, bytes)):
-        raise UnsupportedError(f"peers={peers!r}: {_HINT}")
-    for peer in peers:
-        if not isinstance(peer, (tuple, list)) or len(peer) != 2:
-            raise UnsupportedError(f"peers={peers!r}: {_HINT}")
-        if peer[1] != "auto":
-            _size(peer[1], GIB)
-    if peers and group is not None:
-        raise UnsupportedError(
-            "peers= does not go with group=: with group= each rank computes on a device of its own; leave one of both out"
-        )
 
 
 def begin(parts: Parts, peers: Sequence[tuple[Any, int | str]]) -> None:
@@ -61,7 +46,7 @@ def begin(parts: Parts, peers: Sequence[tuple[Any, int | str]]) -> None:
         nbytes = (
             max(0, int(free * (1 - _KEPT_SHARE)) - GIB // 2)
             if size == "auto"
-            else min(free, _size(size, free))
+            else min(free, peer_size(size, free))
         )
         rates = measure(parts.engine, engine, link, parts.manager.host.arena)
         found.append(Peer(engine, link, nbytes, rates))
@@ -137,7 +122,7 @@ def _engine(device: Any) -> Engine:
         try:
             kind = torch.device(device).type
         except (RuntimeError, TypeError) as error:
-            raise UnsupportedError(f"peers=: {device!r} is not a device torch knows; {_HINT}") from error
+            raise UnsupportedError(f"peers=: {device!r} is not a device torch knows; {PEERS_HINT}") from error
         if kind == "cpu":
             raise UnsupportedError(
                 "peers=: weights beyond vram wait in the memory of 'cpu' anyway; name other GPUs, or leave peers= out"
@@ -148,10 +133,3 @@ def _engine(device: Any) -> Engine:
         raise UnsupportedError(
             f"peers=: {error}; name a device that is there, or leave peers= out"
         ) from error
-
-
-def _size(value: Any, whole: int) -> int:
-    try:
-        return parse_size(value, whole=whole, setting="peers")
-    except ValueError as error:
-        raise BudgetError(f"{error}, or 'auto'") from error

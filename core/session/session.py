@@ -12,14 +12,15 @@ import torch
 from torch import nn
 
 from ..budget.shared_budget import SharedBudget
-from ..host.node_group import NodeGroup
 from ..metrics.kernel_times import record_kernels
 from ..metrics.report import Report
 from ..plan.residency import Plan
-from . import gathering, peering, registry, settings
-from .assembly import assemble, attach_first, share
+from . import registry
+from .assembly import assemble
+from .first_layout import lay_out_first
 from .phase import Phase
 from .policies.raise_budget import Inputs
+from .stream_settings import StreamSettings
 from .summary import make_report, stall_share
 
 
@@ -93,9 +94,11 @@ def stream(
     GroupError if another rank of ``group`` failed.
     """
     return Session(
-        module, device=device, vram=vram, ram=ram, weights=weights, granularity=granularity,
-        codec=codec, pool=pool, host=host, training=training, disk=disk, group=group,
-        peers=peers,
+        module,
+        StreamSettings(
+            device=device, vram=vram, ram=ram, weights=weights, granularity=granularity, codec=codec, pool=pool, host=host,
+            training=training, disk=disk, group=group, peers=peers,
+        ),
     )  # fmt: skip
 
 
@@ -106,57 +109,22 @@ class Session:
     ``module``: the streamed module.
     """
 
-    def __init__(
-        self, module: nn.Module, *, device: Any, vram: int | str | SharedBudget, ram: int | str, weights: Any, granularity: str,
-        codec: str, pool: str, host: str, training: str | None, disk: str | os.PathLike[str] | None = None,
-        group: Any = None, peers: Sequence[tuple[Any, int | str]] = (), backward: bool = False,
-    ) -> None:  # fmt: skip
-        """Make the first layout of ``module``. Arguments and errors: those of `stream`.
-
-        ``backward``: whether backward passes will go through the module although none of its weights are
-        trained (other code keeps the adapters).
-        """
-        settings.check(module, weights, granularity, codec, pool, host, training, disk)
-        peering.check_peers(peers, group)
-        settings.check_group(group, codec, training, disk)
+    def __init__(self, module: nn.Module, asked: StreamSettings) -> None:
+        """Make the first layout of ``module``. Errors: those of `stream`."""
+        asked.check(module)
         registry.refuse_streamed(module)
         self.module = module
-        self._node = None if group is None else NodeGroup(group)
-        parts = self._parts = assemble(
-            module, device=device, vram=vram, ram=ram, weights=weights, granularity=granularity, codec=codec,
-            pool=pool, host=host, training=training, disk=disk, shared=group is not None, backward=backward,
-        )  # fmt: skip
-        self._manager = manager = parts.manager
-        engine, managed = parts.engine, manager.module
-        managed.hooks.listen(parts.passes, self, owner=self)
+        self._parts = assemble(module, asked)
+        self._manager = self._parts.manager
+        self._manager.module.hooks.listen(self._parts.passes, self, owner=self)
         try:
-            parts.memory.begin(vram == "auto" or parts.ledger.shared is not None)
-            peering.begin(parts, peers)
-            keep_packed = codec == "auto" and engine.decodes_files and not manager.uses_vbars
-            self._on_all_ranks("binding weights", lambda: managed.bind(weights, engine, keep_packed))
-            if self._node is not None:
-                share(parts, self._node)
-                managed.note(gathering.begin(parts, self._node))
-            follows = ram == "auto" and self._node is None
-            parts.host_memory.begin(follows)
-            self._on_all_ranks("the first layout", lambda: attach_first(parts, vram))
-            if self._node is not None and manager.host.gather is not None:
-                gathering.require_equal(self._node, manager.layout)
-            if weights is None and managed.checkpoint is not None:  # the weights moved to disk
-                parts.host_memory.begin(follows)
+            lay_out_first(self._parts, asked)
             registry.enter(self)
-            parts.policies.plan_next()
+            self._parts.policies.plan_next()
         except BaseException:
-            parts.memory.end()
+            self._parts.memory.end()
             self._end()
             raise
-
-    def _on_all_ranks(self, what: str, function: Callable[[], None]) -> None:
-        """Call ``function``; with a group, raise on every rank if it raises on one."""
-        if self._node is None:
-            function()
-        else:
-            self._node.together(f"carom.stream, {what},", function)
 
     # -- closing
 

@@ -1,12 +1,9 @@
-"""Checks of the arguments of `carom.stream`, and their conversion to packing settings and budgets in bytes."""
+"""Converts arguments of `carom.stream` to packing settings and to budgets in bytes."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-from typing import Any
 
-import torch
 from torch import nn
 
 from ..budget.device_governor import beside
@@ -15,104 +12,44 @@ from ..common.errors import BudgetError, UnsupportedError
 from ..common.sizes import GIB, format_size, parse_size
 from ..device.engine import Engine
 from ..host.kept_pieces import release_idle
-from ..host.node_group import resolve_group
 from ..host.page_release import MappedFiles
 from ..host.probe import host_memory, on_windows
-from ..model.sharded import refuse_sharded
-from ..model.units import collect
-from ..placement.bound_checkpoint import Weights
 from ..placement.packer import Packing
 from .rule_planner import compiled
+from .stream_settings import StreamSettings
 from .weight_pool import WeightPool
 
 # share of a GPU's free memory that a budget may take if allocations beyond it would use host memory
 DEDICATED = 0.95
-GRANULARITIES = ("auto", "block", "phase", "layer")
 
 
-def check(
-    module: Any,
-    weights: Any,
-    granularity: str,
-    codec: str,
-    pool: str,
-    host: str,
-    training: str | None,
-    disk: Any = None,
-) -> None:
-    """Raise UnsupportedError for an unknown setting, or for a setting that this version does not support."""
-
-    def choose(setting: str, value: Any, allowed: tuple, later: tuple = ()) -> None:
-        if value in later:
-            raise UnsupportedError(f"{setting}={value!r} is not in this version; use {setting}='auto'")
-        if value not in allowed:
-            raise UnsupportedError(f"{setting}={value!r}: choose one of {', '.join(map(repr, allowed))}")
-
-    if not isinstance(module, nn.Module):
-        raise UnsupportedError(f"carom.stream takes an nn.Module, not {type(module).__name__}")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise UnsupportedError("a scripted module hides its forwards; stream the eager module")
-    collect(module)  # raises UnsupportedError for tensors that have no shape yet
-    refuse_sharded(module)
-    if weights is not None and not isinstance(weights, (str, os.PathLike, Weights)):
-        raise UnsupportedError(
-            f"weights={type(weights).__name__}: name a .safetensors file, a folder of them or an index.json"
-        )
-    if weights is not None and training == "stream":
-        raise UnsupportedError(
-            "weights that stream from a file are frozen; train adapters, or load the module first and leave weights= out"
-        )
-    if disk is not None and (not isinstance(disk, (str, os.PathLike)) or not os.fspath(disk)):
-        raise UnsupportedError(f"disk={disk!r}: name a folder, or choose 'auto' or None")
-    choose("granularity", granularity, GRANULARITIES)
-    choose("codec", codec, ("auto", "raw", "lossless"))
-    choose("pool", pool, ("auto", "torch", "aimdo"))
-    choose("host", host, ("auto", "raw"))
-    choose("training", training, (None, "resident", "stream"))
-
-
-def check_group(group: Any, codec: str, training: str | None, disk: Any) -> None:
-    """Raise UnsupportedError if ``group`` names no process group, or cannot be combined with another setting."""
-    if group is None:
-        return
-    resolve_group(group)
-    for setting, other, remedy in (
-        (codec == "lossless", "codec='lossless'", "pack the file with `carom pack --codec lossless` and name it as weights="),
-        (training == "stream", "training='stream'", "freeze the weights and train adapters, or divide the model into pipeline stages"),
-        (disk is not None, "disk=", "build the model on meta and name its file as weights="),
-    ):  # fmt: skip
-        if setting:
-            raise UnsupportedError(f"group= does not go with {other}: {remedy}, or leave group= out")
-
-
-def packing(
-    codec: str, host: str, weights: Any, engine: Engine, module: nn.Module, pool: WeightPool
-) -> Packing | None:
+def packing(asked: StreamSettings, engine: Engine, module: nn.Module, pool: WeightPool) -> Packing | None:
     """Return how weights are packed, or None if they are copied to the device unpacked.
 
-    Packed weights cannot be in a VBAR (an address range of comfy-aimdo). So if weights are packed, the pool
-    changes to torch's allocator. With ``pool="aimdo"`` and ``codec="auto"``, the pool stays and weights are
-    not packed. Raises UnsupportedError for settings that cannot be combined.
+    Weights that several processes share are not packed. Packed weights cannot be in a VBAR (an address range of
+    comfy-aimdo). So if weights are packed, the pool changes to torch's allocator. With ``pool="aimdo"`` and
+    ``codec="auto"``, the pool stays and weights are not packed. Raises UnsupportedError for settings that cannot be
+    combined.
     """
-    found = _packing(codec, host, weights, engine)
+    found = None if asked.group is not None else _packing(asked, engine)
     if found is not None and found.auto and compiled(module):
         return None  # the guards of compiled code read weights, and a packed parameter has no values to read
     if found is not None and pool.native is not None:
-        if pool.asked == "aimdo" and codec == "auto":
+        if pool.asked == "aimdo" and asked.codec == "auto":
             return None
         pool.refuse("packed weights are unpacked into torch's memory; codec='raw' leaves the choice")
     return found
 
 
-def _packing(codec: str, host: str, weights: Any, engine: Engine) -> Packing | None:
-    if codec == "lossless":
-        if weights is not None:
+def _packing(asked: StreamSettings, engine: Engine) -> Packing | None:
+    if asked.codec == "lossless":
+        if asked.weights is not None:
             raise UnsupportedError(
                 "codec='lossless' packs weights of a loaded module; a file is packed once, with "
                 "`carom pack --codec lossless`, and streamed with codec='auto'"
             )
-        return Packing(keep_raw=host == "raw")
-    if codec == "auto" and host == "auto" and weights is None and engine.unpacks:
+        return Packing(keep_raw=asked.host == "raw")
+    if asked.codec == "auto" and asked.host == "auto" and asked.weights is None and engine.unpacks:
         return Packing(auto=True)
     return None
 

@@ -518,9 +518,9 @@ def test_10_the_transformer_has_slots_for_the_turns_of_a_step_though_its_adapter
 
     told: dict[str, set[bool]] = {}
 
-    def session(module, **settings):
-        told.setdefault(type(module).__name__, set()).add(settings["backward"])
-        return Session(module, **settings)
+    def session(module, asked):
+        told.setdefault(type(module).__name__, set()).add(asked.backward)
+        return Session(module, asked)
 
     monkeypatch.setattr(job_sessions, "Session", session)
     run(tmp_path, model_class)

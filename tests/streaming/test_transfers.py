@@ -8,6 +8,7 @@ import tests_harness as harness
 import tests_models as models
 import torch
 from carom.core.session.session import Session
+from carom.core.session.stream_settings import StreamSettings
 from tests_harness import on_simulated_devices, streamed
 from tests_inside import inside
 from tests_pairwise import each, pairwise
@@ -97,10 +98,15 @@ def test_a_backward_through_others_adapters_is_waited_for_though_the_result_is_n
         def forward(self, x):
             return Result(self.inner(x * scale))
 
-    with Session(
-        Adapted(), device=device, vram=slots_vram(model, 3), ram="auto", weights=None, granularity="block",
-        codec="raw", pool="torch", host="auto", training=None, backward=True,
-    ) as session:  # fmt: skip
+    asked = StreamSettings(
+        device=device,
+        vram=slots_vram(model, 3),
+        granularity="block",
+        codec="raw",
+        pool="torch",
+        backward=True,
+    )
+    with Session(Adapted(), asked) as session:
         for _ in range(4):
             harness.loss_of(session.module(torch.randn(2, models.D)).sample).backward()
         report = session.report()

@@ -1,0 +1,122 @@
+"""Defines `StreamSettings`: the arguments of `carom.stream`, and their checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..budget.shared_budget import SharedBudget
+from ..common.errors import BudgetError, UnsupportedError
+from ..common.sizes import GIB, parse_size
+from ..host.node_group import resolve_group
+from ..model.sharded import refuse_sharded
+from ..model.units import collect
+from ..placement.bound_checkpoint import Weights
+
+_CHOICES = {
+    "granularity": ("auto", "block", "phase", "layer"),
+    "codec": ("auto", "raw", "lossless"),
+    "pool": ("auto", "torch", "aimdo"),
+    "host": ("auto", "raw"),
+    "training": (None, "resident", "stream"),
+}
+
+PEERS_HINT = "write peers=[('cuda:1', '8GiB')], with bytes, '8GiB', '50%' or 'auto'"
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """The arguments of `carom.stream`, which describes them.
+
+    ``backward``: whether backward passes will go through the module although none of its weights are trained, because
+    other code keeps the adapters.
+    """
+
+    device: Any = None
+    vram: int | str | SharedBudget = "auto"
+    ram: int | str = "auto"
+    weights: Any = None
+    granularity: str = "auto"
+    codec: str = "auto"
+    pool: str = "auto"
+    host: str = "auto"
+    training: str | None = None
+    disk: str | os.PathLike[str] | None = None
+    group: Any = None
+    peers: Sequence[tuple[Any, int | str]] = ()
+    backward: bool = False
+
+    def check(self, module: Any) -> None:
+        """Raise UnsupportedError for a module that cannot be streamed, for an unknown value, or for settings that
+        cannot be combined, and BudgetError for a bad size in ``peers``.
+        """
+        _check_module(module)
+        if self.weights is not None and not isinstance(self.weights, (str, os.PathLike, Weights)):
+            raise UnsupportedError(
+                f"weights={type(self.weights).__name__}: name a .safetensors file, a folder of them or an index.json"
+            )
+        if self.weights is not None and self.training == "stream":
+            raise UnsupportedError(
+                "weights that stream from a file are frozen; train adapters, or load the module first and leave weights= out"
+            )
+        disk = self.disk
+        if disk is not None and (not isinstance(disk, (str, os.PathLike)) or not os.fspath(disk)):
+            raise UnsupportedError(f"disk={disk!r}: name a folder, or choose 'auto' or None")
+        for setting, choices in _CHOICES.items():
+            value = getattr(self, setting)
+            if value not in choices:
+                raise UnsupportedError(f"{setting}={value!r}: choose one of {', '.join(map(repr, choices))}")
+        self._check_peers()
+        if self.group is not None:
+            self._check_group()
+
+    def _check_peers(self) -> None:
+        """Raise UnsupportedError unless ``peers`` is a sequence of (device, size), and BudgetError for a bad size."""
+        peers = self.peers
+        if not isinstance(peers, Sequence) or isinstance(peers, (str, bytes)):
+            raise UnsupportedError(f"peers={peers!r}: {PEERS_HINT}")
+        for peer in peers:
+            if not isinstance(peer, (tuple, list)) or len(peer) != 2:
+                raise UnsupportedError(f"peers={peers!r}: {PEERS_HINT}")
+            if peer[1] != "auto":
+                peer_size(peer[1], GIB)
+        if peers and self.group is not None:
+            raise UnsupportedError(
+                "peers= does not go with group=: with group= each rank computes on a device of its own; leave one of both out"
+            )
+
+    def _check_group(self) -> None:
+        """Raise UnsupportedError if ``group`` names no process group, or cannot be combined with another setting."""
+        resolve_group(self.group)
+        for setting, other, remedy in (
+            (self.codec == "lossless", "codec='lossless'", "pack the file with `carom pack --codec lossless` and name it as weights="),
+            (self.training == "stream", "training='stream'", "freeze the weights and train adapters, or divide the model into pipeline stages"),
+            (self.disk is not None, "disk=", "build the model on meta and name its file as weights="),
+        ):  # fmt: skip
+            if setting:
+                raise UnsupportedError(f"group= does not go with {other}: {remedy}, or leave group= out")
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise UnsupportedError(f"carom.stream takes an nn.Module, not {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError("a scripted module hides its forwards; stream the eager module")
+    collect(module)  # raises UnsupportedError for tensors that have no shape yet
+    refuse_sharded(module)
+
+
+def peer_size(value: int | str, free: int) -> int:
+    """Return the bytes that the size ``value`` in ``peers`` amounts to. Raises BudgetError.
+
+    ``free``: the free memory of the device, for percentages.
+    """
+    try:
+        return parse_size(value, whole=free, setting="peers")
+    except ValueError as error:
+        raise BudgetError(f"{error}, or 'auto'") from error
