@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,10 +82,26 @@ class NodeGroup:
         try:
             torch.distributed.all_gather_object(values, value, group=self._control)
         except Exception as error:
-            raise GroupError(
-                f"{what}: another rank ended, was closed, or runs other code than rank {self.rank}: {error}"
-            ) from error
+            raise self._lost(what, error) from error
         return values
+
+    def exchange_numbers(self, numbers: Sequence[int], what: str) -> list[list[int]]:
+        """Return the integers (of 64 bits) of every rank, in order of ranks; all have as many. Faster than `exchange`.
+
+        Raises GroupError as `exchange` does.
+        """
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        ranks = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            torch.distributed.all_gather(ranks, mine, group=self._control)
+        except Exception as error:
+            raise self._lost(what, error) from error
+        return [rank.tolist() for rank in ranks]
+
+    def _lost(self, what: str, error: Exception) -> GroupError:
+        return GroupError(
+            f"{what}: another rank ended, was closed, or runs other code than rank {self.rank}: {error}"
+        )
 
     def all(self, condition: bool) -> bool:
         """Return whether ``condition`` holds on every rank."""

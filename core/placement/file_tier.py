@@ -180,6 +180,14 @@ class FileTier(Tier):
     def end_pass(self) -> None:
         """Remove forward wrappers that are no longer needed. Called after a root forward has succeeded."""
         self.residents.end_pass()
+        if self.reads.gather is not None:
+            how = "with" if torch.is_grad_enabled() else "without"
+            self.reads.gather.order.compare(f"a forward {how} gradients")
+
+    def end_backward(self) -> None:
+        """Compare the fetches of ranks that gather."""
+        if self.reads.gather is not None:
+            self.reads.gather.order.compare("a backward")
 
     def wrap_arriving(self) -> None:
         """Wrap the forwards of modules whose residents are not loaded yet, so that each forward loads what it

@@ -2,8 +2,8 @@
 
 Each rank copies its part of the bytes from host memory, and the ranks exchange the parts between their devices by an
 all-gather of torch.distributed (NCCL over NVLink or PCIe, gloo for CPU tensors). Of N ranks, each then copies 1/N of
-the bytes over its own link. All ranks must fetch the same units in the same order, so all have the same layout, and
-the layout does not follow measured times.
+the bytes over its own link. All ranks must fetch the same units in the same order (`FetchOrder` checks it), so all
+have the same layout, and the layout does not follow measured times.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from ..common.errors import GroupError
 from ..device.engine import Engine
+from .fetch_order import FetchOrder
 
 ALIGN = 512  # bytes; each rank's part of a unit starts at a multiple of this
 
@@ -69,11 +70,12 @@ class _AllGather:
 class Gather:
     """The all-gathers of one session with the device of ``engine``, over ``group``, a process group of its own.
 
-    ``rank`` and ``size``: the position of this process in the group, and the number of ranks.
+    ``rank`` and ``size``: the position of this process in the group, and the number of ranks. ``order``: the units
+    that were fetched.
     """
 
-    def __init__(self, engine: Engine, group: Any, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, engine: Engine, group: Any, rank: int, size: int, order: FetchOrder) -> None:
+        self.rank, self.size, self.order = rank, size, order
         self._engine, self._group = engine, group
         self._call = _AllGather(engine, group)
 
@@ -85,8 +87,10 @@ class Gather:
         """Enqueue the exchange of the parts in ``target`` (uint8, on the device) after the event ``copied``, and return
         the event of its end. ``name``: of the unit, for errors.
 
-        Raises GroupError if another rank has ended, or does not fetch the same unit within the group's time-out.
+        Raises GroupError if another rank has ended, or fetches nothing within the group's time-out. That the others
+        fetch the same unit is seen only by `FetchOrder.compare`.
         """
+        self.order.add(name)
         if not parts.gathered:
             return copied
         own = target[slice(*parts.own)]

@@ -198,6 +198,9 @@ class Tier:
     def end_pass(self) -> None:
         """Note that a root forward has succeeded."""
 
+    def end_backward(self) -> None:
+        """Note that a backward has ended."""
+
     def wrap_arriving(self) -> None:
         """Wrap forwards so that each resident unit is loaded when one of its modules runs."""
 

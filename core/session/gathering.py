@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ from ..common.errors import GroupError
 from ..common.sizes import MIB
 from ..device.engine import Engine
 from ..host.node_group import NodeGroup
+from ..placement.fetch_order import WHOLE, FetchOrder
 from ..placement.gather import Gather
 from .assembly import Parts
 from .layout import Layout
@@ -31,7 +33,10 @@ def begin(parts: Parts, node: NodeGroup) -> str:
     alone = node.size < 2 or not node.whole
     if alone or not image.complete or not node.all(_possible(parts.engine)):
         return ""
-    gather = Gather(parts.engine, node.device_group(parts.engine.device), node.rank, node.size)
+    if not node.all(os.environ.get(WHOLE) != "0"):
+        return f"each rank copies whole units, because the environment variable {WHOLE} is 0"
+    order = FetchOrder(node.exchange_numbers, node.rank)
+    gather = Gather(parts.engine, node.device_group(parts.engine.device), node.rank, node.size, order)
     image.pin(manager.host.arena)  # copies from memory that is not pinned have another rate
     sample = image.sample(_SAMPLE)
     whole, together = measure(parts.engine, node, sample, gather)

@@ -140,7 +140,10 @@ class Backward:
                 if landed:
                     streamer.evict_trainable()
                 streamer.meter.backward_ends()
+            ended = not self._tasks
         landed.add_up(streamer.runs.show_host_tensors)
+        if ended:
+            streamer.tier.end_backward()
 
     def fail_pass(self, task: int) -> None:
         """End the failed pass with the id ``task`` without gradients. Slots of which autograd still holds

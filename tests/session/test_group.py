@@ -107,6 +107,23 @@ def test_a_rank_that_closes_early_ends_the_others_within_the_time_out(failing):
     assert float(failing[0]["seconds"][1]) < 30
 
 
+def test_ranks_that_fetch_different_units_get_an_error_instead_of_wrong_results(failing):
+    """The parts of different units of the same size would be mixed."""
+    for rank in failing:
+        assert rank["other paths"][0] == "GroupError" and "CAROM_GATHER=0" in rank["other paths"][1]
+        assert "different units" in rank["other paths"][1]
+
+
+def test_ranks_that_run_different_passes_get_an_error_that_names_validation(failing):
+    for rank in failing:
+        assert rank["validation"][0] == "GroupError" and "validation on all ranks" in rank["validation"][1]
+
+
+def test_the_ranks_copy_whole_units_if_one_of_them_says_so(failing):
+    for rank in failing:
+        assert "CAROM_GATHER is 0" in rank["whole"][1]
+
+
 def test_a_group_needs_torch_distributed():
     import carom
 

@@ -46,9 +46,18 @@ class Block(nn.Module):
         return x + (y if self.adapter is None else y + self.adapter(x))
 
 
-def model(seed: int = 0) -> nn.Sequential:
+class Blocks(nn.Sequential):
+    skipped: int | None = None  # the number of a block that forwards leave out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self):
+            x = x if number == self.skipped else block(x)
+        return x
+
+
+def model(seed: int = 0) -> Blocks:
     torch.manual_seed(seed)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS))).requires_grad_(False)
+    return Blocks(*(Block() for _ in range(BLOCKS))).requires_grad_(False)
 
 
 def with_adapters(net: nn.Sequential) -> nn.Sequential:
@@ -234,6 +243,22 @@ def failing(folder: Path) -> dict:
             str(torch.equal(net(torch.ones(2, WIDTH)), model()(torch.ones(2, WIDTH)))),
         ]
     gather(True)
+    x = torch.ones(2, WIDTH)
+    net = model()
+    with stream(net):
+        net(x)
+        net.skipped = 1 + rank  # each rank leaves out another block
+        found["other paths"] = failure(lambda: net(x))
+        dist.barrier()
+    net = with_adapters(model())
+    with stream(net), torch.set_grad_enabled(rank == 1):
+        found["validation"] = failure(lambda: net(x))
+        dist.barrier()
+    os.environ["CAROM_GATHER"] = "0" if rank == 1 else "1"
+    net = model()
+    with stream(net) as session:
+        found["whole"] = ["", " ".join(session.report().notes)]
+    del os.environ["CAROM_GATHER"]
     net = model()
     with stream(net) as session:
         found["set_budget"] = failure(lambda: session.set_budget(vram=VRAM // 2))
