@@ -69,7 +69,10 @@ class NodeGroup:
             self._ranks, self._time_out = here, _timeout(found)
             self._control = self._group("control", "gloo")
         except Exception as error:
-            raise GroupError(f"carom.stream(group=...): the ranks did not meet: {error}") from error
+            raise GroupError(
+                "carom.stream(group=...): the ranks did not meet; with GPUs, call torch.cuda.set_device(LOCAL_RANK) before "
+                f"torch.distributed.init_process_group: {error}"
+            ) from error
         self.rank, self.size = here.index(dist.get_rank()), len(here)
         self.whole = len(here) == len(machines)
 
@@ -148,6 +151,11 @@ class NodeGroup:
             if message is not None:
                 raise GroupError(f"{what} failed on rank {rank} of this machine: {message}")
         return result  # type: ignore[return-value]
+
+
+def together(node: NodeGroup | None, what: str, function: Callable[[], T]) -> T:
+    """Return the result of ``function``, which is called as by `NodeGroup.together` if there is a ``node``."""
+    return function() if node is None else node.together(what, function)
 
 
 # {(purpose, backend, ranks): (default process group, process group)} of this process

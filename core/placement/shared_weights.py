@@ -181,7 +181,14 @@ def _copy(entries: Sequence[Entry], offsets: Sequence[int], memory: SharedMemory
 
 def _frozen(module: nn.Module) -> list[Entry]:
     """Return the frozen weights of ``module`` that can be shared. Raises UnsupportedError if there are none."""
-    entries = [entry for entry in collect(module) if not entry.trainable and can_stream(entry)]
+    frozen = [entry for entry in collect(module) if not entry.trainable]
+    entries = [entry for entry in frozen if can_stream(entry)]
+    elsewhere = [entry for entry in frozen if entry.tensor.device.type != "cpu"]
+    if not entries and elsewhere:
+        raise UnsupportedError(
+            f"group= shares frozen weights in host memory, and {elsewhere[0].name} is on {elsewhere[0].tensor.device}; leave "
+            "the model on the CPU, carom.stream moves it to the device"
+        )
     if not entries:
         raise UnsupportedError(
             "group= shares frozen weights in host memory, and the module has none; freeze its weights "

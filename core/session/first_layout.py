@@ -7,58 +7,58 @@ a process group, all ranks take these steps together, and a failure of one rank 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from ..common.errors import BudgetError
-from ..host.node_group import NodeGroup
+from ..host.node_group import NodeGroup, together
 from ..host.shared_image import SharedImage
 from . import gathering, peering, settings
 from .assembly import Parts
 from .stream_settings import StreamSettings
 
 
-def lay_out_first(made: Parts, asked: StreamSettings) -> None:
+def lay_out_first(made: Parts, asked: StreamSettings, node: NodeGroup | None) -> None:
     """Make the first layout of a session with the parts ``made``, and begin the policies that change layouts.
 
-    ``asked``: checked settings. Raises as `carom.stream` does. The caller undoes what was done until then.
+    ``asked``: checked settings. ``node``: the ranks of this machine, None without a group. Raises as `carom.stream` does.
+    The caller undoes what was done until then.
     """
-    node = None if asked.group is None else NodeGroup(asked.group)
-
-    def on_all_ranks(what: str, function: Callable[[], None]) -> None:
-        """Call ``function``; with a group, raise on every rank if it raises on one."""
-        if node is None:
-            function()
-        else:
-            node.together(f"carom.stream, {what},", function)
-
     manager, managed = made.manager, made.manager.module
     made.memory.begin(asked.vram == "auto" or made.ledger.shared is not None)
     peering.begin(made, asked.peers)
     keep_packed = asked.codec == "auto" and made.engine.decodes_files and not manager.uses_vbars
-    on_all_ranks("binding weights", lambda: managed.bind(asked.weights, made.engine, keep_packed))
+    together(
+        node,
+        "carom.stream, binding weights,",
+        lambda: managed.bind(asked.weights, made.engine, keep_packed),
+    )
     if node is not None:
-        _share(made, node)
+        _share(made, node, asked.ram)
         managed.note(gathering.begin(made, node))
     follows = asked.ram == "auto" and node is None
     made.host_memory.begin(follows)
-    on_all_ranks("the first layout", lambda: _attach(made, asked.vram))
+    together(node, "carom.stream, the first layout,", lambda: _attach(made, asked.vram))
     if node is not None and manager.host.gather is not None:
         gathering.require_equal(node, manager.layout)
     if asked.weights is None and managed.checkpoint is not None:  # the weights moved to disk
         made.host_memory.begin(follows)
 
 
-def _share(made: Parts, node: NodeGroup) -> None:
+def _share(made: Parts, node: NodeGroup, asked_ram: int | str) -> None:
     """Move the weights of a session that has no layout yet to memory that the ranks of ``node`` share.
 
-    All ranks use the smallest of their RAM budgets. Raises as `share_memory` and `share_files` do.
+    All ranks use the smallest of their RAM budgets. An automatic budget was measured while each rank had a copy of
+    its own, and allows at least what is shared now, as that is in memory anyway. Raises as `share_memory` and
+    `share_files` do.
     """
     manager = made.manager
     ram = min(node.exchange(manager.wanted.ram, "comparing RAM budgets"))
     manager.wanted = dataclasses.replace(manager.wanted, ram=ram)
     manager.host.image = SharedImage()
     manager.module.share(node, ram, manager.host.image)
+    if asked_ram == "auto":
+        manager.wanted = dataclasses.replace(manager.wanted, ram=max(ram, manager.host.image.nbytes))
+    manager.host.begin_layout(manager.wanted.ram, [])
 
 
 def _attach(made: Parts, vram: Any) -> None:

@@ -71,7 +71,7 @@ def measure(engine: Engine, node: NodeGroup, source: torch.Tensor, gather: Gathe
 
     All ranks copy at the same time. Both times are those of the slowest rank.
     """
-    target = engine.allocate(source.numel())
+    target = node.together("measuring links", lambda: engine.allocate(source.numel()))
     parts = gather.parts(source.numel())
 
     def whole() -> Any:

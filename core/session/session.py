@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..budget.shared_budget import SharedBudget
+from ..host.node_group import NodeGroup, together
 from ..metrics.kernel_times import record_kernels
 from ..metrics.report import Report
 from ..plan.residency import Plan
@@ -114,11 +115,12 @@ class Session:
         asked.check(module)
         registry.refuse_streamed(module)
         self.module = module
-        self._parts = assemble(module, asked)
+        node = None if asked.group is None else NodeGroup(asked.group)
+        self._parts = together(node, "carom.stream", lambda: assemble(module, asked))
         self._manager = self._parts.manager
         self._manager.module.hooks.listen(self._parts.passes, self, owner=self)
         try:
-            lay_out_first(self._parts, asked)
+            lay_out_first(self._parts, asked, node)
             registry.enter(self)
             self._parts.policies.plan_next()
         except BaseException:

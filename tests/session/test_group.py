@@ -87,6 +87,8 @@ def test_an_error_of_one_rank_is_an_error_of_all(failing):
     assert first["small budget"][0] == "GroupError" and "rank 1" in first["small budget"][1]
     assert second["no file"][0] == "WeightsError"
     assert first["no file"][0] == "GroupError" and "none.safetensors" in first["no file"][1]
+    assert second["no device"][0] != "GroupError"
+    assert first["no device"][0] == "GroupError" and "failed on rank 1" in first["no device"][1]
     for rank in failing:
         assert rank["other model"][0] == "GroupError"
         assert rank["works after all"][1] == "True"
@@ -122,6 +124,12 @@ def test_ranks_that_run_different_passes_get_an_error_that_names_validation(fail
 def test_the_ranks_copy_whole_units_if_one_of_them_says_so(failing):
     for rank in failing:
         assert "CAROM_GATHER is 0" in rank["whole"][1]
+
+
+def test_an_automatic_ram_budget_allows_to_pin_what_is_shared(failing):
+    """The budget is measured while each rank still has a copy of the weights, and too little memory is free."""
+    for rank in failing:
+        assert int(rank["pinned"][1]) >= FROZEN
 
 
 def test_a_group_needs_torch_distributed():

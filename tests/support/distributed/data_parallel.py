@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import carom
 import torch
 import torch.distributed as dist
 from carom.core.placement import shared_weights
-from carom.core.session import gathering, host_resources
+from carom.core.session import gathering, host_resources, settings
 from carom.tools.pack.writer import pack
 from safetensors.torch import save_file
 from torch import nn
@@ -223,11 +224,17 @@ def failing(folder: Path) -> dict:
     rank, found = dist.get_rank(), {}
     gather(False)
 
-    def stream(net: nn.Module | None = None, vram: int = VRAM, **more: Any) -> carom.Session:
-        return carom.stream(model() if net is None else net, device="cpu", vram=vram, group="world", **more)
+    def stream(
+        net: nn.Module | None = None, vram: int = VRAM, device: Any = "cpu", **more: Any
+    ) -> carom.Session:
+        return carom.stream(model() if net is None else net, device=device, vram=vram, group="world", **more)
 
     found["other model"] = failure(lambda: stream(model()[: BLOCKS - rank]))
     found["small budget"] = failure(lambda: stream(vram=1000 if rank == 1 else VRAM))
+    found["no device"] = failure(lambda: stream(device="cuda:99" if rank == 1 else "cpu"))
+    little = mock.patch.object(settings, "ram_budget", lambda value, *_: FROZEN // 2)
+    with little, stream(device=carom.SimulatedDevice()) as session:
+        found["pinned"] = ["", str(session.report().pinned_bytes)]
     found["nothing frozen"] = failure(lambda: stream(model().requires_grad_(True)))
     missing = saved(folder).with_name("none.safetensors" if rank == 1 else "weights.safetensors")
     with torch.device("meta"):
