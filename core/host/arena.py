@@ -143,13 +143,18 @@ class HostArena:
             self.pin(block)
 
     def _refused(self, block: Block, reason: str) -> bool:
-        """Record that pinning was refused for ``reason`` and log the first such case; return False."""
+        """Record that pinning was refused for ``reason``; return False."""
         self.pageable_bytes += block.data.numel()
         note = f"{_REFUSED} ({reason}): copies from pageable memory are slower and block the host"
         if note not in self.notes:
             self.notes.append(note)
-            logger.warning("carom: %s", note)
         return False
+
+    def log_refusals(self) -> None:
+        """Log the notes on blocks that could not be pinned. Called once a layout is complete."""
+        for note in self.notes:
+            if note.startswith(_REFUSED):
+                logger.warning("carom: %s", note)
 
 
 def _unregister(arena: HostArena, pinner: Pinner, address: int, size: int) -> None:

@@ -8,6 +8,7 @@ staging buffers in host memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -96,9 +97,10 @@ class FileReads:
         return self._residents
 
     @property
-    def cache_holds_all(self) -> bool:
-        """Whether the cache holds all units within the ``ram`` budget."""
-        return sum(backing.wire.nbytes for backing in self.backings) <= self._source.cache_bytes
+    def fast_ram_bytes(self) -> float:
+        """Bytes of units that the cache holds within the ``ram`` budget; infinite if it holds all."""
+        nbytes, cache = sum(backing.wire.nbytes for backing in self.backings), self._source.cache_bytes
+        return math.inf if nbytes <= cache else cache
 
     @property
     def link(self) -> Link:

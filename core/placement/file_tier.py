@@ -124,9 +124,9 @@ class FileTier(Tier):
         self.reads.start(link)
 
     @property
-    def waits_in_fast_ram(self) -> bool:
-        """Whether the host cache holds all units, so that each is read from the file once."""
-        return self.reads.cache_holds_all
+    def fast_ram_bytes(self) -> float:
+        """Bytes of units that the host cache holds, so that each is read from the file once; infinite if it holds all."""
+        return self.reads.fast_ram_bytes
 
     def close(self) -> None:
         """End all reads, and release the cache and the packed bytes on the device."""

@@ -65,7 +65,9 @@ class PeerCopy:
         return True
 
     def free(self) -> None:
-        """Drop the memory, whatever else refers to this object."""
+        """Drop the memory, whatever else refers to this object, once no copy reads it."""
+        for event in self._read:
+            self.peer.engine.synchronize(event)
         self.data = self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(
@@ -111,7 +113,8 @@ class PeerMemory:
             for backing, may in zip(backings, movable, strict=True)
         ]
         rooms = [PeerRoom(peer.nbytes, peer.rates) for peer in self.peers]
-        places = list(zip(backings, assign(sizes, rooms, tier.waits_in_fast_ram, slots), strict=True))
+        staying = sum(backing.wire_bytes for backing, may in zip(backings, movable, strict=True) if not may)
+        places = list(zip(backings, assign(sizes, rooms, tier.fast_ram_bytes - staying, slots), strict=True))
         found = []
         for which, peer in enumerate(self.peers):
             mine = [backing for backing, chosen in places if chosen == which]

@@ -7,6 +7,7 @@ while it is used. A backing represents the stored bytes of one unit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -109,9 +110,16 @@ class BlockTier(Tier):
             self.engine.guard(backing.block.data, backing.name)
 
     @property
-    def waits_in_fast_ram(self) -> bool:
-        """Whether all blocks are pinned."""
-        return all(backing.block.pinned or not backing.block.data.numel() for backing in self.blocks)
+    def fast_ram_bytes(self) -> float:
+        """Bytes of the pinned blocks; infinite if all are pinned."""
+        pinned = [backing.block.pinned or not backing.block.data.numel() for backing in self.blocks]
+        if all(pinned):
+            return math.inf
+        return sum(
+            backing.block.data.numel()
+            for backing, is_pinned in zip(self.blocks, pinned, strict=True)
+            if is_pinned
+        )
 
     def left_host(self) -> None:
         """Unpin the blocks of units in the memory of other devices, and pin others for which the RAM budget was too

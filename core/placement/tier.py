@@ -10,6 +10,7 @@ that suit units whose bytes are always in host memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -138,9 +139,9 @@ class Tier:
     # -- units in the memory of other devices (`PeerMemory`)
 
     @property
-    def waits_in_fast_ram(self) -> bool:
-        """Whether host memory from which copies run at the link's rate holds all units. Known after `place`."""
-        return True
+    def fast_ram_bytes(self) -> float:
+        """Bytes of units that host memory holds from which copies run at the link's rate. Known after `place`."""
+        return math.inf
 
     def left_host(self) -> None:
         """Give up the host memory that units in the memory of other devices do not need. Called before `start`."""

@@ -55,17 +55,18 @@ class PeerRoom:
 
 
 def assign(
-    sizes: Sequence[int], rooms: Sequence[PeerRoom], host_holds_all: bool, slots: int
+    sizes: Sequence[int], rooms: Sequence[PeerRoom], host_bytes: float, slots: int
 ) -> list[int | None]:
     """Return for each unit the index of the peer in ``rooms`` in which it waits, or None for the host.
 
-    ``sizes``: bytes of the units in the order of use, 0 for a unit that has to wait on the host. ``host_holds_all``:
-    whether pinned host memory holds all units. If not, some of them are copied from pageable memory or read from a
-    drive in each step, and the peers take as much as they can. ``slots``: units that fit into the memory through which
-    they are streamed.
+    ``sizes``: bytes of the units in the order of use, 0 for a unit that has to wait on the host. ``host_bytes``: bytes
+    of the others that pinned host memory can hold. The peers take what exceeds it, as it would be copied from pageable
+    memory or read from a drive in each step. ``slots``: units that fit into the memory through which they are streamed.
     """
     total = sum(sizes)
-    shares = _shares(total, rooms, host_holds_all, slots)
+    shares = _shares(total, rooms, host_bytes, slots)
+    host_share = total - sum(shares)
+    most_on_host = max(host_bytes, host_share)
     left, had = [room.nbytes for room in rooms], [0] * len(rooms)
     on_host = seen = 0
     result: list[int | None] = []
@@ -74,10 +75,10 @@ def assign(
         part = seen / total if total else 0.0
         # How many bytes each peer, and the host, lack to their share of the units so far.
         lacks = [share * part - mine for share, mine in zip(shares, had, strict=True)]
-        host_lacks = (total - sum(shares)) * part - on_host
+        host_lacks = host_share * part - on_host
         fitting = [peer for peer, room in enumerate(left) if 0 < size <= room and shares[peer] > 0]
         best = max(fitting, key=lambda peer: lacks[peer], default=None)
-        if best is None or lacks[best] < host_lacks:
+        if best is None or (lacks[best] < host_lacks and on_host + size <= most_on_host):
             on_host += size
             result.append(None)
         else:
@@ -87,12 +88,10 @@ def assign(
     return result
 
 
-def _shares(total: int, rooms: Sequence[PeerRoom], host_holds_all: bool, slots: int) -> list[float]:
+def _shares(total: int, rooms: Sequence[PeerRoom], host_bytes: float, slots: int) -> list[float]:
     """Return the bytes that each peer is to hold of ``total`` bytes."""
-    useful = {
-        peer for peer, room in enumerate(rooms) if room.nbytes and (room.rates.worth or not host_holds_all)
-    }
-    host = min((rooms[peer].rates.host for peer in useful), default=0.0) if host_holds_all else 0.0
+    useful = {peer for peer, room in enumerate(rooms) if room.nbytes and room.rates.worth}
+    host = min((rooms[peer].rates.host for peer in useful), default=0.0)
     if sum(rooms[peer].rates.peer for peer in useful) >= slots * host:
         host = 0.0
     shares = [0.0] * len(rooms)
@@ -108,4 +107,9 @@ def _shares(total: int, rooms: Sequence[PeerRoom], host_holds_all: bool, slots: 
             break
         rest -= sum(shares[peer] for peer in full)
         useful -= full
+    beyond = max(0.0, total - sum(shares) - host_bytes)
+    for peer in sorted(range(len(rooms)), key=lambda peer: -rooms[peer].rates.peer):
+        more = min(beyond, rooms[peer].nbytes - shares[peer])
+        shares[peer] += more
+        beyond -= more
     return shares

@@ -379,6 +379,7 @@ class LayoutManager:
                 module.quantized.follow()
             streamer.fixed_bytes = plan.vram_budget_bytes - plan.region_bytes
             streamer.start(self.host.arena)
+            self.host.arena.log_refusals()
             placement.tier.left_device = self.note_packed
             if plan.packed:
                 plan, packed = packed_residents.choose(plan, carving, placement, self.planner, engine.grain)

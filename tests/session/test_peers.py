@@ -262,6 +262,15 @@ def test_units_of_a_peer_are_not_pinned_and_make_room_for_others():
         assert not any("pinning" in note for note in report.notes)
 
 
+def test_if_ram_is_a_little_short_the_host_still_has_its_share():
+    first, second = devices()
+    ram = 6 * (WEIGHT + 4096)
+    with stream(make(), first, [(second, "1GiB")], ram=ram) as session:
+        report = session.report()
+        assert report.pageable_bytes == 0
+        assert report.pinned_bytes >= 3 * WEIGHT and report.peer_bytes >= 3 * WEIGHT
+
+
 def test_a_peer_that_runs_out_of_memory_gets_fewer_units():
     first, _ = devices()
     second = carom.SimulatedDevice(seed=2, memory_bytes=1 << 30)
