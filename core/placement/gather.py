@@ -16,7 +16,7 @@ import torch
 
 from ..common.errors import GroupError
 from ..device.engine import Engine
-from .fetch_order import FetchOrder
+from .fetch_order import WHOLE, FetchOrder
 
 ALIGN = 512  # bytes; each rank's part of a unit starts at a multiple of this
 
@@ -99,6 +99,6 @@ class Gather:
         except RuntimeError as error:
             raise GroupError(
                 f"{name}: the ranks fetch weights together, and another rank ended, closed its session or runs other "
-                f"code than rank {self.rank}: {error}"
+                f"code than rank {self.rank} (with {WHOLE}=0 in the environment, each copies whole units): {error}"
             ) from error
         return event
