@@ -199,8 +199,9 @@ class BudgetLedger:
     @property
     def promised_bytes(self) -> int:
         """Device bytes that weights take, or may take under a shared budget without asking the budget again."""
-        if self._laying:
-            return self._laying
+        laying = self._laying  # read once, because another thread may end the layout meanwhile
+        if laying:
+            return laying
         holder = self.holder
         if not holder.attached:
             return 0
@@ -221,8 +222,9 @@ class BudgetLedger:
     @property
     def unheld_bytes(self) -> int:
         """The promised bytes that may not be on the device yet; all of them while a layout is being made."""
-        if self._laying:
-            return self._laying
+        laying = self._laying
+        if laying:
+            return laying
         return max(0, self.promised_bytes - self.held_bytes) if self.holder.attached else 0
 
     @property

@@ -151,9 +151,12 @@ class SharedBudget:
         These bytes are promised to sessions, reserved for parked sessions, or reserved for sessions that
         are still to be created.
         """
-        sessions = list(self.mates.members.values())
-        taken = sum(each.promised_bytes for each in sessions)
-        taken += sum(each.kept_bytes for each in sessions if each is not member)
+        taken = 0
+        for each in list(self.mates.members.values()):
+            # A parked session has kept bytes, any other session promised bytes. A session that parks between
+            # the two reads has both here, and counts once.
+            promised = each.promised_bytes
+            taken += promised if each is member else max(promised, each.kept_bytes)
         return self.later + taken - (0 if member is None else member.unused_bytes)
 
     def part_of(self, member: BudgetMember | None, nbytes: int, of: int | None = None) -> int:

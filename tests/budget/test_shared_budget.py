@@ -10,6 +10,7 @@ import pytest
 import torch
 from carom.core.budget import optimizer_reserve
 from carom.core.budget.device_governor import Governor
+from carom.core.budget.ledger import BudgetLedger
 from carom.core.common.memory_snapshot import Memory
 from carom.core.session.layout_manager import LayoutManager
 from tests_inside import inside
@@ -132,6 +133,25 @@ def test_threads_that_run_and_park_keep_to_the_budget_in_the_middle_of_layouts_t
     for session in sessions:
         session.close()
     assert not over
+
+
+def test_a_session_that_parks_while_free_bytes_are_counted_counts_once(monkeypatch):
+    net = Net()
+    budget = carom.SharedBudget(2 * size(net))
+    with under(budget, net) as session:
+        run(net)
+        free = budget.free_bytes
+        promised = BudgetLedger.promised_bytes.fget
+
+        def parks_after_the_read(self):
+            value = promised(self)
+            monkeypatch.undo()
+            session.park()
+            return value
+
+        monkeypatch.setattr(BudgetLedger, "promised_bytes", property(parks_after_the_read))
+        assert budget.free_bytes == free and session.parked
+        assert budget.free_bytes > free
 
 
 def test_what_is_laid_out_is_promised_meanwhile(monkeypatch):
