@@ -26,7 +26,7 @@ _ROUNDING = 1.03  # factor on a model's bytes, because allocators round sizes up
 
 
 class DeviceWeights:
-    """A `budget.ledger.Holder` for the layouts of a `LayoutManager`. All sizes are device bytes.
+    """A `budget.holder.Holder` for the layouts of a `LayoutManager`. All sizes are device bytes.
 
     ``resize``: makes a layout for a budget in bytes.
     ``name``: the class name of the module, for messages.

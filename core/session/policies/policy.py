@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from ...budget.ledger import BudgetLedger, Holder
+from ...budget.holder import Holder
+from ...budget.ledger import BudgetLedger
 from ...common.memory_snapshot import Memory
 from ...host import probe
 from ...host.probe import HostMemory
