@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 import torch
 
 from ..common.errors import CaromError
-from .engine import Decoder
+from .engine import Decoder, Engine
+from .peer_link import PeerLink
 from .runtime_library import runtime_library
 from .stream_engine import StreamEngine
 
@@ -304,6 +305,20 @@ class RuntimeEngine(StreamEngine):
 
     def _end_of(self, stream: Any) -> Event:
         return self.record(stream.cuda_stream)
+
+    def connect(self, peer: Engine) -> PeerLink:
+        link = super().connect(peer)
+        if link.direct:
+            # torch lets a device access the memory of another one at its own first copy between them.
+            with torch.inference_mode(False):
+                torch.zeros(1, dtype=torch.uint8, device=peer.device).to(self.device).to(peer.device)
+        return link
+
+    def _copy_between(
+        self, stream: Any, peer_stream: Any, target: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        """Copy ``source``, on another device, to ``target`` on ``stream``. ``peer_stream`` is not used."""
+        self._runtime.copy(target.data_ptr(), source.data_ptr(), source.numel(), stream.cuda_stream)
 
     def decode(
         self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
