@@ -291,7 +291,8 @@ def dequantize(blob: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
     if layout.numel and blob.is_cuda and aligned and triton_works():
         from .kbit_triton import dequantize_triton
 
-        dequantize_triton(blob, layout, out)
+        with torch.cuda.device(blob.device):  # Triton launches kernels on the current device
+            dequantize_triton(blob, layout, out)
     else:
         dequantize_torch(blob, layout, out)
 

@@ -10,6 +10,7 @@ kind decodes a unit).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -300,6 +301,12 @@ class UnitDecoder:
         """Decode ``wire`` into ``out`` on the current stream; raise WeightsError where a buffer is too small
         for the entries.
         """
+        # Triton launches kernels on the current device.
+        with torch.cuda.device(wire.device) if wire.is_cuda else contextlib.nullcontext():
+            self._decode(wire, out)
+
+    def _decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
+        """Do the work of `__call__` on the current device."""
         ready = self.cached_launches(wire, out)
         if ready is not None:
             self._copy(wire, out)

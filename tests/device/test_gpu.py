@@ -76,7 +76,8 @@ def step(model: nn.Module, seed: int) -> list:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_second_gpu_holds_and_computes_all_of_it_while_the_first_is_current():
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_a_second_gpu_holds_and_computes_all_of_it_while_the_first_is_current(codec):
     second, model = torch.device("cuda", 1), big(checkpoint="non-reentrant")
     plain = copy.deepcopy(model).to(second)
 
@@ -91,10 +92,12 @@ def test_a_second_gpu_holds_and_computes_all_of_it_while_the_first_is_current():
     torch.cuda.synchronize(1)
     before = torch.cuda.memory_allocated(0)
     assert torch.cuda.current_device() == 0
-    with carom.stream(model, device="cuda:1", vram=VRAM) as session:
+    with carom.stream(model, device="cuda:1", vram=VRAM, codec=codec) as session:
         for each in expected:
             assert_same(each, outcome(model))
-        assert session.report().device == "cuda:1" and session.report().streamed_bytes > 0
+        report = session.report()
+        assert report.device == "cuda:1" and report.streamed_bytes > 0
+        assert (report.packed_units > 0) is (codec == "lossless"), report.notes
         assert torch.cuda.memory_allocated(0) <= before + MIB, "the first GPU was used"
     assert torch.cuda.current_device() == 0
 
