@@ -234,6 +234,7 @@ class RuntimeEngine(StreamEngine):
         self._current_device: Callable[[], int] = torch._C._cuda_getDevice
         self._in_raw, self._out_raw = self._in.cuda_stream, self._out.cuda_stream
         self._decode_raw = self._decode.cuda_stream
+        self._direct_peers: set[int] = set()  # indices of the devices whose memory this device reads directly
 
     def prove(self) -> None:
         """Copy 4096 bytes to the device and back; raise RuntimeError if other bytes arrive."""
@@ -309,16 +310,20 @@ class RuntimeEngine(StreamEngine):
     def connect(self, peer: Engine) -> PeerLink:
         link = super().connect(peer)
         if link.direct:
-            # torch lets a device access the memory of another one at its own first copy between them.
+            # torch enables the access of one device to the memory of another at its first copy between them.
             with torch.inference_mode(False):
                 torch.zeros(1, dtype=torch.uint8, device=peer.device).to(self.device).to(peer.device)
+            self._direct_peers.add(peer.device.index)
         return link
 
     def _copy_between(
         self, stream: Any, peer_stream: Any, target: torch.Tensor, source: torch.Tensor
     ) -> None:
-        """Copy ``source``, on another device, to ``target`` on ``stream``. ``peer_stream`` is not used."""
-        self._runtime.copy(target.data_ptr(), source.data_ptr(), source.numel(), stream.cuda_stream)
+        # Without P2P, cudaMemcpyAsync does not accept memory of torch's expandable segments; torch's copy does.
+        if source.get_device() in self._direct_peers:
+            self._runtime.copy(target.data_ptr(), source.data_ptr(), source.numel(), stream.cuda_stream)
+        else:
+            super()._copy_between(stream, peer_stream, target, source)
 
     def decode(
         self, decoder: Decoder, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
