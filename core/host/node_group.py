@@ -70,8 +70,9 @@ class NodeGroup:
             self._control = self._group("control", "gloo")
         except Exception as error:
             raise GroupError(
-                "carom.stream(group=...): the ranks did not meet; with GPUs, call torch.cuda.set_device(LOCAL_RANK) before "
-                f"torch.distributed.init_process_group: {error}"
+                "carom.stream(group=...): the ranks did not meet. Another rank may have ended before its carom.stream; "
+                "with GPUs, each calls torch.cuda.set_device(LOCAL_RANK) before torch.distributed.init_process_group: "
+                f"{error}"
             ) from error
         self.rank, self.size = here.index(dist.get_rank()), len(here)
         self.whole = len(here) == len(machines)

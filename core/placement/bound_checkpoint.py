@@ -131,11 +131,11 @@ class Checkpoint:
 
     def note(self, *notes: str) -> None:
         """Add and log ``notes`` for the report, and one on weights that are frozen while they stream."""
-        self.notes += notes
         trained = sum(file_tensor.trainable for file_tensor in self._file_tensors.values())
-        if trained:
-            self.notes.append(f"{trained} weights from the file take no gradients while they stream")
-        for note in self.notes:
+        frozen = f"{trained} weights from the file take no gradients while they stream"
+        new = [note for note in (*notes, *([frozen] if trained else ())) if note not in self.notes]
+        self.notes += new
+        for note in new:
             logger.info("carom: %s", note)
 
     # -- looking up and reading file tensors

@@ -417,8 +417,8 @@ class FileReads:
         if not copied or self._source.checkpoint.laid_out:
             return ()
         return (
-            f"the file is not packed: {count} reads a pass instead of {whole}, and {copied} bytes copied once more "
-            "in host memory; `carom pack` rewrites it in streaming order",
+            f"the file is not packed: {count} reads a pass ({whole} if it were), and {copied} bytes copied once more in "
+            "host memory; `carom pack` rewrites it in streaming order",
         )
 
     def close(self) -> None:

@@ -102,11 +102,7 @@ def _measured(engine: Engine, peer: Engine, link: PeerLink, block: Block) -> Pee
 def describe(peer: Peer) -> str:
     """Return the note on the measured rates of ``peer`` for the report."""
     rates = peer.rates
-    how = (
-        "directly (P2P)"
-        if peer.link.direct
-        else "through host memory, as the devices do not reach each other"
-    )
+    how = "directly (P2P)" if peer.link.direct else "through host memory (no P2P)"
     told = (
         f"{peer.engine.name}: weights are copied {how} at {rates.peer / 1e9:.3g} GB/s, and from host memory at "
         f"{rates.host / 1e9:.3g} GB/s"

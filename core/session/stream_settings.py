@@ -119,4 +119,4 @@ def peer_size(value: int | str, free: int) -> int:
     try:
         return parse_size(value, whole=free, setting="peers")
     except ValueError as error:
-        raise BudgetError(f"{error}, or 'auto'") from error
+        raise BudgetError(f"{error}; 'auto' takes what is free") from error
