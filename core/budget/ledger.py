@@ -158,7 +158,7 @@ class BudgetLedger:
     @property
     def unheld_bytes(self) -> int:
         """The promised bytes that may not be on the device yet; all of them while a layout is being made."""
-        laying = self._laying
+        laying = self._laying  # read once, as in `promised_bytes`
         if laying:
             return laying
         return max(0, self.promised_bytes - self.held_bytes) if self.holder.attached else 0

@@ -153,8 +153,10 @@ class SharedBudget:
         """
         taken = 0
         for each in list(self.mates.members.values()):
-            # A parked session has kept bytes, any other session promised bytes. A session that parks between
-            # the two reads has both here, and counts once.
+            # Only one of the two numbers is above 0: a parked session has kept bytes, any other promised bytes.
+            # A session of another thread may park between the two reads. It then counts by the promised bytes,
+            # which are at least as many. No session can take bytes between the reads, if the caller holds the
+            # lock of the sessions.
             promised = each.promised_bytes
             taken += promised if each is member else max(promised, each.kept_bytes)
         return self.later + taken - (0 if member is None else member.unused_bytes)

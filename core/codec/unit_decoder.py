@@ -301,12 +301,12 @@ class UnitDecoder:
         """Decode ``wire`` into ``out`` on the current stream; raise WeightsError where a buffer is too small
         for the entries.
         """
-        # Triton launches kernels on the current device.
+        # Triton launches kernels on the current device, which may be another one than that of the buffers.
         with torch.cuda.device(wire.device) if wire.is_cuda else contextlib.nullcontext():
             self._decode(wire, out)
 
     def _decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
-        """Do the work of `__call__` on the current device."""
+        """Decode ``wire`` into ``out``, whose device must be the current one if it is a GPU."""
         ready = self.cached_launches(wire, out)
         if ready is not None:
             self._copy(wire, out)

@@ -319,7 +319,10 @@ class RuntimeEngine(StreamEngine):
     def _copy_between(
         self, stream: Any, peer_stream: Any, target: torch.Tensor, source: torch.Tensor
     ) -> None:
-        # Without P2P, cudaMemcpyAsync does not accept memory of torch's expandable segments; torch's copy does.
+        """Copy ``source``, on another device, to ``target``, by a copy on ``stream`` where the devices have P2P.
+
+        Without P2P torch copies, because cudaMemcpyAsync does not accept memory of torch's expandable segments then.
+        """
         if source.get_device() in self._direct_peers:
             self._runtime.copy(target.data_ptr(), source.data_ptr(), source.numel(), stream.cuda_stream)
         else:

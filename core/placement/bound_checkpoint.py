@@ -130,15 +130,10 @@ class Checkpoint:
         replace_in_modules(sites, original, value)
 
     def note(self, *notes: str) -> None:
-        """Add and log ``notes`` for the report, and one on weights that are frozen while they stream."""
-        trained = sum(file_tensor.trainable for file_tensor in self._file_tensors.values())
-        frozen = f"{trained} weights from the file take no gradients while they stream"
-        new = [note for note in (*notes, *([frozen] if trained else ())) if note not in self.notes]
-        self.notes += new
-        for note in new:
+        """Add ``notes`` to those for the report, and log them."""
+        self.notes += notes
+        for note in notes:
             logger.info("carom: %s", note)
-
-    # -- looking up and reading file tensors
 
     def of(self, tensor: torch.Tensor) -> FileTensor | None:
         """Return the file's tensor that ``tensor`` represents in the module, or None if the file does not

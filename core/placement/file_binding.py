@@ -44,6 +44,7 @@ def bind_file(module: nn.Module, weights: Weights | str | os.PathLike[str]) -> C
     checkpoint = Checkpoint(module, settings)
     checkpoint.laid_out = index.packed
     quantised = QuantisedBinding(module, found.quantised) if found.quantised else None
+    notes = _file_notes(found.extra, [tensors[name] for name in found.bound])
     try:
         for bound in found.bound.values():
             checkpoint.bind(bound, tensors[bound.name], sites[id(tensors[bound.name])])
@@ -51,7 +52,6 @@ def bind_file(module: nn.Module, weights: Weights | str | os.PathLike[str]) -> C
             checkpoint.compute(tensors[name], value, sites[id(tensors[name])])
         if quantised is not None:
             quantised.place()
-        notes = _file_notes(found.extra, [tensors[name] for name in found.bound])
         checkpoint.note(*notes, *([] if quantised is None else [quantised.note]))
     except BaseException:
         checkpoint.unbind()
@@ -101,8 +101,10 @@ def _refuse_layouts(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _file_notes(extra: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return notes on tensors of the file that are not used (``extra``), and on weights that are in memory
-    although the file holds them.
+    """Return notes on tensors of the file that are not used (``extra``), on weights that are in memory although the
+    file holds them, and on weights that require gradients, which they do not while they stream.
+
+    ``tensors``: those of the module whose bytes are in the file, before they are bound.
     """
     notes = []
     if extra:
@@ -116,6 +118,9 @@ def _file_notes(extra: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> list
         notes.append(
             f"the module holds {kept} bytes of weights of its own besides; built on meta it would not"
         )
+    trained = sum(tensor.requires_grad for tensor in tensors)
+    if trained:
+        notes.append(f"{trained} weights from the file take no gradients while they stream")
     return notes
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
 from carom.core.device import cuda_runtime
 from carom.core.device.make_engine import make_engine
+from carom.core.device.stream_engine import StreamEngine
 
 
 class StandIn:
@@ -113,7 +116,8 @@ def engine_over(calls: Calls) -> cuda_runtime.RuntimeEngine:
     engine._runtime, engine._current_device = calls, lambda: 0
     engine._raw_stream = lambda index: 30
     engine._in_raw, engine._out_raw, engine._decode_raw = 10, 20, 40
-    engine._decode = None
+    engine._decode, engine._direct_peers = None, set()
+    engine._device_context = contextlib.nullcontext
     engine._on_stream = lambda stream, call, *arguments: call(*arguments)
     return engine
 
@@ -127,6 +131,25 @@ def test_a_copy_waits_on_the_copy_stream_for_all_it_comes_after():
     assert [call[1:] for call in calls.made[:2]] == [(10, after[0]), (10, after[1])]
     assert calls.made[2][1:] == (target.data_ptr(), source.data_ptr(), 8, 10)
     assert calls.made[4][1:] == (event, 10)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_copy_from_a_peer_is_made_by_the_runtime_where_there_is_p2p_and_by_torch_elsewhere(
+    direct, monkeypatch
+):
+    calls, after = Calls(), [cuda_runtime.Event(1, []), cuda_runtime.Event(2, [])]
+    source, target = torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    engine, stream = engine_over(calls), SimpleNamespace(cuda_stream=50)
+    if direct:
+        engine._direct_peers.add(source.get_device())
+    monkeypatch.setattr(
+        StreamEngine, "_copy_between", lambda self, *given: calls.made.append(("torch", *given))
+    )
+    event, marks = engine.copy_from_peer(stream, "the peer's", target, source, after, False)
+    assert calls.made[:2] == [("wait", 50, after[0]), ("wait", 50, after[1])] and marks is None
+    copied = ("copy", target.data_ptr(), source.data_ptr(), 8, 50)
+    assert calls.made[2] == (copied if direct else ("torch", stream, "the peer's", target, source))
+    assert calls.made[-1] == ("record", event, 50)
 
 
 @pytest.mark.parametrize("ready", [True, False])

@@ -709,6 +709,18 @@ def test_wrong_dtype_wrong_shape_missing_and_extra_keys_are_named(tmp_path):
         assert any("foreign.key" in note for note in session.report().notes)
 
 
+def test_the_report_says_once_how_many_weights_of_a_file_take_no_gradients(tmp_path):
+    case = CASES["stack"]
+    state = {name: tensor.contiguous() for name, tensor in case.build().state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    model = on_meta(case).requires_grad_(True)
+    count = len(list(model.parameters()))
+    with carom.stream(model, device="cpu", vram="1MiB", weights=tmp_path / "model.safetensors") as session:
+        notes = [note for note in session.report().notes if "no gradients" in note]
+        assert notes == [f"{count} weights from the file take no gradients while they stream"]
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
 def test_without_weights_a_module_on_meta_is_refused():
     with pytest.raises(carom.UnsupportedError, match="weights="):
         carom.stream(on_meta(CASES["stack"]), device="cpu", vram="1MiB")

@@ -565,6 +565,7 @@ def test_errors_name_what_is_wrong():
         (first, [("nowhere", "1GiB")], UnsupportedError, "not a device torch knows"),
         (first, [(second, "much")], BudgetError, "peers='much' is not a size"),
         (first, [(second, -1)], BudgetError, "out of range"),
+        (first, [(second, "150%")], BudgetError, "more than 100 %; 'auto' takes what is free"),
         (first, [second], UnsupportedError, "write peers="),
         (first, "cuda:1", UnsupportedError, "write peers="),
         ("cpu", [(second, "1GiB")], UnsupportedError, "leave peers= out"),
