@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -73,7 +74,10 @@ class HostArena:
         self._pinner = pinner
         self._limit = limit
         self._lock = threading.Lock()
-        self.pinned_bytes = 0
+        self._counted_bytes = 0  # bytes of pinned blocks, those in `_unpinned` included
+        # Bytes of blocks that were unpinned and are still counted. A finalizer adds to this. The garbage collector may
+        # run a finalizer on a thread that holds the lock, so the finalizer must not take the lock.
+        self._unpinned: deque[int] = deque()
         self.pinned_peak_bytes = 0
         self.pageable_bytes = 0
         self.notes: list[str] = []
@@ -86,6 +90,18 @@ class HostArena:
         """Whether there is a driver to pin memory with."""
         return self._pinner is not None
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the pinned blocks."""
+        with self._lock:
+            return self._count()
+
+    def _count(self) -> int:
+        """Return the bytes of the pinned blocks. Called with the lock held."""
+        while self._unpinned:
+            self._counted_bytes -= self._unpinned.popleft()
+        return self._counted_bytes
+
     def begin_layout(self, limit: int | None) -> None:
         """Set the pin limit in bytes before a model's weights are laid out anew.
 
@@ -93,7 +109,7 @@ class HostArena:
         """
         with self._lock:
             self._limit, self.pageable_bytes, self.notes = limit, 0, []
-            self.pinned_peak_bytes = self.pinned_bytes
+            self.pinned_peak_bytes = self._count()
 
     def allocate(self, nbytes: int) -> Block:
         """Return an unpinned block of ``nbytes`` whose pages are not touched yet. Raises MemoryError if the
@@ -115,21 +131,26 @@ class HostArena:
         if self._limit is not None and (over := self.pinned_bytes + size - self._limit) > 0:
             self.reclaim(over)
         with self._lock:
-            if self._limit is not None and self.pinned_bytes + size > self._limit:
+            if self._limit is not None and self._count() + size > self._limit:
                 return self._refused(block, f"the RAM budget of {self._limit} bytes is reached")
-            self.pinned_bytes += size
+            self._counted_bytes += size
         address = block.data.data_ptr()
-        reason = self._pinner.register(address, size)
-        if reason is not None:
-            with self._lock:
-                self.pinned_bytes -= size
-                return self._refused(block, reason)
+        # The driver must unregister the memory before the memory is unmapped; this finalizer runs first. It is made
+        # before the memory is registered, so that an interrupt between the two leaves nothing registered.
+        finalizer = weakref.finalize(block, _unregister, self._unpinned, self._pinner, address, size)
+        try:
+            reason = self._pinner.register(address, size)
+            if reason is None:
+                block.pinned, block.registered_bytes, block._finalizer = True, size, finalizer
+        except BaseException:
+            finalizer()
+            raise
         with self._lock:
-            self.pinned_peak_bytes = max(self.pinned_peak_bytes, self.pinned_bytes)
-        block.pinned, block.registered_bytes = True, size
-        # The driver must unregister the memory before the memory is unmapped; this finalizer runs first.
-        finalizer = weakref.finalize(block, _unregister, self, self._pinner, address, size)
-        block._finalizer = finalizer
+            if reason is not None:
+                finalizer.detach()
+                self._counted_bytes -= size
+                return self._refused(block, reason)
+            self.pinned_peak_bytes = max(self.pinned_peak_bytes, self._count())
         return True
 
     def pin_anew(self, blocks: Iterable[Block]) -> None:
@@ -157,11 +178,10 @@ class HostArena:
                 logger.warning("carom: %s", note)
 
 
-def _unregister(arena: HostArena, pinner: Pinner, address: int, size: int) -> None:
-    """Unregister pinned memory and reduce the arena's count."""
+def _unregister(unpinned: deque[int], pinner: Pinner, address: int, size: int) -> None:
+    """Unregister pinned memory, and let the arena subtract its bytes. Takes no lock (see `HostArena._unpinned`)."""
+    unpinned.append(size)
     pinner.unregister(address)
-    with arena._lock:
-        arena.pinned_bytes -= size
 
 
 def _as_tensor(memory: memoryview) -> torch.Tensor:
