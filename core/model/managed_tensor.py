@@ -31,6 +31,7 @@ from ..common.errors import UnsupportedError
 from .compiling import quiet
 from .gradient_hooks import REGISTER_HOOKS, delay_hooks
 from .interpose import refuse_capture
+from .new_parameter import MakesParameters
 from .override_queries import ForOperators
 
 if TYPE_CHECKING:
@@ -334,7 +335,7 @@ def plain(func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
 
 
-class ManagedTensor:
+class ManagedTensor(MakesParameters):
     """Base class of the tensor subclasses that streamed tensors have while a session streams the module.
 
     ``_carom``: the tensor's `Home`, which refers to the streamer.
