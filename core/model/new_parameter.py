@@ -56,7 +56,7 @@ class MakesParameters:
             if type(value) is not torch.Tensor or (home is not None and home.runtime.computing()):
                 # The value is read from where it waits, or it is in a slot, which is overwritten later.
                 value = value.clone(memory_format=torch.preserve_format)
-        value.__class__ = type(self)
+        value.__class__ = type(self)  # type: ignore[assignment]
         value.__dict__["_wanted"] = wanted
         return value
 
