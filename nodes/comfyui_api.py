@@ -96,6 +96,13 @@ def unload(patcher: Any) -> None:
         unload_model(patcher)
 
 
+def wipe_casts(module: torch.nn.Module) -> None:
+    """Undo ComfyUI's load of ``module``: restore whether its weights are cast, and remove its patch functions."""
+    import comfy.model_patcher  # type: ignore[import-not-found]
+
+    comfy.model_patcher.wipe_lowvram_weight(module)
+
+
 def kept_free() -> int:
     """Return the bytes of device memory to leave to other programs; 0 unless a reserve applies.
 

@@ -93,6 +93,8 @@ class CaromPatcher:
                 own_memory(self.model)
                 carom.note = f"ComfyUI keeps the weights: {error}"
                 comfyui_api.say(f"Carom: {carom.note}", self._settings.node)
+        if self.model.current_weight_patches_uuid is None:
+            forget_casts(self.model)
         return super().load(  # type: ignore[misc]
             device_to, *args, lowvram_model_memory=lowvram_model_memory, force_patch_weights=force_patch_weights,
             full_load=full_load, **kwargs,
@@ -103,6 +105,7 @@ class CaromPatcher:
         carom, model = self._carom, self.model
         if not carom.active and model.current_weight_patches_uuid is not None:
             self._unload()  # ComfyUI had loaded the model itself
+        forget_casts(model)
         carom.active = True
         try:
             if carom.suspended and carom.from_disk:
@@ -309,6 +312,18 @@ class CaromPatcher:
             carom.remember_room()
             comfyui_api.say(carom.line(carom.held, carom.stall_share()), self._settings.node)
         return super().cleanup(*args, **kwargs)  # type: ignore[misc]
+
+
+def forget_casts(model: torch.nn.Module) -> None:
+    """Take back the casts and patch functions that ComfyUI left on the modules of a model that it unloaded.
+
+    Where casts are forced (text encoders, ModelComputeDtype), ComfyUI's whole load marks each module as its low-VRAM
+    load does, and unloading removes only the marks of low-VRAM loads. The next low-VRAM load attaches no patch to a
+    module with the mark.
+    """
+    for module in model.modules():
+        if hasattr(module, "prev_comfy_cast_weights"):
+            comfyui_api.wipe_casts(module)
 
 
 def settings_of(patcher: Any) -> Settings | None:

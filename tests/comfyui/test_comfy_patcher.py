@@ -242,6 +242,36 @@ def test_patches_are_applied_on_the_fly_and_a_change_moves_no_weight(comfy, sess
     assert sessions == ["open"]
 
 
+@pytest.mark.parametrize("unloaded", [False, True])
+@pytest.mark.parametrize("loader", ["ComfyUI", "Carom"])
+def test_patches_reach_a_model_that_was_loaded_whole_with_forced_casts(comfy, loader, unloaded):
+    """As every text encoder is, and every model behind ModelComputeDtype."""
+    patcher = make(comfy, mode="auto")
+    patcher.force_cast_weights = True
+    first = strip(patcher.clone()) if loader == "ComfyUI" else patcher
+    assert torch.equal(run(first), plain_result(comfy))
+    assert first.loaded_size() == comfy.management.module_size(first.model)
+    patched = patcher.clone()
+    patched.add_patches(difference(), 1.0)
+    first.detach(unpatch_all=unloaded)
+    offer = 3 * BLOCK - patched.loaded_size()
+    assert torch.equal(run(patched, offer), plain_result(comfy, difference()))
+    assert streaming_of(patched.model).streams
+    patched.detach(unpatch_all=False)
+    assert torch.equal(run(patcher, 0), plain_result(comfy))
+
+
+def test_patches_reach_a_model_that_comfyui_loads_in_part_after_a_whole_load(comfy):
+    patcher = make(comfy, mode="auto")
+    patcher.force_cast_weights = True
+    run(patcher)
+    streaming_of(patcher.model).note = "ComfyUI keeps the weights"
+    patched = patcher.clone()
+    patched.add_patches(difference(), 1.0)
+    patcher.detach()
+    assert torch.equal(run(patched, 1), plain_result(comfy, difference()))
+
+
 def test_patches_of_weights_that_cannot_be_cast_on_the_fly_are_merged(comfy):
     patches = {"diffusion_model.scale": ("diff", (torch.full((WIDTH,), 0.5),))}
     patcher = make(comfy, LIMIT)

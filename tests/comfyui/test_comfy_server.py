@@ -397,6 +397,58 @@ def test_text_encoders_stream_too(server):
     assert again["hash"]["hash"] != reference["hash"]
 
 
+def encoded(server: Server, loader: dict, *chain: str) -> str:
+    """Return the hash of a prompt's conditioning, after the nodes ``chain`` (each takes and gives a text encoder)."""
+    nodes = {"clip": loader, "unet": node("UNETLoader", unet_name="flux.safetensors", weight_dtype="default")}
+    source = ["clip", 0]
+    for number, kind in enumerate(chain):
+        made = node(kind, clip=source)
+        if kind == "CaromOffloadCLIP":
+            made["inputs"].update(mode="stream", vram="90MiB")
+        if kind == "LoraLoader":
+            made["inputs"].update(
+                model=["unet", 0], lora_name="clip_l.safetensors", strength_model=0.0, strength_clip=1.0
+            )
+        nodes[f"n{number}"] = made
+        source = [f"n{number}", 1 if kind == "LoraLoader" else 0]
+    nodes["encode"] = node("CLIPTextEncode", clip=source, text="a lighthouse")
+    nodes["hash"] = node("CaromTestHash", value=["encode", 0])
+    return server.run(nodes)["hash"]["hash"][0]
+
+
+def test_a_lora_reaches_a_text_encoder_that_its_loader_has_loaded_whole(server):
+    loader = node("CLIPLoader", clip_name="clip_l.safetensors", type="stable_diffusion")
+    ours = node(
+        "CaromLoadCLIP", clip_name="clip_l.safetensors", type="stable_diffusion", mode="stream", vram="90MiB"
+    )
+    server.free()
+    first = encoded(server, loader, "CaromOffloadCLIP", "LoraLoader")
+    server.free()
+    reference = encoded(server, loader, "LoraLoader", "CaromTestLowVramClip")
+    plain = encoded(server, loader)
+    assert first == reference != plain
+    assert encoded(server, ours, "LoraLoader") == reference
+    assert encoded(server, ours) == plain
+    for _ in range(2):  # the same loader's encoder, whole and streamed in turns
+        assert encoded(server, loader) == plain
+        assert encoded(server, loader, "LoraLoader", "CaromOffloadCLIP") == reference
+        assert encoded(server, loader, "CaromOffloadCLIP") == plain
+
+
+def test_a_lora_reaches_a_model_with_forced_casts_that_was_loaded_whole(server):
+    def cast(graph: Graph) -> Graph:
+        return graph.then("ModelComputeDtype", dtype="fp32")
+
+    def streamed(graph: Graph) -> Graph:
+        return graph.then("CaromOffload", mode="stream", vram="8MiB")
+
+    server.free()
+    plain = hash_of(server, cast(stock("flux")))  # loaded whole
+    first = hash_of(server, streamed(lora(cast(stock("flux")))))
+    assert first == hash_of(server, lora(cast(stock("flux"))).then("CaromTestLowVram")) != plain
+    assert hash_of(server, streamed(cast(stock("flux")))) == plain
+
+
 ENCODERS = {  # type: (files, budget)
     "stable_audio": (["t5_base"], "64MiB"),
     "pixart": (["t5_xxl"], "16MiB"),

@@ -47,6 +47,10 @@ def main(comfyui: str, folder: str) -> None:
         for k, v in weights(clip_l(), 7, torch.float16).items()
     }
     save(clip, models / "text_encoders" / "clip_l.safetensors")
+    save(
+        lora(clip, 17, ("fc1.weight",), "text_encoders.clip_l.transformer."),
+        models / "loras" / "clip_l.safetensors",
+    )
     for kind, encoder in text_encoders():
         save(encoder, models / "text_encoders" / f"{kind}.safetensors")
     whole = {"model.diffusion_model." + k: v for k, v in unet.items()}
@@ -227,14 +231,18 @@ def gguf(flux_weights: dict[str, Any], path: Path) -> None:
     writer.close()
 
 
-def lora(flux_weights: dict[str, Any], seed: int) -> dict[str, Any]:
+def lora(
+    model_weights: dict[str, Any], seed: int, ends: tuple[str, ...] = ("qkv.weight", "linear1.weight", "mlp.0.weight"),
+    prefix: str = "diffusion_model.",
+) -> dict[str, Any]:  # fmt: skip
+    """Return a LoRA of the weights whose names end with one of ``ends``. ``prefix``: of the names in the LoRA."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for name, tensor in flux_weights.items():
-        if tensor.dim() == 2 and name.endswith(("qkv.weight", "linear1.weight", "mlp.0.weight")):
-            base = "diffusion_model." + name.removesuffix(".weight")
+    for name, tensor in model_weights.items():
+        if tensor.dim() == 2 and name.endswith(ends):
+            base = prefix + name.removesuffix(".weight")
             found[f"{base}.lora_down.weight"] = (
                 torch.randn(LORA_RANK, tensor.shape[1], generator=generator) * 0.1
             )

@@ -125,6 +125,7 @@ class ModelPatcher:
         self.injections: dict = {}
         self.attachments: dict = {}
         self.is_injected = self.skip_injection = False
+        self.force_cast_weights = False
         self.patches_uuid = uuid.uuid4()
         self.cached_patcher_init: Any = None
         self.pinned: set = set()
@@ -170,6 +171,7 @@ class ModelPatcher:
         )
         copy.patches = {key: list(found) for key, found in self.patches.items()}
         copy.patches_uuid, copy.parent = self.patches_uuid, self
+        copy.force_cast_weights = self.force_cast_weights
         copy.object_patches, copy.attachments = dict(self.object_patches), dict(self.attachments)
         copy.injections = {key: list(found) for key, found in self.injections.items()}
         copy.is_injected, copy.skip_injection = self.is_injected, self.skip_injection
@@ -256,6 +258,9 @@ class ModelPatcher:
                     _wipe(module)
                     held += size
                     whole.append((path, module, names))
+                    if self.force_cast_weights and hasattr(module, "comfy_cast_weights"):
+                        module.prev_comfy_cast_weights = module.comfy_cast_weights
+                        module.comfy_cast_weights = True
             for path, module, names in whole:
                 if not getattr(module, "comfy_patched_weights", False):
                     for name in names:
@@ -538,7 +543,7 @@ def installed(models: Path) -> Iterator[types.SimpleNamespace]:
         load_checkpoint_guess_config=load_checkpoint_guess_config,
     )  # fmt: skip
     patcher = module(
-        "comfy.model_patcher", ModelPatcher=ModelPatcher, ModelPatcherDynamic=ModelPatcherDynamic,
+        "comfy.model_patcher", ModelPatcher=ModelPatcher, ModelPatcherDynamic=ModelPatcherDynamic, wipe_lowvram_weight=_wipe,
         CoreModelPatcher=lambda *args, **options: (ModelPatcherDynamic if state.dynamic else ModelPatcher)(*args, **options),
     )  # fmt: skip
     ops = module("comfy.ops", disable_weight_init=types.SimpleNamespace(Linear=Linear))

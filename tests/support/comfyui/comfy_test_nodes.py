@@ -259,6 +259,25 @@ class CompileBlocks:
         return (copy,)
 
 
+def low_vram(copy):
+    """Let the patcher ``copy`` use ComfyUI's own low-VRAM path. Dynamic patchers apply patches on the fly anyway."""
+    own = type(copy)
+
+    def load(self, device_to=None, *args, **kwargs):
+        import comfy.model_patcher
+
+        if self.is_dynamic():  # its load has an argument that says when patches changed
+            return own.load(self, device_to, *args, **kwargs)
+        if self.model.current_weight_patches_uuid is None:
+            # Marks of a whole load with forced casts, because of which ComfyUI's low-VRAM load attaches no patch.
+            for module in self.model.modules():
+                comfy.model_patcher.wipe_lowvram_weight(module)
+        return own.load(self, device_to, 1, False, False)
+
+    copy.__class__ = type("LowVram" + own.__name__, (own,), {"load": load})
+    return copy
+
+
 class LowVram:
     """A node that uses ComfyUI's own low-VRAM path, which applies patches at each use and is the reference for that."""
 
@@ -269,17 +288,22 @@ class LowVram:
         return {"required": {"model": ("MODEL",)}}
 
     def make(self, model):
-        copy = model.clone()
-        own = type(copy)
+        return (low_vram(model.clone()),)
 
-        def load(self, device_to=None, *args, **kwargs):
-            if (
-                self.is_dynamic()
-            ):  # it applies them on the fly anyway, and has an argument that says when they changed
-                return own.load(self, device_to, *args, **kwargs)
-            return own.load(self, device_to, 1, False, False)
 
-        copy.__class__ = type("LowVram" + own.__name__, (own,), {"load": load})
+class LowVramClip:
+    """The same for a text encoder, which is unloaded first, because its loader has loaded it whole."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("CLIP",), "make", "carom-test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"clip": ("CLIP",)}}
+
+    def make(self, clip):
+        copy = clip.clone()
+        copy.patcher.detach()
+        low_vram(copy.patcher)
         return (copy,)
 
 
@@ -442,6 +466,7 @@ NODE_CLASS_MAPPINGS = {
         CompileNode,
         CompileBlocks,
         LowVram,
+        LowVramClip,
         Squeeze,
         Listen,
         Heard,
