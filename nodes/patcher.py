@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..core.common.errors import BudgetError, CaromError, UnsupportedError
+from ..core.model.new_parameter import without_values
 from ..core.streaming.pass_retry import OutOfMemory
 from . import comfyui_api
 from .inference_tensors import own_memory, own_tensors
@@ -292,6 +293,15 @@ class CaromPatcher:
         if not self._carom.active:
             return super().pin_weight_to_device(*args, **kwargs)  # type: ignore[misc]
         return None
+
+    def model_state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
+        """Return ComfyUI's state dict, whose parameters are cast, patched and read when they are written to the file.
+
+        Of the parameters that it is made of ComfyUI uses only shape and dtype, so weights that wait packed or on disk
+        are not read for them.
+        """
+        with without_values():
+            return super().model_state_dict_for_saving(*args, **kwargs)  # type: ignore[misc]
 
     # -- clones and runs
 

@@ -17,12 +17,14 @@ import carom
 import pytest
 import torch
 from carom.core.host import arena
+from carom.core.placement.packed_tensor import PackedTensor
 from carom.nodes import comfyui_api as nodes_host
 from carom.nodes import node_settings, opening, streaming
 from carom.nodes.node_settings import Settings
 from carom.nodes.patcher import CaromPatcher, settings_of, strip, wear
 from carom.nodes.shared_ram import suspended_models
 from carom.nodes.streaming import known_streaming, streaming_of
+from safetensors.torch import load_file, save_file
 from tests_comfy_server import PATHS, PYTHON, REASON
 from tests_comfy_stand_in import installed
 from tests_inside import inside
@@ -1122,6 +1124,30 @@ def test_packed_weights_take_patches_and_survive_unloading(comfy, monkeypatch, c
     for name, value in patcher.model.state_dict().items():
         assert torch.equal(value, fresh.state_dict()[name]), name
     assert torch.equal(run(patcher), plain_result(comfy))
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_streaming_model_is_saved_with_the_values_and_patches_of_comfyuis_own(
+    comfy, monkeypatch, tmp_path, codec, patched
+):
+    monkeypatch.setattr("carom.core.placement.packer.LEAST", 1)
+    monkeypatch.setattr("carom.core.placement.packed_tensor.MAX_PACKED_RATIO", 2.0)
+    read, value = [], PackedTensor.value
+    monkeypatch.setattr(PackedTensor, "value", lambda self, *a: (read.append(self), value(self, *a))[1])
+    saved = []
+    own = comfy.ModelPatcher(filled(Model(comfy.Linear)), load_device=CPU, offload_device=CPU)
+    for patcher, offer in ((own, UNLIMITED), (make(comfy, LIMIT, codec=codec), UNLIMITED)):
+        if patched:
+            patcher.add_patches(difference(), 0.5)
+        run(patcher, offer)
+        read.clear()
+        found = patcher.model_state_dict_for_saving(patcher.model.diffusion_model, "diffusion_model.")
+        assert not read, "weights that wait packed were read before they are written"
+        save_file(found, tmp_path / "model.safetensors")
+        saved.append(load_file(tmp_path / "model.safetensors"))
+    assert saved[0].keys() == saved[1].keys() and bool(read) == (codec == "lossless")
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
 
 
 @pytest.mark.parametrize("codec", ["raw", "lossless"])

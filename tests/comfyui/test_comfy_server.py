@@ -15,7 +15,8 @@ from typing import Any
 
 import carom
 import pytest
-from safetensors.torch import save_file
+import torch
+from safetensors.torch import load_file, save_file
 from tests_comfy_graphs import CODEC, LIMITS, SHAPES, Graph, hash_of, lora, ours, stock, told_by
 from tests_comfy_server import OPTIONS, PATHS, PYTHON, REASON, PromptFailed, Server, node
 
@@ -560,6 +561,61 @@ def test_checkpoint_with_clip_and_vae(server):
     for vae in ("comfyui", "stream"):
         mine = node("CaromLoadCheckpoint", ckpt_name="sd15.safetensors", mode="stream", vram="90MiB", vae=vae)
         assert server.run(checkpoint_prompt(mine))["hash"]["hash"] == reference["hash"]
+
+
+def saved_by(server: Server, prompt: dict) -> dict:
+    """Run a prompt that saves models; return the tensors of its files, by file and name."""
+    folder = server.base / "output"
+    shutil.rmtree(folder, ignore_errors=True)
+    server.run(prompt)
+    files = {path.name: load_file(path) for path in sorted(folder.rglob("*.safetensors"))}
+    # The tiny encoder's file has no projection. ComfyUI leaves it as it finds the memory.
+    return {
+        (file, name): value
+        for file, found in files.items()
+        for name, value in found.items()
+        if not name.endswith("text_projection.weight")
+    }
+
+
+def test_saved_models_are_those_of_the_stock_loader(server):
+    def model(graph: Graph, **widgets: Any) -> dict:
+        graph.nodes["load"]["inputs"].update(widgets)
+        return {**graph.prompt(), "save": node("ModelSave", model=graph.model, filename_prefix="model")}
+
+    def checkpoint(loader: dict) -> dict:
+        parts = {"model": ["load", 0], "clip": ["load", 1], "vae": ["load", 2]}
+        return {
+            "load": loader,
+            "save": node("CheckpointSave", **parts, filename_prefix="all"),
+            "encoder": node("CLIPSave", clip=["load", 1], filename_prefix="encoder"),
+        }
+
+    def bits(value: torch.Tensor) -> torch.Tensor:
+        return value.reshape(-1).view(torch.uint8)
+
+    streams = {"ckpt_name": "sd15.safetensors", "mode": "stream", "vram": "90MiB"}
+    mine_and_theirs = {
+        "raw": (model(ours("flux"), codec="raw"), model(stock("flux"))),
+        "packed with LoRA": (model(lora(ours("flux")), codec="lossless"), model(lora(stock("flux")))),
+        "disk with LoRA": (model(lora(ours("flux")), ram="4MiB"), model(lora(stock("flux")))),
+        "fp8": (
+            model(ours("flux", name="flux_float8_e4m3fn", vram="6MiB")),
+            model(stock("flux", name="flux_float8_e4m3fn")),
+        ),
+        "checkpoint": (
+            checkpoint(node("CaromLoadCheckpoint", vae="stream", **streams)),
+            checkpoint(node("CheckpointLoaderSimple", ckpt_name="sd15.safetensors")),
+        ),
+    }
+    for kind, (mine, theirs) in mine_and_theirs.items():
+        server.free()  # a prompt whose nodes are all cached saves nothing
+        found, expected = saved_by(server, mine), saved_by(server, theirs)
+        assert found.keys() == expected.keys() and found, kind
+        for name, value in found.items():
+            assert value.dtype == expected[name].dtype and torch.equal(bits(value), bits(expected[name])), (
+                name
+            )
 
 
 def pack(server: Server, carom_cli: Any, source: str, *options: str) -> Path:

@@ -100,6 +100,23 @@ class Ejector:
         self.patcher.skip_injection = self.before
 
 
+class LazyCastingParam(nn.Parameter):
+    """A weight that is cast and patched when safetensors moves it to the CPU."""
+
+    def __new__(cls, patcher: Any, key: str, tensor: torch.Tensor) -> Any:
+        return super().__new__(cls, tensor)
+
+    def __init__(self, patcher: Any, key: str, tensor: torch.Tensor) -> None:
+        self.patcher, self.key = patcher, key
+
+    @property
+    def device(self) -> Any:
+        return torch.device("meta", 1)  # any but the CPU
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.patcher.patch_weight_to_device(self.key, CPU, return_weight=True).to("cpu")
+
+
 class ModelPatcher:
     """The static patcher: weights are moved at loading, or cast by their modules if memory is short."""
 
@@ -217,14 +234,25 @@ class ModelPatcher:
     def unpin_all_weights(self) -> None:
         self.pinned.clear()
 
-    def patch_weight_to_device(self, key: str, device_to: Any = None) -> None:
-        if key not in self.patches:
-            return
+    def patch_weight_to_device(self, key: str, device_to: Any = None, return_weight: bool = False) -> Any:
         owner, leaf = _owner(self.model, key)
         weight = getattr(owner, leaf)
-        self.backup.setdefault(key, weight.to(self.offload_device))
+        if key not in self.patches:
+            return weight
         merged = _patched(self.patches[key], weight.to(device_to or weight.device, copy=True))
+        if return_weight:
+            return merged
+        self.backup.setdefault(key, weight.to(self.offload_device))
         setattr(owner, leaf, nn.Parameter(merged, requires_grad=False))
+        return None
+
+    def model_state_dict_for_saving(self, model: Any = None, prefix: str = "") -> dict:
+        found = (model or self.model).state_dict()
+        for key in found:
+            owner, leaf = _owner(self.model, prefix + key)
+            if hasattr(owner, "comfy_cast_weights") and not getattr(owner, "comfy_patched_weights", False):
+                found[key] = LazyCastingParam(self, prefix + key, getattr(owner, leaf))
+        return found
 
     def load(
         self, device_to: Any = None, lowvram_model_memory: float = 0, force_patch_weights: bool = False,
