@@ -37,15 +37,16 @@ def _expansion(mask, ones):
     ``ones``: the result of `_byte_counts`.
     """
     zeros = (0x08080808 - ones) * 0x01010101
-    zero_bits = ~mask << 1 & 0xFEFEFEFE
+    # Written without `~`: in Triton 3.8 the interpreter cannot invert a uint32 with numpy 2.
+    zero_bits = ((mask ^ 0xFFFFFFFF) << 1) & 0xFEFEFEFE
     parity = _parity_below(zero_bits)
     by1 = parity & mask
     left = (mask ^ by1) | (by1 >> 1)
-    zero_bits &= ~parity
+    zero_bits ^= zero_bits & parity
     parity = _parity_below(zero_bits)
     by2 = parity & left
     left = (left ^ by2) | (by2 >> 2)
-    by4 = _parity_below(zero_bits & ~parity) & left
+    by4 = _parity_below(zero_bits ^ (zero_bits & parity)) & left
     return zeros & 0xFF, (zeros >> 8) & 0xFF, (zeros >> 16) & 0xFF, by1, by2, by4
 
 
