@@ -3,8 +3,9 @@
 Two kinds of subclasses exist: quantised weights wrap several tensors, and GGUF's weights dress one tensor (they add
 attributes to it). While a weight is taken apart ("open"), its module holds the inner tensors as separate parameters,
 which stream like any other. The module's ``weight`` is then a property, which builds the weight from the inner tensors
-wherever they are at that moment. The inner tensors come from torch's own protocol (``__tensor_flatten__``), so this
-file depends on no quantisation format.
+wherever they are at that moment. A state dict has the weight under its own name, and loading one replaces the whole
+weight: ComfyUI finds the weights of a LoRA or a merge by these names. The inner tensors come from torch's own protocol
+(``__tensor_flatten__``), so this file depends on no quantisation format.
 """
 
 from __future__ import annotations
@@ -51,9 +52,22 @@ class Wrapping:
         if self.parts:
             inner = dict(zip(self.parts, found, strict=True))
             return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)  # type: ignore[attr-defined]
-        dressed: Any = _undressed(found[0]).as_subclass(self.kind)  # type: ignore[arg-type]
+        return self.dress(found[0])
+
+    def dress(self, tensor: Any) -> torch.Tensor:
+        """Return the value of ``tensor`` as a tensor of the weight's class, with the weight's attributes."""
+        dressed: Any = _undressed(tensor).as_subclass(self.kind)  # type: ignore[arg-type]
         dressed.__dict__.update(self.attributes)
         return dressed
+
+    def saved(self, module: nn.Module, inner: list[torch.Tensor]) -> torch.Tensor:
+        """Return the tensor that represents the weight in a state dict. ``inner``: what represents the inner tensors.
+
+        An inner tensor without bytes in memory stays as it is: its value is read when it is used.
+        """
+        if self.parts:
+            return self.together(module)
+        return inner[0] if isinstance(inner[0], (AwayParameter, AwayTensor)) else self.dress(inner[0])
 
 
 def take_apart(root: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -76,8 +90,11 @@ def dresses(opened: list[tuple[nn.Module, str]]) -> bool:
 
 
 def put_together(opened: list[tuple[nn.Module, str]]) -> None:
-    """Make every weight of ``opened`` a parameter again, over the same memory."""
-    for module, name in opened:
+    """Make every weight of ``opened`` a parameter again, over the same memory.
+
+    The weight that was opened last comes first, so that parameters of a module return to their places.
+    """
+    for module, name in reversed(opened):
         if name in module.__dict__.get(_TABLE, {}):
             _close(module, name)
 
@@ -146,7 +163,10 @@ def _dress(module: nn.Module) -> None:
         return
     if (own, names) not in _classes:
         members: dict[str, Any] = {name: _property(name) for name in names}
-        _classes[own, names] = type(own.__name__, (own,), {**members, "__setattr__": _set, "_carom_own": own})
+        members.update(
+            __setattr__=_set, _save_to_state_dict=_save, _load_from_state_dict=_load, _carom_own=own
+        )
+        _classes[own, names] = type(own.__name__, (own,), members)
     module.__class__ = _classes[own, names]
 
 
@@ -167,3 +187,28 @@ def _set(module: nn.Module, name: str, value: Any) -> None:
         setattr(module, name, value)
         return
     nn.Module.__setattr__(module, name, value)
+
+
+def _save(module: Any, destination: dict, prefix: str, keep_vars: bool) -> None:
+    """Save the module as its own class does, with each open weight under its own name and in its place.
+
+    A class that saves its weights itself (ComfyUI-GGUF) reads them through the properties.
+    """
+    saved: dict[str, Any] = {}
+    module._carom_own._save_to_state_dict(module, saved, prefix, keep_vars)
+    opened = {}
+    for name, wrapping in module.__dict__[_TABLE].items():
+        inner = [saved.pop(prefix + piece) for piece in wrapping.names if prefix + piece in saved]
+        if inner:
+            opened[name] = wrapping.place, wrapping.saved(module, inner)
+    items = list(saved.items())
+    for name, (place, weight) in reversed(opened.items()):
+        items.insert(place, (prefix + name, weight))
+    destination.update(items)
+
+
+def _load(module: Any, *args: Any, **kwargs: Any) -> None:
+    """Load a state dict into the whole weights, as the module's own class does."""
+    for name in reversed(list(module.__dict__[_TABLE])):
+        _close(module, name)
+    module._load_from_state_dict(*args, **kwargs)

@@ -56,8 +56,8 @@ def needs_gguf() -> None:
         pytest.skip("the package gguf is not installed in the Python of COMFYUI_PYTHON")
 
 
-def gguf() -> Graph:
-    return Graph("flux", node("CaromTestLoadGGUF", unet_name="flux_q8.gguf"), steps=4)
+def gguf(name: str = "flux_q8", loader: str = "CaromTestLoadGGUF") -> Graph:
+    return Graph("flux", node(loader, unet_name=f"{name}.gguf"), steps=4)
 
 
 def gguf_on_disk(graph: Graph) -> Graph:
@@ -96,6 +96,30 @@ def test_lora_over_gguf_weights_that_are_read_from_their_file(server):
     assert hash_of(server, gguf_on_disk(gguf())) == wanted[0]
     assert spilled(server) == before
     assert hash_of(server, gguf()) == wanted[0]
+
+
+@pytest.mark.parametrize("ram", ["auto", f"{RAM}"])
+@pytest.mark.parametrize("name", ["flux_q8", "flux_f16"])
+@pytest.mark.parametrize("loader", ["CaromTestLoadGGUF", "UnetLoaderGGUF"])
+def test_a_lora_of_every_gguf_weight_stands_from_the_second_prompt(server, loader, name, ram):
+    """Norms, biases and embedders are of plain types in every file. While the model streams, ComfyUI finds them too."""
+    needs_gguf()
+    if loader not in server.get("/object_info"):
+        pytest.skip(f"no pack with {loader} here: COMFYUI_PACKS names folders of packs to install beside")
+
+    def streamed(graph: Graph) -> Graph:
+        return graph.then("CaromOffload", mode="stream", vram="6MiB", ram=ram)
+
+    plain = hash_of(server, gguf(name, loader))
+    server.free()
+    patched = hash_of(server, lora(gguf(name, loader), "every_weight"))
+    server.free()
+    assert plain != patched
+    assert hash_of(server, streamed(gguf(name, loader))) == plain
+    for _ in range(2):
+        assert hash_of(server, streamed(lora(gguf(name, loader), "every_weight"))) == patched
+        assert hash_of(server, lora(streamed(gguf(name, loader)), "every_weight")) == patched
+        assert hash_of(server, streamed(gguf(name, loader))) == plain
 
 
 def test_a_controlnet_beside_a_model_whose_weights_are_on_disk(server):

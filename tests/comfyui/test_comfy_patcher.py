@@ -631,6 +631,65 @@ def test_wrapped_weights_stream_in_parts_and_come_back_whole(comfy, kind):
         assert isinstance(weight, kind) and isinstance(weight, nn.Parameter)
 
 
+def dress_biases(model: Any) -> Any:
+    """Give the biases of the first block the class of the weights, as GGUF loaders give every tensor theirs."""
+    with torch.inference_mode():
+        for layer in (model.diffusion_model.blocks[0].up, model.diffusion_model.blocks[0].down):
+            layer.bias = nn.Parameter(layer.bias.detach().as_subclass(Dressed), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("kind", [Scaled, Dressed])
+def test_the_state_dict_of_streamed_wrapped_weights_has_their_own_names_and_values(comfy, kind):
+    """ComfyUI finds the weights of a LoRA or a merge by these names."""
+    model = dress_biases(wrapped_model(comfy, kind))
+    before = {name: plain(value.clone()) for name, value in model.state_dict().items()}
+    parameters = [name for name, _ in model.named_parameters()]
+    patcher = wear(comfy.ModelPatcher(model, CPU, CPU), Settings("stream", str(2 * BLOCK)))
+    with torch.inference_mode():
+        for _ in range(2):
+            run(patcher)
+            now = model.state_dict()
+            assert list(now) == list(before)
+            assert type(now["diffusion_model.blocks.3.up.weight"]) is kind
+            assert all(torch.equal(plain(now[name].clone()), before[name]) for name in before)
+        patcher.detach()
+        assert [name for name, _ in model.named_parameters()] == parameters
+
+
+def test_a_state_dict_is_loaded_into_streamed_wrapped_weights(comfy):
+    with torch.inference_mode():
+        other = dress_biases(wrapped_model(comfy, Dressed))
+        for value in other.state_dict().values():
+            value.mul_(-0.5)
+        new = {name: value.clone() for name, value in other.state_dict().items()}
+        reference = plain(run(comfy.ModelPatcher(other, CPU, CPU), 1))
+        model = dress_biases(wrapped_model(comfy, Dressed))
+        patcher = wear(comfy.ModelPatcher(model, CPU, CPU), Settings("stream", str(2 * BLOCK)))
+        run(patcher)
+        model.load_state_dict(new)
+        for _ in range(2):
+            assert torch.equal(plain(run(patcher)), reference)
+            found = model.state_dict()
+            assert list(found) == list(new)
+            assert all(torch.equal(plain(found[name].clone()), plain(new[name])) for name in new)
+            patcher.detach()
+
+
+def test_patches_of_wrapped_weights_stand_while_the_model_streams(comfy):
+    patcher = wear(
+        comfy.ModelPatcher(wrapped_model(comfy, Dressed), CPU, CPU), Settings("stream", str(2 * BLOCK))
+    )
+    unpatched = plain(run(patcher))
+    patched, stock = patcher.clone(), comfy.ModelPatcher(wrapped_model(comfy, Dressed), CPU, CPU)
+    assert sorted(patched.add_patches(difference())) == sorted(difference())
+    stock.add_patches(difference())
+    patcher.detach(unpatch_all=False)
+    assert torch.equal(plain(run(patched)), plain(run(stock, 1)))
+    patched.detach(unpatch_all=False)
+    assert torch.equal(plain(run(patcher)), unpatched)
+
+
 @pytest.mark.parametrize("timing", ["late", "random"])
 def test_wrapped_weights_are_put_together_of_slots_that_have_arrived(comfy, monkeypatch, timing):
     reference = plain(run(comfy.ModelPatcher(wrapped_model(comfy, Scaled), CPU, CPU), 1))

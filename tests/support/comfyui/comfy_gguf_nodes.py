@@ -6,9 +6,11 @@ use dequantises them. Patches (LoRA) are attributes of the weights, and each use
 
 import torch
 
+PLAIN = ("F32", "F16")  # types whose tensors torch computes with
+
 
 class Blocks(torch.Tensor):
-    """The bytes of a tensor in GGUF's blocks.
+    """The bytes of a tensor in GGUF's blocks, or a tensor of a plain type, which is of this class too.
 
     ``kind``: the type of the blocks; ``size``: the shape of the weight; ``patches``: ComfyUI's patches of the weight;
     ``key``: its name in ComfyUI.
@@ -46,13 +48,16 @@ def read(path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of memory that is not writable
             data = torch.from_numpy(tensor.data)
-        if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
-            found[tensor.name] = data.view(size)
-        else:
-            blocks = data.as_subclass(Blocks)
-            blocks.kind, blocks.size = tensor.tensor_type, size
-            found[tensor.name] = blocks
+        if tensor.tensor_type.name in PLAIN:
+            data = data.view(size)
+        blocks = data.as_subclass(Blocks)
+        blocks.kind, blocks.size = tensor.tensor_type, size
+        found[tensor.name] = blocks
     return found
+
+
+def quantised(tensor):
+    return isinstance(tensor, Blocks) and tensor.kind.name not in PLAIN
 
 
 def operations():
@@ -69,14 +74,17 @@ def operations():
                         setattr(self, name, tensor)
 
             def _save_to_state_dict(self, destination, prefix, keep_vars):
-                # Names and sizes only, as in ComfyUI-GGUF. ComfyUI finds the weights that a LoRA names here.
+                # As in ComfyUI-GGUF: names and sizes only of quantised weights. ComfyUI finds what a LoRA names here.
+                if not (quantised(self.weight) or quantised(self.bias)):
+                    super()._save_to_state_dict(destination, prefix, keep_vars)
+                    return
                 for name in ("weight", "bias"):
                     tensor = getattr(self, name)
                     if tensor is not None:
                         destination[f"{prefix}{name}"] = torch.zeros_like(tensor, device="meta")
 
             def forward_comfy_cast_weights(self, input, *args, **kwargs):
-                if not isinstance(self.weight, Blocks):
+                if not quantised(self.weight):
                     return super().forward_comfy_cast_weights(input, *args, **kwargs)
                 plain = self.weight.as_subclass(torch.Tensor).cpu().numpy()
                 values = gguf.quants.dequantize(plain, self.weight.kind)
@@ -104,7 +112,7 @@ def patcher_class():
 
         def patch_weight_to_device(self, key, device_to=None, *args, **kwargs):
             weight = comfy.utils.get_attr(self.model, key)
-            if not isinstance(weight, Blocks):
+            if not quantised(weight):
                 super().patch_weight_to_device(key, device_to, *args, **kwargs)
             elif key in self.patches:
                 patched = weight.to(device_to)
@@ -114,7 +122,7 @@ def patcher_class():
         def unpatch_model(self, device_to=None, unpatch_weights=True):
             if unpatch_weights:
                 for weight in self.model.parameters():
-                    if isinstance(weight, Blocks):
+                    if quantised(weight):
                         weight.patches = []
             return super().unpatch_model(device_to, unpatch_weights)
 

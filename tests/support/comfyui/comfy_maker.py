@@ -32,9 +32,12 @@ def main(comfyui: str, folder: str) -> None:
     save(weights(flux(), 2), models / "diffusion_models" / "flux2nd.safetensors")
     for kind, found in quantised(flux_weights):
         save(found, models / "diffusion_models" / f"flux_{kind}.safetensors")
-    gguf(flux_weights, models / "diffusion_models" / "flux_q8.gguf")
+    gguf(flux_weights, models / "diffusion_models" / "flux_q8.gguf", "Q8_0")
+    gguf(flux_weights, models / "diffusion_models" / "flux_f16.gguf", "F16")
     save(lora(flux_weights, 3), models / "loras" / "flux.safetensors")
     save(lora(flux_weights, 4), models / "loras" / "other.safetensors")
+    every = lora(flux_weights, 18, ("",)) | differences(flux_weights, 19)
+    save(every, models / "loras" / "every_weight.safetensors")
     save(weights(wan(), 5), models / "diffusion_models" / "wan.safetensors")
     unet = weights(sd15(), 6, torch.float16)
     save(unet, models / "diffusion_models" / "sd15.safetensors")
@@ -208,9 +211,10 @@ def quantised(flux_weights: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
         yield kind, found
 
 
-def gguf(flux_weights: dict[str, Any], path: Path) -> None:
-    """Write Q8_0 blocks in llama.cpp's format for node packs that load it; do nothing if the package gguf is not
-    installed.
+def gguf(flux_weights: dict[str, Any], path: Path, of_blocks: str) -> None:
+    """Write llama.cpp's format for node packs that load it; do nothing if the package gguf is not installed.
+
+    ``of_blocks``: the type of the matrices in Flux's blocks. All other tensors are of type F32.
     """
     try:
         import gguf as package  # type: ignore[import-not-found]
@@ -221,7 +225,7 @@ def gguf(flux_weights: dict[str, Any], path: Path) -> None:
     for name, tensor in flux_weights.items():
         value = tensor.float().numpy()
         if "_blocks." in name and tensor.dim() == 2:
-            kind = package.GGMLQuantizationType.Q8_0
+            kind = package.GGMLQuantizationType[of_blocks]
             writer.add_tensor(name, package.quants.quantize(value, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, value)
@@ -249,6 +253,20 @@ def lora(
             found[f"{base}.lora_up.weight"] = (
                 torch.randn(tensor.shape[0], LORA_RANK, generator=generator) * 0.1
             )
+    return found
+
+
+def differences(flux_weights: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Return patches that add to the biases and norms, which no low-rank patch reaches."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, tensor in flux_weights.items():
+        base, _, leaf = name.rpartition(".")
+        if tensor.dim() == 1:
+            kind = f"{base}.diff_b" if leaf == "bias" else f"{name.removesuffix('.weight')}.diff"
+            found[f"diffusion_model.{kind}"] = torch.randn(tensor.shape, generator=generator) * 0.1
     return found
 
 
