@@ -4,14 +4,15 @@ device events.
 The meter never waits for the device, except in `Meter.finish`: the events of a step are converted to seconds
 once all of them have completed. A step is one forward of the root module (the module that the session
 streams) or, in training, everything from the first forward after a backward to the end of the last backward
-before the next forward. So a step of a GPipe schedule has the forwards and the backwards of all microbatches,
+before the next forward. A forward of a part of the root (a module below it) that is called outside the root's
+forward counts like one of the root, but figures of steps without the root are kept apart. So a step of a GPipe schedule has the forwards and the backwards of all microbatches,
 and a step of a 1F1B schedule mostly has those of one. A unit is a group of weights that are copied together.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -69,14 +70,18 @@ class Meter:
 
     # -- called by the streamer while a step runs
 
-    def forward_begins(self, gradient: bool) -> None:
-        """Record the start of a forward of the root module. ``gradient``: whether a backward may follow."""
+    def forward_begins(self, gradient: bool, part: int = 0) -> None:
+        """Record the start of a forward. ``gradient``: whether a backward may follow. ``part``: the id of the part
+        whose forward it is, 0 for the root.
+        """
         step = self._open
         if step is not None and step.end is not None:
             most = max(_FORWARDS, self._most_backwards)
-            if gradient and step.gradient and step.turn is None and step.forwards < most:
+            if gradient and step.gradient and step.turn is None and step.forwards[part] < most:
                 step.end = None  # another forward of the same step, before the step's backward
-                step.forwards += 1
+                if part == 0 == step.forwards[0]:
+                    self._profile(gradient)
+                step.forwards[part] += 1
                 return
             self._close()
         # Recording events takes host time, so only the first steps and some later steps are timed. Bytes are
@@ -84,6 +89,14 @@ class Meter:
         self.timing = self._steps < _TIMED_FIRST or self._steps % _TIMED_EVERY < 2 or self._profile_next
         self._profile_next = False
         self._steps += 1
+        self.profiling = False
+        if part == 0:
+            self._profile(gradient)
+        self._closed = None
+        self._open = StepEvents(self._engine.mark(), gradient, self.timing, forwards=Counter([part]))
+
+    def _profile(self, gradient: bool) -> None:
+        """Time every unit of the root's forward that begins, in some early steps."""
         self.profiling = self.timing and self._kinds[gradient] in _PROFILED
         if self.profiling and self.watches_host and self._mark_seconds is None:
             began = time.perf_counter()
@@ -91,17 +104,25 @@ class Meter:
                 self._engine.mark()
             self._mark_seconds = (time.perf_counter() - began) / _MARKS
         self._kinds[gradient] += 1
-        self._closed = None
-        self._open = StepEvents(self._engine.mark(), gradient, self.timing)
 
     def no_backward(self) -> None:
         """Mark the running forward as a whole step, because none of its outputs requires gradients."""
-        if self._open is not None and self._open.forwards == 1:
+        if self._running and self._open is not None and self._open.forwards.total() == 1:
             self._open.gradient = False
 
+    @property
+    def _running(self) -> bool:
+        """Whether a forward or backward of the open step is in progress."""
+        return self._open is not None and self._open.end is None
+
+    def forward_failed(self) -> None:
+        """Discard the step whose forward raised an error."""
+        if self._running:
+            self.abandon()
+
     def forward_ends(self) -> None:
-        """Record the end of the root's forward. This ends the step, unless a backward may follow."""
-        if self._open is not None:
+        """Record the end of a forward. This ends the step, unless a backward may follow."""
+        if self._open is not None and self._running:
             self._open.end, self._open.end_clock = self._engine.mark(), time.perf_counter()
             if not self._open.gradient:
                 self._close()

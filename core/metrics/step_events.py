@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -63,7 +64,9 @@ class StepEvents:
     timed: bool
     end: Any = None
     turn: Any = None  # event recorded where the backward begins
-    forwards: int = 1
+    forwards: Counter[int] = field(
+        default_factory=Counter
+    )  # number of forwards: 0 for the root, else by part
     backwards: int = 0
     clock: float = field(default_factory=time.perf_counter)  # host time when the step began
     turn_clock: float = math.inf  # host time when the backward began
@@ -109,6 +112,7 @@ class StepEvents:
         peer = [copy for copy in self.copies if copy.from_peer]
         return StepFigures(
             train=self.turn is not None,
+            root=self.forwards[0] > 0,
             timed=self.timed,
             seconds=seconds,
             copied_bytes=_bytes(host),

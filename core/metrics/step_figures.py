@@ -21,6 +21,7 @@ class StepFigures:
     ``peer_copied_bytes``, ``peer_seconds``: the same of copies from other devices.
     ``late_seconds``: seconds of the forward in which the device had finished one unit and the host had not
     reached the next; None where units were not timed.
+    ``root``: whether the root's forward ran in the step, and not only forwards of its parts.
     ``..._by_phase``: pairs (forward, backward).
     """
 
@@ -38,6 +39,7 @@ class StepFigures:
     compute_by_phase: tuple[float, float]
     bytes_by_phase: tuple[int, int]
     late_seconds: float | None = None
+    root: bool = True
     peer_bytes: int = 0
     peer_copied_bytes: int = 0
     peer_seconds: float = 0.0
@@ -84,7 +86,7 @@ def step_profile(
     if not forwards:
         return None
     train = forwards[-1][0]
-    timed = [step for step in figures if step.train == train and step.timed]
+    timed = [step for step in figures if step.train == train and step.root and step.timed]
     timed = timed[2:] or timed[-1:]
     if not timed:
         return None
@@ -111,7 +113,8 @@ def medians(
     source: str,
     disk: float | None = None,
 ) -> Medians:
-    """Return medians over the steps of the latest kind (inference or training) in ``figures``.
+    """Return medians over the steps of the latest kind (inference or training, with or without the root's forward) in
+    ``figures``.
 
     ``split``: the parts of a step that ran under the profiler. ``profile``: of `step_profile`. ``source``: the clock of
     the figures ("events" or "clock"). ``disk``: the drive's rate in bytes/s, or None. In the roofline, the drive
@@ -119,8 +122,8 @@ def medians(
     """
     if not figures:
         return Medians()
-    train = figures[-1].train
-    steps = [step for step in figures if step.train == train]
+    train, root = figures[-1].train, figures[-1].root
+    steps = [step for step in figures if (step.train, step.root) == (train, root)]
     # In the first two steps the order of use is learnt and caches are filled. Leave them out if there are other steps.
     steps = steps[2:] or steps[-1:]
     timed = [step for step in steps if step.timed] or steps

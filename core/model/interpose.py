@@ -48,17 +48,24 @@ class Wrapped:
     def __bool__(self) -> bool:
         return bool(self._undo)
 
-    def forward(self, module: nn.Module, make: Callable[[Callable], Callable], lasts: bool = False) -> None:
+    def forward(
+        self,
+        module: nn.Module,
+        make: Callable[[Callable], Callable],
+        lasts: bool = False,
+        traced: bool = False,
+    ) -> None:
         """Replace ``module``'s forward by ``make(inner)``, where ``inner`` is the present forward.
 
         ``lasts``: keep this wrapper outermost. Wrappers that Carom sets later are then inserted between this
         wrapper and the module's own forward, unless other code has wrapped the forward in the meantime.
+        ``traced``: let torch.compile trace the wrapper, which must then call nothing of Carom's while it is compiled.
         """
         before = module.__dict__.get("forward")
         if isinstance(before, _Forward) and before.lasts and before.live:
             self._undo.append(before.insert_behind(make))
             return
-        front = _Forward(make, module.forward, before, lasts)
+        front = (_TracedForward if traced else _Forward)(make, module.forward, before, lasts)
         module.forward = front  # type: ignore[method-assign]
 
         def undo() -> None:
@@ -206,6 +213,13 @@ def _without_session(inner: Callable, memo: dict) -> Callable:
     if copy is None:
         return inner
     return functools.partial(type(copy).forward, copy)
+
+
+class _TracedForward(_Forward):
+    """A wrapper that torch.compile traces, so that it does not break the graph."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs) if self.live else self._inner(*args, **kwargs)
 
 
 untraced(_Forward.__call__)

@@ -387,7 +387,9 @@ class LayoutManager:
             placement.tier.guard()
             # A wrapped forward of a resident would break the graph of compiled code. So in a compiled module,
             # all residents are loaded when a pass begins.
-            module.hooks.wrap_units(streamer, placement.tier.arriving and not self.planner.compiled())
+            compiled = self.planner.compiled()
+            arriving = placement.tier.arriving and not compiled
+            module.hooks.wrap_units(streamer, arriving, () if compiled else carving.units)
             return Layout(wanted, carving, plan, placement, streamer, meter, Tree(module.root))
         except BaseException:
             self._take_down(reuse=False, keep=True)
@@ -477,12 +479,10 @@ class LayoutManager:
             self._enter_parked(Phase.PARKED)
 
     def _enter_parked(self, phase: Phase) -> None:
-        """Enter the phase ``phase``. All weights are on the host or in their file, and only the root's
-        forward is wrapped.
-        """
+        """Enter the phase ``phase``. All weights are on the host or in their file."""
         if self._placement is not None:
             self._placement.tier.dress()
-        self.module.hooks.wrap_root()  # the next forward of the root makes a layout again
+        self.module.hooks.wrap_parked()  # the next forward makes a layout again
         self._enter(phase)
 
     # -- checks of a request

@@ -1,4 +1,6 @@
-"""`Passes`: a session's actions before and after a pass, that is, a forward of its root module."""
+"""`Passes`: a session's actions before and after a pass, that is, a forward of its root module, or a forward of a
+part of it that is called outside the root's forward.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +53,13 @@ class Passes:
         """
         return self._recovery.watches
 
+    @property
+    def watches_parts(self) -> bool:
+        """The same for passes of a part. A host application describes the arguments of the root only (`follow_room`), so
+        these passes run again only where the budget follows the device.
+        """
+        return self._memory.governor is not None
+
     def ready(self) -> bool:
         """Prepare for a pass. Makes another layout if one is due. Returns False if the session is closed."""
         manager = self._manager
@@ -90,11 +99,14 @@ class Passes:
                 manager.ledger.promise(0)
             self._policies.plan_next()
 
-    def begins(self, compiling: bool, before: PassSnapshot | None = None) -> tuple[Streamer | None, Any]:
+    def begins(
+        self, compiling: bool, before: PassSnapshot | None = None, part: torch.nn.Module | None = None
+    ) -> tuple[Streamer | None, Any]:
         """Begin a pass. Returns the streamer, and a context manager that encloses the pass.
 
         Returns (None, None) if the session is closed.
         ``before``: the snapshot that `before` returned for the pass.
+        ``part``: the module whose forward the pass is, None for the root.
         """
         manager = self._manager
         managed_tensor.refuse_transforms(manager.module.name)
@@ -111,7 +123,7 @@ class Passes:
             with streamer.lock:
                 if streamer.tier.arriving:
                     streamer.tier.begin_pass(compiling or manager.planner.compiled())
-                streamer.runs.root_begins()
+                streamer.runs.root_begins(*() if part is None else (part,))
         return streamer, manager.engine.step()
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:

@@ -1,8 +1,9 @@
 """The wrappers of a session's root module (the module that it streams): of the forward, of ``_apply``, and of
-the state dict.
+the state dict. The wrapper of forwards that are called outside the root's forward.
 
-A pass is one forward of the root module. A slot is the device memory that holds a streamed unit (a group of
-weights) while it is used.
+A pass is one forward of the root module, or one forward of a part of it (a module below the root) that is
+called outside the root's forward, as the encoder of a VAE is. A slot is the device memory that holds a streamed
+unit (a group of weights) while it is used.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from ..common.errors import UnsupportedError
 from ..model.compiling import compiling, quiet, untraced
 from ..model.home import Home
 from ..model.interpose import NO_PICKLE
+from ..model.managed_tensor import in_backward
 from ..streaming.pass_retry import PassSnapshot
 from ..streaming.streamer import Streamer
 
@@ -27,7 +29,7 @@ OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryErro
 
 
 class PassListener(Protocol):
-    """The interface of the object that the root's wrapped forward calls before and after each pass.
+    """The interface of the object that wrapped forwards call before and after each pass.
 
     ``graphs``: one object for each forward whose backward may still be called.
     """
@@ -48,11 +50,18 @@ class PassListener(Protocol):
         called for each pass.
         """
 
-    def begins(self, compiling: bool, before: PassSnapshot | None) -> tuple[Streamer | None, Any]:
+    @property
+    def watches_parts(self) -> bool:
+        """The same for passes of a part. The arguments of such a pass are not those of the root."""
+
+    def begins(
+        self, compiling: bool, before: PassSnapshot | None, part: nn.Module | None
+    ) -> tuple[Streamer | None, Any]:
         """Begin a pass. Returns the streamer, and a context manager that encloses the pass.
 
         Returns (None, None) if the forward has to run without streaming.
         ``before``: the snapshot that `before` returned for the pass.
+        ``part``: the module whose forward the pass is, None for the root.
         """
 
     def before(self, args: tuple, kwargs: dict) -> PassSnapshot | None:
@@ -107,12 +116,14 @@ class _Graph:
         self._streamer.backward.begins()
 
 
-def _notice_backward(listener: PassListener, streamer: Streamer, given: Any, result: Any) -> None:
+def _notice_backward(
+    listener: PassListener, streamer: Streamer, given: Any, result: Any, part: nn.Module | None
+) -> None:
     """Register hooks on ``result`` that notice the start of a backward, or record that no backward is
     possible.
 
     The hooks are needed even if no unit is streamed.
-    ``given``: the forward's arguments.
+    ``given``: the forward's arguments. ``part``: the module whose forward the pass is, None for the root.
     """
     leaves = tree_leaves(result)
     begins = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
@@ -127,7 +138,7 @@ def _notice_backward(listener: PassListener, streamer: Streamer, given: Any, res
         return
     if not any(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        for leaf in (*tree_leaves(given), *listener.root.parameters())
+        for leaf in (*tree_leaves(given), *(part or listener.root).parameters())
     ):
         streamer.runs.no_backward()
 
@@ -140,49 +151,109 @@ def _root_ends(streamer: Streamer, failed: bool) -> None:
 
 
 def root_forward(listener: PassListener) -> Callable[[Callable], Callable]:
-    """Return a function that wraps the root's forward.
-
-    The wrapped forward begins and ends a pass, and runs the pass again where ``listener`` recovers memory.
-    """
-    begin, end, notice = quiet(listener.begins), quiet(_root_ends), quiet(_notice_backward)
-    recover, look, passed = quiet(listener.recover), quiet(listener.before), quiet(listener.passed)
+    """Return a function that wraps the root's forward, so that each call is a pass."""
 
     def make(inner: Callable) -> Callable:
-        @untraced
-        def run(before: PassSnapshot | None, args: Any, kwargs: Any) -> Any:
-            streamer, watch = begin(compiling() is not None, before)
-            if streamer is None:  # another thread has closed the session meanwhile
-                return inner(*args, **kwargs)
-            failed = True
-            try:
-                with watch:
-                    result = inner(*args, **kwargs)
-                if torch.is_grad_enabled():
-                    notice(listener, streamer, (args, kwargs), result)
-                failed = False
-                return result
-            finally:
-                end(streamer, failed)
+        return _as_pass(listener, None, lambda streamer: inner)
 
-        @untraced
+    return make
+
+
+def part_pass(
+    listener: PassListener, module: nn.Module, streamer: Streamer | None
+) -> Callable[[Callable], Callable]:
+    """Return a function that wraps ``inner``, the forward of ``module`` under the layout of ``streamer``, so that each
+    call is a pass.
+
+    If the beginning of the pass changes the layout, the module's forward of the new layout runs instead.
+    ``streamer``: None while the session is parked.
+    """
+    # A strong reference would form a cycle, because the wrapped forward is an attribute of the module.
+    reference = ref(module)
+
+    def make(inner: Callable) -> Callable:
+        def now(present: Streamer | None) -> Callable:
+            part = reference()
+            return inner if part is None or (present is streamer and present is not None) else part.forward
+
+        return _as_pass(listener, reference, now)
+
+    return make
+
+
+def part_forward(
+    listener: PassListener, module: nn.Module, streamer: Streamer | None
+) -> Callable[[Callable], Callable]:
+    """Return a function that wraps the forward of a module below the root. Calls outside the root's forward and outside
+    backward passes become passes.
+
+    Arguments: those of `part_pass`.
+    """
+    local = None if streamer is None else streamer.runs.local
+
+    def make(inner: Callable) -> Callable:
+        outside = part_pass(listener, module, streamer)(inner)
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            while True:
-                before, watches = None, listener.watches
-                try:
-                    if watches:
-                        before = look(args, kwargs)
-                    result = run(before, args, kwargs)
-                except OutOfMemory as error:
-                    if not recover(error, before):
-                        raise
-                    continue
-                if watches:
-                    passed(args, kwargs, before)
-                return result
+            # torch.compile traces this function, so that compiled code gets no break at modules that do not stream.
+            if torch.compiler.is_compiling() or (local is not None and local.runs) or in_backward():
+                return inner(*args, **kwargs)
+            return outside(*args, **kwargs)
 
         return forward
 
     return make
+
+
+def _as_pass(
+    listener: PassListener,
+    part: Callable[[], nn.Module | None] | None,
+    inner: Callable[[Streamer | None], Callable],
+) -> Callable:
+    """Return a function that begins a pass, runs the forward and ends the pass, and that runs the pass again where
+    ``listener`` recovers memory.
+
+    ``part``: returns the module whose forward the pass is; None for the root.
+    ``inner``: returns the forward to run, for the streamer with which the pass began.
+    """
+    begin, end, notice = quiet(listener.begins), quiet(_root_ends), quiet(_notice_backward)
+    recover, look, passed = quiet(listener.recover), quiet(listener.before), quiet(listener.passed)
+
+    @untraced
+    def run(before: PassSnapshot | None, args: Any, kwargs: Any) -> Any:
+        module = None if part is None else part()
+        streamer, watch = begin(compiling() is not None, before, module)
+        call = inner(streamer)
+        if streamer is None:  # another thread has closed the session meanwhile
+            return call(*args, **kwargs)
+        failed = True
+        try:
+            with watch:
+                result = call(*args, **kwargs)
+            if torch.is_grad_enabled():
+                notice(listener, streamer, (args, kwargs), result, module)
+            failed = False
+            return result
+        finally:
+            end(streamer, failed)
+
+    @untraced
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        while True:
+            before, watches = None, listener.watches if part is None else listener.watches_parts
+            try:
+                if watches:
+                    before = look(args, kwargs)
+                result = run(before, args, kwargs)
+            except OutOfMemory as error:
+                if not recover(error, before):
+                    raise
+                continue
+            if watches:
+                passed(args, kwargs, before)
+            return result
+
+    return forward
 
 
 class Apply:

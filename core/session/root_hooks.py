@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..model.home import Home
 from ..model.interpose import Wrapped, stands_first
+from ..model.units import Unit
 from ..streaming.streamer import Streamer
 from ..streaming.unit import StreamedUnit
 from ..streaming.unit_forward import unit_forward
-from .root_forward import Apply, Movable, PassListener, TrueValues, root_forward
+from .root_forward import Apply, Movable, PassListener, TrueValues, part_forward, part_pass, root_forward
 
 
 class RootHooks:
     """The wrapped forwards and hooks in a session's module tree.
 
     The root (the module that the session streams) stays wrapped from the first layout until the session
-    closes. The forwards of units and the state dict are wrapped while a layout is in effect. `listen` must be
-    called before the other methods.
+    closes. The forwards of units and the state dict are wrapped while a layout is in effect. Forwards of other modules
+    are wrapped so that a call outside the root's forward is a pass. `listen` must be called before the other methods.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -48,11 +50,13 @@ class RootHooks:
         self._root.forward(self._module, root_forward(self._listener), lasts=True)
         self._root.attribute(self._module, "_apply", Apply(self._movable))
 
-    def wrap_units(self, streamer: Streamer, arriving: bool) -> None:
+    def wrap_units(self, streamer: Streamer, arriving: bool, units: Sequence[Unit] = ()) -> None:
         """Wrap the forwards of streamed units and of the root, and register state dict hooks.
 
         ``arriving``: whether to wrap also modules whose weights stay on the device but have not been read
         from their file yet.
+        ``units``: the units of the carving. The outermost modules below the root that contain units are wrapped too.
+        Nothing stands in front of the units that stay on the device.
         """
         if not stands_first(
             self._module
@@ -60,7 +64,12 @@ class RootHooks:
             self._root.undo()
         for unit in streamer.units:
             for module in unit.unit.modules:
-                self._units.forward(module, unit_forward(unit, streamer.runs))
+                as_pass = part_pass(self._listener, module, streamer)
+                self._units.forward(module, unit_forward(unit, streamer.runs, as_pass))
+        inner = {id(module) for unit in units for module in unit.modules}
+        for module in _outermost(self._module):
+            if id(module) not in inner and not inner.isdisjoint(map(id, module.modules())):
+                self._units.forward(module, part_forward(self._listener, module, streamer), traced=True)
         if arriving:
             streamer.tier.wrap_arriving()
         self.wrap_root()
@@ -70,8 +79,17 @@ class RootHooks:
             self._module._register_state_dict_hook(true),
         ]
 
+    def wrap_parked(self) -> None:
+        """Wrap the root's forward and the forwards of all modules below it, for a parked session: the first call of any
+        of them moves the weights to the device again.
+        """
+        for module in self._module.modules():
+            if module is not self._module and _has_forward(module):
+                self._units.forward(module, part_forward(self._listener, module, None), traced=True)
+        self.wrap_root()
+
     def unwrap_units(self) -> None:
-        """Remove all wrappers and hooks of a layout. The root's forward stays wrapped. Idempotent."""
+        """Remove all wrappers and hooks, except that the root's forward stays wrapped. Idempotent."""
         self._units.undo()
         for hook in self._state:
             hook.remove()
@@ -80,6 +98,20 @@ class RootHooks:
         """Remove the session's wrappers from the root's forward and ``_apply``. Idempotent."""
         self._root.undo()
         self._owner = None
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Return whether the class of ``module`` has a forward. Containers such as ModuleList have none."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _outermost(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules below ``root`` that have a forward and lie in no other such module."""
+    for child in root.children():
+        if _has_forward(child):
+            yield child
+        else:
+            yield from _outermost(child)
 
 
 def _names(root: nn.Module, streamed: list[StreamedUnit]) -> dict[str, Home]:

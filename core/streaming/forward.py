@@ -47,6 +47,7 @@ class _ThreadState(threading.local):
 class Runs:
     """The running forwards of one streamer's units and root module.
 
+    ``local``: the state of the present thread's forwards.
     ``to_stay``: names of weights that the next layout should keep on the device, with the reasons.
     """
 
@@ -55,7 +56,10 @@ class Runs:
         self._unit_runs = 0  # number of running unit forwards in all threads
         self._operator_slots = 0  # number of slots used by operators outside a unit's forward
         self._roots = 0  # number of running root forwards
-        self._local = _ThreadState()
+        self.local = self._local = _ThreadState()
+        self._streamed_modules: set[int] = (
+            set()
+        )  # ids of the modules with streamed weights, once one is asked for
         # Ids of threads that see host tensors instead of slots. These threads may keep views of slots for a
         # short time.
         self._hosts: set[int] = set()
@@ -96,27 +100,40 @@ class Runs:
 
     # -- the root module's forward
 
-    def root_begins(self) -> None:
-        """Record that the root's forward starts on this thread."""
+    def root_begins(self, part: torch.nn.Module | None = None) -> None:
+        """Record that a pass starts on this thread: the root's forward, or the forward of ``part``, a module below the
+        root.
+        """
         streamer = self._streamer
         with streamer.lock:
             if not managed_tensor.in_backward():
                 streamer.awaiting_optimizer = False
-            if self._roots == 0 and not streamer.backward.running:
-                streamer.meter.forward_begins(torch.is_grad_enabled())
+            # The forward of a part of which nothing streams is no step, so that the report's medians are not those of
+            # small resident parts.
+            counts = part is None or self._streams(part)
+            if counts and self._roots == 0 and not streamer.backward.running:
+                streamer.meter.forward_begins(torch.is_grad_enabled(), 0 if part is None else id(part))
             self._roots += 1
             self._local.roots.append((len(self._local.entered), self._local.runs))
             self._local.runs += 1
 
+    def _streams(self, part: torch.nn.Module) -> bool:
+        """Return whether a weight of ``part`` or of a module below it streams."""
+        if not self._streamed_modules:
+            sites = (
+                site for unit in self._streamer.units for home in unit.homes for site in home.entry.sites
+            )
+            self._streamed_modules = {id(site.module) for site in sites}
+        return not self._streamed_modules.isdisjoint(map(id, part.modules()))
+
     def no_backward(self) -> None:
-        """Record that the root's forward on this thread has no result from which a backward could start."""
+        """Record that the pass on this thread has no result from which a backward could start."""
         with self._streamer.lock:
             if self._roots == 1 and not self._streamer.backward.running:
                 self._streamer.meter.no_backward()
 
     def root_ends(self, failed: bool) -> None:
-        """Record that the root's forward has ended, and end the runs of units that this thread has not
-        finished.
+        """Record that a pass has ended, and end the runs of units that this thread has not finished.
 
         ``failed``: whether the forward raised an error.
         """
@@ -135,7 +152,7 @@ class Runs:
             if not failed:
                 streamer.meter.forward_ends()
                 return
-            streamer.meter.abandon()
+            streamer.meter.forward_failed()
             self._operator_slots, thread_state.operator_slots = (
                 self._operator_slots - thread_state.operator_slots,
                 0,
