@@ -25,6 +25,7 @@ from torch import nn
 from ..common.errors import UnsupportedError
 from . import managed_tensor
 from .ctx_attributes import pack_node_attributes
+from .flattened_loading import load_inner
 from .tensor_flatten import (
     ObjectSpec,
     SubclassSpec,
@@ -185,6 +186,7 @@ class _FlattenedModule:
         # device, and the wrapper around them.
         self._resident_wrappers: dict[str, tuple[list[Any], Any, CachedWrapper]] = {}
         self._order = list(module._parameters)
+        self._shown = False  # whether the weights are parameters at the moment, for a state dict
         self._not_saved = set(module._non_persistent_buffers_set)
         for name in names:
             wrapper: Any = module._parameters[name]
@@ -205,6 +207,7 @@ class _FlattenedModule:
         self._hooks = [
             module.register_state_dict_pre_hook(self._begin_save),
             module._register_state_dict_hook(self._end_save),
+            module._register_load_state_dict_pre_hook(self._load, with_module=True),
         ]
         self._own_forward = module.__dict__.get("forward")
         self._wrapped = _WrappedForward(self, module.forward)
@@ -215,16 +218,17 @@ class _FlattenedModule:
         """Whether the module still has the weight objects that were flattened."""
         return all(self.module.__dict__.get(name) is weight.wrapper for name, weight in self.weights.items())
 
-    def build(self, name: str, plain: bool = False) -> dict[str, Any]:
+    def build(self, name: str, convert: Callable | None = None) -> dict[str, Any]:
         """Return the weight and its companions, rebuilt from the tensors in the buffers, by attribute name.
 
-        ``plain``: rebuild them from detached plain tensors instead of a session's tensor subclasses.
+        ``convert``: a function that makes the plain tensors from which to rebuild them, if they must not refer to
+        a session's tensor subclasses.
         """
         weight, table = self.weights[name], self.module._buffers
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             parts: list[Any] = [_bytes(table[buffer]) for buffer in weight.buffers]
-            if plain:
-                parts = [part.detach() for part in parts]
+            if convert is not None:
+                parts = [convert(part) for part in parts]
             tensors = iter(parts)
             made: Any = weight.spec.unflatten(tensors)
             if isinstance(weight.spec, WrapperSpec):
@@ -300,18 +304,59 @@ class _FlattenedModule:
         """
         if self.module is module and self.intact:
             for name in self.weights:
-                made = self.build(name, plain=True)
+                made = self.build(name, torch.Tensor.detach)
                 module._parameters[name] = made.pop(name)
                 del module.__dict__[name]
                 module.__dict__.update(made)
+            self._shown = True
             self._reorder()
 
     def _end_save(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
         """Undo `_begin_save`. This is a state-dict hook."""
-        if self.module is module:
+        if self.module is module and self._shown:
+            self._shown = False
             for name in self.weights:
                 if name not in module.__dict__ and module._parameters.pop(name, None) is not None:
                     module.__dict__.update(self.originals(name))
+
+    def _load(
+        self,
+        module: nn.Module,
+        state: dict,
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        *_: Any,
+    ) -> None:
+        """Load the weights' values from a state dict. This is a hook that runs before the module itself loads.
+
+        If a value has another form than its weight, the module gets its weights back as parameters, so that it
+        loads them as it would without a session. The next layout flattens them again.
+        """
+        if self.module is not module or not self.intact:
+            return
+        assign = bool(metadata.get("assign_to_params_buffers"))
+        found = {name: state[prefix + name] for name in self.weights if prefix + name in state}
+        for name, value in found.items():
+            weight = self.weights[name]
+            if assign or not load_inner(module, weight.spec, weight.buffers, value):
+                self._give_copies()
+                return
+        for name in self.weights:
+            if name in found:
+                del state[prefix + name]
+            elif strict:
+                missing.append(prefix + name)
+
+    def _give_copies(self) -> None:
+        """Register copies of the weights as parameters. They count as replaced weights from then on."""
+        for name in self.weights:
+            made = self.build(name, _copy)
+            self.module._parameters[name] = made.pop(name)
+            del self.module.__dict__[name]
+            self.module.__dict__.update(made)
+        self._reorder()
 
     def _reorder(self) -> None:
         """Restore the original order of the module's parameters."""
@@ -350,6 +395,10 @@ def _bytes(tensor: Any) -> Any:
     Without this call, a wrapper built of such a tensor would use the meta tensor.
     """
     return tensor._carom.read() if managed_tensor.waits_elsewhere(tensor) else tensor
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().clone()
 
 
 def _share_memory(weight: _Weight, data: torch.Tensor) -> None:

@@ -310,11 +310,12 @@ STAY = ("dressed", "taken over", "bitsandbytes int8")  # .to leaves what hangs o
 NO_GRADIENT = ("torchao int4, CPU",)  # _weight_int4pack_mm_for_cpu is for inference
 
 
-def quantised(kind: str, checkpointing: str = "none") -> Net:
+def quantised(kind: str, checkpointing: str = "none", seed: int = 5) -> Net:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+        torch.manual_seed(seed)
         net = Net(checkpointing).requires_grad_(False)
-        KINDS[kind](net)
+        if kind != "none":
+            KINDS[kind](net)
     return net.requires_grad_(False)  # quanto's weights say that they take gradients
 
 
@@ -435,6 +436,77 @@ def test_the_same_objects_are_back_afterwards(kind):
             found = tensor_flatten.flatten(weight)[1][tensor_flatten.is_data_subclass(weight) :]
             assert all(a is b for a, b in zip(parts, found, strict=True))
     assert_same(before, infer(net, torch.device("cpu")))
+
+
+# bitsandbytes' int8 layers load nothing before their first forward on a GPU.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bitsandbytes int8"])
+def test_a_state_dict_is_saved_and_loaded_as_without_a_session(kind):
+    """Also where a class saves its weights itself, or does not load what it saved (bitsandbytes)."""
+    cpu, strict = torch.device("cpu"), kind not in LOAD_NOT_ALL
+    new = {name: value.detach() for name, value in quantised(kind, seed=6).state_dict().items()}
+    plain, net = quantised(kind).eval(), quantised(kind).eval()
+    with carom.stream(net, device="cpu", vram=least_vram(net, "cpu") * 2):
+        before = infer(net, cpu)
+        assert_same_state(plain, net)
+        for model in (plain, net):
+            model.load_state_dict(new, strict=strict)
+        assert_same_state(plain, net)
+        after = infer(net, cpu)
+        assert not torch.equal(before[0], after[0])
+        assert_same(infer(plain, cpu), after)
+        del new["blocks.0.up.weight"]
+        if strict:
+            with pytest.raises(RuntimeError, match='Missing key.*: "blocks.0.up.weight"'):
+                net.load_state_dict(new)
+    assert_same(infer(plain, cpu), infer(net, cpu))
+
+
+LOAD_NOT_ALL = ("bitsandbytes nf4", "bitsandbytes fp4")  # these do not load the scales that they save
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_values_of_another_form_are_loaded_as_without_a_session(assign):
+    """Here plain values for torchao's wrappers: copied, they are refused; assigned, they replace the weights."""
+    cpu = torch.device("cpu")
+    models = [quantised("torchao int8").eval() for _ in range(2)]
+    with carom.stream(models[1], device="cpu", vram=least_vram(quantised("none"), "cpu") * 2):
+        infer(models[1], cpu)
+        new, errors = quantised("none", seed=6).state_dict(), []
+        for model in models:
+            try:
+                model.load_state_dict(new, assign=assign)
+                errors.append("")
+            except RuntimeError as error:
+                errors.append(str(error))
+        assert errors[0] == errors[1] and bool(errors[0]) is not assign
+        for _ in range(2):
+            assert_same_state(*models)
+            assert_same(infer(models[0], cpu), infer(models[1], cpu))
+    assert_same_state(*models)
+
+
+def test_a_state_dict_keeps_weights_that_were_put_in_the_place_of_others():
+    net = quantised("dressed").eval()
+    with carom.stream(net, device="cpu", vram=least_vram(net, "cpu") * 2):
+        infer(net, torch.device("cpu"))
+        layer = net.blocks[1].up
+        layer.weight = Int8(torch.ones(2 * D, D, dtype=torch.int8), layer.weight.state, layer)
+        for _ in range(2):
+            assert (net.state_dict()["blocks.1.up.weight"] == 1).all()
+
+
+def assert_same_state(plain: nn.Module, net: nn.Module) -> None:
+    """Assert that two models have equal state dicts, with the names in the same order."""
+    wanted, found = plain.state_dict(), net.state_dict()
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        assert_same(inner_bytes(value), inner_bytes(found[name]))
+
+
+def inner_bytes(tensor: torch.Tensor) -> list[torch.Tensor]:
+    parts = tensor_flatten.flatten(tensor)[1] if tensor_flatten.is_wrapper(tensor) else [tensor]
+    plain = [part.detach().as_subclass(torch.Tensor) for part in parts]
+    return [part.contiguous().flatten().view(torch.uint8) for part in plain]
 
 
 def carom_parameter() -> type:
