@@ -4,7 +4,8 @@ After it, the bytes of the tensors are on disk: the system can drop their pages 
 `MappedViews` finds them, so they stream from the file as the views of a checkpoint do. The file is deleted when
 the last tensor that uses it is freed, at the latest at the end of the process. Files of killed processes are
 deleted by the next `spill` that writes to the same folder, and so are all files on Windows, which keeps a mapped
-file. Bytes that this process has spilled before, and still has, are not written again.
+file. Bytes that are in a file of this process already are not written again. Each call maps the file anew, so no two
+tensors share memory.
 
 The CRC-32 of each tensor is computed while it is written, and kept in memory (`checksum_of`). `RangeChecks` compares
 what is read later with it.
@@ -45,21 +46,40 @@ _number = itertools.count()
 _lock = threading.Lock()
 
 
-class _Mapping(mmap.mmap):
-    """A private mapping of the spill file ``path``. Views of it keep it alive.
+class _File:
+    """The spill file ``path``, open as ``handle``. It is deleted when the last mapping of it is freed.
 
     ``checksums``: {offset: (bytes, CRC-32)} of the tensors in the file.
+    ``discard``: closes and deletes the file. Idempotent.
     """
 
-    path: str
-    checksums: dict[int, tuple[int, int]]
+    def __init__(self, path: Path, handle: int) -> None:
+        self.path, self.handle = str(path.absolute()), handle
+        self.checksums: dict[int, tuple[int, int]] = {}
+        self.discard = weakref.finalize(self, _discard, handle, path, os.getpid())
+
+    def map(self) -> _Mapping:
+        """Return a new private mapping of the whole file. Raises OSError."""
+        mapping = _Mapping(self.handle, os.fstat(self.handle).st_size, access=mmap.ACCESS_COPY)
+        mapping.file = self
+        return mapping
+
+
+class _Mapping(mmap.mmap):
+    """A private mapping of ``file``. Tensors that are views of it keep it and the file alive.
+
+    Writes to the views stay in this mapping, so two tensors must never be views of the same bytes of one mapping.
+    """
+
+    file: _File
 
 
 _Key = tuple[str, int, int]  # folder, bytes, CRC-32 of a sample
+_Place = tuple[_File, int]  # file, offset
 
-# What is spilled now: mappings and offsets.
-_spilled: dict[_Key, list[tuple[weakref.ref[_Mapping], int]]] = {}
-_by_path: weakref.WeakValueDictionary[str, _Mapping] = weakref.WeakValueDictionary()
+# Where the bytes of tensors are in the present files.
+_spilled: dict[_Key, list[tuple[weakref.ref[_File], int]]] = {}
+_by_path: weakref.WeakValueDictionary[str, _File] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -79,30 +99,41 @@ def spill(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) -> li
     """
     where = Path(folder)
     with _lock:
-        for key in [key for key, places in _spilled.items() if not any(place[0]() for place in places)]:
-            del _spilled[key]
+        for key, known_places in list(_spilled.items()):
+            _spilled[key] = [place for place in known_places if place[0]() is not None]
+            if not _spilled[key]:
+                del _spilled[key]
         memories = [memory_of(tensor) for tensor in tensors]
         keys = [_key(where, memory) for memory in memories]
-        found = [_known(memory, key) for memory, key in zip(memories, keys, strict=True)]
+        # One place for each tensor: equal tensors of one call would otherwise be views of the same bytes.
+        taken: set[_Place] = set()
+        found = [_known(memory, key, taken) for memory, key in zip(memories, keys, strict=True)]
         offsets, nbytes = [], 0
         for memory, known in zip(memories, found, strict=True):
             offsets.append(nbytes)
             nbytes += 0 if known else -(-memory.numel() // ALIGN) * ALIGN
+        mappings: dict[_File, _Mapping] = {}
         if nbytes:
-            mapping = _write(
-                where, [m for m, known in zip(memories, found, strict=True) if not known], nbytes
-            )
+            new = _write(where, [m for m, known in zip(memories, found, strict=True) if not known], nbytes)
+            mappings[new.file] = new
             for index, known in enumerate(found):
                 if known is None:
-                    found[index] = mapping, offsets[index]
-                    _spilled.setdefault(keys[index], []).append((weakref.ref(mapping), offsets[index]))
-        return [_spilled_at(tensor, *place) for tensor, place in zip(tensors, found, strict=True) if place]
+                    found[index] = new.file, offsets[index]
+                    _spilled.setdefault(keys[index], []).append((weakref.ref(new.file), offsets[index]))
+        places = [place for place in found if place is not None]
+        for file, _ in places:
+            if file not in mappings:
+                mappings[file] = _map(file)
+        return [
+            _spilled_at(tensor, mappings[file], at)
+            for tensor, (file, at) in zip(tensors, places, strict=True)
+        ]
 
 
 def checksum_of(found: FileRange) -> int | None:
     """Return the CRC-32 with which this process wrote ``found``, None if it is not the range of a spilled tensor."""
-    mapping = _by_path.get(found.file.path)
-    nbytes, crc = (0, None) if mapping is None else mapping.checksums.get(found.offset, (0, None))
+    file = _by_path.get(found.file.path)
+    nbytes, crc = (0, None) if file is None else file.checksums.get(found.offset, (0, None))
     return crc if nbytes == found.nbytes else None
 
 
@@ -111,8 +142,9 @@ def _spilled_at(tensor: torch.Tensor, mapping: _Mapping, offset: int) -> Spilled
     with torch.inference_mode(False):
         flat = torch.frombuffer(mapping, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
         view = flat.as_strided(tensor.shape, tensor.stride())
-    status = os.stat(mapping.path)
-    file = SourceFile(mapping.path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+    path = mapping.file.path
+    status = os.stat(path)
+    file = SourceFile(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
     return Spilled(view, FileRange(file, offset, view.nbytes))
 
 
@@ -124,16 +156,27 @@ def _key(folder: Path, memory: torch.Tensor) -> _Key:
     return str(folder.absolute()), nbytes, crc
 
 
-def _known(memory: torch.Tensor, key: _Key) -> tuple[_Mapping, int] | None:
-    """Return the mapping and offset at which the bytes of ``memory`` were spilled before, or None."""
-    live = [(reference, offset) for reference, offset in _spilled.get(key, ()) if reference() is not None]
-    if key in _spilled:
-        _spilled[key] = live
-    for reference, offset in live:
-        mapping = reference()
-        if mapping is not None and _holds(Path(mapping.path), offset, memory):
-            return mapping, offset
+def _known(memory: torch.Tensor, key: _Key, taken: set[_Place]) -> _Place | None:
+    """Return a place where the bytes of ``memory`` were spilled before and which is not in ``taken``, and add it to
+    ``taken``. Return None if there is none.
+    """
+    for reference, offset in _spilled.get(key, ()):
+        file = reference()
+        if file is None or (file, offset) in taken or not _holds(Path(file.path), offset, memory):
+            continue
+        taken.add((file, offset))
+        return file, offset
     return None
+
+
+def _map(file: _File) -> _Mapping:
+    """Return a new mapping of ``file``. Raises WeightsError if the system refuses it."""
+    try:
+        return file.map()
+    except (OSError, ValueError) as error:
+        raise WeightsError(
+            f"{file.path}: the spilled weights cannot be mapped ({error}); name another folder as disk="
+        ) from error
 
 
 def _holds(path: Path, offset: int, memory: torch.Tensor) -> bool:
@@ -154,17 +197,17 @@ def _holds(path: Path, offset: int, memory: torch.Tensor) -> bool:
 
 def _write(folder: Path, memories: Sequence[torch.Tensor], nbytes: int) -> _Mapping:
     """Write ``memories``, each from a multiple of `ALIGN`, to a new file of ``nbytes`` bytes, and map the file."""
-    checksums: dict[int, tuple[int, int]] = {}
     progress = Progress(sum(memory.numel() for memory in memories))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _delete_abandoned(folder)
-        handle, path = _create(folder)
+        file = _create(folder)
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         reason = error.strerror if isinstance(error, OSError) else error
         raise WeightsError(
             f"disk={str(folder)!r}: no file can be written there ({reason}); name a folder on a local drive"
         ) from error
+    handle = file.handle
     try:
         _reserve(handle, nbytes, folder)
         with ThreadPoolExecutor(1, thread_name_prefix="carom-check") as thread:
@@ -178,27 +221,24 @@ def _write(folder: Path, memories: Sequence[torch.Tensor], nbytes: int) -> _Mapp
                     progress.add(len(chunk))
                     _flush(handle)
                     crc = pending.result()
-                checksums[offset] = len(data), crc
+                file.checksums[offset] = len(data), crc
                 os.lseek(handle, -len(data) % ALIGN, os.SEEK_CUR)
-        mapping = _Mapping(handle, nbytes, access=mmap.ACCESS_COPY)
+        mapping = file.map()
     except BaseException as error:
-        os.close(handle)
-        _delete(path)
+        file.discard()
         if isinstance(error, OSError):
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise _no_room(folder, nbytes) from error
             raise WeightsError(
-                f"{path}: the weights could not be written ({error.strerror}); name another folder as disk="
+                f"{file.path}: the weights could not be written ({error.strerror}); name another folder as disk="
             ) from error
         raise
-    mapping.path, mapping.checksums = str(path.absolute()), checksums
-    _by_path[mapping.path] = mapping
-    weakref.finalize(mapping, _discard, handle, path, os.getpid())
+    _by_path[file.path] = file
     return mapping
 
 
-def _create(folder: Path) -> tuple[int, Path]:
-    """Create an empty file in ``folder`` that `_delete_abandoned` leaves alone. Return its handle and path."""
+def _create(folder: Path) -> _File:
+    """Create an empty file in ``folder`` that `_delete_abandoned` leaves alone."""
     while True:
         # A process in another container may have the same number and write to the same folder.
         path = folder / f"{PREFIX}{os.getpid()}-{next(_number)}{SUFFIX}"
@@ -206,7 +246,7 @@ def _create(folder: Path) -> tuple[int, Path]:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
             _hold(handle)
             if path.exists():
-                return handle, path
+                return _File(path, handle)
             os.close(handle)  # another process deleted the file before it was locked
 
 

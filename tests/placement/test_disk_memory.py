@@ -286,6 +286,24 @@ def test_the_same_bytes_are_written_once(tmp_path):
         assert_same(infer(first, Wide, torch.device("cpu")), infer(second, Wide, torch.device("cpu")))
 
 
+def test_a_weight_written_after_close_does_not_change_another_model(tmp_path):
+    """The two models have equal bytes, so they stream from one file."""
+    first, second, third = wide(), wide(), wide()
+    vram = budget(first, "cpu")
+    for model in (first, second):
+        with carom.stream(model, device="cpu", vram=vram, ram=RAM, disk=tmp_path):
+            pass
+    with torch.no_grad():
+        for weight in first.parameters():
+            weight.add_(1)  # as a LoRA that is merged
+    with carom.stream(third, device="cpu", vram=vram, ram=RAM, disk=tmp_path):
+        assert len(spill_files(tmp_path)) == 1
+    for name, expected in wide().named_parameters():
+        assert torch.equal(first.get_parameter(name), expected + 1), name
+        assert torch.equal(second.get_parameter(name), expected), name
+        assert torch.equal(third.get_parameter(name), expected), name
+
+
 def test_spilled_weights_that_changed_are_written_again(tmp_path):
     model, where = wide(), torch.device("cpu")
     vram = budget(model, "cpu")
