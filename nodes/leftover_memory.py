@@ -17,12 +17,16 @@ from ..core.session.session import Session
 from . import comfyui_api
 from .node_settings import Beyond, beyond_now, remember, rounded, worth
 
+FALL = 4  # a pass that ran out of memory with patches runs again with at most 3/4 of ComfyUI's offer
+
 
 class TakesRoom:
     """The part of a `Streaming` that computes its budget. `Streaming` describes the other attributes.
 
     ``offer``: bytes that ComfyUI last offered for weights; ``kept``: bytes that ComfyUI kept then for everything else;
-    ``beyond``: the remembered additional bytes, one entry for each amount that ComfyUI kept, the smallest amount first.
+    ``beyond``: the remembered additional bytes, one entry for each amount that ComfyUI kept, the smallest amount first;
+    ``needs``: bytes that casts and patches need in passes (see `memory_needed`); ``lacked``: bytes that were missing
+    beside these when a pass with patches ran out of memory.
     """
 
     session: Session | None
@@ -31,8 +35,9 @@ class TakesRoom:
     held: int
     streamed: int
     expected: tuple
-    offer = kept = 0
+    offer = kept = needs = lacked = 0
     beyond: tuple[Beyond, ...] = ()
+    _met = 0  # the value of `needs` for which the present budget was set
 
     @property
     def model(self) -> nn.Module | None:
@@ -42,8 +47,22 @@ class TakesRoom:
     def streams(self) -> bool:
         raise NotImplementedError
 
+    @property
+    def total(self) -> int:
+        raise NotImplementedError
+
     def _measure(self) -> None:
         raise NotImplementedError
+
+    @property
+    def needs_more(self) -> bool:
+        """Whether casts and patches need more memory than those for which the present budget was set."""
+        return self.needs > self._met
+
+    def for_weights(self, offered: float) -> int:
+        """Return the part of the ``offered`` bytes that weights may take: what casts and patches need comes off."""
+        needs = self.needs + (self.lacked if self.needs else 0)
+        return max(0, int(min(offered, self.total + needs)) - needs)
 
     def bound(self, offer: int, device: torch.device, limit: float) -> int:
         """Return the budget in bytes for an ``offer`` of ComfyUI, at most ``limit``.
@@ -52,7 +71,7 @@ class TakesRoom:
         """
         self.follow()
         self.offer, self.kept = offer, comfyui_api.free_bytes(device) + self.held - offer
-        more = beyond_now(self.beyond, self.kept)
+        more = beyond_now(self.beyond, self.kept, self.needs)
         if self.session is not None:
             more = min(more, self.session.beyond)
         return int(min(rounded(offer + int(more)), limit))
@@ -60,10 +79,16 @@ class TakesRoom:
     def follow_room(self, limit: float) -> None:
         """Let the session raise its budget up to ``limit`` by memory that passes leave free.
 
-        Called after every change of the budget.
+        Called after every change of the budget. If a pass with casts or patches runs out of memory with ComfyUI's own
+        offer, it runs again with less: the memory that they need is an estimate.
         """
-        assert self.session is not None
-        self.session.follow_room(rounded(self.offer), comfyui_api.kept_free(), limit, inputs)
+        assert self.session is not None and self.budget is not None
+        base = min(rounded(self.offer), self.budget)
+        least = max(0, base - max(self.needs, base // FALL)) if self.needs else None
+        if self.needs_more:
+            self.session.expect_anew(more=True)
+        self._met = self.needs
+        self.session.follow_room(base, comfyui_api.kept_free(), limit, inputs, least)
 
     def follow(self) -> None:
         """Record a budget that the session changed itself since the last call.
@@ -74,6 +99,8 @@ class TakesRoom:
         if model is None or session is None or self.budget is None:
             return
         if session.vram != self.budget and not self.suspended:
+            if session.vram < min(self.budget, self.offer):
+                self.lacked = max(self.lacked, self.offer - session.vram)
             self.budget = session.vram
             self._left_free(self.budget - self.offer)
             self._measure()
@@ -88,7 +115,7 @@ class TakesRoom:
             self._left_free(self.budget + session.spare - self.offer)
 
     def _left_free(self, beyond: int) -> None:
-        self.beyond = remember(self.beyond, Beyond(max(0, beyond), self.kept))
+        self.beyond = remember(self.beyond, Beyond(max(0, beyond), self.kept, self.needs))
 
     @property
     def taken(self) -> int:

@@ -80,24 +80,25 @@ class Beyond:
     """An addition to ComfyUI's offer, as earlier passes taught it.
 
     ``nbytes``: bytes that the passes left free beyond ComfyUI's offer; ``kept``: bytes that ComfyUI kept for the
-    passes.
+    passes; ``needs``: bytes that casts and patches needed in the passes by Carom's estimate.
     """
 
     nbytes: int
     kept: int
+    needs: int = 0
 
     def covers(self, kept: int) -> bool:
         """Return whether passes for which ComfyUI keeps ``kept`` bytes need no more memory by ComfyUI's estimate."""
         return kept <= KEPT_ALIKE * self.kept
 
 
-def beyond_now(seen: Sequence[Beyond], kept: int) -> int:
+def beyond_now(seen: Sequence[Beyond], kept: int, needs: int = 0) -> int:
     """Return the bytes to add to ComfyUI's offer while ComfyUI keeps ``kept`` bytes for passes.
 
     The first entry of ``seen`` (smallest ``kept`` first) that covers ``kept`` decides. Without such an entry the result
-    is 0.
+    is 0. Passes whose casts and patches needed less than ``needs`` bytes (without the LoRA) do not count.
     """
-    found = next((one for one in seen if one.covers(kept)), None)
+    found = next((one for one in seen if one.covers(kept) and one.needs >= needs), None)
     # If ComfyUI keeps fewer bytes than then, its offer is larger by the difference, which is subtracted here.
     return 0 if found is None else max(0, found.nbytes - max(0, found.kept - kept))
 
@@ -109,7 +110,9 @@ def remember(seen: Sequence[Beyond], new: Beyond) -> tuple[Beyond, ...]:
     that makes an image and then a larger one. With a single remembered size, each change of size would cost a new
     layout.
     """
-    others = [one for one in seen if not (one.covers(new.kept) and new.covers(one.kept))]
+    others = [
+        one for one in seen if not (one.covers(new.kept) and new.covers(one.kept) and one.needs == new.needs)
+    ]
     return tuple(sorted([*others, new], key=lambda one: one.kept)[-SIZES_SEEN:])
 
 

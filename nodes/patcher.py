@@ -22,7 +22,9 @@ from . import comfyui_api
 from .inference_tensors import own_memory, own_tensors
 from .module_roots import move_rest
 from .node_settings import Settings, most_held, next_budget, parse_limit, rounded
+from .patch_memory import memory_needed
 from .streaming import Streaming, streaming_of
+from .watched_patches import watch_patches, watching
 
 KEY = "carom"  # key of Carom's entry in a patcher's attachments, which clones inherit
 NOTHING = 1  # bytes that ComfyUI's own load may put on the device; 0 would mean "everything"
@@ -86,7 +88,7 @@ class CaromPatcher:
             carom.note = ""
         elif not carom.note:
             try:
-                return self._stream(device_to, int(bound), force_patch_weights)
+                return self._stream(device_to, offered, force_patch_weights)
             except CaromError as error:
                 if self._settings.mode == "stream" or isinstance(error, BudgetError):
                     raise
@@ -96,13 +98,17 @@ class CaromPatcher:
                 comfyui_api.say(f"Carom: {carom.note}", self._settings.node)
         if self.model.current_weight_patches_uuid is None:
             forget_casts(self.model)
-        return super().load(  # type: ignore[misc]
-            device_to, *args, lowvram_model_memory=lowvram_model_memory, force_patch_weights=force_patch_weights,
-            full_load=full_load, **kwargs,
-        )  # fmt: skip
+        with watching():
+            return super().load(  # type: ignore[misc]
+                device_to, *args, lowvram_model_memory=lowvram_model_memory, force_patch_weights=force_patch_weights,
+                full_load=full_load, **kwargs,
+            )  # fmt: skip
 
-    def _stream(self, device_to: Any, bound: int, force_patch_weights: bool) -> None:
-        """Let ComfyUI attach its patches, then let the session take the weights or change its budget."""
+    def _stream(self, device_to: Any, offered: float, force_patch_weights: bool) -> None:
+        """Let ComfyUI attach its patches, then let the session take the weights or change its budget.
+
+        ``offered``: bytes of the device that ComfyUI offers for weights.
+        """
         carom, model = self._carom, self.model
         if not carom.active and model.current_weight_patches_uuid is not None:
             self._unload()  # ComfyUI had loaded the model itself
@@ -110,16 +116,19 @@ class CaromPatcher:
         carom.active = True
         try:
             if carom.suspended and carom.from_disk:
-                self._take(bound)  # a weight on disk can be read only while its session is not suspended
+                self._take(offered)  # a weight on disk can be read only while its session is not suspended
             # Keyword arguments, as in ComfyUI's own call: overrides of other node packs rely on them (GGUF).
-            super().load(  # type: ignore[misc]
-                device_to,
-                lowvram_model_memory=NOTHING,
-                force_patch_weights=force_patch_weights,
-                full_load=False,
-            )
-            self._patch_rest(device_to)
-            self._take(bound)
+            with watching():
+                super().load(  # type: ignore[misc]
+                    device_to,
+                    lowvram_model_memory=NOTHING,
+                    force_patch_weights=force_patch_weights,
+                    full_load=False,
+                )
+                self._patch_rest(device_to)
+            watch_patches(model)
+            carom.needs = memory_needed(self)
+            self._take(offered)
         except BaseException:
             carom.close()
             raise
@@ -138,8 +147,9 @@ class CaromPatcher:
             if not (hasattr(owner, "comfy_cast_weights") and leaf in ("weight", "bias")):
                 self.patch_weight_to_device(key, device_to=device_to)  # type: ignore[attr-defined]
 
-    def _take(self, offer: int) -> None:
+    def _take(self, offered: float) -> None:
         carom = self._carom
+        offer = carom.for_weights(offered)
         bound = carom.bound(offer, self.load_device, self._limit())
         try:
             self._settle(bound)
@@ -174,6 +184,8 @@ class CaromPatcher:
         else:
             own_tensors(self.model)
             budget = next_budget(carom.budget, carom.held, carom.streamed, bound, self._limit())
+            if budget is None and carom.needs_more and bound < carom.held:
+                budget = bound  # passes need the memory; a difference is tolerated only where they need what they did
             if budget is not None:
                 carom.resize(budget)
         if self._compiled():
@@ -233,9 +245,9 @@ class CaromPatcher:
             self.patch_model(load_weights=False)  # type: ignore[attr-defined]
             try:
                 if carom.session is None or changed or known is None:
-                    self.load(device_to, max(NOTHING, int(bound)), force, False)
+                    self.load(device_to, max(NOTHING, before + extra_memory), force, False)
                 else:
-                    self._take(int(bound))
+                    self._take(before + extra_memory)
             except Exception:
                 self.detach()  # type: ignore[attr-defined]
                 raise

@@ -99,6 +99,14 @@ def put_together(opened: list[tuple[nn.Module, str]]) -> None:
             _close(module, name)
 
 
+def whole_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Return the parameter ``name`` of ``module``, or what has the shape and dtype of an open weight; no value is read."""
+    wrapping = module.__dict__.get(_TABLE, {}).get(name)
+    if wrapping is None:
+        return module._parameters.get(name)
+    return wrapping.together(module) if wrapping.parts else module._parameters[wrapping.names[0]]
+
+
 def _parts(tensor: Any) -> tuple[tuple[str, ...], Any] | None:
     """Return (names of the inner tensors, context), with no names for a subclass that has memory of its own.
 

@@ -288,6 +288,7 @@ class Session:
         keep: int = 0,
         most: float = math.inf,
         given: Callable[[tuple, dict], Inputs] = lambda args, kwargs: (args, kwargs),
+        least: int | None = None,
     ) -> None:
         """Let the budget rise by the device memory that passes leave free, whenever a faster layout is made
         for other reasons.
@@ -300,18 +301,22 @@ class Session:
         ``given``: returns the arguments that a pass reads, without callables that are called only outside the
         pass. The budget rises only if these arguments are tensors and plain values, so that the pass can run
         again.
+        ``least``: a budget in bytes to which the budget falls if a pass ran out of memory with ``base``
+        (default: none; the pass then fails).
 
         Raises UnsupportedError if the budget follows the device already (``vram="auto"``, or a
         `SharedBudget`).
         """
         with self._manager.lock:
-            self._parts.raise_budget.follow(base, keep, most, given)
+            self._parts.raise_budget.follow(base, keep, most, given, least)
 
-    def expect_anew(self) -> None:
+    def expect_anew(self, more: bool = False) -> None:
         """Record that other programs used the device's memory, so that the next passes may run out of memory
         again.
+
+        ``more``: the next passes may also need more memory than those before, whatever their inputs.
         """
-        self._parts.raise_budget.expect_other_passes()
+        self._parts.raise_budget.expect_other_passes(more)
 
     def forget_room(self) -> None:
         """Let the budget no longer rise above the host application's budget for the rest of the session."""

@@ -137,6 +137,26 @@ def test_lora_before_and_after_and_stacked(server):
     assert hash_of(server, ours("flux")) == plain
 
 
+def test_a_lora_is_whole_although_memory_runs_out_for_it(server):
+    """ComfyUI's adapters catch the OutOfMemory of one weight, and leave its LoRA out. The pass runs again with less."""
+    plain = hash_of(server, ours("flux", vram="12MiB"))
+    reference = hash_of(server, lora(stock("flux")).then("CaromTestLowVram"))
+
+    def short(most: int) -> dict:
+        graph = lora(ours("flux", vram="12MiB")).then("CaromTestShortOfMemory", most=most)
+        return told_by(server, graph)
+
+    try:
+        told = short(10 << 20)
+        assert told["hash"] == [reference] and reference != plain
+        assert told["memory_errors"] == [1] and told["held"][0] <= 10 << 20
+        with pytest.raises(PromptFailed, match="as if"):
+            short(1)  # which no budget is: an error, no wrong image
+    finally:
+        told = short(0)
+    assert told["hash"] == [reference]
+
+
 def test_keyframed_lora_hooks(server):
     def hooked(graph: Graph) -> Graph:
         graph.steps = 4

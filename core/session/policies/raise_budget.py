@@ -42,6 +42,8 @@ class RaiseBudget:
     ``grows_now``: returns whether a review is due before the next pass.
     ``room``: computes the additional bytes, None before `follow`.
     ``base``: bytes of the host application's budget.
+    ``least``: bytes to which the budget falls if a pass ran out of memory with `base`; the same as `base` if
+    it must not.
     ``asked``: the input sizes of passes that did not run out of memory.
     """
 
@@ -52,7 +54,7 @@ class RaiseBudget:
         self._manager, self._ready = manager, ready
         self._thought_over, self._reconsider, self._grows_now = thought_over, reconsider, grows_now
         self.room: BudgetRaise | None = None
-        self.base = 0
+        self.base = self.least = 0
         self._given: Callable[[tuple, dict], Inputs] = lambda args, kwargs: (args, kwargs)
         self._looked = -math.inf
         self.asked: set[Hashable] = set()
@@ -60,8 +62,9 @@ class RaiseBudget:
         self._reconsidered: Placement | None = None
 
     def follow(
-        self, base: int | None, keep: int, most: float, given: Callable[[tuple, dict], Inputs]
-    ) -> None:
+        self, base: int | None, keep: int, most: float, given: Callable[[tuple, dict], Inputs],
+        least: int | None = None,
+    ) -> None:  # fmt: skip
         """Let the budget rise by the memory that passes leave free, as `Session.follow_room` describes."""
         manager = self._manager
         ledger = manager.ledger
@@ -75,6 +78,7 @@ class RaiseBudget:
         else:  # the host application's budget may be smaller than the smallest budget that works
             base = min(max(base, ledger.least_bytes), ledger.vram)
         self.base, self._given = base, given
+        self.least = base if least is None else min(max(least, ledger.least_bytes), base)
         if self.room is None or (self.room.keep, self.room.most) != (keep, most):
             self.room = BudgetRaise(keep, most)
 
@@ -82,12 +86,16 @@ class RaiseBudget:
         """Stop raising the budget, because it follows the device's free memory from now on."""
         self.room = None
 
-    def expect_other_passes(self) -> None:
+    def expect_other_passes(self, more: bool = False) -> None:
         """Record that other programs have used the device's memory since the last pass, so that passes may
         have to run again.
+
+        ``more``: passes may need more memory than those before, so the readings of free memory do not count.
         """
         if self.room is not None:
             self.asked.clear()
+            if more:
+                self.room.begin_anew()
 
     def laid_out(self) -> None:
         """Drop the readings of free memory, because a new layout was made."""
@@ -165,12 +173,12 @@ class RaiseBudget:
         """Return a snapshot of the module's state and inputs before a pass that may have to run again,
         otherwise None.
 
-        A pass may have to run again if the budget is above `base`, or may rise above it before this pass.
+        A pass may have to run again if the budget is above `least`, or may rise above it before this pass.
         """
         room, ledger = self.room, self._manager.ledger
         assert room is not None
         grows = self._grows_now() and self.spare_bytes > 0  # whether the budget may rise before this pass
-        if ledger.vram <= self.base and not grows:
+        if ledger.vram <= self.least and not grows:
             return None
         given = self._given(args, kwargs)
         asking = sizes(*given)
@@ -183,7 +191,7 @@ class RaiseBudget:
             self._cannot_repeat(room)
             return None
         self._ready()  # a layout made after the snapshot would look like a change by the pass
-        if ledger.vram <= self.base:
+        if ledger.vram <= self.least:
             return None
         before = PassSnapshot(self._manager.module.root, args, kwargs, read=given)
         if not before.possible:  # there is not enough memory for copies of the pass's inputs
@@ -201,7 +209,7 @@ class RaiseBudget:
         counted as a failure of the additional bytes. After two failures, these bytes are not tried again.
         """
         beyond = self._manager.ledger.vram - self.base
-        if beyond > 0 and self._go_back("a pass could not be run again"):
+        if beyond > 0 and self._go_back("a pass could not be run again", self.base):
             room.failed(beyond)
 
     def recover(self, error: BaseException, before: PassSnapshot | None) -> bool:
@@ -210,38 +218,40 @@ class RaiseBudget:
         assert room is not None
         self.asked.clear()
         beyond = manager.ledger.vram - self.base
-        if beyond <= 0:  # the host application's own budget was too large
+        if beyond > 0:
+            room.failed(beyond)
+        else:  # the host application's own budget was too large
             room.none = True
-            return False
-        room.failed(beyond)
+            if manager.ledger.vram <= self.least:
+                return False
         # If the session is parked because a layout did not fit, the pass has not begun: no state has to be restored.
         if not manager.phase.parked and (before is None or not before.restore()):
             return False
         # The frames of the failed pass would keep its activations alive, and weights that have to leave the
         # device.
         traceback.clear_frames(error.__traceback__)
-        return self._go_back("a pass ran out of memory")
+        return self._go_back("a pass ran out of memory", self.base if beyond > 0 else self.least)
 
-    def _go_back(self, why: str) -> bool:
-        """Make a layout for the budget `base`. Returns False if the layout cannot change now, or if `base` is
-        not smaller than the budget.
+    def _go_back(self, why: str, budget: int) -> bool:
+        """Make a layout for a smaller ``budget``. Returns False if the layout cannot change now, or if the
+        present budget is not larger.
 
         ``why``: the reason, for the log.
         """
         manager = self._manager
         ledger, layout = manager.ledger, manager.layout
         with manager.lock, layout.streamer.lock:
-            base = max(self.base, ledger.least_bytes)
+            budget = max(budget, ledger.least_bytes)
             free = layout.streamer.idle and layout.streamer.unreferenced
             whole = manager.attached or manager.phase.parked
-            if base >= ledger.vram or not free or not whole:
+            if budget >= ledger.vram or not free or not whole:
                 return False
-            before, after = format_size(ledger.vram), format_size(base)
-            logger.info("carom: %s beside %s of weights: back to %s, the host's budget", why, before, after)
+            before, after = format_size(ledger.vram), format_size(budget)
+            logger.info("carom: %s beside %s of weights: back to %s", why, before, after)
             # With a profile, the units to keep on the device are chosen by measured times. Without, choose
             # among those that are there.
             among = layout.resident_names() if manager.wanted.profile is None else None
-            ledger.set(base)
+            ledger.set(budget)
             wanted = dataclasses.replace(manager.present(), residents_among=among)
             if manager.phase.parked:  # the session is parked, and the next pass makes this layout
                 manager.wanted = wanted

@@ -108,6 +108,7 @@ class Hash:
             told["class"] = [type(model).__name__]
             told["held"] = [int(model.loaded_size())]
             told["size"] = [int(model.model_size())]
+            told["memory_errors"] = list(ShortOfMemory.errors)
             session = getattr(model.model.__dict__.get("_carom_streaming"), "session", None)
             if session is not None:
                 told["report"] = [session.report().to_dict()]
@@ -307,6 +308,37 @@ class LowVramClip:
         return (copy,)
 
 
+class ShortOfMemory:
+    """A node that lets LoRA's matrix products raise OutOfMemory while the model's budget exceeds ``most`` bytes.
+
+    ``most``: 0 for no such limit. The errors are counted.
+    """
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
+    own, errors = torch.mm, [0]
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",), "most": ("INT", {"default": 0, "max": 1 << 40})}}
+
+    @classmethod
+    def IS_CHANGED(cls, **_):
+        return float("nan")
+
+    def make(self, model, most):
+        @torch.overrides.wrap_torch_function(lambda *args, **options: args)
+        def mm(*args, **options):
+            session = getattr(model.model.__dict__.get("_carom_streaming"), "session", None)
+            if session is not None and session.vram > most:
+                self.errors[0] += 1
+                raise torch.OutOfMemoryError("as if")
+            return ShortOfMemory.own(*args, **options)
+
+        self.errors[0] = 0
+        torch.mm = mm if most else self.own
+        return (model,)
+
+
 class Squeeze:
     """A node that asks the loaded model for VRAM, as ComfyUI does if another model needs memory."""
 
@@ -467,6 +499,7 @@ NODE_CLASS_MAPPINGS = {
         CompileBlocks,
         LowVram,
         LowVramClip,
+        ShortOfMemory,
         Squeeze,
         Listen,
         Heard,
