@@ -100,7 +100,7 @@ def _pack(slots: SlotRange, value: Any, depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                if slots.low <= value.data_ptr() < slots.high:
+                if managed_tensor.in_slots(slots, value.data_ptr()):
                     return slots.handle(value)
         except RuntimeError:  # the tensor has no storage, so it is no slot view
             pass

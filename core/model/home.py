@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,10 +27,13 @@ class SlotRange(Protocol):
 
     ``low``: the first address.
     ``high``: the address after the last byte.
+    ``mapped``: (first address, address after the last byte) of each unit that kernels read from host memory,
+    because the slots had no room for it.
     """
 
     low: int
     high: int
+    mapped: Sequence[tuple[int, int]]
 
     def handle(self, saved: torch.Tensor) -> Any:
         """Return the `managed_tensor.Handle` that autograd saves instead of ``saved``, a view of a slot."""

@@ -68,20 +68,27 @@ class Handle:
         self.place = (saved.dtype, saved.shape, saved.stride(), start)
 
 
+def in_slots(slots: SlotRange, address: int) -> bool:
+    """Return whether ``address`` is in a slot, or in a unit that kernels read from host memory."""
+    return slots.low <= address < slots.high or any(low <= address < high for low, high in slots.mapped)
+
+
 def push_handles(slots: SlotRange) -> None:
     """Push saved-tensor hooks on this thread that save views of slots as handles. `pop_handles` pops the
     hooks.
 
     The hooks run for every saved tensor, activations included, so they do almost nothing for tensors outside
-    the slots.
+    the slots. Views of units that kernels read from host memory are saved as handles too: a checkpoint counts
+    the tensors that are not, and a unit may be in a slot in forward and in host memory in recomputation.
     """
     outer: Any = _top_hooks(False) if _top_hooks is not None else None
-    low, high, find = slots.low, slots.high, slots.handle
+    low, high, mapped, find = slots.low, slots.high, slots.mapped, slots.handle
     if outer is None:
 
         def pack(tensor: torch.Tensor) -> Any:
             try:
-                if low <= tensor.data_ptr() < high:
+                address = tensor.data_ptr()
+                if low <= address < high or (mapped and in_slots(slots, address)):
                     return find(tensor)
             except RuntimeError:  # a tensor without storage (fake, functional, sparse) is no view of a slot
                 pass
@@ -97,7 +104,8 @@ def push_handles(slots: SlotRange) -> None:
 
     def pack_through(tensor: torch.Tensor) -> Any:
         try:
-            if low <= tensor.data_ptr() < high:
+            address = tensor.data_ptr()
+            if low <= address < high or (mapped and in_slots(slots, address)):
                 return find(tensor)
         except RuntimeError:
             pass

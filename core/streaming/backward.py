@@ -188,14 +188,18 @@ class Backward:
         """Return the handle that autograd keeps in place of ``saved``, a view of a slot. Raises CaromError if
         the slot was reused.
         """
-        offset = saved.data_ptr() - self._streamer.low
-        slot = self._streamer.region.slot_at(offset)
-        if slot is None:
+        streamer, address = self._streamer, saved.data_ptr()
+        if streamer.low <= address < streamer.high:
+            slot = streamer.region.slot_at(address - streamer.low)
+            found = None if slot is None else (slot.unit, address - streamer.low - slot.offset)
+        else:
+            found = streamer.host_mapped.unit_at(address)
+        if found is None:
             raise CaromError(
                 "autograd saves a view of a slot that holds no unit any more; please report this"
             )
-        unit = slot.unit
-        return managed_tensor.Handle(self, unit, unit.in_graphs.token(), saved, offset - slot.offset)
+        unit, start = found
+        return managed_tensor.Handle(self, unit, unit.in_graphs.token(), saved, start)
 
     def continue_use(self, slot: Slot) -> bool:
         """Keep ``slot`` in use after a run of its unit if the run was a recomputation in this thread's

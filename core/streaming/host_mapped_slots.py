@@ -48,6 +48,9 @@ class HostMappedSlots:
         self._streamer = streamer
         self._arena: HostArena | None = None
         self._known: dict[int, _Known] = {}
+        # (first address, address after the last byte) of each entry of `_known`. Hooks on other threads keep this
+        # list, so it is changed in place.
+        self.ranges: list[tuple[int, int]] = []
 
     def start(self, arena: HostArena) -> None:
         """Set ``arena`` as the allocator for copies of units that have no plain bytes on the host (packed
@@ -73,6 +76,14 @@ class HostMappedSlots:
         meter.copied(unit.name, None, unit.nbytes, unit.unit.raw_bytes, False)
         return slot
 
+    def unit_at(self, address: int) -> tuple[StreamedUnit, int] | None:
+        """Return the unit whose bytes in host memory include ``address``, and the offset of ``address`` in it."""
+        for index, known in self._known.items():
+            start = address - known.views.base.data_ptr()
+            if 0 <= start < known.views.base.numel():
+                return self._streamer.units[index], start
+        return None
+
     def _views(self, unit: StreamedUnit) -> Views | None:
         """Return views of the unit's present bytes in host memory, or None if the device cannot address that
         memory.
@@ -83,7 +94,7 @@ class HostMappedSlots:
         with torch.inference_mode(False), torch.no_grad():
             if known is not None:  # kernels may still be reading the outdated copy
                 self._streamer.engine.synchronize()
-                del self._known[unit.index]
+                self._forget(unit.index)
             plain = unit.backing.plain_block()
             block = self._copy_of(unit) if plain is None else plain
             base = self._streamer.engine.mapped(block.data, block.pinned)
@@ -91,7 +102,12 @@ class HostMappedSlots:
                 return None
             views = make_views(unit, base[: unit.nbytes])
         self._known[unit.index] = _Known(unit.version(), views, block, plain is None)
+        self.ranges.append(_range_of(views))
         return views
+
+    def _forget(self, index: int) -> None:
+        """Drop the views of the unit with the number ``index``."""
+        self.ranges.remove(_range_of(self._known.pop(index).views))
 
     def _copy_of(self, unit: StreamedUnit) -> Block:
         """Return a pinned block with a copy of the unit's plain bytes."""
@@ -110,6 +126,13 @@ class HostMappedSlots:
             if known.copied:
                 known.block.unpin()
         self._known.clear()
+        self.ranges.clear()
+
+
+def _range_of(views: Views) -> tuple[int, int]:
+    """Return the first address of the unit's bytes, and the address after the last one."""
+    start = views.base.data_ptr()
+    return start, start + views.base.numel()
 
 
 def no_room(streamer: Streamer, unit: StreamedUnit, stuck: list[Slot]) -> BudgetError:

@@ -83,6 +83,7 @@ class Streamer:
         self.computing, self.in_forward = self.runs.computing, self.runs.in_forward
         self.run_operator, self.handle = self.runs.run_operator, self.backward.handle
         self.host_mapped = HostMappedSlots(self)
+        self.mapped = self.host_mapped.ranges
         self.link = self._link(None)
         self.fixed_bytes = 0  # device memory that the plan reserves outside the region
 
@@ -481,7 +482,7 @@ class Streamer:
         with self.lock:
             for name, home in names.items():
                 tensor = state.get(name)
-                if isinstance(tensor, torch.Tensor) and self.low <= _address(tensor) < self.high:
+                if isinstance(tensor, torch.Tensor) and managed_tensor.in_slots(self, _address(tensor)):
                     state[name] = home.value()
 
     # -- host bytes that change
