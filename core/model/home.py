@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +33,7 @@ class SlotRange(Protocol):
 
     low: int
     high: int
-    mapped: Sequence[tuple[int, int]]
+    mapped: list[tuple[int, int]]
 
     def handle(self, saved: torch.Tensor) -> Any:
         """Return the `managed_tensor.Handle` that autograd saves instead of ``saved``, a view of a slot."""
