@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -66,7 +66,7 @@ class _BlobJob:
     source: PackedSource
     reads: list[DecodedRead] = field(default_factory=list)
     blob: HostBlob | None = None
-    busy: bool = False
+    run: Future[None] | None = None  # while a thread of the pool runs the job, or will
 
     @property
     def urgency(self) -> float:
@@ -82,7 +82,6 @@ class DecodingReader:
         self._lock = threading.Lock()
         self._jobs: OrderedDict[PackedSource, _BlobJob] = OrderedDict()
         self._pool = ThreadPoolExecutor(MAX_RUNNING, thread_name_prefix="carom-decode")
-        self._busy = 0
         self._closed = False
 
     def submit(
@@ -118,18 +117,17 @@ class DecodingReader:
 
     def _submit_jobs(self) -> None:
         """Submit the most urgent blobs to the pool, up to `MAX_RUNNING` at a time."""
-        while self._busy < MAX_RUNNING and not self._closed:
-            waiting = [job for job in self._jobs.values() if job.reads and not job.busy]
+        while not self._closed and sum(job.run is not None for job in self._jobs.values()) < MAX_RUNNING:
+            waiting = [job for job in self._jobs.values() if job.reads and job.run is None]
             if not waiting:
                 return
             job = min(waiting, key=lambda job: job.urgency)
-            job.busy = True
-            self._busy += 1
-            self._pool.submit(self._run, job)
+            # The only record of the run, so that an interrupt cannot leave a job that is marked and not run.
+            job.run = self._pool.submit(self._run, job)
 
     def _drop_idle_blobs(self) -> None:
         """Drop blobs that no read waits for, oldest first, down to `MAX_IDLE_BLOBS`."""
-        idle = [job for job in self._jobs.values() if not job.reads and not job.busy]
+        idle = [job for job in self._jobs.values() if not job.reads and job.run is None]
         for job in idle[: max(0, len(idle) - MAX_IDLE_BLOBS)]:
             del self._jobs[job.source]
 
@@ -156,8 +154,7 @@ class DecodingReader:
             del target  # no reference to the target may be left when the buffer's owner is notified
             read._finish(failure)
         with self._lock:
-            self._busy -= 1
-            job.busy = False
+            job.run = None
             if job.blob is None and not job.reads:
                 self._jobs.pop(job.source, None)
             elif job.source in self._jobs:

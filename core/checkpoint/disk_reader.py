@@ -259,7 +259,12 @@ class DiskReader:
             while len(self._threads) < min(self.policy.workers, len(shared.heap)):
                 thread = threading.Thread(target=_work, args=(shared,), name="carom-disk", daemon=True)
                 self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except BaseException:
+                    if thread.ident is None:  # an interrupt came before the thread began
+                        self._threads.remove(thread)
+                    raise
 
 
 def as_bytes(buffer: Any) -> memoryview:

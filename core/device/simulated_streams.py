@@ -221,7 +221,8 @@ class WeakTensor:
         self._taken = False
 
     def __del__(self) -> None:
-        torch.UntypedStorage._free_weak_ref(self._storage)
+        if hasattr(self, "_storage"):  # not if an interrupt came before it was set
+            torch.UntypedStorage._free_weak_ref(self._storage)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` has the storage that is referenced."""

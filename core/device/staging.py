@@ -34,6 +34,11 @@ class Staging:
         self._taken: list[tuple[int, int, list[Any]]] = []
         self._views: dict[tuple[int, int], torch.Tensor] = {}
 
+    def clear(self) -> None:
+        """Let all of the ring be overwritten at once. Called while the device is idle."""
+        self._head = 0
+        self._taken = []
+
     def take(self, nbytes: int) -> tuple[torch.Tensor, list[Any]]:
         """Return the next ``nbytes`` of the ring (at most all of it), and the events that a copy into them
         has to wait for.

@@ -200,9 +200,26 @@ class BufferPool:
     def evict(self, buffer: Buffer) -> None:
         """Evict the buffer's piece."""
         assert buffer.piece is not None
-        del self.holding[buffer.piece.rank]
+        self.holding.pop(buffer.piece.rank, None)  # an interrupted call may have removed it
         self.eviction.remove(buffer.piece.rank)
         buffer.piece, buffer.ready = None, False
+
+    def recover(self) -> list[Buffer]:
+        """Count anew after an interrupt, and drop the buffers whose piece is not in RAM yet, whatever state their reads
+        are in. Return these. No buffer may be in use, and copies from buffers must be over.
+        """
+        dropped = [b for b in self.buffers if b.pending_reads or (b.piece is not None and not b.ready)]
+        for buffer in dropped:
+            buffer.dropped = True
+        self.buffers = [b for b in self.buffers if not b.dropped]
+        for buffer in self.buffers:
+            buffer.in_use, buffer.copy_event = False, None
+        self.holding = {b.piece.rank: b for b in self.buffers if b.piece is not None}
+        self.eviction.kept.intersection_update(self.holding)
+        held = sum(b.block.data.numel() for b in self.buffers)
+        self._totals.restart(held)
+        self._kept.recover(held)
+        return dropped
 
     def close(self, in_model_order: bool) -> None:
         """Pass the pieces that are in RAM to the kept pieces, and free the other buffers. Reads and copies must be over.

@@ -32,6 +32,7 @@ class Buffer:
     inspection: Any = None  # the result of inspecting the piece's bytes
     read_began: float = 0.0
     pinned: bool = False  # pinning was tried, which is done once, whether it succeeded or not
+    dropped: bool = False  # the cache has dropped the buffer, and ignores the ends of its reads
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class Totals:
         self.read_bytes, self.late_seconds, self.held_bytes = 0, 0.0, 0
         self._seconds, self._since = 0.0, 0.0
         self.spans: deque[tuple[str, float, float, int]] = deque(maxlen=_SPANS)
+
+    def restart(self, held_bytes: int) -> None:
+        """Count anew: nothing is being read, and the buffers take ``held_bytes``."""
+        self.reading, self.held_bytes = 0, held_bytes
 
     def read_begins(self, now: float) -> None:
         """Record that the read of a buffer begins at ``now``."""

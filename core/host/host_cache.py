@@ -134,21 +134,25 @@ class HostCache:
             self._failed.pop(piece.rank, None)
             read_ahead = self.pool.holding.get(piece.rank)
             self._use_order.begin_use(piece)
-            wait_began: float | None = None
-            try:
-                while True:
-                    buffer = self.pool.holding.get(piece.rank)
-                    if read_ahead is not None and buffer is not read_ahead:
-                        self._failed.pop(piece.rank, None)
-                        read_ahead = None
-                    if buffer is not None and buffer.ready:
-                        buffer.in_use = True
-                        return buffer.block.data[: piece.nbytes]
-                    wait_began = wait_began or time.perf_counter()
-                    self._wait_step(piece, buffer)
-            finally:
-                if wait_began is not None:
-                    self._totals.late_seconds += time.perf_counter() - wait_began
+            return self._wait_for(piece, read_ahead)
+
+    def _wait_for(self, piece: CachePiece, read_ahead: Buffer | None) -> torch.Tensor:
+        """Return the bytes of a piece as `acquire` does. ``read_ahead``: the buffer into which it is being read."""
+        wait_began: float | None = None
+        try:
+            while True:
+                buffer = self.pool.holding.get(piece.rank)
+                if read_ahead is not None and buffer is not read_ahead:
+                    self._failed.pop(piece.rank, None)
+                    read_ahead = None
+                if buffer is not None and buffer.ready:
+                    buffer.in_use = True
+                    return buffer.block.data[: piece.nbytes]
+                wait_began = wait_began or time.perf_counter()
+                self._wait_step(piece, buffer)
+        finally:
+            if wait_began is not None:
+                self._totals.late_seconds += time.perf_counter() - wait_began
 
     def release(self, piece: CachePiece, copy_event: Any) -> None:
         """Release a piece that `acquire` returned, after all copies of it to the device were issued.
@@ -195,6 +199,24 @@ class HostCache:
             buffer = self.pool.holding.get(piece.rank)
             if buffer is not None:
                 buffer.in_use = False
+
+    def recover(self) -> None:
+        """Drop what is being read, and count anew, after an interrupt.
+
+        The interrupt may have come between any two steps of a read, which would then never end. Called while nothing is
+        acquired and all copies to the device are over.
+        """
+        with self._cond:
+            dropped = self.pool.recover()
+            self._inspecting = 0
+            self._failed.clear()
+            self._broken = None
+            self._use_order.set_order(())
+            self.complete = self.complete and not dropped
+            self._note_complete()
+            self._cond.notify_all()
+        for handle in [handle for buffer in dropped for handle in buffer.handles]:
+            handle.cancel()
 
     def hold_back(self, nbytes: int) -> None:
         """Leave ``nbytes`` of the bound unallocated for now.
@@ -346,6 +368,8 @@ class HostCache:
         """
         error = _read_error(handle)
         with self._cond:
+            if buffer.dropped:
+                return
             if error is not None and buffer.error is None:
                 buffer.error = error
                 for other in buffer.handles:
@@ -360,6 +384,8 @@ class HostCache:
             except Exception as failure:  # a reader's thread must survive; `acquire` raises the error
                 error = failure.with_traceback(None)
         with self._cond:
+            if buffer.dropped:
+                return
             buffer.error = buffer.error or error
             piece, now = buffer.piece, time.perf_counter()
             assert piece is not None
@@ -380,6 +406,8 @@ class HostCache:
     def _inspected(self, buffer: Buffer) -> None:
         """Handle the end of the inspection of the buffer's bytes (on an inspection thread)."""
         with self._cond:
+            if buffer.dropped:
+                return
             self._inspecting -= 1
             self._finish(buffer)
 

@@ -115,13 +115,7 @@ class KeptPieces:
             if key in self._pieces or not kept.piece.reads:
                 kept.block.unpin()
                 return
-            self._pieces[key] = kept
-            self._nbytes += size
-            address = kept.block.data.data_ptr()
-            for read in kept.piece.reads:
-                entry = (read.offset, read.offset + read.nbytes, address + read.at, kept)
-                insort(self._ranges.setdefault(read.file, []), entry, key=_place)
-                self._longest = max(self._longest, read.nbytes)
+            self._add(kept)
 
     def take(self, piece: CachePiece, block_bytes: int) -> KeptPiece | None:
         """Remove and return the bytes of ``piece`` as a buffer of the cache; None if they are not kept in a
@@ -173,7 +167,25 @@ class KeptPieces:
         """Release all kept pieces."""
         self.release(self._nbytes)
 
+    def recover(self, beside: int) -> None:
+        """Count anew after an interrupt. ``beside``: bytes of the cache's buffers."""
+        with self._lock:
+            pieces, self._pieces, self._ranges, self._nbytes = self._pieces, {}, {}, 0
+            for kept in pieces.values():
+                self._add(kept)
+            self._beside = beside
+
     # -- called with the lock held
+
+    def _add(self, kept: KeptPiece) -> None:
+        """Record a kept piece and its ranges."""
+        self._pieces[_key(kept.piece)] = kept
+        self._nbytes += kept.block.data.numel()
+        address = kept.block.data.data_ptr()
+        for read in kept.piece.reads:
+            entry = (read.offset, read.offset + read.nbytes, address + read.at, kept)
+            insort(self._ranges.setdefault(read.file, []), entry, key=_place)
+            self._longest = max(self._longest, read.nbytes)
 
     def _shrink(self, nbytes: int, everything: bool = True) -> None:
         """Release kept pieces until they take at most ``nbytes``: those that were copied out and, if ``everything``,

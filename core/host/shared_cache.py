@@ -89,6 +89,10 @@ class SharedCache:
         if unit not in self._pieces:
             self._cache.discard(unit)
 
+    def recover(self) -> None:
+        """Bring the session's own buffers into order after an interrupt."""
+        self._cache.recover()
+
     def hold_back(self, nbytes: int) -> None:
         """Leave ``nbytes`` of the session's own buffers unallocated for now."""
         self._cache.hold_back(nbytes)

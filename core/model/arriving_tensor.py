@@ -95,5 +95,5 @@ def clear_pending(tensor: torch.Tensor) -> None:
     """Set the class of ``tensor`` back to Parameter or Tensor. Do nothing if ``tensor`` is not pending."""
     if isinstance(tensor, (PendingParameter, PendingTensor)):
         is_parameter = isinstance(tensor, nn.Parameter)
-        del tensor._pending
+        tensor.__dict__.pop("_pending", None)  # an interrupted call may have removed it
         tensor.__class__ = nn.Parameter if is_parameter else torch.Tensor  # type: ignore[assignment]

@@ -74,7 +74,7 @@ def in_slots(slots: SlotRange, address: int) -> bool:
 
 
 def push_handles(slots: SlotRange) -> None:
-    """Push saved-tensor hooks on this thread that save views of slots as handles. `pop_handles` pops the
+    """Push saved-tensor hooks on this thread that save views of ``slots`` as handles. `pop_handles` pops the
     hooks.
 
     The hooks run for every saved tensor, activations included, so they do almost nothing for tensors outside
@@ -155,9 +155,19 @@ def refuse_transforms(name: str) -> None:
         )
 
 
-def pop_handles() -> None:
-    """Pop the saved-tensor hooks that `push_handles` pushed."""
-    _pop_hooks()
+def pop_handles(slots: SlotRange) -> None:
+    """Pop the saved-tensor hooks that `push_handles` pushed for ``slots``, unless an interrupted pass has popped
+    them already.
+    """
+    top = _top_hooks(False) if _top_hooks is not None else None
+    if _top_hooks is None or (top is not None and getattr(top[0], "_carom", None) is slots):
+        _pop_hooks()
+
+
+def pop_left_handles(slots: SlotRange) -> None:
+    """Pop all saved-tensor hooks that an interrupted pass left on this thread for ``slots``."""
+    while _top_hooks is not None and streaming() is slots:
+        _pop_hooks()
 
 
 def _unpack(packed: Any) -> Any:

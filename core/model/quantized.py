@@ -465,8 +465,8 @@ class _WrappedForward:
                 pack_node_attributes(streamer, result, (*args, *kwargs.values()))
             return result
         finally:
-            if saved:
-                managed_tensor.pop_handles()
+            if saved and streamer is not None:
+                managed_tensor.pop_handles(streamer)
             leaf.end_run()
 
     def __deepcopy__(self, memo: dict) -> Any:

@@ -244,6 +244,12 @@ class FileReads:
         if self.cache is not None and not self.cache.complete:
             self.cache.expect(upcoming)
 
+    def recover(self) -> None:
+        """Begin all reads anew after an interrupt, which may have come between two steps of a read."""
+        self._residents.recover()
+        if self.cache is not None:
+            self.cache.recover()
+
     # -- pieces of units
 
     def pieces(self, index: int) -> list[CachePiece]:

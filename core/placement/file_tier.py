@@ -161,6 +161,10 @@ class FileTier(Tier):
         """Indexes of units that read-ahead leaves out until all residents are on the device."""
         return self.reads.used_lately
 
+    def recover(self) -> None:
+        """Begin all reads anew after an interrupt."""
+        self.reads.recover()
+
     # -- residents that are not loaded yet
 
     @property

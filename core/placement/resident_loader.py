@@ -95,6 +95,7 @@ class ResidentLoader:
         self.spans: deque[tuple[str, float, float, int]] = deque(maxlen=_SPANS)
         self._direct: DirectLoads | None = None
         self._staging: Staging | None = None
+        self._sizes = (0, 0)  # bytes of each staging buffer, and their number
         self.temporary_bytes = 0
         self.notes: list[str] = []
 
@@ -164,12 +165,9 @@ class ResidentLoader:
             if not item.pieces_left:
                 self._mark_loaded(item)
         count = min(count, sum(item.pieces_left for item in self._queue))
-        self._free.extend(_Staged(self._arena.allocate(size)) for _ in range(count))
-        self.staging_bytes = count * size
+        self._allocate(size, count)
         if count:
             self._reader = reader(min(size, _CHUNK))
-            for staged in self._free:
-                self._arena.pin(staged.block)
             blocks = [staged.block.data for staged in self._free]
             if not any(item.packed or item.engine for item in self._queue):
                 self._direct = try_direct(self._engine, self._reader, self._queue, blocks)
@@ -178,6 +176,36 @@ class ResidentLoader:
             self._submit_reads()
         if not self._pending:
             self._finish()
+
+    def _allocate(self, size: int, count: int) -> None:
+        """Allocate and pin ``count`` staging buffers of ``size`` bytes, in place of those that there are."""
+        for staged in (*self._free, *self._submitted):
+            staged.block.unpin()
+        self._submitted.clear()
+        self._free = deque(_Staged(self._arena.allocate(size)) for _ in range(count))
+        self._sizes, self.staging_bytes = (size, count), count * size
+        for staged in self._free:
+            self._arena.pin(staged.block)
+
+    def recover(self) -> None:
+        """Begin the loads that are not complete anew, after an interrupt. Called while the device is idle.
+
+        The interrupt may have come between any two steps of a read, so no read and no buffer is used further.
+        """
+        if self._closed or not self.staging_bytes:
+            return
+        for handle in [handle for staged in self._submitted for handle in staged.handles]:
+            handle.cancel()
+        if self._staging is not None:
+            self._staging.clear()
+        self._pending = {key: item for key, item in self._pending.items() if not item.loaded}
+        if not self._pending:
+            self._finish()
+            return
+        self._queue = deque(sorted(self._pending.values(), key=lambda item: bool(item.modules)))
+        for item in self._queue:
+            item.restart()
+        self._allocate(*self._sizes)
 
     def wrap_forwards(self) -> None:
         """Wrap the forwards of modules whose weights are not loaded yet. The wrapper loads a unit when one of
@@ -261,7 +289,7 @@ class ResidentLoader:
         except BaseException:
             for submitted in reversed(list(self._submitted)):
                 self._withdraw(submitted)
-            item.pieces, item.pieces_left = deque(packed.pieces), len(packed.pieces)
+            item.restart()
             self._move_to_front(item)
             raise
         finally:

@@ -8,7 +8,7 @@ arrive, or stay packed on the device if the load is a streamed unit that is deco
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ class Load:
     modules: list[nn.Module]
     arrived: Callable[[], None]
     pieces: deque[CachePiece] = field(default_factory=deque)  # pieces whose reads are not submitted yet
+    whole: tuple[CachePiece, ...] = ()  # all pieces
     pieces_left: int = 0  # number of pieces that are not on the device yet
     loaded: bool = False
     wire: WireFormat | None = None  # the packed byte layout of the load, None if it cannot be copied packed
@@ -56,11 +57,15 @@ class Load:
             wire = None  # too large for staging memory: the host decodes the tensors
         whole = (self.nbytes, self.fresh) if wire is None else (wire.nbytes, wire.placed)
         pieces = [piece for piece in cut([whole], size)[0] if piece.reads]
-        self.pieces.extend(pieces)
         if wire is not None and wire.decoder is not None:
             decoder = None if self.stays_packed else wire.decoder
             self.packed = PackedLoad(decoder, wire.nbytes, pieces, BlobChecks([pieces], [wire.blobs]))
-        self.pieces_left = len(self.pieces)
+        self.restart(pieces)
+
+    def restart(self, pieces: Sequence[CachePiece] | None = None) -> None:
+        """Begin with the first piece. ``pieces``: those into which the load is cut, by default the present ones."""
+        self.whole = self.whole if pieces is None else tuple(pieces)
+        self.pieces, self.pieces_left = deque(self.whole), len(self.whole)
 
 
 @dataclass(eq=False)

@@ -186,6 +186,11 @@ class Tier:
         """Indexes of recently used units, which read-ahead leaves out for now."""
         return frozenset()
 
+    def recover(self) -> None:
+        """Bring reads and caches into order after an interrupt. Called while no fetch is running and the device is
+        idle.
+        """
+
     # -- residents that are not loaded yet
 
     @property

@@ -104,6 +104,14 @@ class AccessOrder:
         position = self.next_place(unit)
         return NEVER if position == NEVER else position - self.at
 
+    def restart(self) -> None:
+        """Expect nothing until the next access has shown where in the history it is. Called after an interrupt, which
+        may have come between the steps of `access`.
+        """
+        self.at = len(self._history)
+        self.epoch += 1
+        self._index()
+
     def _find_matching_position(self, key: int) -> int:
         """Return the latest position of ``key`` whose preceding accesses match the present ones over the
         longest stretch.

@@ -141,6 +141,11 @@ class Passes:
             self._policies.at = 0
         return found
 
+    def interrupted(self) -> None:
+        """Note that an interrupt ends the passes of this thread."""
+        if not self._manager.unused:
+            self._manager.layout.streamer.interrupted()
+
     def passed(self, args: tuple, kwargs: dict, before: PassSnapshot | None) -> None:
         """Record that a pass has succeeded. ``before``: the snapshot that `before` returned for the pass."""
         if before is not None:

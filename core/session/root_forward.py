@@ -74,6 +74,9 @@ class PassListener(Protocol):
         again.
         """
 
+    def interrupted(self) -> None:
+        """Note that an interrupt (a KeyboardInterrupt, for instance) ends the passes of this thread."""
+
     def passed(self, args: tuple, kwargs: dict, before: PassSnapshot | None) -> None:
         """Record that a pass has succeeded. ``before``: the snapshot that `before` returned for the pass."""
 
@@ -144,7 +147,7 @@ def _notice_backward(
 
 
 def _root_ends(streamer: Streamer, failed: bool) -> None:
-    """End a pass. ``failed``: an exception or an interrupt ended the root's forward."""
+    """End a pass. ``failed``: whether an error ended the root's forward."""
     streamer.runs.root_ends(failed)
     if not failed:
         streamer.tier.end_pass()
@@ -196,7 +199,7 @@ def part_forward(
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             # torch.compile traces this function, so that compiled code gets no break at modules that do not stream.
-            if torch.compiler.is_compiling() or (local is not None and local.runs) or in_backward():
+            if torch.compiler.is_compiling() or (local is not None and local.mine.roots) or in_backward():
                 return inner(*args, **kwargs)
             return outside(*args, **kwargs)
 
@@ -218,24 +221,32 @@ def _as_pass(
     """
     begin, end, notice = quiet(listener.begins), quiet(_root_ends), quiet(_notice_backward)
     recover, look, passed = quiet(listener.recover), quiet(listener.before), quiet(listener.passed)
+    interrupted = quiet(listener.interrupted)
 
     @untraced
     def run(before: PassSnapshot | None, args: Any, kwargs: Any) -> Any:
-        module = None if part is None else part()
-        streamer, watch = begin(compiling() is not None, before, module)
-        call = inner(streamer)
-        if streamer is None:  # another thread has closed the session meanwhile
-            return call(*args, **kwargs)
-        failed = True
+        # An interrupt may come at any line of Carom's code, so all of it is inside this `try`.
         try:
-            with watch:
-                result = call(*args, **kwargs)
-            if torch.is_grad_enabled():
-                notice(listener, streamer, (args, kwargs), result, module)
-            failed = False
+            module = None if part is None else part()
+            streamer, watch = begin(compiling() is not None, before, module)
+            call = inner(streamer)
+            if streamer is None:  # another thread has closed the session meanwhile
+                return call(*args, **kwargs)
+            try:
+                with watch:
+                    result = call(*args, **kwargs)
+                if torch.is_grad_enabled():
+                    notice(listener, streamer, (args, kwargs), result, module)
+            except Exception:
+                end(streamer, True)
+                raise
+            end(streamer, False)
             return result
-        finally:
-            end(streamer, failed)
+        except Exception:
+            raise
+        except BaseException:
+            interrupted()
+            raise
 
     @untraced
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -66,13 +66,21 @@ class _EndCallback:
 
     def __call__(self) -> None:
         """Report that the backward pass has ended."""
-        self._called = True
-        self._backward.end_pass(self._task)
+        try:
+            self._called = True
+            self._backward.end_pass(self._task)
+        except BaseException as error:
+            self._backward.ended_by(error, self._task)
+            raise
 
     def __del__(self) -> None:
         """Report that the backward pass has failed, if the callback was never called."""
-        if not self._called:
-            self._backward.fail_pass(self._task)
+        try:
+            if not self._called:
+                self._backward.fail_pass(self._task)
+        except BaseException as error:  # Python prints it, and raises nothing here
+            self._backward.ended_by(error, self._task)
+            raise
 
 
 class Backward:
@@ -99,6 +107,11 @@ class Backward:
         """Return whether a backward pass other than this thread's is in progress."""
         return bool(self._tasks - {graph_task()})
 
+    def ended_by(self, error: BaseException, task: int) -> None:
+        """Note that ``error`` ended the callback at the end of the pass with the id ``task``."""
+        self._tasks.discard(task)
+        self._streamer.ended_by(error)
+
     def slots_used_by(self, thread: int) -> int:
         """Return the number of slots that ``thread`` reads, or has read while autograd still holds views of
         these slots.
@@ -113,8 +126,12 @@ class Backward:
 
     def begins(self) -> None:
         """Register the backward pass whose gradient has reached the root module's result."""
-        with self._streamer.lock:
-            self.register_pass()
+        try:
+            with self._streamer.lock:
+                self.register_pass()
+        except BaseException as error:
+            self._streamer.ended_by(error)
+            raise
 
     def register_pass(self) -> None:
         """Register the current backward pass if it is not registered yet, and queue a callback for its end.
@@ -124,10 +141,11 @@ class Backward:
         task = graph_task()
         if task == -1 or task in self._tasks or self._streamer.closed:
             return
+        # The callback is queued first, because it removes the task, also after an interrupt.
+        torch.autograd.Variable._execution_engine.queue_callback(_EndCallback(self, task))
         self._tasks.add(task)
         if len(self._tasks) == 1:
             self._streamer.meter.backward_begins()
-        torch.autograd.Variable._execution_engine.queue_callback(_EndCallback(self, task))
 
     def end_pass(self, task: int) -> None:
         """End the pass with the id ``task``: wait for its gradients, and add them to ``.grad`` on the host."""
@@ -151,9 +169,12 @@ class Backward:
         """
         streamer = self._streamer
         with streamer.lock:
+            self._tasks.discard(task)
             self._gradient_buffers.forget(task)
             if streamer.closed:
-                self._tasks.discard(task)
+                return
+            if streamer.torn:
+                streamer.try_recover()
                 return
             self._close_pass(task)
             if not self._tasks:
@@ -221,29 +242,33 @@ class Backward:
         Called for an autograd node.
         """
         streamer = self._streamer
-        with streamer.lock:
-            self.register_pass()
-            thread = threading.get_ident()
-            use, stream = self._current_uses.get(thread), streamer.engine.stream()
-            if use is None or use.slot.unit is not handle.unit:
-                slot = streamer.acquire(handle.unit, backward=True)
-                use = self._current_uses[thread] = _SlotUse(slot, {stream}, thread)
-            else:
-                if not use.gradients_began:
-                    use.gradients_began = True
-                    streamer.used_on(use.slot)
-                if stream not in use.streams:
-                    streamer.wait(use.slot)
-                    use.streams.add(stream)
-            view = use.slot.views.view(handle.place).detach()
-            use.views.append(weakref.ref(view))
-            streamer.engine.read(view)
-        if torch.is_grad_enabled():
-            # With create_graph=True this node may save slot views itself, which have to be replaced by
-            # handles too. Autograd gives each node a thread-local state of its own, so these hooks end with
-            # the node.
-            managed_tensor.push_handles(streamer)
-        return view
+        try:
+            with streamer.lock:
+                self.register_pass()
+                thread = threading.get_ident()
+                use, stream = self._current_uses.get(thread), streamer.engine.stream()
+                if use is None or use.slot.unit is not handle.unit:
+                    slot = streamer.acquire(handle.unit, backward=True)
+                    use = self._current_uses[thread] = _SlotUse(slot, {stream}, thread)
+                else:
+                    if not use.gradients_began:
+                        use.gradients_began = True
+                        streamer.used_on(use.slot)
+                    if stream not in use.streams:
+                        streamer.wait(use.slot)
+                        use.streams.add(stream)
+                view = use.slot.views.view(handle.place).detach()
+                use.views.append(weakref.ref(view))
+                streamer.engine.read(view)
+            if torch.is_grad_enabled():
+                # With create_graph=True this node may save slot views itself, which have to be replaced by
+                # handles too. Autograd gives each node a thread-local state of its own, so these hooks end with
+                # the node.
+                managed_tensor.push_handles(streamer)
+            return view
+        except BaseException as error:
+            streamer.ended_by(error)
+            raise
 
     def take_finished_uses(self, unit: StreamedUnit | None) -> list[tuple[Slot, set]]:
         """Remove the uses that are over, and return (slot, streams that read the slot) for each.
@@ -274,9 +299,21 @@ class Backward:
         """Begin to copy ``gradient``, of the weight of ``home``, to the host. `end_pass` waits for all copies
         of the pass at once.
         """
-        with self._streamer.lock:
-            self.register_pass()
-            self._gradient_buffers.send(home, gradient, graph_task())
+        try:
+            with self._streamer.lock:
+                self.register_pass()
+                self._gradient_buffers.send(home, gradient, graph_task())
+        except BaseException as error:
+            self._streamer.ended_by(error)
+            raise
+
+    def forget(self) -> None:
+        """Drop the records of all uses of slots, and gradients that are on their way to the host. Called when no
+        backward pass will use them.
+        """
+        self._current_uses.clear()
+        self._ending_uses.clear()
+        self._gradient_buffers.forget_all()
 
     def close(self) -> None:
         """Drop the records of all uses of slots."""

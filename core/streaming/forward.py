@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,17 +32,39 @@ if TYPE_CHECKING:
     from .unit import StreamedUnit, WeightProxy
 
 
-class _ThreadState(threading.local):
-    """The state of the forwards that run on one thread."""
+class _Thread:
+    """The forwards and operators that run on one thread. What all threads do is counted from these objects, so
+    that no other counter has to agree with them after an interrupt.
+
+    ``entered``: the units whose forward is running, with their slots.
+    ``roots``: for each running root forward, the length of ``entered`` at its start.
+    ``operators``: the slots that operators use.
+    ``show_host_tensors``: whether the thread sees host tensors even in a step.
+    """
+
+    __slots__ = ("entered", "roots", "operators", "show_host_tensors", "__weakref__")
 
     def __init__(self) -> None:
-        self.runs = 0  # number of running forwards of units and of the root
-        self.entered: list[tuple[StreamedUnit, Slot]] = []  # units whose forward is running, with their slots
-        self.operator_slots = 0  # number of slots used by operators
-        self.roots: list[
-            tuple[int, int]
-        ] = []  # one for each running root forward: len(entered) and runs at its start
+        self.entered: list[tuple[StreamedUnit, Slot]] = []
+        self.roots: list[int] = []
+        self.operators: list[Slot] = []
         self.show_host_tensors = False
+
+    @property
+    def active(self) -> bool:
+        """Whether a forward of a unit or of the root is running on the thread."""
+        return bool(self.entered or self.roots)
+
+
+class _Local(threading.local):
+    """The `_Thread` of each thread.
+
+    ``threads``: weak references to those of all threads.
+    """
+
+    def __init__(self, threads: list[weakref.ref[_Thread]]) -> None:
+        self.mine = _Thread()
+        threads.append(weakref.ref(self.mine, threads.remove))
 
 
 class Runs:
@@ -53,10 +76,8 @@ class Runs:
 
     def __init__(self, streamer: Streamer) -> None:
         self._streamer = streamer
-        self._unit_runs = 0  # number of running unit forwards in all threads
-        self._operator_slots = 0  # number of slots used by operators outside a unit's forward
-        self._roots = 0  # number of running root forwards
-        self.local = self._local = _ThreadState()
+        self._threads: list[weakref.ref[_Thread]] = []
+        self.local = self._local = _Local(self._threads)
         self._streamed_modules: set[int] = (
             set()
         )  # ids of the modules with streamed weights, once one is asked for
@@ -68,34 +89,48 @@ class Runs:
     @property
     def active(self) -> bool:
         """Whether a unit's or the root's forward is running."""
-        return bool(self._unit_runs or self._roots)
+        return any(thread.active for thread in self._all_threads())
+
+    def _all_threads(self) -> list[_Thread]:
+        """Return the state of each thread."""
+        # a copy of the list, because the end of a thread removes an entry at any time
+        return [thread for reference in list(self._threads) if (thread := reference()) is not None]
 
     def slots_used_by_thread(self) -> int:
         """Return the number of slots that this thread's runs use."""
-        return len(self._local.entered) + self._local.operator_slots
+        mine = self._local.mine
+        return len(mine.entered) + len(mine.operators)
 
     def other_thread_active(self) -> bool:
         """Return whether another thread runs a forward or takes a state dict."""
-        if self._unit_runs + self._roots > self._local.runs:
+        mine = self._local.mine
+        if any(thread.active for thread in self._all_threads() if thread is not mine):
             return True
         return bool(self._hosts) and self._hosts != {threading.get_ident()}
+
+    def other_thread_uses_slots(self) -> bool:
+        """Return whether another thread runs a forward, or an operator with slots."""
+        mine = self._local.mine
+        return any(thread.active or thread.operators for thread in self._all_threads() if thread is not mine)
 
     def computing(self) -> bool:
         """Return whether this thread is in a step: in a root forward, a unit's forward, or a backward
         pass."""
-        if self._local.show_host_tensors:
+        mine = self._local.mine
+        if mine.show_host_tensors:
             return False
-        return self._local.runs > 0 or managed_tensor.in_backward()
+        return bool(mine.roots or mine.entered) or managed_tensor.in_backward()
 
     def in_forward(self) -> bool:
         """Return whether this thread is in a forward of the root or of a unit."""
-        return self._local.runs > 0 and not self._local.show_host_tensors
+        mine = self._local.mine
+        return bool(mine.roots or mine.entered) and not mine.show_host_tensors
 
     def show_host_tensors(self, on: bool) -> None:
         """Let this thread see the host tensors even in a step, while ``on`` is True. Used for state dicts and
         optimizer hooks.
         """
-        self._local.show_host_tensors = on
+        self._local.mine.show_host_tensors = on
         (self._hosts.add if on else self._hosts.discard)(threading.get_ident())
 
     # -- the root module's forward
@@ -104,18 +139,22 @@ class Runs:
         """Record that a pass starts on this thread: the root's forward, or the forward of ``part``, a module below the
         root.
         """
-        streamer = self._streamer
+        streamer, mine = self._streamer, self._local.mine
         with streamer.lock:
+            if streamer.torn:
+                streamer.recover()
             if not managed_tensor.in_backward():
                 streamer.awaiting_optimizer = False
             # The forward of a part of which nothing streams is no step, so that the report's medians are not those of
             # small resident parts.
             counts = part is None or self._streams(part)
-            if counts and self._roots == 0 and not streamer.backward.running:
+            if counts and not self._root_count() and not streamer.backward.running:
                 streamer.meter.forward_begins(torch.is_grad_enabled(), 0 if part is None else id(part))
-            self._roots += 1
-            self._local.roots.append((len(self._local.entered), self._local.runs))
-            self._local.runs += 1
+            mine.roots.append(len(mine.entered))
+
+    def _root_count(self) -> int:
+        """Return the number of running passes in all threads."""
+        return sum(len(thread.roots) for thread in self._all_threads())
 
     def _streams(self, part: torch.nn.Module) -> bool:
         """Return whether a weight of ``part`` or of a module below it streams."""
@@ -129,39 +168,57 @@ class Runs:
     def no_backward(self) -> None:
         """Record that the pass on this thread has no result from which a backward could start."""
         with self._streamer.lock:
-            if self._roots == 1 and not self._streamer.backward.running:
+            if self._root_count() == 1 and not self._streamer.backward.running:
                 self._streamer.meter.no_backward()
 
     def root_ends(self, failed: bool) -> None:
         """Record that a pass has ended, and end the runs of units that this thread has not finished.
 
-        ``failed``: whether the forward raised an error.
+        ``failed``: whether the forward raised an error. A forward that was interrupted ends with
+        `Streamer.interrupted` instead.
         """
-        streamer, thread_state = self._streamer, self._local
+        streamer, mine = self._streamer, self._local.mine
         with streamer.lock:
-            self._roots -= 1
-            entered, thread_state.runs = thread_state.roots.pop() if thread_state.roots else (0, 0)
-            # A KeyboardInterrupt may occur between any two lines, so restore all units whose forward this
-            # thread had entered.
-            for unit, slot in reversed(thread_state.entered[entered:]):
+            entered = mine.roots.pop() if mine.roots else 0
+            # Code of the model may have kept a unit's forward from being left (a generator, for instance).
+            for unit, slot in reversed(mine.entered[entered:]):
                 self._leave(unit, slot)
             if streamer.held:
                 streamer.end_finished_uses()
-            if self._roots or streamer.backward.running:
+            if self._root_count() or streamer.backward.running:
                 return
             if not failed:
                 streamer.meter.forward_ends()
                 return
             streamer.meter.forward_failed()
-            self._operator_slots, thread_state.operator_slots = (
-                self._operator_slots - thread_state.operator_slots,
-                0,
-            )
-            if not self._unit_runs and not self._operator_slots:  # no other thread uses a slot
+            if not (mine.entered or mine.operators or self.other_thread_uses_slots()):
                 for unit in streamer.units:
                     unit.depth = 0
                     _swap_out(unit)
                 streamer.free_all()
+
+    def interrupted(self) -> None:
+        """Note that an interrupt ends what this thread does with slots. See `Streamer.interrupted`."""
+        self._streamer.interrupted()
+
+    def abandon(self) -> None:
+        """Forget all forwards and operators of this thread, because an interrupt ends them."""
+        mine = self._local.mine
+        mine.entered.clear()
+        mine.roots.clear()
+        mine.operators.clear()
+        self.show_host_tensors(False)
+
+    def restore_modules(self) -> None:
+        """Put the host tensors back into the modules of all units, whatever was put in their place. Called while no
+        forward is running.
+        """
+        for unit in self._streamer.units:
+            restore_weight_lists(unit, {id(ours): host for _, _, ours, host in unit.swapped_in})
+            _swap_out(unit)
+            unit.depth = 0
+            for proxy in unit.proxies:
+                proxy.tensor = None
 
     # -- a unit's own forward
 
@@ -178,25 +235,18 @@ class Runs:
         with streamer.lock:
             streamer.backward.register_pass()
             slot = streamer.acquire(unit)
-            self._local.entered.append((unit, slot))
+            self._local.mine.entered.append((unit, slot))
             unit.depth += 1
-            self._unit_runs += 1
             if unit.depth == 1 or (gradient and unit.backing.trainable and not unit.differentiable):
                 try:
                     if unit.swapped_in:
                         _swap_out(unit)
                     self._swap_in(unit, slot.views.tensors, gradient)
-                except BaseException:
+                except Exception:
                     self._leave(unit, slot)
                     raise
-        try:
-            if gradient:
-                managed_tensor.push_handles(streamer)
-        except BaseException:
-            with streamer.lock:
-                self._leave(unit, slot)
-            raise
-        self._local.runs += 1
+        if gradient:
+            managed_tensor.push_handles(streamer)
         if began is not None:
             streamer.meter.add_host_seconds(time.perf_counter() - began)
         return slot, gradient
@@ -207,9 +257,8 @@ class Runs:
         """
         meter = self._streamer.meter
         began = time.perf_counter() if meter.profiling else None
-        self._local.runs -= 1
         if gradient:
-            managed_tensor.pop_handles()
+            managed_tensor.pop_handles(self._streamer)
         with self._streamer.lock:
             self._leave(unit, slot, gradient)
         if began is not None:
@@ -217,14 +266,13 @@ class Runs:
 
     def _leave(self, unit: StreamedUnit, slot: Slot, gradient: bool = False) -> None:
         """Do the work of `leave` under the lock. Do nothing if the run was removed already."""
-        entered = self._local.entered
+        entered = self._local.mine.entered
         if (unit, slot) not in entered:
-            return  # the run was removed already, when an interrupted pass ended
+            return  # the run was removed already, when the root's forward ended
         entered.reverse()  # search from the end, so that the most recent run of the unit is removed
         entered.remove((unit, slot))
         entered.reverse()
         unit.depth -= 1
-        self._unit_runs -= 1
         continues = False
         try:
             if unit.depth == 0:
@@ -245,24 +293,25 @@ class Runs:
             for table, name, index in unit.sites:
                 host = homes[index].tensor
                 if table.get(name) is host:
-                    ours = table[name] = tensors[index]
+                    ours = tensors[index]
+                    # Recorded first, so that an interrupt in between leaves no view that is not recorded.
                     swapped_in.append((table, name, ours, host))
+                    table[name] = ours
             return
         autocast = torch.is_autocast_enabled(self._streamer.engine.device.type)
         for table, name, index in unit.sites:
             host = homes[index].tensor
             if table.get(name) is host:
                 ours = tensors[index]
-                if homes[index].trainable:
-                    if gradient:
-                        ours = self._differentiable(homes[index], unit.proxies[index], ours)
-                    # Under autocast do not set this: autocast would cache casts of such leaves, and with them
-                    # the slot's views.
-                    elif not autocast:
-                        # Modules such as torch's attention read requires_grad even under no_grad.
-                        ours.requires_grad_(True)
-                table[name] = ours
+                if homes[index].trainable and gradient:
+                    ours = self._differentiable(homes[index], unit.proxies[index], ours)
                 swapped_in.append((table, name, ours, host))
+                # Under autocast do not set this: autocast would cache casts of such leaves, and with them the
+                # slot's views.
+                if homes[index].trainable and not gradient and not autocast:
+                    # Modules such as torch's attention read requires_grad even under no_grad.
+                    ours.requires_grad_(True)
+                table[name] = ours
 
     def _differentiable(self, home: Home, proxy: WeightProxy, view: torch.Tensor) -> torch.Tensor:
         """Return the differentiable tensor that represents a trainable weight: the output of the weight's
@@ -339,6 +388,7 @@ class Runs:
         slots: dict[int, tuple[StreamedUnit, Slot]] = {}
         view: torch.Tensor | None = None
         replaced: dict[int, torch.Tensor] = {}
+        operators = self._local.mine.operators
         try:
             with streamer.lock:
                 streamer.backward.register_pass()
@@ -346,8 +396,7 @@ class Runs:
                     if id(home.unit) not in slots:
                         unit = _unit_of(home)
                         slots[id(home.unit)] = (unit, streamer.acquire(unit))
-                        self._local.operator_slots += 1
-                        self._operator_slots += 1
+                        operators.append(slots[id(home.unit)][1])
                 for tensor, home in zip(found, homes, strict=True):
                     unit, slot = slots[id(home.unit)]
                     index = unit.homes.index(home)
@@ -362,13 +411,18 @@ class Runs:
             try:
                 return func(*args, **kwargs)
             finally:
-                managed_tensor.pop_handles()
+                managed_tensor.pop_handles(streamer)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                slots, replaced, args, kwargs, view = {}, {}, (), {}, None
+                streamer.interrupted()
+            raise
         finally:
             # Drop all views here, so that only the operator's result can keep the slot in use.
             replaced, args, kwargs, view = {}, (), {}, None
             with streamer.lock:
-                self._local.operator_slots -= len(slots)
-                self._operator_slots -= len(slots)
+                for _, slot in slots.values():
+                    operators.remove(slot)
                 try:
                     for unit, slot in slots.values():
                         if unit.depth == 0:  # if the unit's forward is running, its end writes back
@@ -378,11 +432,7 @@ class Runs:
 
     def close(self) -> None:
         """Put the host tensors back into the modules of all units."""
-        for unit in self._streamer.units:
-            _swap_out(unit)
-            unit.depth = 0
-            for proxy in unit.proxies:
-                proxy.tensor = None
+        self.restore_modules()
 
 
 def _unit_of(home: Home) -> StreamedUnit:

@@ -115,6 +115,10 @@ class GradientBuffers:
         """Drop the gradients of the pass with the id ``task``."""
         self._pending = [copy for copy in self._pending if copy.task != task]
 
+    def forget_all(self) -> None:
+        """Drop the gradients of all passes."""
+        self._pending.clear()
+
     def _free_buffer(self, home: Home) -> torch.Tensor:
         """Return a buffer of the weight that no pending copy, ``.grad`` or other code uses. Allocates a
         buffer if there is none.

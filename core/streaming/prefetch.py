@@ -74,6 +74,12 @@ class Prefetcher:
         """Note that the region's contents have changed, so that prefetching may find room again."""
         self._stuck = self._layout_key = None
 
+    def restart(self) -> None:
+        """Make all decisions anew, after an interrupt."""
+        self._decisions.clear()
+        self.filling = False
+        self.changed()
+
     def close(self) -> None:
         """Drop all cached decisions, because the region is released."""
         self._decisions.clear()

@@ -16,8 +16,13 @@ class SlotWaiters:
 
     def __init__(self, lock: threading.RLock) -> None:
         self._freed = threading.Condition(lock)
-        self._sleeping = 0
+        self._sleeping: set[int] = set()  # ids of the waiting threads
         self._used: dict[int, int] = {}  # by waiting thread: the number of slots that the thread itself uses
+
+    def forget(self) -> None:
+        """Forget which threads wait. Called while none does."""
+        self._sleeping.clear()
+        self._used.clear()
 
     def new_deadline(self) -> float:
         """Return the time (`time.monotonic`, in seconds) at which a thread that begins to wait now has to
@@ -43,11 +48,11 @@ class SlotWaiters:
         # Waiting helps only if a thread that does not itself wait uses a slot.
         if used - mine > sum(self._used.values()):
             thread = threading.get_ident()
-            self._used[thread] = mine
             try:
+                self._used[thread] = mine
                 return self._sleep(left)
             finally:
-                del self._used[thread]
+                self._used.pop(thread, None)
         if views_may_be_dropped:
             self._sleep(min(left, _POLL))
             return left > 0
@@ -55,8 +60,9 @@ class SlotWaiters:
 
     def _sleep(self, seconds: float) -> bool:
         """Wait for a notification, at most ``seconds``. Returns whether there was a notification."""
-        self._sleeping += 1
+        thread = threading.get_ident()
         try:
+            self._sleeping.add(thread)
             return self._freed.wait(seconds)
         finally:
-            self._sleeping -= 1
+            self._sleeping.discard(thread)

@@ -52,6 +52,8 @@ class Streamer:
     None without comfy-aimdo.
     ``held``: slots of which the model keeps views beyond the unit's forward.
     ``last``: the unit that was used last in a forward.
+    ``torn``: whether an interrupt (KeyboardInterrupt, for instance) ended a pass, and the slots were not brought into
+    order yet (`interrupted`).
     """
 
     # Whether prefetch decisions may be cached, where they depend only on the order of use and the region.
@@ -65,7 +67,7 @@ class Streamer:
         self.units: list[StreamedUnit] = []
         self.lock = threading.RLock()
         self.slot_waiters = SlotWaiters(self.lock)
-        self.closed = False
+        self.closed = self.torn = False
         self.order = AccessOrder(())
         self.region = Region(region_bytes, 0)
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -137,7 +139,7 @@ class Streamer:
     def _acquire(self, unit: StreamedUnit, backward: bool) -> Slot:
         """Do the work of `acquire` under the lock."""
         with self.lock:
-            if self.closed:
+            if self.closed or self.torn:
                 self._check_open(unit)
             if self.vbar is not None:
                 slot = self.vbar.acquire(unit, backward)
@@ -166,7 +168,7 @@ class Streamer:
                 # if the use was foreseen, the last release has already prefetched all that fits
                 if not foreseen:
                     self._prefetch()
-            except BaseException:
+            except Exception:
                 slot.users -= 1
                 slot.state = SlotState.IN_USE if slot.users else SlotState.KEPT
                 raise
@@ -277,9 +279,13 @@ class Streamer:
     # -- fetching
 
     def _check_open(self, unit: StreamedUnit) -> None:
-        """Raise CaromError if the session was closed. The message names ``unit``."""
+        """Raise CaromError if the session was closed, or if an interrupt left the slots in disorder. The message
+        names ``unit``.
+        """
         if self.closed:
             raise CaromError(f"unit {unit.name!r} is needed, but its session was closed")
+        if self.torn:
+            self.recover()
 
     def _fetch(self, unit: StreamedUnit) -> Slot:
         """Fetch a unit that is needed now. Slots that are not in use may be evicted for it."""
@@ -461,6 +467,82 @@ class Streamer:
             slot.reads[self.engine.stream()] = self.engine.record(self.engine.stream())
             if not users:
                 slot.state = SlotState.KEPT
+
+    # -- interrupts
+
+    def ended_by(self, error: BaseException) -> None:
+        """Note that ``error`` ended what this thread does with slots. Only an interrupt leaves something to do."""
+        if not isinstance(error, Exception):
+            self.interrupted()
+
+    def interrupted(self) -> None:
+        """Note that an interrupt ends the passes of this thread.
+
+        An interrupt may come between any two lines, so neither counters nor events can be relied on afterwards. Nothing
+        is fetched until `recover` has brought the slots into order, which happens at once if no other thread's pass
+        uses them.
+        """
+        self.torn = True
+        managed_tensor.pop_left_handles(self)
+        self.runs.abandon()
+        with self.lock:
+            self.slot_waiters.slot_freed()  # waiting threads then raise CaromError
+            self.try_recover()
+
+    def recover(self) -> None:
+        """Bring the slots into order after an interrupt. Raises CaromError if another thread's pass uses them."""
+        if not self.try_recover():
+            raise CaromError(
+                "a forward or backward of this session was interrupted (by a KeyboardInterrupt, for instance) while another "
+                "thread's was running: call the module again once that one has ended"
+            )
+
+    def try_recover(self) -> bool:
+        """Bring the slots into order after an interrupt, unless another pass uses them. Returns whether they are in
+        order. Must be called under the lock.
+
+        Everything is derived from what an interrupt cannot leave half done: the weights' homes hold all values, and
+        a slot is valid if the region and its unit both refer to it. Waits for the device.
+        """
+        if self.closed or not self.torn:
+            self.torn = False
+            return True
+        if self.runs.other_thread_uses_slots() or self.backward.other_pass_active():
+            return False
+        self.engine.synchronize()
+        self.runs.restore_modules()
+        self.backward.forget()
+        self.slot_waiters.forget()
+        self._drop_slots()
+        self.order.restart()
+        self.prefetcher.restart()
+        if self.staging is not None:
+            self.staging.clear()
+        self.tier.recover()
+        self.meter.abandon()
+        self.last = None
+        self.torn = False
+        return True
+
+    def _drop_slots(self) -> None:
+        """Evict all slots, except those of which the model keeps views. Called while the device is idle."""
+        self.held = []
+        for slot in self.region.slots if self.vbar is None else [*self.region.slots, *self.vbar.slots]:
+            valid = slot.unit.slot is slot and slot.views is not None
+            if valid and slot.views.kept_elsewhere() and self.kept_by_model(slot):
+                slot.users, slot.state, slot.reads = 0, SlotState.HELD, {}
+                self.held.append(slot)
+        for unit in self.units:
+            if unit.slot not in self.held:
+                unit.slot = None
+                unit.views.clear()
+        freed = [slot for slot in self.region.slots if slot not in self.held]
+        self.region.slots = [slot for slot in self.region.slots if slot in self.held]
+        if self.vbar is not None:
+            self.vbar.drop_slots(self.held)
+        self._freed = FreedRanges()
+        for slot in freed:
+            self.engine.freed(self.memory, slot.offset, slot.end)
 
     @property
     def idle(self) -> bool:

@@ -72,7 +72,7 @@ class Views:
     # checks.
     target: torch.Tensor
     tensors: list[torch.Tensor]
-    uses: int | None  # the storage's reference count while only Carom holds it
+    uses: int | None  # the storage's reference count while only Carom holds it, without the views in `saved`
     addresses: list[int] = field(default_factory=list)  # the addresses of the tensors when they were made
     # Views that saved-tensor handles asked for, by place (dtype, shape, strides, byte offset).
     saved: dict[tuple, torch.Tensor] = field(default_factory=dict)
@@ -101,14 +101,14 @@ class Views:
         found = self.saved.get(place)
         if found is None:
             found = self.saved[place] = _view(self.base, place)
-            if self.uses is not None:
-                self.uses += _uses_of_a_view()
         return found
 
     def kept_elsewhere(self) -> bool:
         """Return whether other code holds one of the tensors, or another tensor that uses their storage."""
-        if self.uses is not None and (storage_uses(self.base) or 0) > self.uses:
-            return True
+        if self.uses is not None:
+            own = self.uses + len(self.saved) * _uses_of_a_view() if self.saved else self.uses
+            if (storage_uses(self.base) or 0) > own:
+                return True
         return not alone(self.tensors) if self.around is None else self.around.has_other_references()
 
 

@@ -18,8 +18,8 @@ from .unit import StreamedUnit
 def unit_forward(
     unit: StreamedUnit, runs: Runs, as_pass: Callable[[Callable], Callable]
 ) -> Callable[[Callable], Callable]:
-    """Return a wrapper for the forward of one of the unit's modules. It calls `Runs.enter` before the forward and
-    `Runs.leave` afterwards, also after exceptions.
+    """Return a wrapper for the forward of one of the unit's modules. It calls `Runs.enter` before the forward, and
+    `Runs.leave` afterwards, also after an error. After an interrupt it calls `Streamer.interrupted`.
 
     ``as_pass``: returns a function that calls its argument as a pass of its own. It is used for calls outside the
     root's forward and outside backward passes.
@@ -27,24 +27,31 @@ def unit_forward(
     # Outside torch.compile, `forward` calls these methods directly. Under torch.compile, it calls wrappers
     # made by `quiet`, which the compiler does not trace but which take time in every call.
     enter, leave = runs.enter, runs.leave
-    quiet_enter, quiet_leave = quiet(enter), quiet(leave)
+    quiet_enter, quiet_leave, interrupted = quiet(enter), quiet(leave), quiet(runs.interrupted)
 
     local = runs.local
 
     def make(inner: Callable) -> Callable:
         @untraced
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not local.runs and not in_backward():
+            if not local.mine.roots and not in_backward():
                 return outside(*args, **kwargs)
-            plain = compiling() is None
-            slot, gradient = enter(unit) if plain else quiet_enter(unit)
+            # An interrupt may come at any line of Carom's code, so all of it is inside this `try`.
             try:
-                return inner(*args, **kwargs)
-            finally:
-                if plain:
-                    leave(unit, slot, gradient)
-                else:
-                    quiet_leave(unit, slot, gradient)
+                plain = compiling() is None
+                slot, gradient = enter(unit) if plain else quiet_enter(unit)
+                try:
+                    result = inner(*args, **kwargs)
+                except Exception:
+                    (leave if plain else quiet_leave)(unit, slot, gradient)
+                    raise
+                (leave if plain else quiet_leave)(unit, slot, gradient)
+                return result
+            except Exception:
+                raise
+            except BaseException:
+                interrupted()
+                raise
 
         outside = as_pass(forward)
         return forward

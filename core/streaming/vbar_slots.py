@@ -399,6 +399,14 @@ class VbarSlots:
 
     # -- end
 
+    def drop_slots(self, held: list[Slot]) -> None:
+        """Drop the slots at home that are not ``held``. Called after an interrupt, while the device is idle."""
+        for slot in [slot for slot in self._pins if slot not in held]:
+            self._pins.remove(slot)
+            self._bar.unpin(*self._homes.places[slot.unit.index])
+        self._region.homes = {slot.offset: slot for slot in self.slots if slot in held}
+        self._signatures = {slot.unit.index: self._signatures[slot.unit.index] for slot in self._pins}
+
     def close(self) -> None:
         """Release the pages now, except pages of which other code keeps views."""
         self._region.homes.clear()

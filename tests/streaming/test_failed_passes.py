@@ -205,7 +205,7 @@ def interrupted_before(file: str, text: str):
         sys.settrace(before)
 
 
-@pytest.mark.parametrize("line", ["self._local.entered.append(", "if unit.depth == 0:"])
+@pytest.mark.parametrize("line", ["self._local.mine.entered.append(", "if unit.depth == 0:"])
 def test_an_interrupt_between_taking_a_slot_and_noting_it_leaves_no_slot_in_use(line):
     model, twin = Model(), Model()
     want = infer(twin)
