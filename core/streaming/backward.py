@@ -314,8 +314,3 @@ class Backward:
         self._current_uses.clear()
         self._ending_uses.clear()
         self._gradient_buffers.forget_all()
-
-    def close(self) -> None:
-        """Drop the records of all uses of slots."""
-        self._current_uses.clear()
-        self._ending_uses.clear()

@@ -486,7 +486,7 @@ class Streamer:
         managed_tensor.pop_left_handles(self)
         self.runs.abandon()
         with self.lock:
-            self.slot_waiters.slot_freed()  # waiting threads then raise CaromError
+            self.slot_waiters.slot_freed()  # threads that wait for a slot raise CaromError
             self.try_recover()
 
     def recover(self) -> None:
@@ -594,7 +594,7 @@ class Streamer:
             self.closed = True
             self.slot_waiters.slot_freed()  # waiting threads then raise CaromError
             self.runs.close()
-            self.backward.close()
+            self.backward.forget()
             self._gradient_buffers.close()
             for unit in self.units:
                 unit.slot = None

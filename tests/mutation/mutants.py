@@ -45,8 +45,8 @@ MUTANTS: list[Mutant] = [
         ),
         ("and slot.version != unit.version()", "and False", "a stale slot is used"),
         (
-            "except BaseException:\n                slot.users -= 1",
-            "except BaseException:\n                pass",
+            "except Exception:\n                slot.users -= 1",
+            "except Exception:\n                pass",
             "a failed acquire leaves its slot in use",
         ),
         (
@@ -147,30 +147,32 @@ MUTANTS: list[Mutant] = [
             "after a step of all weights nothing is prefetched",
         ),
         (
-            "self._unit_runs + self._roots > self._local.runs",
-            "self._unit_runs > self._local.runs",
+            "return bool(self.entered or self.roots)",
+            "return bool(self.entered)",
             "another thread's root forward is not seen",
         ),
-        ("            streamer.meter.abandon()\n", "", "a failed forward counts as a step"),
+        ("            streamer.meter.forward_failed()\n", "", "a failed forward counts as a step"),
         (
-            "for unit, slot in reversed(thread_state.entered[entered:]):",
+            "for unit, slot in reversed(mine.entered[entered:]):",
             "for unit, slot in ():",
-            "an interrupted run is not cleaned up",
+            "a run that was not left is not cleaned up",
+            "only code that resumes a forward after its root has ended leaves runs to clean up",
         ),
-        ("                streamer.free_all()\n", "", "an interrupt before _leave leaves its slot in use"),
+        ("        self.restore_modules()\n", "", "closed during a run: views of slots stay in the modules"),
         (
-            "unit.depth = 0\n                    _swap_out(unit)\n",
-            "unit.depth = 0\n",
+            "            _swap_out(unit)\n            unit.depth = 0\n",
+            "            unit.depth = 0\n",
             "interrupted: views of slots stay in the modules",
         ),
+        ("        mine.entered.clear()\n", "", "interrupted: the thread seems to run a unit for ever"),
         (
-            "gradient)\n                except BaseException:\n                    self._leave(unit, slot)",
-            "gradient)\n                except BaseException:\n                    pass",
+            "gradient)\n                except Exception:\n                    self._leave(unit, slot)",
+            "gradient)\n                except Exception:\n                    pass",
             "a run that failed at its beginning is not left",
         ),
         (
-            "                self._local.operator_slots -= len(slots)\n",
-            "",
+            "                    operators.remove(slot)\n",
+            "                    pass\n",
             "a thread counts slots that it used once as its own",
         ),
         (
@@ -227,8 +229,7 @@ MUTANTS: list[Mutant] = [
         (
             "        self._current_uses.clear()\n        self._ending_uses.clear()\n",
             "        pass\n",
-            "closed: slots of a backward are kept",
-            "the streamer's own references to region and slots are dropped in close(), and later calls end at `closed`",
+            "interrupted: slots of a backward stay in use",
         ),
     ),
     *_of(
@@ -279,8 +280,12 @@ MUTANTS: list[Mutant] = [
     ),
     *_of(
         "core/streaming/unit.py",
-        ("self.uses += _uses_of_a_view()", "pass", "a slot that autograd read counts as kept for ever"),
-        ("(storage_uses(self.base) or 0) > self.uses", "False", "a kept view of a slot is not noticed"),
+        (
+            "self.uses + len(self.saved) * _uses_of_a_view() if self.saved else self.uses",
+            "self.uses",
+            "a slot that autograd read counts as kept for ever",
+        ),
+        ("(storage_uses(self.base) or 0) > own", "False", "a kept view of a slot is not noticed"),
         (
             "return list(map(_address, self.tensors)) != self.addresses",
             "return False",
@@ -439,8 +444,8 @@ MUTANTS: list[Mutant] = [
             "a staging buffer is read into while it is copied",
         ),
         (
-            "            staged.block.unpin()\n",
-            "            pass\n",
+            "            staged.block.unpin()\n        self._free.clear()\n",
+            "            pass\n        self._free.clear()\n",
             "staging buffers stay pinned",
             "a block that nobody has any more is unpinned by its finalizer",
         ),
@@ -650,7 +655,7 @@ MUTANTS: list[Mutant] = [
     *_of(
         "core/session/root_forward.py",
         (
-            "                end(streamer, failed)\n",
+            "                end(streamer, True)\n",
             "                end(streamer, False)\n",
             "a failed pass ends as one that went well",
         ),

@@ -39,6 +39,7 @@ IGNORED = shutil.ignore_patterns(
 _SLOTS = [
     "streaming/test_slot_promises.py",
     "streaming/test_failed_passes.py",
+    "streaming/test_interrupts.py",
     "streaming/test_late_host_copies.py",
 ]
 _WAITS = ["host/test_pinned_in_flight.py", "streaming/test_late_host_copies.py"]
