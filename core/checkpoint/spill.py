@@ -277,11 +277,13 @@ def _reserve(handle: int, nbytes: int, folder: Path) -> None:
 
 
 def _no_room(folder: Path, nbytes: int) -> BudgetError:
+    """Return the error for a drive without room for ``nbytes`` bytes. It names no least budget, because the bytes of
+    the drive are not a budget of Carom's.
+    """
     free = shutil.disk_usage(folder).free
     return BudgetError(
         f"disk={str(folder)!r}: the weights take {format_size(nbytes)} and the drive has {format_size(free)} free; make "
-        "room, name a folder on another drive, or raise ram",
-        nbytes,
+        "room, name a folder on another drive, or raise ram"
     )
 
 

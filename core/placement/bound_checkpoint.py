@@ -11,8 +11,9 @@ module's original objects.
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from ..checkpoint.direct_io import ALIGN
 from ..checkpoint.disk_reader import DiskReader, ReaderPolicy
 from ..checkpoint.header import show
+from ..checkpoint.index import SourceFile
 from ..checkpoint.mapped_views import memory_of
 from ..checkpoint.mapping import BoundTensor
 from ..checkpoint.range_checks import RangeChecks
@@ -101,6 +103,8 @@ class Checkpoint:
         self.make_room: Callable[[int], object] = no_room_needed
         # The weights that are made of several tensors of the file; None if there are none.
         self.quantised: QuantisedBinding | None = None
+        # Set by `unbind` if values of the module are lost.
+        self.lost: WeightsError | None = None
         self._file_tensors: dict[int, FileTensor] = {}
         self._computed: list[_Computed] = []
 
@@ -259,10 +263,20 @@ class Checkpoint:
         return max(ram - self.changed_bytes, min(ram, LEAST_BUFFERS * ALIGN))
 
     def unbind(self) -> None:
-        """Put the module's original tensors back, with the written values if there are any. Idempotent."""
+        """Put the module's original tensors back, with the written values if there are any. Idempotent.
+
+        A tensor whose mapped file was cut off stays on meta, and `lost` is set: the process would end at the first
+        use of the mapping's memory.
+        """
+        cut_off = _cut_off(self._file_tensors.values())
+        missing = set(cut_off)
+        if cut_off:
+            self.lost = _lost(cut_off)
         with torch.inference_mode(False), torch.no_grad():
             for file_tensor in self._file_tensors.values():
                 file_tensor.tensor.requires_grad_(file_tensor.trainable)
+                if file_tensor in missing:
+                    continue
                 back = file_tensor.original
                 if file_tensor.changed is not None and back.is_meta:
                     back = file_tensor.changed
@@ -277,6 +291,44 @@ class Checkpoint:
             replace_in_modules(computed.sites, computed.value, computed.original)
         self._file_tensors.clear()
         self._computed.clear()
+
+
+def _cut_off(file_tensors: Iterable[FileTensor]) -> list[FileTensor]:
+    """Return the tensors that are views of a mapped file which is now shorter than they need."""
+    sizes: dict[SourceFile, float] = {}
+    found = []
+    for file_tensor in file_tensors:
+        if not file_tensor.mapped or file_tensor.changed is not None:
+            continue
+        for segment in file_tensor.bound.segments:
+            file = segment.entry.file
+            if file not in sizes:
+                sizes[file] = _size_now(file)
+            if segment.entry.offset + segment.start + segment.nbytes > sizes[file]:
+                found.append(file_tensor)
+                break
+    return found
+
+
+def _size_now(file: SourceFile) -> float:
+    """Return the length of ``file`` in bytes, infinite if its path leads to no file or to another one. The mapping then
+    holds the file that it was made of, which nobody can cut off by its name.
+    """
+    try:
+        status = os.stat(file.path)
+    except OSError:
+        return math.inf
+    same = (status.st_ino, status.st_dev) == (file.inode, file.device)
+    return status.st_size if same else math.inf
+
+
+def _lost(cut_off: Sequence[FileTensor]) -> WeightsError:
+    first = cut_off[0]
+    return WeightsError(
+        f"{first.bound.segments[0].entry.file.path}: the file was cut off while weights of the module were in it. The "
+        f"values of {len(cut_off)} weights, first {first.name}, are lost, and these weights stay on the meta device; load "
+        "the module again"
+    )
 
 
 def replace_in_modules(sites: list[Site], old: torch.Tensor, new: torch.Tensor) -> None:

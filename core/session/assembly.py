@@ -57,13 +57,14 @@ class Parts:
 def assemble(module: nn.Module, asked: StreamSettings) -> Parts:
     """Return the connected parts of a session, without changing the module yet. ``asked``: checked settings."""
     engine = make_engine(asked.device)
-    waiting = settings.waiting_bytes(module) if asked.weights is None and engine.shares_host else 0
+    own = settings.waiting_bytes(module) if asked.weights is None else 0
+    waiting = own if engine.shares_host else 0
     budget, note = settings.within_dedicated(
         settings.vram_budget(asked.vram, engine, waiting=waiting), engine, waiting
     )
     weight_pool = WeightPool(engine, asked.pool)
     packing = settings.packing(asked, engine, module, weight_pool)
-    nbytes = settings.ram_beside_device(asked.ram, engine, module, budget, waiting)
+    nbytes = settings.ram_beside_device(asked.ram, engine, module, budget, own)
     wanted = Wanted(budget, nbytes, packing, note=note)
 
     disk = None if asked.training == "stream" else asked.disk  # trainable weights cannot stream from disk

@@ -87,7 +87,8 @@ class Budgets:
             wanted = dataclasses.replace(wanted, vram=budget, note=note, residents_among=among, training=None)
         if ram is not None:
             root, held = manager.module.root, ledger.held_bytes
-            nbytes = settings.ram_beside_device(ram, engine, root, wanted.vram, waiting, held)
+            own = waiting if engine.shares_host else self._weights.host_bytes
+            nbytes = settings.ram_beside_device(ram, engine, root, wanted.vram, own, held)
             wanted = dataclasses.replace(wanted, ram=nbytes)
         return wanted
 

@@ -130,6 +130,15 @@ class DeviceWeights:
         return manager.layout.placement.wire_bytes
 
     @property
+    def host_bytes(self) -> int:
+        """Host bytes in which the weights wait now, or of the RAM cache of weights from files."""
+        manager = self._manager
+        if not manager.attached:
+            return settings.waiting_bytes(manager.module.root)
+        figures = manager.layout.placement.tier.figures()
+        return figures.waiting_bytes if figures.read is None else figures.read.ram_peak_bytes
+
+    @property
     def movable(self) -> bool:
         """Whether the session may move weights to or off the device on its own initiative.
 

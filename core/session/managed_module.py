@@ -108,6 +108,12 @@ class ManagedModule:
         if self.checkpoint is not None and self.checkpoint.quantised is not None:
             self.checkpoint.quantised.undo()
 
+    def raise_lost(self) -> None:
+        """Raise the WeightsError for values that `unbind` could not restore. The next call does nothing."""
+        if self.checkpoint is not None and self.checkpoint.lost is not None:
+            lost, self.checkpoint.lost = self.checkpoint.lost, None
+            raise lost
+
     def tensor(self, name: str) -> torch.Tensor | None:
         """Return the parameter or buffer ``name`` (a dotted path), or None if the module has no such tensor."""
         path, _, leaf = name.rpartition(".")

@@ -59,8 +59,8 @@ def stream(
     free memory, minus 1 GiB. After the first steps the budget follows the memory that steps leave free, minus
     a reserve, and falls when memory runs short.
     ``ram``: the budget for pinned host memory: bytes, "8GiB", "8GB", "50%" (of the available memory), or
-    "auto" (80 % of the available memory, or less if a container allows less). Weights that do not fit are
-    streamed from pageable memory, which is slower. With ``weights`` this is the budget of the host cache.
+    "auto" (the bytes of the module's weights in host memory, and 80 % of the available memory, or less if a
+    container allows less). Weights that do not fit are streamed from pageable memory, which is slower. With ``weights`` this is the budget of the host cache.
     ``granularity``: the size of units: "block", "phase", "layer", or "auto" (blocks; blocks of more than
     128 MiB are divided into parts, and so are blocks of which two would not fit. Compiled blocks, and packed
     blocks in training, are divided only if they would not fit).
@@ -136,11 +136,14 @@ class Session:
         ``discard``: leave tensors that are on the device there. To be used for a module that is about to be
         dropped: moving the tensors to their original devices could take as much host memory as the device
         has.
+
+        Raises WeightsError, after the session was closed, if a spill file or a mapped file was cut off meanwhile.
         """
         with self._manager.lock:
             if self._manager.phase is not Phase.CLOSED:
                 self._final = self._report()
             self._end(discard)
+        self._manager.module.raise_lost()
 
     def _end(self, discard: bool = False) -> None:
         """Undo the session's changes to its module, and leave shared budgets. After a failure the call may be

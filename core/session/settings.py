@@ -71,8 +71,8 @@ def vram_budget(value: int | str | SharedBudget, engine: Engine, mine: int = 0, 
 
 
 def waiting_bytes(module: nn.Module) -> int:
-    """Return the host bytes that are freed when the weights of ``module`` move to a device that shares the
-    host's memory.
+    """Return the host bytes that are freed when the weights of ``module`` move to other memory: to a device that
+    shares the host's memory, to pinned memory, or to disk.
 
     Only storages that a single tensor uses are counted. Pages of a mapped file are not counted, because the
     system can reclaim them anyway. Returns 0 if mapped files cannot be recognised.
@@ -141,10 +141,12 @@ def ram_budget(value: int | str, on_device: int = 0, waiting: int = 0) -> int:
 
     ``on_device``: if the device shares the host's memory, the bytes that weights on the device take,
     otherwise 0.
-    ``waiting``: as in `vram_budget`. Raises BudgetError.
+    ``waiting``: host bytes that the module's weights take already. They are free for the session besides what is
+    available, because it replaces them. Raises BudgetError.
     """
     if value == "auto":
-        return beside(_auto_ram() + waiting, on_device) if on_device else _auto_ram()
+        whole = _auto_ram() + waiting
+        return beside(whole, on_device) if on_device else whole
     return _size(value, _available(), "ram")
 
 
@@ -155,10 +157,10 @@ def ram_beside_device(
 
     If the device shares the host's memory, weights on the device reduce the RAM budget, except the ``held``
     bytes that the session already has on the device.
-    ``waiting``: as in `vram_budget`. Raises BudgetError.
+    ``waiting``: as in `ram_budget`. Raises BudgetError.
     """
     if not engine.shares_host:
-        return ram_budget(value)
+        return ram_budget(value, 0, waiting)
     tensors = (*module.parameters(), *module.buffers())
     on_device = min(vram, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
     return ram_budget(value, max(0, on_device - held), waiting)

@@ -136,7 +136,7 @@ def test_copies_of_residents_are_no_longer_pinned_where_host_memory_is_short(mon
     monkeypatch.setattr(host_memory, "_SECONDS", 0.0)
     monkeypatch.setattr("carom.core.session.policies.host_memory._STEPS", 0)
     monkeypatch.setattr(host_memory.probe, "host_memory", lambda: free)
-    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: 16 * BLOCK)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value, *_: 16 * BLOCK)
     monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
     model, twin = pair()
     with stream(model, codec="raw") as session:

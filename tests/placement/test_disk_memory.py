@@ -11,6 +11,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import carom
@@ -19,6 +20,7 @@ import tests_models as models
 import torch
 from carom.core.checkpoint import spill as spilling
 from carom.core.checkpoint.mapped_views import FileRange, MappedViews
+from carom.core.device.simulated import SimulatedEngine
 from safetensors.torch import load_file, save_file
 from tests_disk_harness import least_on_disk, within_ram
 from tests_harness import (
@@ -345,6 +347,19 @@ def test_a_full_disk_is_an_error_that_leaves_the_module_and_no_file(tmp_path, mo
     monkeypatch.undo()
     assert not list(tmp_path.iterdir())
     assert_same(expected, infer(model, Wide, where))
+
+
+@pytest.mark.parametrize("vram", [150_000, "auto"])
+def test_a_full_drive_names_no_least_budget(tmp_path, monkeypatch, vram):
+    """With the drive's bytes as ``least_bytes``, callers would try again with that budget."""
+    monkeypatch.setattr(spilling.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    device = carom.SimulatedDevice()
+    monkeypatch.setattr(
+        SimulatedEngine, "free_bytes", lambda engine: (1 << 30) + 400_000
+    )  # "auto" leaves 1 GiB
+    with pytest.raises(carom.BudgetError, match=r"the drive has 0 B free; make room") as raised:
+        carom.stream(wide(), device=device, vram=vram, ram=RAM, disk=tmp_path)
+    assert raised.value.least_bytes is None
 
 
 @pytest.mark.parametrize("error", [carom.BudgetError, KeyboardInterrupt])

@@ -8,6 +8,7 @@ from pathlib import Path
 import carom
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests_disk_harness import least_on_disk
 from torch import nn
 
@@ -117,3 +118,48 @@ def test_what_was_compared_is_not_compared_again(tmp_path, model, monkeypatch):
         session.set_budget(ram=RAM // 2)
         model(X)
         assert sum(counted) == first
+
+
+@pytest.mark.parametrize("left", [0, 9 * (WEIGHT + 4096)], ids=["nothing", "the first half"])
+def test_weights_in_a_part_that_was_cut_off_stay_on_meta_after_close(tmp_path, model, left):
+    """A use of the mapped memory would end the process (SIGBUS)."""
+    expected = dict(build().named_parameters())
+    vram = 2 * least_on_disk(model, "cpu", tmp_path, RAM)
+    session = carom.stream(model, device="cpu", vram=vram, ram=RAM, disk=tmp_path)
+    model(X)
+    (path,) = tmp_path.glob("carom-spill-*")
+    os.truncate(path, left)
+    with pytest.raises(carom.WeightsError, match=r"carom-spill-.*cut off.*weights, first \d\.\d\.weight"):
+        session.close()
+    assert session.closed
+    session.close()
+    lost = [name for name, weight in model.named_parameters() if weight.is_meta]
+    assert "7.1.weight" in lost and ("0.0.weight" in lost) is (left == 0)
+    for name, weight in model.named_parameters():
+        assert weight.is_meta or torch.equal(weight, expected[name]), name
+    assert model(X).is_meta, "nothing is computed"
+
+
+def test_a_users_file_that_was_cut_off_is_an_error_at_close(tmp_path, model):
+    path = tmp_path / "w.safetensors"
+    save_file(model.state_dict(), path)
+    model.load_state_dict(load_file(path), assign=True)
+    vram = 2 * least_on_disk(model, "cpu", "auto", RAM)
+    session = carom.stream(model, device="cpu", vram=vram, ram=RAM, disk="auto")
+    model(X)
+    os.truncate(path, 4096)
+    with pytest.raises(carom.WeightsError, match=r"w\.safetensors.*cut off"):
+        session.close()
+    assert all(module.weight.is_meta for module in model.modules() if isinstance(module, nn.Linear))
+
+
+def test_a_file_that_was_replaced_by_a_shorter_one_is_mapped_still(tmp_path, model):
+    path = tmp_path / "w.safetensors"
+    save_file(model.state_dict(), path)
+    model.load_state_dict(load_file(path), assign=True)
+    vram = 2 * least_on_disk(model, "cpu", "auto", RAM)
+    with carom.stream(model, device="cpu", vram=vram, ram=RAM, disk="auto"):
+        other = tmp_path / "other"
+        other.write_bytes(b"short")
+        other.replace(path)
+    assert torch.equal(model(X), build()(X))

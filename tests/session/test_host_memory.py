@@ -13,9 +13,11 @@ from carom.core.budget.host_governor import QUIET
 from carom.core.budget.host_governor import HostGovernor as Follower
 from carom.core.checkpoint import spill
 from carom.core.host import probe
+from carom.core.session import settings as settings_of_sessions
 from carom.core.session.policies import host_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from tests_inside import inside
 from torch import nn
 
@@ -74,7 +76,7 @@ def test_under_pressure_weights_in_memory_move_to_disk(tmp_path, monkeypatch, me
     loaded, _, _, size = disk.uniform(tmp_path)
     model = copy.deepcopy(loaded).requires_grad_(False)
     folder = tmp_path / "spill"
-    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value, *_: size)
     memory.keep, memory.free = size // 2, 2 * size
     where = carom.SimulatedDevice() if device == "simulated" else device
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
@@ -97,7 +99,7 @@ def test_under_pressure_weights_in_memory_move_to_disk(tmp_path, monkeypatch, me
 def test_under_pressure_with_a_full_disk_weights_stay_in_memory(tmp_path, monkeypatch, memory, caplog):
     loaded, _, _, size = disk.uniform(tmp_path)
     model = copy.deepcopy(loaded).requires_grad_(False)
-    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value, *_: size)
     monkeypatch.setattr(spill.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     memory.keep, memory.free = size // 2, 2 * size
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
@@ -117,7 +119,7 @@ def test_under_pressure_with_a_full_disk_weights_stay_in_memory(tmp_path, monkey
 @pytest.mark.parametrize("device", ["cpu", "simulated"])
 def test_the_cache_of_a_session_gives_way_and_comes_back(tmp_path, monkeypatch, memory, device):
     loaded, empty, path, size = disk.uniform(tmp_path)
-    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value, *_: size)
     memory.keep = size
     memory.free = 2 * size  # as much again as the budget
     where = carom.SimulatedDevice() if device == "simulated" else device
@@ -151,7 +153,7 @@ def test_the_cache_of_a_session_gives_way_and_comes_back(tmp_path, monkeypatch, 
 def test_however_short_memory_is_the_cache_keeps_pieces_that_are_worth_reading(tmp_path, monkeypatch, memory):
     """A cache of two pages reads a model in pages, and describes more pieces than it has bytes."""
     loaded, empty, path, size = disk.uniform(tmp_path)
-    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value, *_: size)
     memory.keep, memory.free = size, 2 * size
     x = torch.ones(2, 64)
     with torch.no_grad():
@@ -171,7 +173,7 @@ def test_under_pressure_the_cache_keeps_what_its_smaller_budget_holds(tmp_path, 
     loaded, empty, _, size = disk.uniform(tmp_path)
     path = disk.save(loaded, tmp_path, packed=True)
     drive = disk.Drive(monkeypatch)
-    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value, *_: size)
     memory.keep, memory.free = size, 2 * size
     x = torch.ones(1, 64)
     with torch.no_grad():
@@ -203,7 +205,7 @@ def test_what_a_parked_session_keeps_goes_before_the_cache_in_use(tmp_path, monk
     loaded, empty, path, size = disk.uniform(tmp_path)
     with torch.device("meta"):
         other = type(empty)()
-    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value, *_: size)
     memory.keep, memory.free = size, 3 * size
     x = torch.ones(1, 64)
     with torch.no_grad():
@@ -256,7 +258,7 @@ def run(net):
 def test_copies_of_what_is_resident_go_and_what_streams_stays_pinned(monkeypatch, memory):
     net, size = Net(), 12 * UNIT
     expected = run(net)
-    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value, *_: size)
     monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
     memory.keep, memory.free = 4 * UNIT, 8 * UNIT
     with carom.stream(
@@ -282,7 +284,7 @@ def test_a_packed_copy_beside_plain_weights_goes(monkeypatch, memory):
     x = X.to(torch.bfloat16)
     with torch.no_grad():
         expected = net(x)
-    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: size)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value, *_: size)
     monkeypatch.setattr("carom.core.placement.packer.LEAST", 1024)
     memory.keep, memory.free = 4 * UNIT, 8 * UNIT
     with torch.no_grad(), carom.stream(
@@ -316,3 +318,49 @@ def test_host_memory_is_looked_at_whatever_else_a_session_follows(monkeypatch, f
             for _ in range(60):
                 net(torch.ones(1, 64))
     assert 2 <= len(looked) <= 6, "every 16 steps"
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_auto_counts_the_modules_own_weights(tmp_path, monkeypatch, device):
+    """A model that fills the memory is not moved to disk: pinned memory replaces what it has already."""
+    loaded, _, _, size = disk.uniform(tmp_path)
+    model, folder = copy.deepcopy(loaded).requires_grad_(False), tmp_path / "spill"
+    free = SimpleNamespace(free=size // 8, usable=size // 8, keep=0, limit=2 * size)
+    monkeypatch.setattr(settings_of_sessions, "host_memory", lambda: free)
+    where = carom.SimulatedDevice() if device == "simulated" else device
+    with torch.no_grad(), carom.stream(model, device=where, vram=size // 4, disk=folder) as session:
+        report = session.report()
+        assert not folder.exists() and report.waiting_bytes > 0.7 * size
+        if device == "simulated":
+            assert report.pinned_bytes >= report.waiting_bytes
+        for _ in range(2):  # in the session the weights are there still
+            session.set_budget(ram="auto")
+            assert not folder.exists()
+            assert inside(session).ram >= report.waiting_bytes
+        model(torch.randn(2, 64))
+        session.park()
+        session.set_budget(ram="auto")
+        assert inside(session).ram >= 0.8 * size
+
+
+def test_auto_again_leaves_the_cache_of_a_file_what_it_has(tmp_path, monkeypatch):
+    loaded, empty, path, size = disk.uniform(tmp_path)
+    free = SimpleNamespace(free=size // 2, usable=size // 2, keep=0, limit=2 * size)
+    monkeypatch.setattr(settings_of_sessions, "host_memory", lambda: free)
+    with torch.no_grad(), carom.stream(empty, device="cpu", vram=size // 4, weights=path) as session:
+        session.module(torch.randn(2, 64))
+        held = session.report().ram_peak_bytes
+        assert held > size // 4
+        free.free = free.usable = size // 2 - held
+        session.set_budget(ram="auto")
+        assert inside(session).ram >= held
+
+
+def test_auto_does_not_count_views_of_a_file(tmp_path, monkeypatch):
+    """The system has their memory available already."""
+    loaded, empty, path, size = disk.uniform(tmp_path)
+    empty.load_state_dict(load_file(path), assign=True)
+    free = SimpleNamespace(free=size // 2, usable=size // 2, keep=0, limit=2 * size)
+    monkeypatch.setattr(settings_of_sessions, "host_memory", lambda: free)
+    with torch.no_grad(), carom.stream(empty.requires_grad_(False), device="cpu", vram=size // 4) as session:
+        assert inside(session).ram <= size // 2

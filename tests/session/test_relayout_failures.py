@@ -229,7 +229,7 @@ def test_a_layout_because_of_host_memory_that_fails_leaves_a_session_that_goes_o
     else:
         options |= {"codec": "lossless", "host": "raw"}
     ram = 2 * size(twin)
-    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value: ram)
+    monkeypatch.setattr("carom.core.session.settings.ram_budget", lambda value, *_: ram)
     originals = identities(net)
     with torch.no_grad():
         expected = twin(X)
