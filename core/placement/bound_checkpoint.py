@@ -265,8 +265,9 @@ class Checkpoint:
     def unbind(self) -> None:
         """Put the module's original tensors back, with the written values if there are any. Idempotent.
 
-        A tensor whose mapped file was cut off stays on meta, and `lost` is set: the process would end at the first
-        use of the mapping's memory.
+        A tensor whose mapped file was cut off becomes empty, and `lost` is set: the process would end at the first use
+        of the mapping's memory. A tensor on meta would not do, as torch.nn.functional.linear accepts one as the weight,
+        and returns uninitialised memory.
         """
         cut_off = _cut_off(self._file_tensors.values())
         missing = set(cut_off)
@@ -275,10 +276,10 @@ class Checkpoint:
         with torch.inference_mode(False), torch.no_grad():
             for file_tensor in self._file_tensors.values():
                 file_tensor.tensor.requires_grad_(file_tensor.trainable)
-                if file_tensor in missing:
-                    continue
                 back = file_tensor.original
-                if file_tensor.changed is not None and back.is_meta:
+                if file_tensor in missing:
+                    back.data = torch.empty(0, dtype=back.dtype)
+                elif file_tensor.changed is not None and back.is_meta:
                     back = file_tensor.changed
                     if isinstance(file_tensor.original, nn.Parameter):
                         back = nn.Parameter(back, requires_grad=file_tensor.trainable)
@@ -326,7 +327,7 @@ def _lost(cut_off: Sequence[FileTensor]) -> WeightsError:
     first = cut_off[0]
     return WeightsError(
         f"{first.bound.segments[0].entry.file.path}: the file was cut off while weights of the module were in it. The "
-        f"values of {len(cut_off)} weights, first {first.name}, are lost, and these weights stay on the meta device; load "
+        f"values of {len(cut_off)} weights, first {first.name}, are lost, and these weights are empty now; load "
         "the module again"
     )
 
