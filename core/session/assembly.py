@@ -55,7 +55,10 @@ class Parts:
 
 
 def assemble(module: nn.Module, asked: StreamSettings) -> Parts:
-    """Return the connected parts of a session, without changing the module yet. ``asked``: checked settings."""
+    """Return the connected parts of a session, without changing the module yet. ``asked``: checked settings.
+
+    Raises UnsupportedError as `FlatViews.refuse_trainable` does.
+    """
     engine = make_engine(asked.device)
     own = settings.waiting_bytes(module) if asked.weights is None else 0
     waiting = own if engine.shares_host else 0
@@ -69,6 +72,8 @@ def assemble(module: nn.Module, asked: StreamSettings) -> Parts:
 
     disk = None if asked.training == "stream" else asked.disk  # trainable weights cannot stream from disk
     managed = ManagedModule(module, RootHooks(module), disk)
+    if asked.training == "stream":
+        managed.flat_views.refuse_trainable()
     host_resources = HostResources(engine, wanted.ram)
     ledger = BudgetLedger(engine, asked.vram if isinstance(asked.vram, SharedBudget) else None)
     ledger.set(budget)

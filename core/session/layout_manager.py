@@ -344,7 +344,8 @@ class LayoutManager:
         """
         engine, module = self.engine, self.module
         self.host.begin_layout(
-            wanted.ram, [note for note in (wanted.note, settings.device_note(engine)) if note]
+            wanted.ram,
+            [note for note in (wanted.note, settings.device_note(engine), module.flat_views.note) if note],
         )
         meter = Meter(engine)
         carving, plan = self.planner.plan(wanted, self._layout)

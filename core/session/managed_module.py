@@ -15,6 +15,7 @@ from ..model.quantized import FlattenedWeights
 from ..placement.bound_checkpoint import Checkpoint
 from ..placement.disk_binding import bind_memory
 from ..placement.file_binding import bind_file
+from ..placement.flat_views import FlatViews
 from ..placement.packed_tensor import give_back
 from ..placement.shared_weights import share_files, share_memory
 from .host_resources import HostResources
@@ -31,12 +32,14 @@ class ManagedModule:
     ``quantized``: the module's quantised weights, flattened so that their inner tensors are streamed; None
     for a module with a weights file that holds no quantised weights.
     ``hooks``: the wrapped forwards.
+    ``flat_views``: the weights that are views of tensors that other code keeps.
     """
 
     def __init__(self, root: nn.Module, hooks: RootHooks, disk: str | os.PathLike[str] | None = None) -> None:
         self.root, self.hooks, self.disk = root, hooks, disk
         self.checkpoint: Checkpoint | None = None
         self.quantized: FlattenedWeights | None = None
+        self.flat_views = FlatViews(root)
 
     @property
     def name(self) -> str:
@@ -107,6 +110,7 @@ class ManagedModule:
             self.quantized.close()
         if self.checkpoint is not None and self.checkpoint.quantised is not None:
             self.checkpoint.quantised.undo()
+        self.flat_views.restore()
 
     def raise_lost(self) -> None:
         """Raise the WeightsError for values that `unbind` could not restore. The next call does nothing."""
