@@ -72,7 +72,9 @@ class FlatViews:
             if at < 0 or address >= mapped[at].end:
                 self._entries += group
         self._views = [
-            _View(t, StorageWeakRef(t.untyped_storage()), t.storage_offset(), t.shape, t.stride(), t.dtype)
+            _View(
+                t, StorageWeakRef(t.untyped_storage()), int(t.storage_offset()), t.shape, t.stride(), t.dtype
+            )
             for t in (entry.tensor for entry in self._entries)
         ]
 
