@@ -374,6 +374,15 @@ def test_tiny_run_in_the_real_comfyui(tmp_path):
     assert raw["second"]["report"]["streamed_bytes"] > 0 and record["commit"] == "0123abc"
 
 
+@pytest.mark.skipif(not os.environ.get("COMFYUI_PATH"), reason="set COMFYUI_PATH to a ComfyUI folder")
+@pytest.mark.timeout(600)
+def test_tiny_lora_run_without_comfyuis_server(tmp_path):
+    record = _run("comfy_lora.py", tmp_path / "r.json", "--steps", "2")
+    stock, carom = record["runs"]["stock"], record["runs"]["carom"]
+    assert [run["hash"] for run in stock] == [run["hash"] for run in carom]
+    assert len({run["hash"] for run in carom}) == 5 and carom[3]["carom"]["needs"] > 0
+
+
 @pytest.mark.skipif(
     not os.environ.get("AI_TOOLKIT_PATH"), reason="set AI_TOOLKIT_PATH to an ai-toolkit checkout"
 )
