@@ -31,10 +31,10 @@ class ModelChanges:
         self._undo.callback(put_together, opened)
         self.dressed = self.dressed or dresses(opened)
 
-    def enter_by(self, model: nn.Module, root: nn.Module, names: tuple[str, ...]) -> None:
-        """Let the methods ``names`` of ``model`` run as the forward of ``root``."""
+    def enter_by(self, model: nn.Module, root: Any, names: tuple[str, ...]) -> None:
+        """Let the methods ``names`` of ``model`` run as the forward of ``root``, which does not keep it alive."""
         for name in names:
-            method = getattr(model, name)
+            method = getattr(root.model, name)
             model.__dict__[name] = functools.partial(root, method)
             self._undo.callback(model.__dict__.pop, name, None)
 

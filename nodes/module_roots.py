@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..core.common.errors import UnsupportedError
+from ..core.model.shared_attributes import share_attributes
 from .inference_tensors import own_tensors, wrapped_kind
 
 # The methods that ComfyUI calls on models whose forward it does not call: text encoders, then VAEs.
@@ -32,13 +33,15 @@ class Scope(nn.Module):
 def root_of(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the module whose forward is a step of the session, and names of methods of ``model`` to route through it.
 
-    The names are empty where ComfyUI calls the module's forward itself.
+    The names are empty where ComfyUI calls the module's forward itself. The module does not keep ``model`` alive:
+    ComfyUI frees the memory of a model by dropping it.
     """
     inner = getattr(model, "diffusion_model", None)
     if isinstance(inner, nn.Module):
         return inner, ()
     entrances = tuple(name for name in ENTRANCES if callable(getattr(model, name, None)))
-    return (Scope(model), entrances) if entrances else (model, ())
+    shared = share_attributes(model)
+    return (Scope(shared), entrances) if entrances else (shared, ())
 
 
 def prepare(root: nn.Module) -> None:

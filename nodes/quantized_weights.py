@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..core.model.elsewhere_tensor import AwayParameter, AwayTensor
+from ..core.model.shared_attributes import original_of
 from .inference_tensors import is_plain, ordinary
 
 _TABLE = "_carom_wrapped"
@@ -167,7 +168,7 @@ def _dress(module: nn.Module) -> None:
     names = tuple(module.__dict__[_TABLE])
     if not names:
         del module.__dict__[_TABLE]
-        module.__class__ = own
+        module.__class__ = original_of(module).__class__ = own
         return
     if (own, names) not in _classes:
         members: dict[str, Any] = {name: _property(name) for name in names}
@@ -175,7 +176,8 @@ def _dress(module: nn.Module) -> None:
             __setattr__=_set, _save_to_state_dict=_save, _load_from_state_dict=_load, _carom_own=own
         )
         _classes[own, names] = type(own.__name__, (own,), members)
-    module.__class__ = _classes[own, names]
+    # The root of a session may be a second object with the attributes of ComfyUI's module.
+    module.__class__ = original_of(module).__class__ = _classes[own, names]
 
 
 def _property(name: str) -> property:

@@ -387,7 +387,10 @@ def _dropped(reference: weakref.ref[Streaming], pins: list[int]) -> None:
             streaming.session, streaming.active, streaming.suspended = None, False, False
             streaming.ram, streaming._views = 0, None
             suspended_models.pop(streaming, None)
-            with comfyui_api.laying_out():
-                session.close(discard=True)
+            try:
+                with comfyui_api.laying_out():
+                    session.close(discard=True)
+            finally:
+                streaming.changes.undo()  # these are references of the model's modules to themselves
     except Exception as error:  # a finalizer has no caller to raise to
         logger.warning("Carom: a model that was dropped could not give its memory back: %s", str(error))

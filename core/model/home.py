@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -97,6 +98,13 @@ class ManagedUnit:
             version += home.host._version
         return version
 
+    def forget(self) -> None:
+        """Drop the references to the model's tensors and modules. Called after the session was closed."""
+        for home in self.homes:
+            home.forget()
+        self.homes.clear()
+        self.unit.modules, self.unit.entries = [], []
+
     def note_trainable(self) -> None:
         """Set `trainable` to whether the weight of any home requires a gradient."""
         self.trainable = any(home.trainable for home in self.homes)
@@ -121,6 +129,11 @@ class Home:
         self.trainable = entry.trainable
         # This weak reference makes torch.utils.swap_tensors refuse the tensor.
         self._no_swap = weakref.ref(self.tensor)
+
+    def forget(self) -> None:
+        """Drop the reference to the model's tensor, which may refer to this object."""
+        self.tensor = self.host
+        self.entry = replace(self.entry, tensor=self.host, sites=[])
 
     def value(self) -> torch.Tensor:
         """Return the tensor that represents the weight in a state dict."""

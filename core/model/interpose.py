@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch._jit_internal import FunctionModifiers
 
 from ..common.errors import UnsupportedError
 from .compiling import pass_over, untraced
+from .shared_attributes import forward_of
 
 _exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 _tracing: Callable[[], Any] = torch._C._get_tracing_state
@@ -65,7 +67,7 @@ class Wrapped:
         if isinstance(before, _Forward) and before.lasts and before.live:
             self._undo.append(before.insert_behind(make))
             return
-        front = (_TracedForward if traced else _Forward)(make, module.forward, before, lasts)
+        front = (_TracedForward if traced else _Forward)(make, forward_of(module), before, lasts)
         module.forward = front  # type: ignore[method-assign]
 
         def undo() -> None:
@@ -111,18 +113,39 @@ def stands_first(module: nn.Module) -> bool:
 class _Forward:
     """A wrapper that calls ``make(inner)`` while ``live`` is true, and ``inner`` afterwards.
 
+    ``inner``: a callable, or a `weakref.WeakMethod` of the module that holds the wrapper.
     A deep copy of the module gets the module's forward without the wrapper.
     """
 
     def __init__(
-        self, make: Callable[[Callable], Callable], inner: Callable, before: Any, lasts: bool = False
+        self, make: Callable[[Callable], Callable], inner: Any, before: Any, lasts: bool = False
     ) -> None:
-        functools.update_wrapper(self, inner)
+        self._held = inner
+        functools.update_wrapper(self, self._inner)
+        weak = isinstance(inner, weakref.WeakMethod)
+        if weak:
+            del self.__dict__["__wrapped__"]  # a reference to the module; `__getattr__` returns it
         self.live, self.lasts = True, lasts
         # value of the instance attribute ``forward`` before this wrapper was set, or None
         self.before = before
-        self._inner = inner
-        self._run = make(self._call_inner if lasts else inner)
+        self._run = make(self._call_inner if lasts or weak else inner)
+
+    @property
+    def _inner(self) -> Callable:
+        """The present inner forward."""
+        held = self._held
+        if isinstance(held, weakref.WeakMethod):
+            held = held()
+            if held is None:
+                raise UnsupportedError(
+                    "the module of this forward does not exist any more; keep a reference to the module itself"
+                )
+        return held
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__wrapped__" and "_held" in self.__dict__:
+            return self._inner
+        raise AttributeError(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs) if self.live else self._inner(*args, **kwargs)
@@ -135,12 +158,12 @@ class _Forward:
         """Insert a wrapper between this wrapper and its inner forward. Return a function that removes the new
         wrapper.
         """
-        front = self._inner = _Forward(make, self._inner, None)
+        front = self._held = _Forward(make, self._held, None)
 
         def undo() -> None:
             front.live = False
-            while isinstance(self._inner, _Forward) and not self._inner.live:
-                self._inner = self._inner._inner
+            while isinstance(self._held, _Forward) and not self._held.live:
+                self._held = self._held._held
 
         return undo
 

@@ -83,13 +83,13 @@ class _Computed:
 
 
 class Checkpoint:
-    """Weights of ``module`` that are in files: each is represented in the module by a meta tensor, until `unbind`.
+    """Weights of a module that are in files: each is represented in the module by a meta tensor, until `unbind`.
 
     ``settings``: how the files are read. `file_binding.bind_file` and `disk_binding.bind_memory` make checkpoints.
     """
 
-    def __init__(self, module: nn.Module, settings: Weights) -> None:
-        self.module, self.settings = module, settings
+    def __init__(self, settings: Weights) -> None:
+        self.settings = settings
         # Measurements of the drive. They are kept here so that the readers of later layouts start from them.
         self.path_tuner, self.read_limit = ReadPathTuner(), ReadLimit(settings.workers)
         self.notes: list[str] = []

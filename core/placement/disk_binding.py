@@ -65,7 +65,7 @@ def bind_ranges(
 
     ``note``: for the report. Raises BudgetError if host memory has no room for the entries without a range.
     """
-    checkpoint = Checkpoint(module, Weights(""))
+    checkpoint = Checkpoint(Weights(""))
     try:
         for entry, found in zip(entries, ranges, strict=True):
             tensor = checkpoint.bind(_bound(entry, found), entry.tensor, entry.sites)

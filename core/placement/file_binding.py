@@ -41,7 +41,7 @@ def bind_file(module: nn.Module, weights: Weights | str | os.PathLike[str]) -> C
     _refuse_trained({name: tensors[name] for name in found.bound})
     _refuse_layouts({name: tensors[name] for name in found.bound})
     _refuse_whole({name: tensors[name] for name in found.bound})
-    checkpoint = Checkpoint(module, settings)
+    checkpoint = Checkpoint(settings)
     checkpoint.laid_out = index.packed
     quantised = QuantisedBinding(module, found.quantised) if found.quantised else None
     notes = _file_notes(found.extra, [tensors[name] for name in found.bound])

@@ -43,6 +43,10 @@ class PackedBacking(PinnedBacking):
         self.decoder: UnitDecoder | None = None
         self.encoded: int | None = None
 
+    def forget(self) -> None:
+        super().forget()
+        self.tensors.clear()
+
     @property
     def packed(self) -> bool:
         """Whether a fetch decodes packed bytes on the device."""

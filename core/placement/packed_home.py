@@ -37,6 +37,10 @@ class PackedHome(ElsewhereHome):
         super().__init__(unit, entry, packed.layout)
         self.packed, self._tier = packed, tier
 
+    def forget(self) -> None:
+        super().forget()
+        self.packed.tensor = self.packed.layout
+
     def read(self) -> torch.Tensor:
         """Return the weight's value, decoded, as a new CPU tensor."""
         return self.packed.value()

@@ -451,6 +451,10 @@ class PackedTier(BlockTier):
             is_parameter = isinstance(packed.tensor, nn.Parameter)
             packed.tensor.__class__ = AwayParameter if is_parameter else AwayTensor
 
+    def forget(self) -> None:
+        self._swapped_classes.clear()
+        self.store.shelf.clear()
+
     def undo(self) -> None:
         """Restore the classes and values of all streamed tensors."""
         for tensor, before in reversed(self._swapped_classes):

@@ -38,6 +38,10 @@ class PinnedBacking(Backing):
         super().__init__(unit, runtime, index)
         self.block = block or empty_block()
 
+    def forget(self) -> None:
+        super().forget()
+        self.block = empty_block()
+
     @property
     def wire_bytes(self) -> int:
         """Bytes that one fetch of the unit copies over the link."""

@@ -243,6 +243,9 @@ class Tier:
         it uses no device memory.
         """
 
+    def forget(self) -> None:
+        """Drop the references to the model's tensors. Called after the session was closed."""
+
     @property
     def decode_bytes_per_second(self) -> float | None:
         """Measured decoding rate of the device in bytes of output per second, None if it was not measured."""

@@ -11,6 +11,7 @@ from ..budget.ledger import BudgetLedger
 from ..budget.shared_budget import SharedBudget
 from ..device.engine import Engine
 from ..device.make_engine import make_engine
+from ..model.shared_attributes import share_attributes
 from . import settings
 from .budgets import Budgets
 from .codec_choice import CodecChoice
@@ -71,7 +72,8 @@ def assemble(module: nn.Module, asked: StreamSettings) -> Parts:
     wanted = Wanted(budget, nbytes, packing, note=note)
 
     disk = None if asked.training == "stream" else asked.disk  # trainable weights cannot stream from disk
-    managed = ManagedModule(module, RootHooks(module), disk)
+    shared = share_attributes(module)  # the module must not be referenced by what it refers to itself
+    managed = ManagedModule(shared, RootHooks(shared), disk)
     if asked.training == "stream":
         managed.flat_views.refuse_trainable()
     host_resources = HostResources(engine, wanted.ram)

@@ -25,6 +25,7 @@ from ..metrics.meter import Meter
 from ..model.tree_watch import Tree
 from ..model.units import Carving
 from ..placement import make_tier as tiers
+from ..placement.backing import Backing
 from ..placement.bound_checkpoint import FileTensor
 from ..placement.file_source import FileSource
 from ..placement.host_store import HostStore
@@ -78,6 +79,9 @@ class LayoutManager:
         self.laid_out: Callable[[], None] = lambda: None
         self.write_streamed: Callable[[FileTensor, torch.Tensor], None]
         self._phase = Phase.NEW
+        self._finished = False
+        # The backings of all layouts that still exist. Each is in a reference cycle with its homes.
+        self._backings: WeakSet[Backing] = WeakSet()
         self._layout: Layout | None = None
         # The placement and streamer of the last layout, which may be incomplete. They may hold tensors that
         # could not be moved back to their original devices.
@@ -270,8 +274,7 @@ class LayoutManager:
 
         ``discard``: leave tensors that are on the device there.
         """
-        if self._phase is Phase.CLOSED:  # restore values for which memory was short in an earlier call
-            self.module.unbind(self.host, self.engine)
+        if self._phase is Phase.CLOSED:
             return
         placement = self._placement
         if placement is not None and self.attached and not discard:
@@ -293,11 +296,32 @@ class LayoutManager:
         self._enter(Phase.CLOSED)
 
     def finish(self) -> None:
-        """Free host copies, and restore the module's own tensors and forwards. Called after `close`."""
+        """Free host copies, and restore the module's own tensors and forwards. Called after `close`.
+
+        Afterwards nothing refers to the module and its tensors. The parts of a session refer to each other, so they
+        stay in memory until the garbage collector runs. After a failure the call may be repeated.
+        """
+        if self._finished:
+            return
         self.host.copies.clear()
         self.module.unbind(self.host, self.engine)
         if self.host.image is not None:
             self.host.image.close()
+        self._finished = True
+        self.module.forget()
+        self.planner.forget()
+        if self._streamer is not None:
+            for unit in self._streamer.units:
+                unit.forget()
+        for backing in self._backings:
+            backing.forget()
+        if self._placement is not None:
+            self._placement.tier.forget()
+        self._placement = self._streamer = None
+        if self._layout is not None:
+            self._layout = dataclasses.replace(
+                self._layout, carving=Carving([], [], []), tree=Tree(torch.nn.Module())
+            )
 
     def shrunk(self, failed: Wanted, error: BaseException) -> Wanted | None:
         """Return ``failed``, which ended in ``error``, with a smaller VRAM budget.
@@ -368,7 +392,7 @@ class LayoutManager:
                 carving, plan, streamed, meter, placement.tier, self.ledger, placement.resident_bytes
             )
             self._streamer = streamer
-            placement.stream(streamed, streamer)
+            self._backings.update(placement.stream(streamed, streamer))
             placement.settled()
             if self.host.peers is not None:
                 stay = {id(carving.units[index]) for index in plan.packed}
@@ -462,7 +486,7 @@ class LayoutManager:
         placement = layout.placement
         try:
             placement.keep_matching_residents([], [], [], layout.carving.units)
-            placement.stream(layout.carving.units, layout.streamer)
+            self._backings.update(placement.stream(layout.carving.units, layout.streamer))
         finally:
             placement.undo()
         self.engine.trim()

@@ -118,6 +118,14 @@ class ManagedModule:
             lost, self.checkpoint.lost = self.checkpoint.lost, None
             raise lost
 
+    def forget(self) -> None:
+        """Drop the references to the module and its tensors. Called after `unbind`."""
+        self.hooks.forget()
+        if self.checkpoint is not None:
+            self.checkpoint.quantised = None
+        self.checkpoint = self.quantized = None
+        del self.root
+
     def tensor(self, name: str) -> torch.Tensor | None:
         """Return the parameter or buffer ``name`` (a dotted path), or None if the module has no such tensor."""
         path, _, leaf = name.rpartition(".")

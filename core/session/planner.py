@@ -142,6 +142,11 @@ class Planner:
             self._least = present, least
         return self._least[1]
 
+    def forget(self) -> None:
+        """Drop all results, which refer to the module's tensors. Called after the session was closed."""
+        self._searched.clear()
+        self._least = None
+
     def forget_least(self) -> None:
         """Let the next call of `least_bytes` compute the budget again, because the module's tensors may have
         changed.

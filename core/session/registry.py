@@ -9,32 +9,33 @@ from torch import nn
 
 from ..common.errors import UnsupportedError
 from ..model import managed_tensor
+from .phase import Phase
 
 if TYPE_CHECKING:
-    from .session import Session
+    from .layout_manager import LayoutManager
 
-# The session of every module in a streamed tree. Keys and values are weak references, so that dropping the last
-# reference to a module also frees the module's session.
-_sessions: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
-
-
-def enter(session: Session) -> None:
-    """Register ``session`` for all modules that its tree contains at this moment."""
-    for part in session.module.modules():
-        _sessions[part] = weakref.ref(session)
+# The manager of the session of every module in a streamed tree. Keys and values are weak references, so that
+# dropping the last reference to a module also frees the module's session.
+_managers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[LayoutManager]] = weakref.WeakKeyDictionary()
 
 
-def leave(session: Session) -> None:
-    """Remove the entries of ``session`` from the registry."""
-    for part in session.module.modules():
-        if (found := _sessions.get(part)) is not None and found() is session:
-            del _sessions[part]
+def enter(module: nn.Module, manager: LayoutManager) -> None:
+    """Register the session of ``manager`` for all modules that the tree of ``module`` contains at this moment."""
+    for part in module.modules():
+        _managers[part] = weakref.ref(manager)
+
+
+def leave(module: nn.Module, manager: LayoutManager) -> None:
+    """Remove the entries of the session of ``manager`` from the registry."""
+    for part in module.modules():
+        if (found := _managers.get(part)) is not None and found() is manager:
+            del _managers[part]
 
 
 def refuse_streamed(module: nn.Module) -> None:
     """Raise UnsupportedError if a session streams ``module``, a submodule of it, or a module that contains it."""
     for part in module.modules():
-        if session_of(part) is not None:
+        if _streams(part):
             raise UnsupportedError(
                 f"{'this module' if part is module else f'its part {type(part).__name__}'} is streamed already; "
                 "close that session first"
@@ -48,8 +49,8 @@ def refuse_streamed(module: nn.Module) -> None:
         )
 
 
-def session_of(module: nn.Module) -> Session | None:
-    """Return the open session that streams ``module``, or None if there is none."""
-    found = _sessions.get(module)
-    session = None if found is None else found()
-    return None if session is None or session.closed else session
+def _streams(module: nn.Module) -> bool:
+    """Return whether an open session streams ``module``."""
+    found = _managers.get(module)
+    manager = None if found is None else found()
+    return manager is not None and manager.phase is not Phase.CLOSED

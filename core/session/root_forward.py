@@ -84,7 +84,9 @@ class PassListener(Protocol):
 class Movable(Protocol):
     """The interface of a session that is used by ``.to()`` and similar methods of the root module."""
 
-    module: nn.Module  # the root
+    @property
+    def module(self) -> nn.Module:
+        """The root."""
 
     @property
     def device(self) -> torch.device:

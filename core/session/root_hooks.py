@@ -29,15 +29,14 @@ class RootHooks:
         self._root = Wrapped()
         self._units = Wrapped()
         self._state: list[Any] = []
-        self._owner: object = None
 
-    def listen(self, listener: PassListener, movable: Movable, owner: object) -> None:
+    def listen(self, listener: PassListener, movable: Movable) -> None:
         """Set the objects to call: ``listener`` around each pass, and ``movable`` when the module is moved to
         another device.
 
-        ``owner`` is referenced as long as the root is wrapped, so that a session lives as long as its module.
+        The wrapped root refers to them, so the parts of a session live as long as its module.
         """
-        self._listener, self._movable, self._owner = listener, movable, owner
+        self._listener, self._movable = listener, movable
 
     def wrap_root(self) -> None:
         """Wrap the root's forward and ``_apply``, unless they are wrapped already.
@@ -97,7 +96,11 @@ class RootHooks:
     def remove(self) -> None:
         """Remove the session's wrappers from the root's forward and ``_apply``. Idempotent."""
         self._root.undo()
-        self._owner = None
+
+    def forget(self) -> None:
+        """Drop the references to the module and to the objects that were called. Called after `remove`."""
+        self._state = []
+        del self._module, self._listener, self._movable
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from ..plan.residency import Plan
 from . import registry
 from .assembly import assemble
 from .first_layout import lay_out_first
+from .lifetime import end, end_with_module
+from .module_moves import ModuleMoves, park
 from .phase import Phase
 from .policies.raise_budget import Inputs
 from .stream_settings import StreamSettings
@@ -115,18 +118,20 @@ class Session:
         asked.check(module)
         registry.refuse_streamed(module)
         self.module = module
+        self._with_module: weakref.finalize | None = None
         node = None if asked.group is None else NodeGroup(asked.group)
         self._parts = together(node, "carom.stream", lambda: assemble(module, asked))
         self._manager = self._parts.manager
-        self._manager.module.hooks.listen(self._parts.passes, self, owner=self)
+        self._manager.module.hooks.listen(self._parts.passes, ModuleMoves(module, self._parts))
         try:
             lay_out_first(self._parts, asked, node)
-            registry.enter(self)
+            registry.enter(module, self._manager)
             self._parts.policies.plan_next()
         except BaseException:
             self._parts.memory.end()
             self._end()
             raise
+        self._with_module = end_with_module(module, self._parts)
 
     # -- closing
 
@@ -149,11 +154,10 @@ class Session:
         """Undo the session's changes to its module, and leave shared budgets. After a failure the call may be
         repeated.
         """
-        self._manager.close(discard)
-        # done only now, because other sessions may use the freed memory after this call
-        self._parts.memory.end()
-        self._manager.finish()
-        registry.leave(self)
+        end(self._parts, discard)
+        registry.leave(self.module, self._manager)
+        if self._with_module is not None:
+            self._with_module.detach()
 
     def __enter__(self) -> Session:
         self._need_open()
@@ -204,13 +208,6 @@ class Session:
         """Whether the session uses no device memory. The next forward moves weights to the device again."""
         return self._manager.phase.parked
 
-    @property
-    def put_aside(self) -> bool:
-        """Whether the session was parked with ``keep=True``. A move of the module to the CPU then has nothing
-        to do.
-        """
-        return self._manager.phase is Phase.ASIDE
-
     def park(self, keep: bool = False) -> None:
         """Release the session's device memory. The module's next forward moves weights to the device again.
 
@@ -218,11 +215,7 @@ class Session:
         memory too (packed, if they are packed). The return then takes no longer than the copies to the
         device.
         """
-        with self._manager.lock:
-            self._need_open()
-            if not self.parked:
-                self._parts.ledger.leave_device()
-                self._manager.park(keep)
+        park(self._parts, keep)
 
     def unpark(self) -> None:
         """Move the weights of a parked session to the device again."""
@@ -359,10 +352,6 @@ class Session:
     def closed(self) -> bool:
         """Whether the session was closed."""
         return self._manager.phase is Phase.CLOSED
-
-    def dtypes(self) -> set[torch.dtype]:
-        """Return the dtypes of the module's tensors."""
-        return {entry.tensor.dtype for entry in self._manager.layout.entries()}
 
     def report(self) -> Report:
         """Return the session's figures. For a closed session, these are the last figures. Waits for the

@@ -7,6 +7,7 @@ from torch import nn
 
 from ..common.errors import WeightsError
 from ..model.arriving_tensor import load_pending
+from ..model.shared_attributes import original_of
 from ..placement.bound_checkpoint import FileTensor
 from ..placement.packed_home import PackedHome
 from ..placement.placement import wanted_residents
@@ -26,7 +27,9 @@ class TensorAccess:
         """
         manager = self._manager
         if manager.attached:
-            below = None if module is None else {id(m) for m in module.modules()}
+            root = manager.module.root
+            whole = module is None or module is original_of(root)
+            below = None if whole else {id(m) for m in module.modules()}  # type: ignore[union-attr]
             manager.layout.streamer.refresh(manager.layout.below(below))
 
     def read(self, name: str) -> torch.Tensor:

@@ -154,3 +154,4 @@ class GradientBuffers:
         self._buffers.clear()
         for block in self._blocks:
             block.unpin()
+        self._blocks.clear()

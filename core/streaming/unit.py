@@ -164,6 +164,11 @@ class StreamedUnit:
         self.swapped_in: list[tuple[dict, str, Any, Any]] = []
         self.differentiable = False
 
+    def forget(self) -> None:
+        """Drop the references to the tables of the model's modules. Called after the session was closed."""
+        self.sites.clear()
+        self.swapped_in.clear()
+
     def empty_proxies(self) -> None:
         """Release the slot memory of the weights' proxies, and drop proxies whose tensor other code keeps."""
         for proxy in self.proxies:

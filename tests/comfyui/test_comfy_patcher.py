@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import mmap
 import os
 import subprocess
 import sys
 import types
 import warnings
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -750,9 +752,6 @@ def test_weights_that_cannot_be_taken_apart_stay_comfyuis_and_the_reason_is_said
 
 
 def test_a_model_that_is_dropped_takes_its_session_with_it(comfy):
-    import gc
-    import weakref
-
     patcher = make(comfy, LIMIT)
     run(patcher)
     gone = weakref.ref(patcher.model), weakref.ref(patcher.model.diffusion_model)
@@ -763,8 +762,6 @@ def test_a_model_that_is_dropped_takes_its_session_with_it(comfy):
 
 def test_a_dropped_model_gives_the_device_back_before_anybody_collects_cycles(comfy, monkeypatch):
     """ComfyUI offers the next model what is free; a model that lingers in a cycle would leave it nothing."""
-    import gc
-
     counted = []
     monkeypatch.setattr(nodes_host, "count_pinned", counted.append)
     patcher = make(comfy, LIMIT)
@@ -781,6 +778,46 @@ def test_a_dropped_model_gives_the_device_back_before_anybody_collects_cycles(co
     assert inside(session).streamer.memory.numel() == 0
     assert sum(counted) == 0
     assert session.closed
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+@pytest.mark.parametrize("state", ["loaded", "patched", "unloaded", "whole"])
+@pytest.mark.parametrize("kind", [Model, TextEncoder, Diffusion, "Scaled", "Dressed"])
+def test_a_dropped_model_is_freed_at_once_with_its_ram(comfy, monkeypatch, kind, state, codec):
+    """Diffusion models are entered by their network's forward, text encoders by a method, ControlNets by their own."""
+    monkeypatch.setattr("carom.core.placement.packer.LEAST", 1)
+    monkeypatch.setattr("carom.core.placement.packed_tensor.MAX_PACKED_RATIO", 2.0)
+    if isinstance(kind, str):
+        model = wrapped_model(comfy, {"Scaled": Scaled, "Dressed": Dressed}[kind])
+    else:
+        model = filled(kind(comfy.Linear))
+    patcher = wear(
+        comfy.ModelPatcher(model, load_device=CPU, offload_device=CPU), Settings("stream", LIMIT, codec=codec)
+    )
+    call = next(name for name in ("apply_model", "encode_token_weights", "forward") if hasattr(model, name))
+    del model
+    if state == "patched" and kind is Model:
+        patcher.add_patches(difference(), 0.5)
+    with torch.inference_mode():
+        patcher.partially_load(CPU, UNLIMITED)
+        for _ in range(2):
+            getattr(patcher.model, call)(torch.ones(4, WIDTH))
+        if state == "unloaded":
+            patcher.detach()
+        elif state == "whole":
+            streaming_of(patcher.model).close()
+    gc.collect()  # what earlier tests left
+    held = [found for found in gc.get_objects() if type(found) in (arena.Block, PackedTensor)]
+    model = patcher.model
+    parts = (*model.modules(), *model.parameters(), *model.buffers(), *held)
+    gone = [weakref.ref(part) for part in parts]
+    del model, parts, held
+    gc.disable()
+    try:
+        del patcher
+        assert [type(found()) for found in gone if found() is not None] == []
+    finally:
+        gc.enable()
 
 
 def test_a_model_that_is_dropped_while_it_waits_is_asked_for_nothing_more(comfy):

@@ -760,6 +760,29 @@ def test_memory_stays_flat_over_many_prompts(server):
     assert prompts(140) - before < 40 << 20  # twelve LoRA of one 44 MiB model
 
 
+def test_models_that_replace_each_other_leave_memory_without_the_garbage_collector(server):
+    """ComfyUI drops the model of the last prompt before the next one loads."""
+
+    def models(make: Any, seed: int, collects: bool = False) -> list[int]:
+        found = []
+        for name in ("flux", "flux2nd", "flux", "flux2nd"):
+            graph = make("flux", name=name, seed=seed, steps=1)
+            prompt = graph.prompt()
+            prompt["alive"] = node("CaromTestAlive", value=["sample", 0], collects=collects)
+            found += server.run(prompt)["alive"]["models"]
+        return found
+
+    def offloaded(*args: Any, **options: Any) -> Graph:
+        return stock(*args, **options).then("CaromOffload", mode="stream", vram="8MiB")
+
+    server.free()
+    reference = models(stock, 201)
+    for make in (ours, offloaded):
+        server.free()
+        assert models(make, 202) == reference
+    models(stock, 203, collects=True)
+
+
 def test_example_workflows_name_nodes_of_the_server(server, root):
     import json
 

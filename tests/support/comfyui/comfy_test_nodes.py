@@ -484,6 +484,29 @@ class Picture:
         return (torch.rand(1, height, width, 3, generator=torch.Generator().manual_seed(seed)),)
 
 
+class Alive:
+    """A node that reports how many models are in memory, and switches Python's automatic collections on or off."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "tell", "carom-test", True
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"value": (ANY,), "collects": ("BOOLEAN", {"default": True})}}
+
+    @classmethod
+    def IS_CHANGED(cls, **_):
+        return float("nan")
+
+    def tell(self, value, collects):
+        import gc
+
+        import comfy.model_base
+
+        (gc.enable if collects else gc.disable)()
+        models = [found for found in gc.get_objects() if isinstance(found, comfy.model_base.BaseModel)]
+        return {"ui": {"models": [len(models)]}}
+
+
 NODE_CLASS_MAPPINGS = {
     "CaromTest" + node.__name__: node
     for node in (
@@ -505,6 +528,7 @@ NODE_CLASS_MAPPINGS = {
         Heard,
         Mapped,
         Picture,
+        Alive,
     )
 }
 
