@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..common.errors import WeightsError
 from ..device.engine import Engine
 from ..host.node_group import NodeGroup
 from ..host.shared_image import SharedImage
@@ -40,6 +41,7 @@ class ManagedModule:
         self.checkpoint: Checkpoint | None = None
         self.quantized: FlattenedWeights | None = None
         self.flat_views = FlatViews(root)
+        self._lost: WeightsError | None = None
 
     @property
     def name(self) -> str:
@@ -114,17 +116,18 @@ class ManagedModule:
 
     def raise_lost(self) -> None:
         """Raise the WeightsError for values that `unbind` could not restore. The next call does nothing."""
-        if self.checkpoint is not None and self.checkpoint.lost is not None:
-            lost, self.checkpoint.lost = self.checkpoint.lost, None
+        lost, self._lost = self._lost, None
+        if lost is not None:
             raise lost
 
     def forget(self) -> None:
         """Drop the references to the module and its tensors. Called after `unbind`."""
         self.hooks.forget()
         if self.checkpoint is not None:
+            self._lost = self.checkpoint.lost
             self.checkpoint.quantised = None
         self.checkpoint = self.quantized = None
-        del self.root
+        del self.root, self.flat_views
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """Return the parameter or buffer ``name`` (a dotted path), or None if the module has no such tensor."""

@@ -32,28 +32,33 @@ def unit_forward(
     local = runs.local
 
     def make(inner: Callable) -> Callable:
-        @untraced
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not local.mine.roots and not in_backward():
-                return outside(*args, **kwargs)
-            # An interrupt may come at any line of Carom's code, so all of it is inside this `try`.
-            try:
-                plain = compiling() is None
-                slot, gradient = enter(unit) if plain else quiet_enter(unit)
-                try:
-                    result = inner(*args, **kwargs)
-                except Exception:
-                    (leave if plain else quiet_leave)(unit, slot, gradient)
-                    raise
-                (leave if plain else quiet_leave)(unit, slot, gradient)
-                return result
-            except Exception:
-                raise
-            except BaseException:
-                interrupted()
-                raise
+        def wrapper(outside: Callable | None) -> Callable:
+            """Return the wrapper. ``outside``: runs calls that become passes, None for a call that is in a pass."""
 
-        outside = as_pass(forward)
-        return forward
+            @untraced
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if outside is not None and not local.mine.roots and not in_backward():
+                    return outside(*args, **kwargs)
+                # An interrupt may come at any line of Carom's code, so all of it is inside this `try`.
+                try:
+                    plain = compiling() is None
+                    slot, gradient = enter(unit) if plain else quiet_enter(unit)
+                    try:
+                        result = inner(*args, **kwargs)
+                    except Exception:
+                        (leave if plain else quiet_leave)(unit, slot, gradient)
+                        raise
+                    (leave if plain else quiet_leave)(unit, slot, gradient)
+                    return result
+                except Exception:
+                    raise
+                except BaseException:
+                    interrupted()
+                    raise
+
+            return forward
+
+        # A wrapper that referred to itself would keep the module alive until the garbage collector runs.
+        return wrapper(as_pass(wrapper(None)))
 
     return make
