@@ -102,6 +102,16 @@ class NodeGroup:
             raise self._lost(what, error) from error
         return [rank.tolist() for rank in ranks]
 
+    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+        """Fill ``tensor``, on the CPU, with the values that it has on the first rank. All ranks call this at once.
+
+        Raises GroupError as `exchange` does.
+        """
+        try:
+            torch.distributed.broadcast(tensor, self._ranks[0], group=self._control)
+        except Exception as error:
+            raise self._lost(what, error) from error
+
     def _lost(self, what: str, error: Exception) -> GroupError:
         return GroupError(
             f"{what}: another rank ended, was closed, or runs other code than rank {self.rank}: {error}"

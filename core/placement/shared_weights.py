@@ -39,11 +39,11 @@ def share_memory(module: nn.Module, node: NodeGroup, image: SharedImage) -> Chec
     """Move the frozen weights of ``module`` that are in host memory to shared memory, add that to ``image``, and let
     them stream from there.
 
-    All ranks get the values of the first rank of the machine, as in DistributedDataParallel. To be called on all
-    ranks at once. Raises UnsupportedError if no weight is frozen, and GroupError if the modules of the ranks differ.
+    All ranks get the values of the first rank of the machine, as in DistributedDataParallel (`follow_first_rank` does
+    that for the other tensors). To be called on all ranks at once. Raises UnsupportedError if no weight is frozen, and GroupError if the modules of the ranks differ.
     """
     entries = node.together("choosing weights", lambda: _frozen(module))
-    _agree(node, "the module", [_description(entry) for entry in entries])
+    agree(node, "the module", [describe(entry) for entry in entries])
     offsets, total = [], 0
     for entry in entries:
         offsets.append(total)
@@ -74,7 +74,7 @@ def share_files(checkpoint: Checkpoint, node: NodeGroup, ram: int, image: Shared
     """
     ranges = _file_ranges(checkpoint)
     files = list(dict.fromkeys(file for file, _, _ in ranges))
-    _agree(node, "the weights file", [(f.size, f.mtime_ns, f.inode) for f in files])
+    agree(node, "the weights file", [(f.size, f.mtime_ns, f.inode) for f in files])
     total = sum(end - start for _, start, end in ranges)
     room = ram if total <= ram else ram - node.size * RANK_BYTES
     chosen = _spread(_granules(ranges), total, max(0, room))
@@ -197,12 +197,13 @@ def _frozen(module: nn.Module) -> list[Entry]:
     return entries
 
 
-def _description(entry: Entry) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:
+def describe(entry: Entry) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:
+    """Return what has to be equal on all ranks: name, dtype, shape and strides."""
     tensor = entry.tensor
     return entry.name, str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride())
 
 
-def _agree(node: NodeGroup, what: str, mine: list[Any]) -> None:
+def agree(node: NodeGroup, what: str, mine: list[Any]) -> None:
     """Raise GroupError on all ranks, naming the first difference, unless ``mine`` is equal on all ranks."""
     lists = node.exchange(mine, f"comparing {what}")
     for rank, other in enumerate(lists):

@@ -16,6 +16,7 @@ from ..model.quantized import FlattenedWeights
 from ..placement.bound_checkpoint import Checkpoint
 from ..placement.disk_binding import bind_memory
 from ..placement.file_binding import bind_file
+from ..placement.first_rank_values import follow_first_rank
 from ..placement.flat_views import FlatViews
 from ..placement.packed_tensor import give_back
 from ..placement.shared_weights import share_files, share_memory
@@ -66,16 +67,19 @@ class ManagedModule:
             self.checkpoint.stay_packed(engine)
 
     def share(self, node: NodeGroup, ram: int, image: SharedImage) -> None:
-        """Let frozen weights stream from memory that the ranks of ``node`` share, and add that memory to ``image``.
+        """Let frozen weights stream from memory that the ranks of ``node`` share, and add that memory to ``image``. Give the
+        other tensors the values of the first rank.
 
-        ``ram``: the budget of the machine's host memory in bytes. Raises as `share_memory` and `share_files` do.
+        ``ram``: the budget of the machine's host memory in bytes. Raises as `share_memory`, `share_files` and
+        `follow_first_rank` do.
         """
         if self.checkpoint is not None:
             share_files(self.checkpoint, node, ram, image)
-            return
-        self.checkpoint = share_memory(self.root, node, image)
-        if self.quantized is not None:
-            self.quantized.follow()
+        else:
+            self.checkpoint = share_memory(self.root, node, image)
+            if self.quantized is not None:
+                self.quantized.follow()
+        self.note(follow_first_rank(self.root, node))
 
     def note(self, note: str) -> None:
         """Add ``note`` to the report of a module whose weights are in files; "" adds nothing."""

@@ -87,8 +87,8 @@ def stream(
     streamed from disk. None: weights beyond ``ram`` are streamed from pageable memory.
     ``group``: "world", a process group of torch.distributed, or a one-dimensional DeviceMesh, whose ranks all call
     `stream` with the same model. The ranks of a machine then share one copy of the frozen weights in host memory,
-    with the values of the first rank of the machine, and ``ram`` is the budget of all of them together. Use
-    `prepare_for_ddp` before DistributedDataParallel.
+    and ``ram`` is the budget of all of them together. All tensors get the values of the first rank of the machine,
+    trainable weights and buffers included. Use `prepare_for_ddp` before DistributedDataParallel.
     ``peers``: other devices whose memory holds streamed weights, as pairs of a device and the bytes of its memory, for
     example ``[("cuda:1", "8GiB")]``: bytes, "8GiB", "50%" (of its free memory) or "auto" (its free memory, minus a
     reserve). These weights are copied from there, beside the copies from host memory. The links are measured first,

@@ -34,6 +34,12 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return run_ranks(SCRIPT, folder / "meet", "failing", str(folder))
 
 
+@pytest.fixture(scope="module")
+def one_source(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder: Path = tmp_path_factory.mktemp("one-source")
+    return run_ranks(SCRIPT, folder / "meet", "one_source", str(folder))
+
+
 def test_adapters_are_those_of_ddp_on_resident_weights_bit_for_bit(exact):
     for rank in exact:
         assert len(rank) == 13
@@ -130,6 +136,31 @@ def test_an_automatic_ram_budget_allows_to_pin_what_is_shared(failing):
     """The budget is measured while each rank still has a copy of the weights, and too little memory is free."""
     for rank in failing:
         assert int(rank["pinned"][1]) >= FROZEN
+
+
+def test_ranks_that_seed_otherwise_compute_with_the_values_of_the_first_rank(one_source):
+    """Trainable weights, small ones and buffers too: with its own ones a rank would compute with a mixture."""
+    for rank in one_source:
+        for case in ("memory", "file"):
+            assert not rank[case]["other"] and rank[case]["output"]
+            assert "others differed between the ranks" in rank[case]["notes"]
+            assert rank[case]["strides"] == [1, 16]
+
+
+def test_a_weight_that_one_rank_writes_after_close_is_its_own(one_source):
+    assert all(rank["own after close"] for rank in one_source)
+
+
+def test_tensors_that_one_rank_lacks_or_that_have_other_strides_are_named_on_every_rank(one_source):
+    named = {"more": "3.more", "strides": "3.first.weight", "wrapped": "3.odd"}
+    for rank in one_source:
+        for case, name in named.items():
+            assert rank[case][0] == "GroupError" and name in rank[case][1]
+
+
+def test_ranks_with_different_files_of_equal_size_and_time_are_refused(tmp_path):
+    for kind, text in run_ranks(SCRIPT, tmp_path / "meet", "other_files", str(tmp_path)):
+        assert kind == "GroupError" and "weights file" in text
 
 
 def test_a_group_needs_torch_distributed():

@@ -277,6 +277,82 @@ def failing(folder: Path) -> dict:
     return found
 
 
+class Wrapper(torch.Tensor):
+    """A tensor of a class whose bytes Carom does not know."""
+
+
+def seeded(seed: int) -> Blocks:
+    """A model with tensors of every kind that ranks do not share: trainable, small, buffers, views."""
+    net = model(seed)
+    net[0].second.requires_grad_(True)
+    net[1].norm.requires_grad_(True)
+    net[2].register_buffer("scale", torch.randn(WIDTH, WIDTH))
+    net[2].register_buffer("count", torch.tensor(3 + seed))
+    net[2].register_buffer("mask", torch.randn(WIDTH) > 0)
+    net[2].register_buffer("turned", torch.randn(8, 16, dtype=torch.bfloat16).t())
+    net[2].register_buffer("phase", torch.randn(4, dtype=torch.complex64).conj())
+    return net
+
+
+def one_source(folder: Path) -> dict:
+    """Stream models that differ between the ranks."""
+    rank, first, found = dist.get_rank(), seeded(0), {}
+    gather(False)
+    x = torch.ones(2, WIDTH)
+    file = saved(folder)
+    for case, settings_ in (("memory", {}), ("file", {"weights": file})):
+        net = seeded(rank)
+        expected = {name: value.clone() for name, value in first.state_dict().items()}
+        if case == "file":  # the tensors that the file holds have its values; the rest that of the first rank
+            expected |= model().state_dict()
+            net.requires_grad_(False)
+        with (
+            carom.stream(net, device="cpu", vram=VRAM, group="world", **settings_) as session,
+            torch.no_grad(),
+        ):
+            out, notes = net(x), session.report().notes
+            read = {name: session.read(name) for name in expected}
+        other = [name for name, value in expected.items() if not torch.equal(read[name], value)]
+        later = net.state_dict()
+        other += [
+            name
+            for name, value in expected.items()
+            if case == "memory" and not torch.equal(later[name], value)
+        ]
+        found[case] = {
+            "other": other, "notes": " ".join(notes), "strides": net[2].turned.stride(),
+            "output": torch.equal(out, first(x)) if case == "memory" else True,
+        }  # fmt: skip
+    # The weights of each rank are its own again.
+    net = model()
+    with carom.stream(net, device="cpu", vram=VRAM, group="world"):
+        pass
+    with torch.no_grad():
+        if rank == 0:
+            net[0].first.weight.fill_(5)
+        dist.barrier()
+        found["own after close"] = bool((net[0].first.weight == 5).all()) is (rank == 0)
+        dist.barrier()
+    more, strides, wrapped = model(), model(), model()
+    if rank == 1:
+        more[3].register_buffer("more", torch.zeros(3))
+        strides[3].first.weight.data = strides[3].first.weight.t().contiguous().t()
+    wrapped[3].register_buffer("odd", torch.full((5,), float(rank)).as_subclass(Wrapper))
+    for case, net in (("more", more), ("strides", strides), ("wrapped", wrapped)):
+        found[case] = failure(lambda net=net: carom.stream(net, device="cpu", vram=VRAM, group="world"))
+    return found
+
+
+def other_files(folder: Path) -> list[str]:
+    """Stream from files of the ranks' own, which have equal sizes, times and bytes."""
+    file = folder / f"{dist.get_rank()}.safetensors"
+    save_file(model().state_dict(), file)
+    os.utime(file, ns=(10**18, 10**18))
+    with torch.device("meta"):
+        net = model()
+    return failure(lambda: carom.stream(net, device="cpu", vram=VRAM, group="world", weights=file))
+
+
 def killed(folder: Path) -> dict:
     """Train until a rank is killed. With the environment variable CAROM_TEST_DIE rank 1 kills itself."""
     gather(sys.argv[4] == "gather")
@@ -290,10 +366,17 @@ def killed(folder: Path) -> dict:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-CASES = {"exact": exact, "on_gpus": on_gpus, "failing": failing, "killed": killed}
+CASES = {
+    "exact": exact,
+    "on_gpus": on_gpus,
+    "failing": failing,
+    "one_source": one_source,
+    "other_files": other_files,
+    "killed": killed,
+}
 
 
-def main() -> dict:
+def main() -> Any:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if GPUS:
         torch.cuda.set_device(DEVICE)
