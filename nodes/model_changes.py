@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from .plain_ops import shorten
-from .quantized_weights import dresses, put_together, take_apart
+from .quantized_weights import dresses, patched, put_together, take_apart
+from .watched_patches import watch_forward
 
 
 class ModelChanges:
@@ -30,6 +31,8 @@ class ModelChanges:
         opened = take_apart(root)
         self._undo.callback(put_together, opened)
         self.dressed = self.dressed or dresses(opened)
+        for module in patched(opened):
+            self._undo.callback(watch_forward(module))
 
     def enter_by(self, model: nn.Module, root: Any, names: tuple[str, ...]) -> None:
         """Let the methods ``names`` of ``model`` run as the forward of ``root``, which does not keep it alive."""

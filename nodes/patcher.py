@@ -98,11 +98,18 @@ class CaromPatcher:
                 comfyui_api.say(f"Carom: {carom.note}", self._settings.node)
         if self.model.current_weight_patches_uuid is None:
             forget_casts(self.model)
-        with watching():
-            return super().load(  # type: ignore[misc]
-                device_to, *args, lowvram_model_memory=lowvram_model_memory, force_patch_weights=force_patch_weights,
-                full_load=full_load, **kwargs,
-            )  # fmt: skip
+        try:
+            with watching():
+                return super().load(  # type: ignore[misc]
+                    device_to, *args, lowvram_model_memory=lowvram_model_memory, force_patch_weights=force_patch_weights,
+                    full_load=full_load, **kwargs,
+                )  # fmt: skip
+        except OutOfMemory:
+            if carom.note:
+                raise
+        # What merging patches takes was missing beside the whole model. Streamed weights leave it free.
+        self._unload()
+        return self._stream(device_to, carom.total - 1, force_patch_weights)
 
     def _stream(self, device_to: Any, offered: float, force_patch_weights: bool) -> None:
         """Let ComfyUI attach its patches, then let the session take the weights or change its budget.

@@ -90,6 +90,11 @@ def dresses(opened: list[tuple[nn.Module, str]]) -> bool:
     return any(not module.__dict__[_TABLE][name].parts for module, name in opened)
 
 
+def patched(opened: list[tuple[nn.Module, str]]) -> list[nn.Module]:
+    """Return the modules of ``opened`` weights that carry their patches as an attribute."""
+    return [module for module, name in opened if module.__dict__[_TABLE][name].attributes.get("patches")]
+
+
 def put_together(opened: list[tuple[nn.Module, str]]) -> None:
     """Make every weight of ``opened`` a parameter again, over the same memory.
 

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.streaming.pass_retry import OutOfMemory
 
+FORWARD = "forward_comfy_cast_weights"
 FUNCTIONS = ("weight_function", "bias_function")  # attributes of ComfyUI's modules: lists of patch functions
 
 
@@ -53,21 +54,30 @@ def watching() -> Iterator[None]:
 
 
 class WatchedPatch:
-    """A patch function of a weight. Other attributes are those of ``function``."""
+    """A function that applies patches. Other attributes are those of ``function``."""
 
     def __init__(self, function: Callable) -> None:
         self.function = function
 
-    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return self.function(weight)
+            return self.function(*args, **kwargs)
         with _Watch() as watch:
-            result = self.function(weight)
+            result = self.function(*args, **kwargs)
         watch.check()
         return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["function"], name)
+
+
+def watch_forward(module: nn.Module) -> Callable[[], None]:
+    """Watch the casting forward of a module that applies patches itself (GGUF); return an undo function."""
+    own = getattr(module, FORWARD, None)
+    if own is None or isinstance(own, WatchedPatch):
+        return lambda: None
+    module.__dict__[FORWARD] = WatchedPatch(own)
+    return lambda: module.__dict__.pop(FORWARD, None)
 
 
 def watch_patches(model: nn.Module) -> None:

@@ -122,6 +122,21 @@ def test_a_lora_of_every_gguf_weight_stands_from_the_second_prompt(server, loade
         assert hash_of(server, streamed(gguf(name, loader))) == plain
 
 
+def test_a_lora_of_gguf_weights_is_whole_although_memory_runs_out_for_it(server):
+    needs_gguf()
+    patched = hash_of(server, lora(gguf()))
+
+    def streamed(most: int) -> dict[str, Any]:
+        graph = lora(gguf().then("CaromOffload", mode="stream", vram="6MiB"))
+        return told_by(server, graph.then("CaromTestShortOfMemory", most=most))
+
+    try:
+        told = streamed(5 * MIB)
+        assert told["hash"] == [patched] and told["memory_errors"] == [1]
+    finally:
+        assert streamed(0)["hash"] == [patched]
+
+
 def test_a_controlnet_beside_a_model_whose_weights_are_on_disk(server):
     """Both share `ram`, and both read what it does not hold."""
 

@@ -66,13 +66,15 @@ class Adapter:
 
 
 class Card:
-    """An imagined card. ``most``: the bytes of weights beside which there is memory for a patch."""
+    """An imagined card. ``most``: the bytes of weights beside which there is memory for a patch; ``holds_all``: whether
+    there is memory for it beside a whole model.
+    """
 
     def __init__(self, most: float = float("inf"), **settings: Any) -> None:
-        self.most, self.failed = most, 0
+        self.most, self.failed, self.holds_all = most, 0, True
         patcher_class = sys.modules["comfy.model_patcher"].ModelPatcher
         self.patcher = wear(
-            patcher_class(Model(), CPU, CPU), Settings(mode="stream", codec="raw", **settings)
+            patcher_class(Model(), CPU, CPU), Settings(**{"mode": "stream", "codec": "raw", **settings})
         )
         self.carom = streaming_of(self.patcher.model)
 
@@ -97,7 +99,8 @@ class Card:
 @wrap_torch_function(lambda tensor, card: (tensor,))
 def allocated(tensor: torch.Tensor, card: Card) -> torch.Tensor:
     """Stands for an operator that allocates device memory."""
-    if card.carom.session is not None and card.carom.session.vram > card.most:
+    session = card.carom.session
+    if not card.holds_all if session is None else session.vram > card.most:
         card.failed += 1
         raise OutOfMemory("as if")
     return tensor
@@ -154,6 +157,18 @@ def test_an_out_of_memory_that_less_does_not_help_is_raised():
     assert card.failed == 2
     card.most = float("inf")
     assert torch.equal(card.run(patched, 9 * LAYER), expected())
+
+
+def test_a_model_whose_lora_cannot_be_merged_beside_it_streams():
+    card = Card(mode="auto")
+    plain = card.run(card.patcher, 1e32)
+    assert card.carom.session is None
+    card.holds_all = False
+    patched = card.with_lora()
+    card.patcher.detach(unpatch_all=False)
+    assert torch.equal(card.run(patched, 1e32), expected()) and card.carom.streams
+    patched.detach(unpatch_all=False)
+    assert torch.equal(card.run(card.patcher, 1e32), plain) and card.carom.session is None
 
 
 def test_what_a_lora_needs_comes_off_the_offer():
