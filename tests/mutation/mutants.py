@@ -483,6 +483,87 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *_of(
+        "core/checkpoint/spill.py",
+        (
+            "or not _holds(Path(file.path), offset, memory)",
+            "",
+            "bytes are taken as spilled by a sample of them",
+        ),
+        ("            file.seek(offset)\n", "", "bytes are compared with the beginning of the file"),
+        (
+            "    except OSError:\n        return False\n",
+            "    except OSError:\n        return True\n",
+            "a file that is gone counts as one that has the bytes",
+        ),
+        ("(file, offset) in taken or", "", "equal tensors of one call are views of the same bytes"),
+        (
+            "        mapping = _Mapping(self.handle, os.fstat(self.handle).st_size, access=mmap.ACCESS_COPY)\n",
+            "        mapping = vars(self).get('one') or _Mapping(\n"
+            "            self.handle, os.fstat(self.handle).st_size, access=mmap.ACCESS_COPY\n"
+            "        )\n        self.one = mapping\n",
+            "tensors of two calls are views of one mapping",
+        ),
+        (
+            "    if os.getpid() == owner:\n        _delete(path)",
+            "    _delete(path)",
+            "a forked process deletes the spill file of its parent",
+        ),
+    ),
+    *_of(
+        "core/checkpoint/mapped_views.py",
+        ("if status.st_ino == mapping.inode:", "if True:", "a mapped file that was replaced is read"),
+    ),
+    *_of(
+        "core/checkpoint/memory_maps.py",
+        (
+            "(last.end, last.inode, last.path) == (start, inode, path)",
+            "(last.end, last.path) == (start, path)",
+            "mappings of two files are joined",
+        ),
+    ),
+    *_of(
+        "core/checkpoint/index.py",
+        (
+            "(found.st_ino, found.st_dev) != (self.inode, self.device)",
+            "False",
+            "a file that was replaced while in use is read",
+        ),
+    ),
+    *_of(
+        "core/host/shared_memory.py",
+        (
+            "self.nbytes, mmap.ACCESS_COPY)",
+            "self.nbytes, mmap.ACCESS_WRITE)",
+            "a rank writes to the weights of the others",
+        ),
+    ),
+    *_of(
+        "core/placement/shared_weights.py",
+        (
+            "tuple(tensor.shape), tuple(tensor.stride())",
+            "tuple(tensor.shape), ()",
+            "ranks share a weight that has other strides on one of them",
+        ),
+        (
+            "(f.size, f.mtime_ns, f.inode)",
+            "(f.size, f.mtime_ns)",
+            "ranks share weights of different files",
+        ),
+        (
+            "chosen[node.rank :: node.size]",
+            "chosen[:: node.size]",
+            "every rank reads the same part of a file",
+        ),
+    ),
+    *_of(
+        "core/session/managed_module.py",
+        (
+            "self.note(follow_first_rank(self.root, node))",
+            "pass",
+            "ranks that seed otherwise compute with a mixture",
+        ),
+    ),
+    *_of(
         "core/checkpoint/disk_reader.py",
         ("if priority == handle.priority else 0", "", "a piece that became urgent is read in its old turn"),
     ),

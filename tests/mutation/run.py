@@ -73,6 +73,13 @@ TESTS: dict[str, list[str]] = {
     "core/host/host_cache.py": ["host/test_cache.py", "placement/test_disk.py"],
     "core/host/buffer_pool.py": ["host/test_cache.py", "placement/test_disk.py"],
     "core/checkpoint/disk_reader.py": ["checkpoint/test_reader.py"],
+    "core/checkpoint/spill.py": ["checkpoint/test_spill.py", "placement/test_disk_memory.py"],
+    "core/checkpoint/mapped_views.py": ["checkpoint/test_replaced_files.py", "placement/test_disk_memory.py"],
+    "core/checkpoint/memory_maps.py": ["checkpoint/test_replaced_files.py", "placement/test_disk_memory.py"],
+    "core/checkpoint/index.py": ["checkpoint/test_replaced_files.py", "checkpoint/test_index.py"],
+    "core/host/shared_memory.py": ["session/test_group.py"],
+    "core/placement/shared_weights.py": ["session/test_group.py"],
+    "core/session/managed_module.py": ["session/test_group.py"],
     "core/placement/attached_tensors.py": [
         "session/test_undone.py",
         "host/test_pinned_in_flight.py",
