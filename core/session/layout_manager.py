@@ -402,7 +402,8 @@ class LayoutManager:
                 placement.notes += without_codec(streamed)
             if module.quantized is not None:
                 module.quantized.follow()
-            streamer.fixed_bytes = plan.vram_budget_bytes - plan.region_bytes
+            streamer.outside_bytes = plan.vram_budget_bytes - plan.region_bytes
+            streamer.fixed_bytes = plan.fixed_bytes + plan.staging_bytes
             streamer.start(self.host.arena)
             self.host.arena.log_refusals()
             placement.tier.left_device = self.note_packed

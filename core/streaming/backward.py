@@ -88,7 +88,8 @@ class Backward:
 
     def __init__(self, streamer: Streamer, landings: GradientBuffers) -> None:
         self._streamer, self._gradient_buffers = streamer, landings
-        self._tasks: set[int] = set()  # ids (autograd graph tasks) of the passes in progress
+        # ids (autograd graph tasks) of the passes in progress, each with the thread that registered the pass
+        self._tasks: dict[int, int] = {}
         # by thread id: the use of the unit that the thread reads now
         self._current_uses: dict[int, _SlotUse] = {}
         self._ending_uses: list[_SlotUse] = []
@@ -104,12 +105,17 @@ class Backward:
         return bool(self._current_uses or self._ending_uses)
 
     def other_pass_active(self) -> bool:
-        """Return whether a backward pass other than this thread's is in progress."""
-        return bool(self._tasks - {graph_task()})
+        """Return whether a backward pass of another thread is in progress.
+
+        The backward of a reentrant checkpoint runs within another pass of its thread, which cannot continue
+        before this backward ends.
+        """
+        present, mine = graph_task(), threading.get_ident()
+        return any(thread != mine and task != present for task, thread in self._tasks.items())
 
     def ended_by(self, error: BaseException, task: int) -> None:
         """Note that ``error`` ended the callback at the end of the pass with the id ``task``."""
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         self._streamer.ended_by(error)
 
     def slots_used_by(self, thread: int) -> int:
@@ -143,7 +149,7 @@ class Backward:
             return
         # The callback is queued first, because it removes the task, also after an interrupt.
         torch.autograd.Variable._execution_engine.queue_callback(_EndCallback(self, task))
-        self._tasks.add(task)
+        self._tasks[task] = threading.get_ident()
         if len(self._tasks) == 1:
             self._streamer.meter.backward_begins()
 
@@ -169,7 +175,7 @@ class Backward:
         """
         streamer = self._streamer
         with streamer.lock:
-            self._tasks.discard(task)
+            self._tasks.pop(task, None)
             self._gradient_buffers.forget(task)
             if streamer.closed:
                 return
@@ -185,7 +191,7 @@ class Backward:
         """Remove the pass with the id ``task``, and end its uses of slots of which autograd holds no view any
         more.
         """
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if not self._tasks:
             for thread in list(self._current_uses):
                 self._ending_uses.append(self._current_uses.pop(thread))

@@ -19,7 +19,7 @@ import torch
 from ..common.errors import BudgetError
 from ..host.arena import Block, HostArena, storage_bytes
 from ..plan.region import Slot
-from ..plan.residency import round_up
+from ..plan.residency import Wish, resident_cost, round_up
 from .unit import StreamedUnit, Views, make_views
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class HostMappedSlots:
 
     def unit_at(self, address: int) -> tuple[StreamedUnit, int] | None:
         """Return the unit whose bytes in host memory include ``address``, and the offset of ``address`` in it."""
-        for index, known in self._known.items():
+        for index, known in tuple(self._known.items()):  # other threads may add units
             start = address - known.views.base.data_ptr()
             if 0 <= start < known.views.base.numel():
                 return self._streamer.units[index], start
@@ -142,8 +142,14 @@ def no_room(streamer: Streamer, unit: StreamedUnit, stuck: list[Slot]) -> Budget
     ``stuck``: the slots that cannot be evicted from the region.
     """
     region, engine = streamer.region, streamer.engine
-    needed = unit.nbytes + sum(other.nbytes for other in stuck)
-    least = streamer.fixed_bytes + round_up(needed, engine.grain)
+    # A budget in which the units just fit is not enough: a plan for it may use the bytes for residents, and the
+    # rest of the step may use still more units at once. So name the budget with all the slots that a plan asks
+    # for, in which that number of units find room whatever their sizes, and beyond that the budget that holds
+    # every unit.
+    sizes, slots = [other.nbytes for other in streamer.units], Wish().slots
+    least = streamer.outside_bytes + resident_cost(sizes, engine.grain)
+    if len(stuck) < slots and region.nbytes < slots * max(sizes):
+        least = min(least, streamer.fixed_bytes + round_up(slots * max(sizes), engine.grain))
     names = ", ".join(repr(slot.unit.name) for slot in stuck)
     return BudgetError(
         f"no slot for unit {unit.name!r} ({unit.nbytes} bytes): the region of {region.nbytes} bytes is taken "

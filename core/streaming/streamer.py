@@ -87,7 +87,8 @@ class Streamer:
         self.host_mapped = HostMappedSlots(self)
         self.mapped = self.host_mapped.ranges
         self.link = self._link(None)
-        self.fixed_bytes = 0  # device memory that the plan reserves outside the region
+        self.outside_bytes = 0  # device memory that the plan reserves outside the region
+        self.fixed_bytes = 0  # of these, the bytes that every plan reserves, whatever the budget
 
     @property
     def device(self) -> torch.device:

@@ -1,8 +1,9 @@
-"""Non-reentrant checkpointing where the slots have no room for all units that are used at once."""
+"""Checkpointing where the slots have no room for all units that are used at once."""
 
 from __future__ import annotations
 
 import copy
+import time
 
 import carom
 import pytest
@@ -26,14 +27,14 @@ class Block(nn.Module):
 class Checkpointed(nn.Module):
     """Two blocks a checkpoint; each block's result also goes through weights of its neighbours."""
 
-    def __init__(self, foreign: int) -> None:
+    def __init__(self, foreign: int, reentrant: bool = False, span: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(Block() for _ in range(6))
-        self.foreign = foreign
+        self.foreign, self.reentrant, self.span = foreign, reentrant, span
 
     def _segment(self, first: int, x: torch.Tensor) -> torch.Tensor:
-        for index in (first, first + 1):
+        for index in range(first, first + self.span):
             x = self.blocks[index](x)
             for distance in range(1, self.foreign + 1):
                 other = self.blocks[(index - distance) % 6]
@@ -41,8 +42,8 @@ class Checkpointed(nn.Module):
         return x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for first in (0, 2, 4):
-            x = checkpoint(self._segment, first, x, use_reentrant=False)
+        for first in range(0, 6, self.span):
+            x = checkpoint(self._segment, first, x, use_reentrant=self.reentrant)
         return x
 
 
@@ -73,3 +74,66 @@ def test_the_least_budget_trains_bit_for_bit_under_checkpoints(foreign, trains, 
                 for got, want in zip(step(model, seed), step(plain, seed), strict=True):
                     assert torch.equal(got, want)
             assert session.report().vram_peak_bytes <= session.report().vram_budget_bytes
+
+
+def test_a_nested_backward_does_not_wait_for_the_pass_that_it_runs_in():
+    """The backward of a reentrant checkpoint is on the stack of the outer pass. It waited 20 seconds for its views."""
+    model = Checkpointed(1, reentrant=True, span=1)
+    plain = copy.deepcopy(model)
+    options = {"device": "cpu", "codec": "raw", "granularity": "layer", "training": "stream"}
+    with pytest.raises(carom.BudgetError) as refused:
+        carom.stream(model, vram=1, **options)
+    with carom.stream(model, vram=refused.value.least_bytes, **options):
+        began = time.monotonic()
+        assert all(map(torch.equal, step(model, 0), step(plain, 0)))
+        assert time.monotonic() - began < 15
+
+
+class Gated(nn.Module):
+    """Recomputed while autograd holds the weight of ``down``, whose gradient asked for the recomputation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Language(nn.Module):
+    """Blocks as those of a Llama, a head that is larger than the layers of a block.
+
+    A plan keeps the small norms on the device first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Gated() for _ in range(9))
+        self.head = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[None]
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("granularity", ["auto", "layer"])
+def test_without_pinned_memory_the_error_of_a_step_names_a_budget_that_works(granularity):
+    model = Language()
+    plain = copy.deepcopy(model)
+
+    def attempt(vram: int) -> None:
+        device = carom.SimulatedDevice(refuse_pinning=True)
+        with carom.stream(model, vram=vram, device=device, granularity=granularity, training="stream"):
+            assert all(map(torch.equal, step(model, 0), step(plain, 0)))
+
+    with pytest.raises(carom.BudgetError) as refused:
+        attempt(1)
+    with pytest.raises(carom.BudgetError, match="cannot read host memory") as refused_in_step:
+        attempt(refused.value.least_bytes)
+    attempt(refused_in_step.value.least_bytes)
