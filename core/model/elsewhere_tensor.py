@@ -19,17 +19,27 @@ from torch.utils._pytree import tree_leaves
 
 from ..common.errors import UnsupportedError
 from . import managed_tensor
+from .compiling import quiet
 from .home import Home
 from .managed_tensor import HostParameter, HostTensor
 from .override_queries import ForOperators
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
-# Queries whose answer depends on strides. The meta tensor may have other strides than the weight.
-_MEMORY_FORMAT_QUERIES = {
-    "stride",
-    "is_contiguous",
+# Queries whose answer is the meta tensor's in `Home.host`. The model's own tensor may have other strides and another
+# dtype than the weight (see `packed_tensor.PackedTensor.refuse_kernels`).
+_LAYOUT_QUERIES = {
+    "stride", "is_contiguous", "element_size", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg",
+    "__repr__", "__format__",
+}  # fmt: skip
+_LAYOUT_GETTERS = {
+    _IS_META,
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
 }
+# Queries that lead to the address of the weight's bytes.
+_ADDRESS_QUERIES = {"data_ptr", "untyped_storage", "storage", "storage_offset"}
 
 
 class ElsewhereHome(Home):
@@ -104,8 +114,10 @@ def _dispatch_elsewhere(cls: type, func: Callable, types: Any, args: tuple = (),
     first = args[0] if args else None
     home = getattr(first, "_carom", None)
     getter = name in ("__get__", "__set__")
-    if home is not None and (name in _MEMORY_FORMAT_QUERIES or func == _IS_META):
+    if home is not None and (name in _LAYOUT_QUERIES or (getter and func in _LAYOUT_GETTERS)):
         return managed_tensor.plain(func, (home.host, *args[1:]), kwargs)
+    if home is not None and name in _ADDRESS_QUERIES:
+        return _answer_by_address(home, func, args, kwargs)
     if name in managed_tensor._ATTRIBUTES or (getter and func not in managed_tensor._VIEW_GETTERS):
         # A detached value, as in a state dict, reports its own device. A streamed weight reports the compute
         # device.
@@ -142,6 +154,23 @@ def _dispatch_elsewhere(cls: type, func: Callable, types: Any, args: tuple = (),
             return _write(home, name, func, args, kwargs)
         values = {id(leaf): leaf._carom.read() for leaf in ours if isinstance(leaf._carom, ElsewhereHome)}
         args, kwargs = managed_tensor.substitute(args, kwargs, values)
+    return managed_tensor.plain(func, args, kwargs)
+
+
+@quiet
+def _answer_by_address(home: ElsewhereHome, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Answer a query that leads to the address of the weight's bytes: in a step with the slot's address.
+
+    Raises UnsupportedError for ``data_ptr()`` outside a step, where the bytes have no address.
+    """
+    runtime = home.runtime
+    if not runtime.closed and runtime.computing():
+        return managed_tensor.plain(func, (runtime.addressed(args[0]), *args[1:]), kwargs)
+    if func is torch.Tensor.data_ptr:
+        raise UnsupportedError(
+            f"{home.entry.name} streams from a file or packed, and its bytes have no address outside a forward or backward: "
+            "read a copy of its value with session.read() or with clone()"
+        )
     return managed_tensor.plain(func, args, kwargs)
 
 

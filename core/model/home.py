@@ -63,6 +63,11 @@ class Runtime(SlotRange, Protocol):
         arguments.
         """
 
+    def addressed(self, tensor: Any) -> torch.Tensor:
+        """Return the slot view of ``tensor``, a managed tensor, for code that reads it by its address. The slot stays
+        in use until the step's forward or backward ends.
+        """
+
 
 class ManagedUnit:
     """A unit whose tensors are managed by a session.

@@ -90,7 +90,8 @@ def push_handles(slots: SlotRange) -> None:
                 address = tensor.data_ptr()
                 if low <= address < high or (mapped and in_slots(slots, address)):
                     return find(tensor)
-            except RuntimeError:  # a tensor without storage (fake, functional, sparse) is no view of a slot
+            # a tensor without storage (fake, functional, sparse), or a weight without an address, is no view of a slot
+            except (RuntimeError, UnsupportedError):
                 pass
             # If a node saved its own result together with the result's grad_fn, the node would keep itself
             # alive unless a backward runs.
@@ -107,7 +108,7 @@ def push_handles(slots: SlotRange) -> None:
             address = tensor.data_ptr()
             if low <= address < high or (mapped and in_slots(slots, address)):
                 return find(tensor)
-        except RuntimeError:
+        except (RuntimeError, UnsupportedError):
             pass
         return outer_pack(tensor)
 

@@ -24,6 +24,11 @@ MAX_PACKED_RATIO = 0.95  # a tensor is packed only if it shrinks to this fractio
 WIRE_ALIGN = 128  # bytes; alignment of packed tensors in a block
 _SCRATCH = 32  # bytes of temporary device memory per element that packing needs
 
+# Makes the storage of a tensor raise an error where its address is asked for.
+_refuse_address: Callable[[torch.Tensor], Any] = getattr(
+    torch._C, "_set_throw_on_mutable_data_ptr", lambda tensor: None
+)
+
 
 @dataclass(eq=False)
 class PackedTensor:
@@ -76,6 +81,17 @@ class PackedTensor:
         with torch.inference_mode(False), torch.no_grad():
             fill = math.nan if self.layout.is_floating_point() else 0
             one = torch.zeros(1).fill_(fill).to(self.layout.dtype)
+            self.tensor.data = one.as_strided(self.layout.shape, (0,) * self.layout.dim())
+
+    def refuse_kernels(self) -> None:
+        """Let the model's tensor, whose memory was given up, refuse kernels that are given the tensor itself.
+
+        Code that torch calls without ``__torch_function__`` (C++ extensions, DLPack) would otherwise compute with the
+        single element. No kernel of torch computes with the dtype of the tensor, and its storage gives no address.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            one = torch.zeros(1, dtype=torch.uint8).view(torch.bits8)
+            _refuse_address(one)
             self.tensor.data = one.as_strided(self.layout.shape, (0,) * self.layout.dim())
 
 

@@ -243,7 +243,7 @@ class PackedTier(BlockTier):
                 device_tensors.leaving.pop(id(tensor), None)
                 self.store.shelf[id(tensor)] = packed
                 before = managed_tensor.plain(torch.Tensor.detach, (tensor,), {})
-                packed.give_up_memory()
+                packed.refuse_kernels()
                 self._residents.drop_pages(before)
                 del before
                 home = PackedHome(backing, entry, packed, self)
@@ -448,6 +448,7 @@ class PackedTier(BlockTier):
             give_back({key: shelf.pop(key)}, self.engine.move)
         for packed in shelf.values():
             self._swapped_classes.append((packed.tensor, type(packed.tensor)))
+            packed.refuse_kernels()
             is_parameter = isinstance(packed.tensor, nn.Parameter)
             packed.tensor.__class__ = AwayParameter if is_parameter else AwayTensor
 
@@ -459,5 +460,8 @@ class PackedTier(BlockTier):
         """Restore the classes and values of all streamed tensors."""
         for tensor, before in reversed(self._swapped_classes):
             tensor.__class__ = before
+            packed = self.store.shelf.get(id(tensor))
+            if packed is not None:
+                packed.give_up_memory()  # until the next layout, the dtype is the weight's own
         self._swapped_classes.clear()
         super().undo()

@@ -195,6 +195,7 @@ class Backward:
         if not self._tasks:
             for thread in list(self._current_uses):
                 self._ending_uses.append(self._current_uses.pop(thread))
+            self._streamer.runs.drop_addressed()
         self._streamer.end_finished_uses()
 
     def _drop_proxies(self) -> None:

@@ -84,6 +84,8 @@ class Runs:
         # Ids of threads that see host tensors instead of slots. These threads may keep views of slots for a
         # short time.
         self._hosts: set[int] = set()
+        # Slot views whose addresses other code may use until the present passes end, by id. A view keeps its slot in use.
+        self._addressed: dict[int, torch.Tensor] = {}
         self.to_stay: dict[str, str] = {}
 
     @property
@@ -183,6 +185,8 @@ class Runs:
             # Code of the model may have kept a unit's forward from being left (a generator, for instance).
             for unit, slot in reversed(mine.entered[entered:]):
                 self._leave(unit, slot)
+            if self._addressed and not streamer.backward.running:
+                self.drop_addressed()
             if streamer.held:
                 streamer.end_finished_uses()
             if self._root_count() or streamer.backward.running:
@@ -213,6 +217,7 @@ class Runs:
         """Put the host tensors back into the modules of all units, whatever was put in their place. Called while no
         forward is running.
         """
+        self._addressed.clear()
         for unit in self._streamer.units:
             restore_weight_lists(unit, {id(ours): host for _, _, ours, host in unit.swapped_in})
             _swap_out(unit)
@@ -376,6 +381,22 @@ class Runs:
 
     # -- single operators
 
+    def addressed(self, tensor: Any) -> torch.Tensor:
+        """Return the slot view of ``tensor``, a managed tensor, for code that reads it by its address. Its storage is
+        that of its own bytes, where the engine can make one. The slot stays in use until no pass is running.
+        """
+        view = self.run_operator(_itself, (tensor,), {}, [tensor])
+        self._addressed[id(view)] = view
+        with torch.inference_mode(False), torch.no_grad():
+            flat = storage_bytes(view)
+            own = self._streamer.engine.alias(flat, 0, flat.numel()).view(view.dtype)
+            return own.as_strided(view.shape, view.stride(), own.storage_offset())
+
+    def drop_addressed(self) -> None:
+        """Forget the views that `addressed` returned, unless a forward is running. Must be called under the lock."""
+        if self._addressed and not self.active:
+            self._addressed.clear()
+
     def run_operator(self, func: Callable, args: tuple, kwargs: dict, found: list[Any]) -> Any:
         """Run the operator ``func`` with slot views in place of ``found``, the streamed tensors among its
         arguments.
@@ -433,6 +454,11 @@ class Runs:
     def close(self) -> None:
         """Put the host tensors back into the modules of all units."""
         self.restore_modules()
+
+
+def _itself(view: torch.Tensor) -> torch.Tensor:
+    """Return ``view``. An operator that gives the slot view of a weight."""
+    return view
 
 
 def _unit_of(home: Home) -> StreamedUnit:

@@ -84,6 +84,7 @@ class Streamer:
         # Bound methods are stored once, because they are looked up for every operator and every saved tensor.
         self.computing, self.in_forward = self.runs.computing, self.runs.in_forward
         self.run_operator, self.handle = self.runs.run_operator, self.backward.handle
+        self.addressed = self.runs.addressed
         self.host_mapped = HostMappedSlots(self)
         self.mapped = self.host_mapped.ranges
         self.link = self._link(None)
@@ -615,6 +616,7 @@ class Streamer:
 def _address(tensor: torch.Tensor) -> int:
     """Return the address of the tensor's bytes, 0 if the tensor has no storage."""
     try:
-        return tensor.data_ptr()
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.data_ptr()
     except RuntimeError:  # tensor subclasses without storage
         return 0
