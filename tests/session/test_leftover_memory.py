@@ -258,6 +258,35 @@ def test_what_the_hosts_own_budget_leaves_no_room_for_fails_as_before():
         assert session.vram == vram and not session.spare
 
 
+def test_a_pass_that_the_hosts_own_budget_leaves_no_room_for_runs_again_with_less_where_the_host_says_so():
+    net, device, vram = card(0.25)
+    expected = step(net, False)
+    with carom.stream(net, device=device, vram=vram, granularity="block") as session:
+        engine, less = inside(session).engine, inside(session).least_bytes
+        session.follow_room(least=less)
+        assert torch.equal(step(net, False), expected) and session.vram == vram
+        session.expect_anew(more=True)
+        engine.activations += engine.memory().free + (vram - less) // 2
+        assert torch.equal(step(net, False), expected) and session.vram == less and not session.spare
+        engine.activations += engine.memory().free + vram
+        session.expect_anew()
+        with pytest.raises(OutOfMemory):
+            step(net, False)
+
+
+def test_readings_do_not_count_where_passes_need_more_from_now_on():
+    net, device, vram = card(0.25)
+    with carom.stream(net, device=device, vram=vram, granularity="block") as session:
+        session.follow_room()
+        for _ in range(6):
+            step(net, False)
+        assert session.spare
+        session.expect_anew()
+        assert session.spare
+        session.expect_anew(more=True)
+        assert not session.spare
+
+
 class Odd:
     """Of which nobody knows what a second pass would do with it."""
 
