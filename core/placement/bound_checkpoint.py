@@ -160,6 +160,25 @@ class Checkpoint:
         """Remove the registration that `bind_device_tensor` made for ``tensor``."""
         self._file_tensors.pop(id(tensor), None)
 
+    def replaced(self) -> dict[int, FileTensor]:
+        """Return the tensors of the file in whose place the module has a frozen tensor in host memory now, by the id of
+        that tensor. Called while no layout is in effect.
+        """
+        found = {}
+        for file_tensor in self._file_tensors.values():
+            now = {id(tensor): tensor for tensor in (site.table.get(site.name) for site in file_tensor.sites)}
+            new = next(iter(now.values())) if len(now) == 1 else None
+            if new is None or id(new) in self._file_tensors or new.requires_grad:
+                continue
+            like = (new.shape, new.dtype) == (file_tensor.tensor.shape, file_tensor.tensor.dtype)
+            if like and new.device.type == "cpu":
+                found[id(new)] = file_tensor
+        return found
+
+    def forget(self, file_tensor: FileTensor) -> None:
+        """Let ``file_tensor``, which the module replaced, go, with the values that were written to it."""
+        self._file_tensors.pop(id(file_tensor.tensor), None)
+
     def _make_room(self, nbytes: int) -> None:
         """Call `make_room`, which the session sets later than file tensors are bound."""
         self.make_room(nbytes)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..checkpoint.direct_io import ALIGN
 from ..checkpoint.index import TensorEntry, format_code, has_code
 from ..checkpoint.mapped_views import FileRange, MappedViews
 from ..checkpoint.mapping import BoundTensor
@@ -19,8 +20,10 @@ from ..checkpoint.segments import Segment
 from ..checkpoint.spill import checksum_of, spill
 from ..common.errors import BudgetError
 from ..common.sizes import format_size
+from ..host.cache_pieces import LEAST_BUFFERS
 from ..model.units import Entry, collect, why_not_streamed
 from .bound_checkpoint import Checkpoint, Weights
+from .file_tensor import FileTensor
 
 AUTO = "auto"  # the value of disk= by which only weights of mapped files stream from disk
 _LEAST = 4096  # bytes; smaller tensors stay on the device
@@ -68,14 +71,7 @@ def bind_ranges(
     checkpoint = Checkpoint(Weights(""))
     try:
         for entry, found in zip(entries, ranges, strict=True):
-            tensor = checkpoint.bind(_bound(entry, found), entry.tensor, entry.sites)
-            tensor.mapped = True
-            if found is None:
-                tensor.change(tensor.original)
-                assert tensor.changed is not None
-                tensor.original.data = tensor.changed
-            elif (crc := checksum_of(found)) is not None:
-                checkpoint.checks.add(found.file, found.offset, found.nbytes, crc, entry.name)
+            _bind(checkpoint, entry, found)
         checkpoint.note(note)
     except MemoryError as error:
         checkpoint.unbind()
@@ -86,6 +82,76 @@ def bind_ranges(
         checkpoint.unbind()
         raise
     return checkpoint
+
+
+def bind_replaced(
+    module: nn.Module, checkpoint: Checkpoint, disk: str | os.PathLike[str] | None, ram: int
+) -> None:
+    """Let tensors stream with which ``module`` replaced tensors of ``checkpoint``, as ``load_state_dict(assign=True)``
+    does.
+
+    A view of a mapped file streams from that file. Another tensor is spilled if ``disk`` names a folder, otherwise it is
+    kept in host memory, as a written value. Called while no layout is in effect. ``ram``: the budget of host memory in
+    bytes. Raises as `spill` does, and BudgetError if ``ram`` or host memory has no room. Nothing was bound then.
+    """
+    replaced = checkpoint.replaced()
+    if not replaced:
+        return
+    entries = [entry for entry in collect(module) if id(entry.tensor) in replaced and can_stream(entry)]
+    views = MappedViews()
+    ranges = [views.find(entry.tensor) for entry in entries]
+    others = [index for index, found in enumerate(ranges) if found is None]
+    if disk is not None and disk != AUTO and others:
+        for index, stored in zip(others, spill([entries[i].tensor for i in others], disk), strict=True):
+            entries[index].tensor.data, ranges[index] = stored.view, stored.range
+    elif others:
+        _require_ram(
+            checkpoint, [entries[i] for i in others], [replaced[id(entries[i].tensor)] for i in others], ram
+        )
+    for entry, found in zip(entries, ranges, strict=True):
+        before = replaced[id(entry.tensor)]
+        checkpoint.forget(before)
+        try:
+            _bind(checkpoint, entry, found).trainable = before.trainable
+        except MemoryError as error:
+            raise BudgetError(
+                f"host memory has no room for {entry.name}, which replaced a weight that streams from disk; name a folder as "
+                "disk="
+            ) from error
+
+
+def _require_ram(
+    checkpoint: Checkpoint, entries: Sequence[Entry], replaced: Sequence[FileTensor], ram: int
+) -> None:
+    """Raise BudgetError if ``ram`` bytes do not hold ``entries``, which replaced ``replaced``, beside what weights are
+    read through.
+    """
+    freed = sum(tensor.kept_bytes for tensor in replaced if tensor.changed is not None)
+    kept = checkpoint.changed_bytes - freed + sum(tensor.kept_bytes for tensor in replaced)
+    least = kept + LEAST_BUFFERS * ALIGN
+    if ram < least:
+        raise BudgetError(
+            f"ram={format_size(ram)} has no room for {len(entries)} weights that replaced weights from a file, first "
+            f"{entries[0].name} (load_state_dict(assign=True) replaces weights): they would take {kept} bytes. Raise ram to "
+            f"{least} bytes (session.set_budget(ram=...)), or close the session, load the weights and stream the module with "
+            "disk=FOLDER",
+            least,
+        )
+
+
+def _bind(checkpoint: Checkpoint, entry: Entry, found: FileRange | None) -> FileTensor:
+    """Let a tensor that is a view of the mapped bytes ``found`` stream from there, or keep it in host memory if that is
+    None.
+    """
+    tensor = checkpoint.bind(_bound(entry, found), entry.tensor, entry.sites)
+    tensor.mapped = True
+    if found is None:
+        tensor.change(tensor.original)
+        assert tensor.changed is not None
+        tensor.original.data = tensor.changed
+    elif (crc := checksum_of(found)) is not None:
+        checkpoint.checks.add(found.file, found.offset, found.nbytes, crc, entry.name)
+    return tensor
 
 
 def can_stream(entry: Entry) -> bool:

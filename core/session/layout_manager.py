@@ -341,6 +341,7 @@ class LayoutManager:
     # -- making a layout
 
     def _attach(self, wanted: Wanted) -> None:
+        self.module.follow_replaced(wanted.ram)
         if self._exceeds_ram(wanted) and self.module.move_to_disk(wanted.ram):
             # The device unpacks only what is packed in its file.
             self.wanted = wanted = dataclasses.replace(wanted, packing=None)
@@ -517,6 +518,8 @@ class LayoutManager:
         """Raise BudgetError if no layout for ``wanted`` is possible. ``keeps_ram``: whether the RAM budget
         stays the same.
         """
+        if self._phase.parked:  # a layout may have failed for want of RAM for weights that were replaced
+            self.module.follow_replaced(wanted.ram)
         carving, plan = self.planner.plan(wanted, self._layout)
         checkpoint = self.module.checkpoint
         if checkpoint is not None:

@@ -14,7 +14,7 @@ from ..host.node_group import NodeGroup
 from ..host.shared_image import SharedImage
 from ..model.quantized import FlattenedWeights
 from ..placement.bound_checkpoint import Checkpoint
-from ..placement.disk_binding import bind_memory
+from ..placement.disk_binding import bind_memory, bind_replaced
 from ..placement.file_binding import bind_file
 from ..placement.first_rank_values import follow_first_rank
 from ..placement.flat_views import FlatViews
@@ -98,6 +98,14 @@ class ManagedModule:
         if self.quantized is not None:
             self.quantized.follow()
         return self.checkpoint is not None
+
+    def follow_replaced(self, ram: int) -> None:
+        """Let tensors stream that replaced weights from files. Called while no layout is in effect.
+
+        ``ram``: the budget of host memory in bytes. Raises as `bind_replaced` does.
+        """
+        if self.checkpoint is not None:
+            bind_replaced(self.root, self.checkpoint, self.disk, ram)
 
     @property
     def simple(self) -> bool:

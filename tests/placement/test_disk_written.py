@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from carom.core.device.simulated import SimulatedDevice
 from carom.core.host.arena import HostArena
 from carom.core.placement.bound_checkpoint import FileTensor
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests_inside import inside
 from tests_pairwise import each, pairwise
 from torch import nn
@@ -177,3 +178,46 @@ def test_a_value_that_finds_no_memory_leaves_a_working_session(tmp_path, monkeyp
                 with pytest.raises(MemoryError):
                     write(session, loaded, index)
             assert torch.equal(empty(X), loaded(X))
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+@pytest.mark.parametrize("source", ["spilled", "mapped", "file"])
+def test_weights_that_are_assigned_stream_too(tmp_path, source, device):
+    """``load_state_dict(assign=True)`` puts other Parameters in the module. They are in no file, or in another one."""
+    loaded, empty, path = pair(tmp_path)
+    size, generator = COUNT * MATRIX, torch.Generator().manual_seed(1)
+    state = {name: torch.randn(SIDE, SIDE, generator=generator) for name in loaded.state_dict()}
+    other = copy.deepcopy(loaded)
+    other.load_state_dict(state)
+    if source == "mapped":
+        save_file(state, tmp_path / "other.safetensors")
+        state = load_file(tmp_path / "other.safetensors")
+    model = empty if source == "file" else copy.deepcopy(loaded).requires_grad_(False)
+    where = carom.SimulatedDevice(timing="random") if device == "simulated" else device
+    options = {"weights": path} if source == "file" else {"disk": tmp_path / "spill"}
+    x = X
+    with torch.no_grad():
+        expected, before = other(x), loaded(x)
+        with carom.stream(model, device=where, vram=size // 4, ram=size // 4, **options) as session:
+            assert torch.equal(model(x), before)
+            model.load_state_dict(state, assign=True)
+            if source == "file":
+                for _ in range(2):
+                    with pytest.raises(
+                        carom.BudgetError, match=r"ram=.*assign=True.*Raise ram to"
+                    ) as refused:
+                        model(x)
+                session.set_budget(ram=refused.value.least_bytes)
+            for _ in range(2):
+                assert torch.equal(model(x), expected)
+            session.set_budget(vram=size // 3)
+            assert torch.equal(model(x), expected)
+            for name, value in state.items():
+                assert torch.equal(session.read(name), value), name
+            if source == "mapped":
+                files = list((tmp_path / "spill").glob("carom-spill-*"))
+                assert sum(file.stat().st_size for file in files) <= 1.2 * size, (
+                    "the other file is read itself"
+                )
+        assert torch.equal(model(x), expected)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
