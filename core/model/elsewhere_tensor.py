@@ -187,8 +187,24 @@ def _written(name: str, args: tuple, kwargs: dict) -> list[ElsewhereHome]:
 
 def _write(home: ElsewhereHome, name: str, func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
     """Apply ``func``, an in-place operator called ``name``, to the weight of ``home`` and return the weight's
-    tensor.
+    tensor. The operator is not recorded for autograd.
+
+    Raises UnsupportedError if the operator would make the weight itself, and not ``weight.data``, depend on tensors that
+    require gradients.
     """
+    if torch.is_grad_enabled() and not isinstance(args[0], managed_tensor.Value):
+        operands = tree_leaves((args[1:], kwargs))
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in operands):
+            raise UnsupportedError(
+                f"{name} would make {home.entry.name}, which streams from a file or packed, part of an autograd graph: "
+                "apply it to weight.data or under torch.no_grad()"
+            )
+    with torch.no_grad():
+        return _write_value(home, name, func, args, kwargs)
+
+
+def _write_value(home: ElsewhereHome, name: str, func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Do the work of `_write` where no gradients are recorded."""
     if name == "copy_" and len(args) > 1 and isinstance(args[1], torch.Tensor):
         source = getattr(args[1], "_carom", None)
         value = source.read() if isinstance(source, ElsewhereHome) else args[1]

@@ -10,7 +10,9 @@ together).
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -68,6 +70,7 @@ class Wrapped:
             self._undo.append(before.insert_behind(make))
             return
         front = (_TracedForward if traced else _Forward)(make, forward_of(module), before, lasts)
+        front.module = weakref.ref(module)
         module.forward = front  # type: ignore[method-assign]
 
         def undo() -> None:
@@ -115,7 +118,10 @@ class _Forward:
 
     ``inner``: a callable, or a `weakref.WeakMethod` of the module that holds the wrapper.
     A deep copy of the module gets the module's forward without the wrapper.
+    ``module``: returns the module whose attribute ``forward`` was set to this wrapper.
     """
+
+    module: Callable[[], nn.Module | None] = staticmethod(lambda: None)
 
     def __init__(
         self, make: Callable[[Callable], Callable], inner: Any, before: Any, lasts: bool = False
@@ -166,6 +172,32 @@ class _Forward:
                 self._held = self._held._held
 
         return undo
+
+    @property
+    def __func__(self) -> Callable:
+        """A function of the module and the forward's arguments, as a bound method has it.
+
+        Code that wraps a forward (`Accelerator.prepare`) binds ``forward.__func__`` to the module again. It would bind
+        this wrapper itself if there was no such attribute, and each call would then get the module as a further argument.
+        """
+        wrapper, owner = self, self.module
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # In a deep copy of the module, this function is bound to the copy.
+            return (
+                wrapper(*args, **kwargs)
+                if module is owner()
+                else type(module).forward(module, *args, **kwargs)
+            )
+
+        forward.__name__ = "forward"
+        with contextlib.suppress(TypeError, ValueError):
+            signature = inspect.signature(self._inner)
+            first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+                parameters=[first, *signature.parameters.values()]
+            )
+        return untraced(forward)
 
     @property
     def _torchscript_modifier(self) -> Any:

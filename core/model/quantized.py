@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ class FlattenedWeights:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._flattened: list[_FlattenedModule] = []
+        self._flattened: list[FlattenedModule] = []
         self.renew()
 
     def renew(self) -> None:
@@ -76,7 +76,7 @@ class FlattenedWeights:
                     # the module was flattened before: leave weights that were added later as they are
                     continue
                 if names:
-                    self._flattened.append(_FlattenedModule(module, names))
+                    self._flattened.append(FlattenedModule(module, names))
         except BaseException:
             self.close()
             raise
@@ -91,6 +91,11 @@ class FlattenedWeights:
     def __len__(self) -> int:
         """Return the number of flattened weights."""
         return sum(len(leaf.weights) for leaf in self._flattened)
+
+    @property
+    def layers(self) -> Sequence[FlattenedModule]:
+        """The modules with quantised weights."""
+        return self._flattened
 
     @property
     def replaced(self) -> bool:
@@ -176,7 +181,7 @@ class _Weight:
     key: object = field(default_factory=object)
 
 
-class _FlattenedModule:
+class FlattenedModule:
     """A module with quantised weights whose inner tensors are registered as its buffers."""
 
     def __init__(self, module: nn.Module, names: list[str]) -> None:
@@ -185,6 +190,9 @@ class _FlattenedModule:
         # For each weight whose inner tensors all stay on the device, by name: the inner tensors, their
         # device, and the wrapper around them.
         self._resident_wrappers: dict[str, tuple[list[Any], Any, CachedWrapper]] = {}
+        # One for each running forward, of the module or of the unit that contains it.
+        self._runs: list[None] = []
+        self._source = 0  # id of the first inner tensor of which the weights are made that are set now
         self._order = list(module._parameters)
         self._shown = False  # whether the weights are parameters at the moment, for a state dict
         self._not_saved = set(module._non_persistent_buffers_set)
@@ -274,15 +282,52 @@ class _FlattenedModule:
             cache.add(weight.key, made, parts, references)
         return made
 
-    def end_run(self) -> None:
-        """Restore the weight objects after a forward. Drop cached wrappers of tensors that stay on the device
-        if the forward changed the wrapper.
+    @property
+    def in_run(self) -> bool:
+        """Whether a forward runs for which the weights are set, made of the tensors that are in the buffers now."""
+        return bool(self._runs) and self._source == id(self._first_part())
+
+    def _first_part(self) -> torch.Tensor | None:
+        """Return the first inner tensor of the first weight."""
+        return self.module._buffers.get(next(iter(self.weights.values())).buffers[0])
+
+    def begin_run(self) -> list[Any]:
+        """Set the weights for a forward of the module, or of the unit that contains it, and return them. Every call is
+        paired with `end_run`, also if it raises an error.
         """
+        self._runs.append(None)
+        self._source = id(self._first_part())
+        return [self.set_weight(name) for name in self.weights]
+
+    def end_run(self) -> None:
+        """Restore the weight objects after a forward, unless another forward still needs them. Drop cached wrappers of
+        tensors that stay on the device if the forward changed the wrapper.
+        """
+        if self._runs:
+            self._runs.pop()
+        if not self._runs:
+            self._restore()
+
+    def _restore(self) -> None:
+        """Set the weight objects as they are outside a forward."""
         for name in self.weights:
+            if name in self.module._parameters:
+                self._undo_assignment(name)
             self.module.__dict__.update(self.originals(name))
             found = self._resident_wrappers.get(name)
             if found is not None and found[2].changed:
                 self._resident_wrappers.pop(name, None)
+
+    def _undo_assignment(self, name: str) -> None:
+        """Remove a parameter that the model assigned to the weight's name, if it consists of the weight's own tensors.
+
+        PEFT's DoRA assigns ``weight.to(device)`` after it has dequantised the weight.
+        """
+        parts = [self.module._buffers[buffer] for buffer in self.weights[name].buffers]
+        with torch._C.DisableTorchFunctionSubclass():
+            assigned = flatten(self.module._parameters[name])[1]
+            if list(map(_place, assigned)) == list(map(_place, parts)):
+                del self.module._parameters[name]
 
     def originals(self, name: str) -> dict[str, Any]:
         """Return the attributes of the weight ``name`` on the module as they are outside a forward."""
@@ -291,6 +336,9 @@ class _FlattenedModule:
 
     def follow(self) -> None:
         """Let the weight objects share the memory of the buffers."""
+        if self._runs:  # an interrupt ended a run between two lines
+            self._runs.clear()
+            self._restore()
         for weight in self.weights.values():
             main = self.module._buffers.get(weight.buffers[0])
             if main is not None:
@@ -302,9 +350,11 @@ class _FlattenedModule:
         This is a state-dict pre-hook. It is needed because the module's class may save the weights in a
         format of its own.
         """
-        if self.module is module and self.intact:
+        if self.module is module and (self.intact or self.in_run):
+            # The buffers of a running unit hold views of a slot, which other units overwrite later.
+            convert = _copy if self.in_run else torch.Tensor.detach
             for name in self.weights:
-                made = self.build(name, torch.Tensor.detach)
+                made = self.build(name, convert)
                 module._parameters[name] = made.pop(name)
                 del module.__dict__[name]
                 module.__dict__.update(made)
@@ -318,6 +368,8 @@ class _FlattenedModule:
             for name in self.weights:
                 if name not in module.__dict__ and module._parameters.pop(name, None) is not None:
                     module.__dict__.update(self.originals(name))
+                    if self.in_run:
+                        self.set_weight(name)
 
     def _load(
         self,
@@ -401,6 +453,10 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().clone()
 
 
+def _place(tensor: Any) -> tuple[int, torch.dtype, torch.Size]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape
+
+
 def _share_memory(weight: _Weight, data: torch.Tensor) -> None:
     """Let a data-subclass weight and its aliases use the storage of ``data``. Do nothing for a wrapper, which
     has no storage.
@@ -444,18 +500,24 @@ class _WrappedForward:
     The weights are built from the tensors that are in the buffers when the call begins.
     """
 
-    def __init__(self, leaf: _FlattenedModule, inner: Callable) -> None:
+    def __init__(self, leaf: FlattenedModule, inner: Callable) -> None:
         functools.update_wrapper(self, inner)
         self.live, self._leaf, self._inner = True, leaf, inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaf = self._leaf
-        if not self.live or not leaf.intact:
+        in_run = self.live and leaf.in_run  # whether the weights are set for the whole unit
+        if not in_run and not (self.live and leaf.intact):
             return self._inner(*args, **kwargs)
         streamer = managed_tensor.streaming() if torch.is_grad_enabled() else None
+        if in_run:
+            result = self._inner(*args, **kwargs)
+            if streamer is not None:
+                pack_node_attributes(streamer, result, (*args, *kwargs.values()))
+            return result
         saved = False
         try:
-            weights = [leaf.set_weight(name) for name in leaf.weights]
+            weights = leaf.begin_run()
             if streamer is not None:
                 pack_inner_tensors(streamer, weights)
                 saved = True

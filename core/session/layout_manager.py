@@ -416,7 +416,7 @@ class LayoutManager:
             # all residents are loaded when a pass begins.
             compiled = self.planner.compiled()
             arriving = placement.tier.arriving and not compiled
-            module.hooks.wrap_units(streamer, arriving, () if compiled else carving.units)
+            module.hooks.wrap_units(streamer, arriving, () if compiled else carving.units, module.quantized)
             return Layout(wanted, carving, plan, placement, streamer, meter, Tree(module.root))
         except BaseException:
             self._take_down(reuse=False, keep=True)

@@ -120,6 +120,8 @@ class Passes:
             streamer = manager.layout.streamer
             if torch.is_grad_enabled():
                 refuse_data_parallel(streamer.tier.backings)
+            if part is not None:
+                manager.module.hooks.follow_root()
             with streamer.lock:
                 if streamer.tier.arriving:
                     streamer.tier.begin_pass(compiling or manager.planner.compiled())

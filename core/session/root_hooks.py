@@ -9,6 +9,8 @@ from torch import nn
 
 from ..model.home import Home
 from ..model.interpose import Wrapped, stands_first
+from ..model.quantized import FlattenedWeights
+from ..model.unit_weights import layers_of, readers_of, with_weights
 from ..model.units import Unit
 from ..streaming.streamer import Streamer
 from ..streaming.unit import StreamedUnit
@@ -49,20 +51,39 @@ class RootHooks:
         self._root.forward(self._module, root_forward(self._listener), lasts=True)
         self._root.attribute(self._module, "_apply", Apply(self._movable))
 
-    def wrap_units(self, streamer: Streamer, arriving: bool, units: Sequence[Unit] = ()) -> None:
+    def follow_root(self) -> None:
+        """Wrap the root's forward again if other code has wrapped or replaced it since. Called at a pass of a part: the
+        root's forward may run without the session's wrapper (`Accelerator.unwrap_model` removes wrappers that were put
+        there later than its own).
+        """
+        if not stands_first(self._module):
+            self._root.undo()
+            self.wrap_root()
+
+    def wrap_units(
+        self,
+        streamer: Streamer,
+        arriving: bool,
+        units: Sequence[Unit] = (),
+        quantized: FlattenedWeights | None = None,
+    ) -> None:
         """Wrap the forwards of streamed units and of the root, and register state dict hooks.
 
         ``arriving``: whether to wrap also modules whose weights stay on the device but have not been read
         from their file yet.
         ``units``: the units of the carving. The outermost modules below the root that contain units are wrapped too.
         Nothing stands in front of the units that stay on the device.
+        ``quantized``: the module's quantised weights.
         """
         if not stands_first(
             self._module
         ):  # other code has wrapped the root meanwhile: wrap the units first, and then the root again
             self._root.undo()
         for unit in streamer.units:
-            for module in unit.unit.modules:
+            layers = [] if quantized is None else layers_of(unit.unit, quantized)
+            for module in (*unit.unit.modules, *readers_of(unit.unit, layers, self._module)):
+                if any(layer.module is not module for layer in layers):
+                    self._units.forward(module, with_weights(layers))
                 as_pass = part_pass(self._listener, module, streamer)
                 self._units.forward(module, unit_forward(unit, streamer.runs, as_pass))
         inner = {id(module) for unit in units for module in unit.modules}
