@@ -34,7 +34,7 @@ class Budgets:
         """Change the budgets as `Session.set_budget` describes. None leaves a budget as it is."""
         manager = self._manager
         ledger = manager.ledger
-        with manager.lock, contextlib.ExitStack() as taking:
+        with manager.between_passes("given another budget"), contextlib.ExitStack() as taking:
             manager.need_open()
             if manager.host.gather is not None:
                 raise UnsupportedError(

@@ -9,10 +9,12 @@ range of device addresses of comfy-aimdo, whose pages can lose their memory to o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from weakref import WeakSet
 
 import torch
@@ -41,12 +43,14 @@ from .managed_module import ManagedModule
 from .packed_residents import NotPacked
 from .phase import Phase, advance
 from .planner import Planner
+from .running_passes import runs_elsewhere, runs_here
 from .summary import describe
 from .weight_pool import WeightPool
 
 logger = logging.getLogger("carom")
 OutOfMemory = torch.OutOfMemoryError if hasattr(torch, "OutOfMemoryError") else torch.cuda.OutOfMemoryError
 
+_POLL = 0.005  # seconds between two looks whether a pass of another thread has ended
 Fallback = Callable[[Wanted, BaseException], Wanted | None]
 
 
@@ -73,6 +77,7 @@ class LayoutManager:
         self.module, self.engine, self.host = module, engine, host
         self.planner, self.ledger, self._pool = planner, ledger, pool
         self.lock = threading.RLock()
+        self._waiting = 0  # number of threads in `between_passes` that wait for a pass to end
         self.wanted = wanted
         self.graphs: WeakSet[object] = WeakSet()
         self.leaving: Callable[[], object] = lambda: None
@@ -170,6 +175,76 @@ class LayoutManager:
         if self._phase is Phase.CLOSED:
             raise CaromError("this session is closed; call carom.stream(module, ...) for a new one")
 
+    def _in_use(self) -> Streamer | None:
+        """Return the layout's streamer if a forward or backward pass is running, otherwise None."""
+        streamer = self.layout.streamer if self.attached else None
+        return None if streamer is None or streamer.idle else streamer
+
+    @contextlib.contextmanager
+    def between_passes(self, doing: str, *, inside: bool = False, ends_stuck: bool = False) -> Iterator[None]:
+        """Hold the layout lock while no pass runs. Waits until the passes of other threads have ended.
+
+        ``doing``: what the caller is about to do, for the error message.
+        ``inside``: whether the caller may go on if this thread itself is in a pass. Otherwise UnsupportedError is
+        raised.
+        ``ends_stuck``: whether the caller may go on if all passes wait for a slot. They then end with an error.
+        """
+        waits = False
+        try:
+            while True:
+                with self.lock:
+                    self._waiting -= waits
+                    waits = False
+                    streamer = self._in_use()
+                    if streamer is None or not self._has_to_wait(streamer, doing, inside, ends_stuck):
+                        yield
+                        return
+                    self._waiting += 1
+                    waits = True
+                time.sleep(_POLL)
+        finally:
+            if waits:  # an interrupt while waiting
+                self._waiting -= 1
+
+    def _has_to_wait(self, streamer: Streamer, doing: str, inside: bool, ends_stuck: bool) -> bool:
+        """Return whether a caller of `between_passes` has to wait for a pass. Arguments and errors: its."""
+        if runs_here(streamer):
+            if inside:
+                return False
+            raise UnsupportedError(
+                f"{self.module.name} cannot be {doing} within its own forward, or between a forward and its backward, which "
+                "need its weights where they are: do that after the forward or backward has returned"
+            )
+        if ends_stuck and streamer.all_wait:
+            return False
+        return runs_elsewhere(streamer)
+
+    def let_others_first(self) -> None:
+        """Wait for threads that waited in `between_passes` for this moment. Called before a pass begins.
+
+        A thread that runs one pass after another would otherwise let them wait without end.
+        """
+        while self._waiting and self._in_use() is None:
+            time.sleep(_POLL)
+
+    def _refuse_running(self) -> None:
+        """Raise UnsupportedError if a pass is running, which a change of layout would break."""
+        streamer = self._in_use()
+        if streamer is not None and (runs_here(streamer) or runs_elsewhere(streamer)):
+            raise UnsupportedError(
+                f"the weights of {self.module.name} would have to move while its forward or backward runs: do this after "
+                "the forward or backward has returned"
+            )
+
+    def refuse_awaited(self) -> None:
+        """Raise UnsupportedError if the backward of a forward may still be called. Called before the session is parked."""
+        if self.attached and (len(self.graphs) > 0 or self.layout.streamer.backward.running):
+            raise UnsupportedError(
+                f"{self.module.name} cannot be parked between a forward and its backward: its weights would leave the "
+                "device, and the backward could not find them. Call backward() first, or drop what the forward returned "
+                "(under torch.no_grad() nothing is kept)"
+            )
+
     def refuse_graphs(self) -> None:
         """Raise UnsupportedError if a backward is running, or an autograd graph needs the layout's units."""
         if not self.attached:
@@ -208,6 +283,7 @@ class LayoutManager:
         If no layout can be made, the session is parked and the error is raised. The weights are then in host
         memory or in their file, and the next forward tries again.
         """
+        self._refuse_running()
         late: BaseException | None = None
         outcome = Outcome.TOOK
         with self.ledger.laying_out():

@@ -110,6 +110,7 @@ class Passes:
         """
         manager = self._manager
         managed_tensor.refuse_transforms(manager.module.name)
+        manager.let_others_first()
         with manager.lock:  # wait for another thread that is changing the layout
             placement = manager.layout.placement
             if not self.ready():

@@ -25,6 +25,7 @@ from ..model.managed_tensor import in_backward
 from ..streaming.pass_retry import PassSnapshot
 from ..streaming.streamer import Streamer
 
+PASS = "run"  # the name of the function whose frame is on the stack of a thread while it runs a pass
 OutOfMemory: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 
 

@@ -142,9 +142,11 @@ class Session:
         dropped: moving the tensors to their original devices could take as much host memory as the device
         has.
 
+        Waits for passes of other threads, unless all of them wait for a slot; they then raise CaromError. Raises
+        UnsupportedError within a forward or backward of the module.
         Raises WeightsError, after the session was closed, if a spill file or a mapped file was cut off meanwhile.
         """
-        with self._manager.lock:
+        with self._manager.between_passes("closed", ends_stuck=True):
             if self._manager.phase is not Phase.CLOSED:
                 self._final = self._report()
             self._end(discard)
@@ -173,6 +175,7 @@ class Session:
 
     def set_budget(self, vram: int | str | SharedBudget | None = None, ram: int | str | None = None) -> None:
         """Change the budgets between steps. Arguments: those of `stream`. None leaves a budget as it is.
+        Waits for passes of other threads.
 
         Raises BudgetError with the smallest budget that works, and UnsupportedError between a forward and its
         backward. The previous budgets then stay in effect. If the new layout cannot be made for another
@@ -214,6 +217,9 @@ class Session:
         ``keep``: keep streamed weights pinned in host memory, and copy the weights on the device to pinned
         memory too (packed, if they are packed). The return then takes no longer than the copies to the
         device.
+
+        Waits for passes of other threads. Raises UnsupportedError within a forward or backward of the module, and
+        between a forward and its backward.
         """
         park(self._parts, keep)
 
@@ -242,16 +248,21 @@ class Session:
 
     def read(self, name: str) -> torch.Tensor:
         """Return a copy of the parameter or buffer ``name`` on the CPU. Raises WeightsError for an unknown name."""
-        self._need_open()
-        return self._parts.tensors.read(name)
+        with (
+            self._manager.lock,
+            self._manager.layout.streamer.lock,
+        ):  # while a unit runs, its module holds a slot
+            self._need_open()
+            return self._parts.tensors.read(name)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Set the parameter or buffer ``name`` to the values of ``tensor``.
+        """Set the parameter or buffer ``name`` to the values of ``tensor``. Waits for passes of other threads.
 
         Raises WeightsError for an unknown name, or a different shape or dtype.
         """
-        self._need_open()
-        self._parts.tensors.write(name, tensor)
+        with self._manager.between_passes("written to", inside=True):
+            self._need_open()
+            self._parts.tensors.write(name, tensor)
 
     # -- changes of layout by measured times and free memory
 

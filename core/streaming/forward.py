@@ -98,6 +98,11 @@ class Runs:
         # a copy of the list, because the end of a thread removes an entry at any time
         return [thread for reference in list(self._threads) if (thread := reference()) is not None]
 
+    @property
+    def passes(self) -> int:
+        """The number of running passes."""
+        return self._root_count()
+
     def slots_used_by_thread(self) -> int:
         """Return the number of slots that this thread's runs use."""
         mine = self._local.mine

@@ -19,6 +19,11 @@ class SlotWaiters:
         self._sleeping: set[int] = set()  # ids of the waiting threads
         self._used: dict[int, int] = {}  # by waiting thread: the number of slots that the thread itself uses
 
+    @property
+    def sleeping(self) -> int:
+        """The number of threads that wait now."""
+        return len(self._sleeping)
+
     def forget(self) -> None:
         """Forget which threads wait. Called while none does."""
         self._sleeping.clear()

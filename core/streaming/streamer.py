@@ -285,7 +285,9 @@ class Streamer:
         names ``unit``.
         """
         if self.closed:
-            raise CaromError(f"unit {unit.name!r} is needed, but its session was closed")
+            raise CaromError(
+                f"unit {unit.name!r} is needed, but its session was closed, or its weights have moved since the forward"
+            )
         if self.torn:
             self.recover()
 
@@ -550,6 +552,11 @@ class Streamer:
     def idle(self) -> bool:
         """Whether no pass is running, so that the layout may be changed."""
         return not (self.runs.active or self.backward.running)
+
+    @property
+    def all_wait(self) -> bool:
+        """Whether every running pass waits for another thread to release a slot."""
+        return 0 < self.runs.passes <= self.slot_waiters.sleeping
 
     @property
     def unreferenced(self) -> bool:

@@ -1,0 +1,49 @@
+"""Which threads run a pass of a session, as their stacks show it.
+
+The streamer counts running passes. A KeyboardInterrupt between two lines can leave a count behind, and a caller that
+waited for this count would wait without end. So callers that wait also look at the stacks.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+
+from ..model.managed_tensor import in_backward
+from ..streaming.streamer import Streamer
+from . import root_forward
+
+
+def runs_here(streamer: Streamer) -> bool:
+    """Return whether this thread is in a pass of ``streamer``, or in a backward pass."""
+    return in_backward() or _in_pass(sys._getframe(), streamer)
+
+
+def runs_elsewhere(streamer: Streamer) -> bool:
+    """Return whether another thread is in a pass of ``streamer``, or in a backward pass."""
+    own = threading.get_ident()
+    return any(
+        _in_pass(frame, streamer) or _in_backward(frame)
+        for thread, frame in sys._current_frames().items()
+        if thread != own
+    )
+
+
+def _in_pass(frame: FrameType | None, streamer: Streamer) -> bool:
+    while frame is not None:
+        code = frame.f_code
+        runs_pass = code.co_filename == root_forward.__file__ and code.co_name == root_forward.PASS
+        # While the pass begins, the frame has no streamer yet.
+        if runs_pass and frame.f_locals.get("streamer", streamer) is streamer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _in_backward(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward":
+            return True
+        frame = frame.f_back
+    return False
