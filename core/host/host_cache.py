@@ -60,6 +60,7 @@ class HostCache:
         kept: KeptPieces | None = None,
     ) -> None:
         self._units, self._arena, self._reader = units, arena, reader
+        self._whole_bytes = sum(piece.nbytes for pieces in units for piece in pieces)
         self._wait_for_copy = wait_for_copy
         self._total = sum(len(pieces) for pieces in units)
         self._cond = threading.Condition(threading.RLock())
@@ -265,7 +266,7 @@ class HostCache:
     def limit_bytes(self) -> int:
         """The largest number of bytes that the buffers may take together."""
         if self.buffers.whole:
-            return sum(piece.nbytes for pieces in self._units for piece in pieces)
+            return self._whole_bytes
         return self.buffers.count * self.buffers.nbytes
 
     def close(self) -> None:

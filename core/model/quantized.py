@@ -69,10 +69,11 @@ class FlattenedWeights:
         self._flattened = kept
         for leaf in replaced:
             leaf.close()
+        known = {id(leaf.module) for leaf in kept}
         try:
             for module in self._root.modules():
                 names = _flattenable_names(module)
-                if names and any(leaf.module is module for leaf in self._flattened):
+                if names and id(module) in known:
                     # the module was flattened before: leave weights that were added later as they are
                     continue
                 if names:
@@ -115,9 +116,13 @@ class FlattenedWeights:
         None if there is no such weight.
         """
         path, _, leaf_name = name.rpartition(".")
+        try:
+            module = self._root.get_submodule(path)
+        except AttributeError:
+            return None
         for leaf in self._flattened:
             weight = leaf.weights.get(leaf_name)
-            if weight is not None and leaf.module is dict(self._root.named_modules()).get(path):
+            if weight is not None and leaf.module is module:
                 with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                     parts = [_bytes(leaf.module._buffers[b]).detach().cpu().clone() for b in weight.buffers]
                     return weight.spec.unflatten(iter(parts))

@@ -106,6 +106,9 @@ class Checkpoint:
         # Set by `unbind` if values of the module are lost.
         self.lost: WeightsError | None = None
         self._file_tensors: dict[int, FileTensor] = {}
+        # Bytes of host memory that hold values which differ from the file's. A sum over all tensors at each write would
+        # make writing all of them quadratic.
+        self.changed_bytes = 0
         self._computed: list[_Computed] = []
 
     def bind(self, bound: BoundTensor, tensor: torch.Tensor, sites: list[Site]) -> FileTensor:
@@ -122,7 +125,7 @@ class Checkpoint:
                 if isinstance(tensor, nn.Parameter):
                     placeholder = nn.Parameter(placeholder, requires_grad=False)
         found = FileTensor(bound, placeholder, tensor, sites, tensor.requires_grad)
-        found.make_room = self._make_room
+        found.make_room, found.note_change = self._make_room, self._note_change
         self._file_tensors[id(placeholder)] = found
         replace_in_modules(sites, tensor, placeholder)
         placeholder.requires_grad_(False)
@@ -183,15 +186,9 @@ class Checkpoint:
         """Call `make_room`, which the session sets later than file tensors are bound."""
         self.make_room(nbytes)
 
-    @property
-    def changed_bytes(self) -> int:
-        """Bytes of host memory that hold values which differ from the file's."""
-        found = {
-            id(file_tensor): file_tensor
-            for file_tensor in self._file_tensors.values()
-            if file_tensor.changed is not None
-        }
-        return sum(file_tensor.kept_bytes for file_tensor in found.values())
+    def _note_change(self, nbytes: int) -> None:
+        """Count a written value of ``nbytes`` that the file does not have."""
+        self.changed_bytes += nbytes
 
     def read(self, file_tensor: FileTensor) -> torch.Tensor:
         """Return the tensor's current value as a new CPU tensor, from host memory or from the file. Raises
@@ -311,6 +308,7 @@ class Checkpoint:
             replace_in_modules(computed.sites, computed.value, computed.original)
         self._file_tensors.clear()
         self._computed.clear()
+        self.changed_bytes = 0
 
 
 def _cut_off(file_tensors: Iterable[FileTensor]) -> list[FileTensor]:

@@ -83,6 +83,10 @@ class FileReads:
         self._final = Read()
         self.gather: Gather | None = None
         self._pieces: list[list[CachePiece]] = []
+        self._piece_bytes = 0
+        self._of_tensor: dict[
+            int, list[FileBacking]
+        ] = {}  # backings of the units with a tensor, by the FileTensor's id
         self._shared: dict[
             int, list[CachePiece]
         ] = {}  # the pieces of units that are in shared memory, by unit
@@ -163,6 +167,7 @@ class FileReads:
         own = [_NOTHING if unit in self._shared else wire for unit, wire in enumerate(wires)]
         self._buffers = choose_buffers([wire.nbytes for wire in own], budget)
         self._pieces = cut([(wire.nbytes, wire.placed) for wire in own], self._buffers.nbytes)
+        self._piece_bytes = sum(piece.nbytes for pieces in self._pieces for piece in pieces)
 
     def _limit_kept(self, beside: int) -> None:
         """Release pieces kept from the last layout as far as host memory is needed for the cache's buffers,
@@ -336,7 +341,7 @@ class FileReads:
             return staging
         cache = buffers.count * buffers.nbytes if self.cache is None else self.cache.limit_bytes
         if buffers.whole:
-            cache = sum(piece.nbytes for pieces in self._pieces for piece in pieces)
+            cache = self._piece_bytes
             if self.cache is not None:
                 return cache + staging
         # the staging buffers are released before the cache opens, or both share this bound
@@ -363,9 +368,12 @@ class FileReads:
         """Mark the copies in slots of the unit that contains ``file_tensor`` as outdated. Called after the
         value has changed.
         """
-        for backing in self.backings:
-            if any(home.file_tensor is file_tensor for home in backing.file_homes):
-                backing.epoch += 1
+        if not self._of_tensor:
+            for backing in self.backings:
+                for home in backing.file_homes:
+                    self._of_tensor.setdefault(id(home.file_tensor), []).append(backing)
+        for backing in self._of_tensor.get(id(file_tensor), ()):
+            backing.epoch += 1
 
     def figures(self) -> ReadFigures:
         """Return the disk and RAM figures for the report."""

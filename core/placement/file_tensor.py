@@ -31,7 +31,7 @@ class HostValue:
 
 
 def no_room_needed(nbytes: int) -> None:
-    """Do nothing. The default of `FileTensor.make_room`."""
+    """Do nothing. The default of `FileTensor.make_room` and `FileTensor.note_change`."""
 
 
 @dataclass(eq=False)
@@ -44,6 +44,7 @@ class FileTensor:
     ``block``: the pinnable memory of ``changed``.
     ``mapped``: whether ``original`` is a view of a mapped file, and its bytes are read from there.
     ``make_room``: called with a number of bytes before `change` allocates them in host memory.
+    ``note_change``: called with the tensor's `kept_bytes` when it gets a value of its own for the first time.
     """
 
     bound: BoundTensor
@@ -55,6 +56,7 @@ class FileTensor:
     block: Block | None = None
     mapped: bool = False
     make_room: Callable[[int], object] = no_room_needed
+    note_change: Callable[[int], object] = no_room_needed
 
     @property
     def name(self) -> str:
@@ -96,6 +98,8 @@ class FileTensor:
         """
         if self.block is not None:
             self.block.unpin()
+        if self.changed is None:
+            self.note_change(self.kept_bytes)
         self.changed, self.block = kept.value, kept.block
 
     def check(self, value: torch.Tensor) -> None:

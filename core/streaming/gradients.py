@@ -85,6 +85,7 @@ class GradientBuffers:
         self._engine = engine
         self._arena: HostArena | None = None
         self._pending: list[_PendingCopy] = []
+        self._landing: set[int] = set()  # addresses of the buffers of pending copies
         self._buffers: dict[Home, list[Buffer]] = {}
         self._blocks: list[Block] = []
 
@@ -102,6 +103,7 @@ class GradientBuffers:
         with torch.no_grad():
             event = self._engine.copy_out(landing, gradient.detach().to(landing.dtype))
         self._pending.append(_PendingCopy(home, landing, event, task))
+        self._landing.add(landing.data_ptr())
 
     def arrive(self, task: int) -> ArrivedGradients:
         """Wait for all gradients of the pass with the id ``task``, and return them."""
@@ -114,6 +116,7 @@ class GradientBuffers:
     def forget(self, task: int) -> None:
         """Drop the gradients of the pass with the id ``task``."""
         self._pending = [copy for copy in self._pending if copy.task != task]
+        self._landing = {copy.landing.data_ptr() for copy in self._pending}
 
     def forget_all(self) -> None:
         """Drop the gradients of all passes."""
@@ -123,10 +126,9 @@ class GradientBuffers:
         """Return a buffer of the weight that no pending copy, ``.grad`` or other code uses. Allocates a
         buffer if there is none.
         """
-        taken = {copy.landing.data_ptr() for copy in self._pending}
         buffers = self._buffers.setdefault(home, [])
         for buffer in list(buffers):
-            if buffer.tensor.data_ptr() in taken:
+            if buffer.tensor.data_ptr() in self._landing:
                 continue
             if not buffer.kept_elsewhere():
                 return buffer.tensor
@@ -151,6 +153,7 @@ class GradientBuffers:
     def close(self) -> None:
         """Drop pending copies and unpin the buffers. Gradients in ``.grad`` keep their memory."""
         self._pending.clear()
+        self._landing.clear()
         self._buffers.clear()
         for block in self._blocks:
             block.unpin()
