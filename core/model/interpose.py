@@ -24,7 +24,7 @@ from torch._jit_internal import FunctionModifiers
 
 from ..common.errors import UnsupportedError
 from .compiling import pass_over, untraced
-from .shared_attributes import forward_of
+from .shared_attributes import forward_of, original_of
 
 _exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 _tracing: Callable[[], Any] = torch._C._get_tracing_state
@@ -70,7 +70,7 @@ class Wrapped:
             self._undo.append(before.insert_behind(make))
             return
         front = (_TracedForward if traced else _Forward)(make, forward_of(module), before, lasts)
-        front.module = weakref.ref(module)
+        front.module = weakref.ref(original_of(module))
         module.forward = front  # type: ignore[method-assign]
 
         def undo() -> None:

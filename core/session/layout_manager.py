@@ -187,7 +187,7 @@ class LayoutManager:
         ``doing``: what the caller is about to do, for the error message.
         ``inside``: whether the caller may go on if this thread itself is in a pass. Otherwise UnsupportedError is
         raised.
-        ``ends_stuck``: whether the caller may go on if all passes wait for a slot. They then end with an error.
+        ``ends_stuck``: whether the caller may go on if a pass waits for a slot. That pass then ends with an error.
         """
         waits = False
         try:
@@ -215,7 +215,7 @@ class LayoutManager:
                 f"{self.module.name} cannot be {doing} within its own forward, or between a forward and its backward, which "
                 "need its weights where they are: do that after the forward or backward has returned"
             )
-        if ends_stuck and streamer.all_wait:
+        if ends_stuck and streamer.slot_awaited:
             return False
         return runs_elsewhere(streamer)
 

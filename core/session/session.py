@@ -142,7 +142,7 @@ class Session:
         dropped: moving the tensors to their original devices could take as much host memory as the device
         has.
 
-        Waits for passes of other threads, unless all of them wait for a slot; they then raise CaromError. Raises
+        Waits for passes of other threads, unless one of them waits for a slot; that pass then raises CaromError. Raises
         UnsupportedError within a forward or backward of the module.
         Raises WeightsError, after the session was closed, if a spill file or a mapped file was cut off meanwhile.
         """

@@ -98,11 +98,6 @@ class Runs:
         # a copy of the list, because the end of a thread removes an entry at any time
         return [thread for reference in list(self._threads) if (thread := reference()) is not None]
 
-    @property
-    def passes(self) -> int:
-        """The number of running passes."""
-        return self._root_count()
-
     def slots_used_by_thread(self) -> int:
         """Return the number of slots that this thread's runs use."""
         mine = self._local.mine
@@ -150,7 +145,8 @@ class Runs:
         with streamer.lock:
             if streamer.torn:
                 streamer.recover()
-            if not managed_tensor.in_backward():
+            # Inference with a part begins no training step: the optimizer may still be about to write to the weights.
+            if not managed_tensor.in_backward() and (part is None or torch.is_grad_enabled()):
                 streamer.awaiting_optimizer = False
             # The forward of a part of which nothing streams is no step, so that the report's medians are not those of
             # small resident parts.

@@ -554,9 +554,9 @@ class Streamer:
         return not (self.runs.active or self.backward.running)
 
     @property
-    def all_wait(self) -> bool:
-        """Whether every running pass waits for another thread to release a slot."""
-        return 0 < self.runs.passes <= self.slot_waiters.sleeping
+    def slot_awaited(self) -> bool:
+        """Whether a running pass waits for another thread to release a slot."""
+        return self.slot_waiters.sleeping > 0
 
     @property
     def unreferenced(self) -> bool:
