@@ -646,8 +646,8 @@ MUTANTS: list[Mutant] = [
     *_of(
         "core/budget/shared_budget.py",
         (
-            "taken += sum(each.kept_bytes for each in sessions if each is not member)",
-            "pass",
+            "taken += promised if each is member else max(promised, each.kept_bytes)",
+            "taken += promised",
             "what is kept for others is free",
         ),
         (
@@ -680,8 +680,8 @@ MUTANTS: list[Mutant] = [
     *_of(
         "core/session/policies/raise_budget.py",
         (
-            "        room.failed(beyond)\n        # If",
-            "        # If",
+            "            room.failed(beyond)\n        else:  # the host",
+            "            pass\n        else:  # the host",
             "what was too much is taken again",
         ),
         (
