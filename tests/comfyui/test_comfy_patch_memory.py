@@ -28,6 +28,9 @@ LAYER = WEIGHT + WIDTH * 4
 RANK = 2
 
 
+cards: list[Card] = []  # of the running test
+
+
 class Diffusion(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(*(stand_in.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
@@ -77,6 +80,7 @@ class Card:
             patcher_class(Model(), CPU, CPU), Settings(**{"mode": "stream", "codec": "raw", **settings})
         )
         self.carom = streaming_of(self.patcher.model)
+        cards.append(self)
 
     def with_lora(self) -> Any:
         patched = self.patcher.clone()
@@ -116,6 +120,8 @@ def comfy(tmp_path, monkeypatch):
     monkeypatch.setattr(stand_in, "_patched", patched)
     with installed(tmp_path) as state:
         yield state.management
+        while cards:
+            cards.pop().carom.close()
 
 
 def expected() -> torch.Tensor:
