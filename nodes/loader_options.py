@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,25 @@ def path_of(folder: str, name: str) -> str:
         raise WeightsError(
             f"{name!r} is not in ComfyUI's {folder} folders (any more); put it there, press R on the page, and choose again"
         )
+    return found
+
+
+def file_state(folder: str, *names: str) -> list[tuple[int, ...]]:
+    """Return a value that changes if one of the files ``names`` is replaced or written to.
+
+    ComfyUI runs a node again whose value changed. A loaded model is otherwise cached by the names of its files.
+    """
+    import folder_paths
+
+    found = []
+    for name in names:
+        path = folder_paths.get_full_path(folder, name)
+        try:
+            state = os.stat(path or "")
+        except OSError:  # running the node reports the error
+            found.append(())
+        else:
+            found.append((state.st_size, state.st_mtime_ns, state.st_ino))
     return found
 
 

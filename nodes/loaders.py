@@ -17,6 +17,7 @@ from .loader_options import (
     dtype_options,
     embedding_folders,
     file_names,
+    file_state,
     loaded,
     path_of,
     stock_node,
@@ -50,6 +51,12 @@ def reading(settings: Settings, device: torch.device) -> Iterator[Unpacking]:
         yield unpacking
 
 
+def chosen_files(first: str, options: dict[str, Any]) -> list[str]:
+    """Return the names of the files that the widgets of `CaromLoadCLIP` name."""
+    names = [first, *(options.get(f"clip_name{number}") or NO_FILE for number in (2, 3, 4))]
+    return [name for name in names if name != NO_FILE]
+
+
 class CaromLoadDiffusionModel(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> Any:
@@ -78,6 +85,10 @@ class CaromLoadDiffusionModel(io.ComfyNode):
             outputs=[io.Model.Output(tooltip=MODEL)],
             hidden=[io.Hidden.unique_id],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, unet_name: str, **options: Any) -> Any:
+        return file_state("diffusion_models", unet_name)
 
     @classmethod
     def execute(cls, unet_name: str, weight_dtype: str = "default", **options: Any) -> Any:
@@ -128,6 +139,10 @@ class CaromLoadCheckpoint(io.ComfyNode):
             ],
             hidden=[io.Hidden.unique_id],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, ckpt_name: str, **options: Any) -> Any:
+        return file_state("checkpoints", ckpt_name)
 
     @classmethod
     def execute(cls, ckpt_name: str, **options: Any) -> Any:
@@ -196,13 +211,16 @@ class CaromLoadCLIP(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, clip_name: str, **options: Any) -> Any:
+        return file_state("text_encoders", *chosen_files(clip_name, options))
+
+    @classmethod
     def execute(cls, clip_name: str, type: str, **options: Any) -> Any:
         import comfy.sd
 
         settings = settings_from(cls, options)
         device, placed = comfyui_api.chosen_device(options.get("device"))
-        names = [clip_name, *(options.get(f"clip_name{number}") or NO_FILE for number in (2, 3, 4))]
-        names = [name for name in names if name != NO_FILE]
+        names = chosen_files(clip_name, options)
         paths = [path_of("text_encoders", name) for name in names]
         kind = getattr(comfy.sd.CLIPType, type.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION)
         for path in paths:
@@ -242,6 +260,10 @@ class CaromLoadVAE(io.ComfyNode):
             outputs=[io.Vae.Output(tooltip=VAE)],
             hidden=[io.Hidden.unique_id],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, vae_name: str, **options: Any) -> Any:
+        return file_state("vae", vae_name)
 
     @classmethod
     def execute(cls, vae_name: str, **options: Any) -> Any:

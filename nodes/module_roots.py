@@ -44,6 +44,15 @@ def root_of(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     return (Scope(shared), entrances) if entrances else (shared, ())
 
 
+def part_name(model: nn.Module) -> str:
+    """Return what users call ``model``. A checkpoint has several models, to which one node gives one budget."""
+    if isinstance(getattr(model, "diffusion_model", None), nn.Module):
+        return "model"
+    if any(callable(getattr(model, name, None)) for name in ENTRANCES[:2]):
+        return "text encoder"
+    return "VAE" if any(callable(getattr(model, name, None)) for name in ENTRANCES[2:]) else "ControlNet"
+
+
 def prepare(root: nn.Module) -> None:
     """Replace the inference tensors in ``root`` by ordinary tensors.
 

@@ -47,6 +47,19 @@ class Settings:
     node: str = ""
     reason: str = ""
 
+    def lays_out_as(self, other: Settings) -> bool:
+        """Return whether weights are laid out equally under both settings, but for the budget of device memory."""
+        return (self.ram, self.granularity, self.codec, self.peers) == (
+            other.ram,
+            other.granularity,
+            other.codec,
+            other.peers,
+        )
+
+    def limits_as(self, other: Settings) -> bool:
+        """Return whether both settings allow the same device memory."""
+        return (self.vram, self.mode) == (other.vram, other.mode)
+
     def checked(self) -> Settings:
         """Return this object. Raises ValueError that names the widget for a value that is invalid or implausible."""
         for name, value, allowed in (

@@ -80,6 +80,7 @@ class CaromPatcher:
         full_load: bool = False, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         self._carom.succeed()
+        self._carom.follow_settings(self._settings)
         offered = math.inf if full_load or lowvram_model_memory == 0 else lowvram_model_memory
         bound = min(offered, self._limit())
         carom = self._carom
@@ -191,10 +192,15 @@ class CaromPatcher:
         else:
             own_tensors(self.model)
             budget = next_budget(carom.budget, carom.held, carom.streamed, bound, self._limit())
+            if budget is None and carom.limit_changed and bound != carom.budget:
+                budget = (
+                    bound  # differences are tolerated in what ComfyUI offers, not in what the user asks for
+                )
             if budget is None and carom.needs_more and bound < carom.held:
                 budget = bound  # passes need the memory; a difference is tolerated only where they need what they did
             if budget is not None:
                 carom.resize(budget)
+        carom.limit_changed = False
         if self._compiled():
             carom.changes.lengthen()
         carom.follow_room(self._limit())
@@ -228,6 +234,7 @@ class CaromPatcher:
     def partially_load(self, device_to: Any, extra_memory: float = 0, *args: Any, **kwargs: Any) -> Any:
         carom, model = self._carom, self.model
         carom.succeed()
+        carom.follow_settings(self._settings)
         if carom.session is not None and carom.packs and self._compiled():
             carom.close()
         force = bool(args[0] if args else kwargs.get("force_patch_weights", False))

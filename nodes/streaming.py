@@ -24,7 +24,7 @@ from .host_share import Share
 from .least_budget import LeastBudgets
 from .leftover_memory import TakesRoom
 from .model_changes import ModelChanges
-from .module_roots import prepare, root_of
+from .module_roots import part_name, prepare, root_of
 from .node_settings import Settings, describe, parse_limit
 from .opening import open_session
 from .shared_ram import all_models, open_models, suspended_models, take_share
@@ -42,7 +42,9 @@ class Streaming(TakesRoom):
     ``active``: whether Carom has the weights, or is about to take them; ``suspended``: whether ComfyUI unloaded the
     model while the session keeps the weights on the host; ``budget``: the session's budget in bytes; ``held``: bytes on
     the device (resident, adapters, slots, staging); ``weights``: bytes of all weights, each counted once; ``streamed``:
-    bytes of streamed weights; ``note``: why the model does not stream, "" if it may; ``expected``: ComfyUI's id of the
+    bytes of streamed weights; ``note``: why the model does not stream, "" if it may; ``settings``: those of the patcher
+    that loaded the model last; ``limit_changed``: whether the user has changed the device memory that he allows since
+    the budget was set; ``expected``: ComfyUI's id of the
     model's patches and its count of loaded bytes, as last seen; ``from_disk``: whether the weights stream from disk;
     ``ram``: bytes of RAM that the weights may take, 0 without a session; ``changes``: what Carom changed in the model.
     """
@@ -59,6 +61,8 @@ class Streaming(TakesRoom):
         self.weights = 0
         self.streamed = 0
         self.note = ""
+        self.settings: Settings | None = None
+        self.limit_changed = False
         self.expected: tuple = ()
         self.from_disk = False
         self.ram = 0
@@ -95,10 +99,24 @@ class Streaming(TakesRoom):
         least = self._least.least(model, self.session, device, settings)
         if least > limit:
             raise BudgetError(
-                f"vram={settings.vram} is too small for this model: set vram on this node to {round_up_to_mib(least)} or more, "
+                f"vram={settings.vram} is too small for this {part_name(model)}: set vram on this node to {round_up_to_mib(least)} or more, "
                 "or to auto",
                 least,
             )
+
+    def follow_settings(self, settings: Settings) -> None:
+        """Note the settings of the patcher that is about to load the model.
+
+        Close the session if the weights have to be laid out in another way. The load then opens a new one.
+        """
+        before, self.settings = self.settings, settings
+        if before is None:
+            return
+        self.limit_changed = self.limit_changed or not settings.limits_as(before)
+        if self.limit_changed or not settings.lays_out_as(before):
+            self.note = ""  # what the user changed may have been the reason
+        if not settings.lays_out_as(before):
+            self.close()
 
     def open(self, device: torch.device, bound: int, settings: Settings) -> None:
         """Open a session with a budget of ``bound`` bytes of ``device``, or the least that works if that is more.

@@ -921,6 +921,48 @@ def test_budgets_shrink_when_they_must_and_grow_when_it_pays(now, held, streamed
     assert node_settings.next_budget(now, held, streamed, bound) == expected
 
 
+@pytest.mark.parametrize("unloaded", [False, True])
+@pytest.mark.parametrize(
+    "changed",
+    [{"vram": str(4 * BLOCK)}, {"ram": "12KiB"}, {"codec": "lossless"}, {"granularity": "layer"}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_settings_that_change_over_a_cached_model_take_effect(
+    comfy, monkeypatch, tmp_path, changed, unloaded
+):
+    monkeypatch.setattr("carom.core.placement.packer.LEAST", 1)
+    monkeypatch.setattr("carom.core.placement.packed_tensor.MAX_PACKED_RATIO", 2.0)
+    monkeypatch.setattr(nodes_host, "spill_folder", lambda nbytes: str(tmp_path))
+    usual = Settings("stream", LIMIT, codec="raw")
+    plain = comfy.ModelPatcher(filled(Model(comfy.Linear)), load_device=CPU, offload_device=CPU)
+
+    def figures(settings: Settings) -> tuple:
+        """What the sampler's run is like; the loader's node is cached, Carom's node runs again."""
+        patcher = wear(plain.clone(), settings)
+        assert torch.equal(run(patcher), plain_result(comfy))
+        report = streaming_of(patcher.model).report()
+        if unloaded:
+            patcher.detach()
+        units = [unit.name for unit in inside(streaming_of(patcher.model).session).layout.carving.units]
+        return report.vram_budget_bytes, report.ram_budget_bytes, streaming_of(patcher.model).packs, units
+
+    before = figures(usual)
+    assert figures(usual) == before
+    after = figures(replace(usual, **changed))
+    assert after != before and figures(replace(usual, **changed)) == after
+    assert (after[0] != before[0]) is ("vram" in changed)
+    assert figures(usual) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(Model, "model"), (TextEncoder, "text encoder"), (Diffusion, "ControlNet")]
+)
+def test_a_budget_too_small_for_a_part_of_a_checkpoint_names_the_part(comfy, kind, name):
+    model = filled(kind(comfy.Linear))
+    with pytest.raises(carom.BudgetError, match=f"vram=1KiB is too small for this {name}: set vram"):
+        streaming_of(model).check(CPU, Settings("stream", "1KiB"))
+
+
 def test_a_users_own_limit_is_followed_to_the_byte():
     assert node_settings.next_budget(100, 100, 50, 99, limit=99) == 99
 

@@ -760,6 +760,44 @@ def test_memory_stays_flat_over_many_prompts(server):
     assert prompts(140) - before < 40 << 20  # twelve LoRA of one 44 MiB model
 
 
+def test_settings_that_change_over_a_cached_loader_take_effect(server):
+    def figures(**settings: str) -> tuple:
+        told = told_by(server, stock("flux").then("CaromOffload", mode="stream", **settings))
+        assert told["hash"] == [reference]
+        report = told["report"][0]
+        return report["vram_budget_bytes"], report["ram_budget_bytes"], report["units"]
+
+    reference = hash_of(server, stock("flux"))
+    first = figures(vram="8MiB", codec="raw")
+    assert figures(vram="12MiB", codec="raw")[0] == 12 << 20
+    assert figures(vram="8MiB", codec="raw", ram="4MiB")[:2] == (8 << 20, 4 << 20)
+    assert figures(vram="8MiB", codec="raw", granularity="layer")[2] > first[2]
+    assert figures(vram="8MiB", codec="raw") == first
+
+
+@pytest.mark.parametrize("ram", ["auto", "4MiB"])
+def test_a_model_file_that_is_replaced_is_loaded_again(server, ram):
+    """The weights have the dtype in which they are used, so that they stream from this file."""
+
+    def mine(seed: int) -> str:
+        graph = ours("flux", name="changing", seed=seed, vram="12MiB")
+        graph.nodes["load"]["inputs"]["ram"] = ram
+        return hash_of(server, graph)
+
+    def put(source: str) -> None:
+        found = load_file(folder / f"{source}.safetensors")
+        save_file({name: value.float() for name, value in found.items()}, folder / "new")
+        os.replace(folder / "new", folder / "changing.safetensors")
+
+    folder = server.base / "models" / "diffusion_models"
+    first = hash_of(server, stock("flux", seed=1))
+    second = [hash_of(server, stock("flux", name="flux2nd", seed=seed)) for seed in (2, 3)]
+    put("flux")
+    assert mine(1) == first
+    put("flux2nd")  # ComfyUI has cached the loader's result
+    assert [mine(2), mine(3)] == second
+
+
 def test_models_that_replace_each_other_leave_memory_without_the_garbage_collector(server):
     """ComfyUI drops the model of the last prompt before the next one loads."""
 
