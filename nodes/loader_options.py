@@ -54,7 +54,7 @@ def file_state(folder: str, *names: str) -> list[tuple[int, ...]]:
     """
     import folder_paths
 
-    found = []
+    found: list[tuple[int, ...]] = []
     for name in names:
         path = folder_paths.get_full_path(folder, name)
         try:
