@@ -206,11 +206,14 @@ class KeptPieces:
         self._nbytes -= kept.block.data.numel()
         address = kept.block.data.data_ptr()
         for read in kept.piece.reads:
-            ranges = self._ranges[read.file]
-            place = (read.offset, read.offset + read.nbytes, address + read.at)
-            del ranges[bisect_left(ranges, place, key=_place)]
+            ranges = self._ranges.get(read.file, [])
+            place = bisect_left(
+                ranges, (read.offset, read.offset + read.nbytes, address + read.at), key=_place
+            )
+            if place < len(ranges) and ranges[place][3] is kept:  # else an interrupt came before it was added
+                del ranges[place]
             if not ranges:
-                del self._ranges[read.file]
+                self._ranges.pop(read.file, None)
         return kept
 
 

@@ -104,7 +104,8 @@ class Wrapped:
     def undo(self) -> None:
         """Remove all wrappers and attributes, in the reverse order of their setting."""
         while self._undo:
-            self._undo.pop()()
+            self._undo[-1]()  # removed afterwards, so that an interrupted call may be repeated
+            self._undo.pop()
 
 
 def stands_first(module: nn.Module) -> bool:

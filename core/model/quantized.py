@@ -148,7 +148,8 @@ class FlattenedWeights:
         once.
         """
         while self._flattened:
-            self._flattened.pop().close()
+            self._flattened[-1].close()  # removed afterwards, so that an interrupted call may be repeated
+            self._flattened.pop()
 
 
 def _flattenable_names(module: nn.Module) -> list[str]:
@@ -440,8 +441,9 @@ class FlattenedModule:
         for name, weight in self.weights.items():
             for buffer in weight.buffers:
                 module._buffers.pop(buffer, None)
-            if module.__dict__.pop(name, None) is not None:
+            if module.__dict__.get(name) is not None:
                 table[name] = weight.wrapper
+                del module.__dict__[name]
         module._non_persistent_buffers_set = self._not_saved
         self._reorder()
 

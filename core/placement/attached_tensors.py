@@ -8,9 +8,12 @@ memory, or a file).
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
+from ..common.run_all import run_all
 from ..device.engine import Engine
 from ..model.gradient_hooks import delay_hooks, restore_hooks
 from ..model.home import Home
@@ -41,15 +44,24 @@ class AttachedTensors:
     def undo(self) -> None:
         """Restore every tensor's class, and move values that came from an accelerator back to that device.
 
-        After a failure the call may be repeated.
+        After a failure, the other tensors are restored nevertheless, and the call may be repeated.
         """
-        for tensor, before, came_from in reversed(self._before):
-            tensor.__class__ = before
-            tensor.__dict__.pop("_carom", None)
-            restore_hooks(tensor)
-            if came_from.type != "cpu":
-                replace(tensor, self._engine.move(tensor.detach(), came_from))
+        run_all(*(partial(self._restore, record) for record in reversed(self._before)))
         self._before.clear()
+
+    def _restore(self, record: tuple[torch.Tensor, type, torch.device]) -> None:
+        """Restore one tensor."""
+        tensor, before, came_from = record
+        tensor.__class__ = before
+        tensor.__dict__.pop("_carom", None)
+        restore_hooks(tensor)
+        if came_from.type != "cpu":
+            replace(tensor, self._engine.move(tensor.detach(), came_from))
+
+    @property
+    def empty(self) -> bool:
+        """Whether no tensor is left to be restored."""
+        return not self._before
 
 
 def attach(home: Home, parameter: type, tensor: type) -> None:

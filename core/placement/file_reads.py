@@ -18,6 +18,7 @@ import torch
 
 from ..checkpoint.direct_io import ALIGN as PAGE
 from ..common.errors import BudgetError, UnsupportedError, WeightsError
+from ..common.run_all import run_all
 from ..device.engine import Engine
 from ..host.arena import HostArena
 from ..host.blob_checksums import BlobChecks, PieceChecksums
@@ -438,10 +439,16 @@ class FileReads:
     def close(self) -> None:
         """End all reads and release the host memory. Must not be called while work is pending on the device."""
         self._final, self._closed = self._read_figures(), True
-        self._residents.close()
+        run_all(self._residents.close, self._close_cache, self._release_backings)
+
+    def _close_cache(self) -> None:
+        """End the reads of the host cache."""
         if self.cache is not None:
             self.cache.close()
             self.cache = None
+
+    def _release_backings(self) -> None:
+        """Release the device memory and the pins of the units."""
         if self._link is not None:
             self._link = replace(self._link, staging=None)  # its device memory
         for backing in self.backings:

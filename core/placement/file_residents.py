@@ -198,3 +198,8 @@ class FileResidents:
             self._checkpoint.unbind_device_tensor(resident.tensor)
         self._residents.clear()
         self.nbytes = 0
+
+    @property
+    def undone(self) -> bool:
+        """Whether no tensor is left to be put back."""
+        return not self._residents

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ..common.run_all import run_all
 from ..device.engine import Engine
 from ..host.arena import HostArena
 from ..model.elsewhere_tensor import AwayParameter, AwayTensor
@@ -135,8 +136,12 @@ class FileTier(Tier):
 
     def undo(self) -> None:
         """Restore the tensors of the model that streamed or stayed on the device."""
-        super().undo()
-        self._residents.undo()
+        run_all(super().undo, self._residents.undo)
+
+    @property
+    def undone(self) -> bool:
+        """Whether no tensor is left to be restored by `undo`."""
+        return super().undone and self._residents.undone
 
     # -- reading ahead
 

@@ -105,10 +105,10 @@ def give_back(shelf: dict[int, PackedTensor], move: Callable[[torch.Tensor, torc
         value = packed.value() if packed.header is not None else packed.plain()
         packed.tensor.data = value if packed.origin.type == "cpu" else move(value, packed.origin)
         packed.tensor.__dict__.pop("_carom", None)
+        del shelf[key]  # before the bytes, so that the call may be repeated after an interrupt
         # Release the bytes now. Other references to this object may remain until the garbage collector frees
         # the session, and would keep a second copy of the weight in memory.
         packed.blob = torch.empty(0, dtype=torch.uint8)
-        del shelf[key]
 
 
 def pack(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..common.run_all import run_all
 from ..device.engine import Engine
 from ..host.arena import return_freed_memory
 from ..model.home import Runtime
@@ -109,8 +110,12 @@ class Placement:
     def undo(self) -> None:
         """Restore every tensor's object, class and device, with its present value, and unpin host memory."""
         with torch.inference_mode(False), torch.no_grad():
-            self.tier.undo()
-            self.residents.undo()
+            run_all(self.tier.undo, self.residents.undo)
+
+    @property
+    def undone(self) -> bool:
+        """Whether no tensor is left to be restored by `undo`."""
+        return self.tier.undone and self.device_tensors.empty
 
 
 def wanted_residents(carving: Carving, plan: Plan) -> tuple[list[Unit], list[Unit]]:

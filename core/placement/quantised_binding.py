@@ -92,21 +92,27 @@ class QuantisedBinding:
         A weight whose values were written stays, as does one that other code put in its place.
         """
         while self._placed:
-            placed = self._placed.pop()
-            owner, made = placed.sites[0].module, placed.made
-            moved = zip(placed.addresses, _addresses(made.parameter), strict=True)
-            if any(before in self._mapped.entries and before != now for before, now in moved):
+            self._put_back(
+                self._placed[-1]
+            )  # removed afterwards, so that an interrupted call may be repeated
+            self._placed.pop()
+
+    def _put_back(self, placed: _Placed) -> None:
+        """Put one of the module's own parameters back, with the attributes that it had."""
+        owner, made = placed.sites[0].module, placed.made
+        moved = zip(placed.addresses, _addresses(made.parameter), strict=True)
+        if any(before in self._mapped.entries and before != now for before, now in moved):
+            return
+        for site in placed.sites:
+            if site.table.get(site.name) is made.parameter:
+                site.table[site.name] = placed.original
+        for name, value in placed.attributes.items():
+            if vars(owner).get(name) is not made.attributes[name]:
                 continue
-            for site in placed.sites:
-                if site.table.get(site.name) is made.parameter:
-                    site.table[site.name] = placed.original
-            for name, value in placed.attributes.items():
-                if vars(owner).get(name) is not made.attributes[name]:
-                    continue
-                if value is _ABSENT:
-                    del vars(owner)[name]
-                else:
-                    vars(owner)[name] = value
+            if value is _ABSENT:
+                del vars(owner)[name]
+            else:
+                vars(owner)[name] = value
 
     @property
     def note(self) -> str:

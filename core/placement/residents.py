@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
+from ..common.run_all import run_all
 from ..device.engine import Engine
 from ..model.units import Entry, Site, Unit, is_dense
 from ..plan.residency import SMALL_UNIT, round_up
@@ -207,14 +209,19 @@ class DeviceTensors:
     # -- moving tensors back
 
     def undo(self) -> None:
-        """Move every tensor back to its original device. After a failure the call may be repeated."""
-        for moved in reversed(self.moved):
-            self._return_to_origin(moved)
+        """Move every tensor back to its original device. After a failure, the other tensors are moved nevertheless,
+        and the call may be repeated.
+        """
+        everything = [*reversed(self.moved), *self.leaving.values()]
+        run_all(*(partial(self._return_to_origin, moved) for moved in everything))
         self.moved.clear()
         self.received.clear()
-        for moved in self.leaving.values():
-            self._return_to_origin(moved)
         self.leaving.clear()
+
+    @property
+    def empty(self) -> bool:
+        """Whether no tensor is left to be moved back."""
+        return not (self.moved or self.leaving)
 
     def _return_to_origin(self, moved: Moved) -> None:
         """Move one tensor back to its original device."""
@@ -229,7 +236,8 @@ class DeviceTensors:
             return
         if self._engine.locate(moved.tensor) != moved.origin:
             relocate(moved.tensor, moved.origin, self._engine)
-        else:  # the session's device is the CPU: copy the tensor out of the session's buffer
+        elif moved.shared_buffer is not None and moved.shared_buffer.holds(moved.tensor):
+            # The session's device is the CPU: copy the tensor out of the session's buffer.
             moved.tensor.data = moved.tensor.data.clone(memory_format=torch.preserve_format)
 
 
@@ -258,11 +266,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def relocate(tensor: torch.Tensor, to: torch.device, engine: Engine) -> None:
     """Move the value and the gradient of a tensor to the device ``to``. The tensor object stays the same."""
     grad = tensor.grad if tensor.is_leaf else None
-    if grad is not None:
+    new, new_grad = engine.move(tensor.detach(), to), None if grad is None else engine.move(grad, to)
+    if grad is None:
+        replace(tensor, new)
+        return
+    try:
         tensor.grad = None
-    replace(tensor, engine.move(tensor.detach(), to))
-    if grad is not None:
-        tensor.grad = engine.move(grad, to)
+        replace(tensor, new)
+    finally:  # an interrupt must not cost the gradient
+        tensor.grad = new_grad if tensor.device == new.device else grad
 
 
 def replace(tensor: torch.Tensor, new: torch.Tensor) -> None:

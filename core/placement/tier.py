@@ -168,6 +168,11 @@ class Tier:
         self.attached.undo()
         self.backings = []
 
+    @property
+    def undone(self) -> bool:
+        """Whether no tensor is left to be restored by `undo`."""
+        return not self.backings and self.attached.empty
+
     # -- reading ahead
 
     @property

@@ -21,6 +21,7 @@ import torch
 
 from ..budget.ledger import BudgetLedger
 from ..common.errors import BudgetError, CaromError, UnsupportedError
+from ..common.run_all import run_all
 from ..device.engine import Engine
 from ..device.vbar import NativeError
 from ..metrics.meter import Meter
@@ -353,6 +354,7 @@ class LayoutManager:
         if self._phase is Phase.CLOSED:
             return
         placement = self._placement
+        failure: Exception | None = None
         if placement is not None and self.attached and not discard:
             placement.tier.unpack(self.layout.streamer, placement.streamed, pin=False)
         if placement is not None:
@@ -361,15 +363,22 @@ class LayoutManager:
                 placement.device_tensors.hand_over()
             try:
                 self._take_down(reuse=False, keep=False)
-            except BaseException:
-                # The next call of `close`, or the next layout, moves the remaining tensors off the device.
-                self._enter_parked(Phase.PARKED)
-                raise
+            except Exception as error:
+                if not placement.undone:
+                    # The next call of `close`, or the next layout, moves the remaining tensors off the device.
+                    self._enter_parked(Phase.PARKED)
+                    raise
+                failure = error  # of the device, or of a reader; the weights are back
+                if self._streamer is not None:
+                    with contextlib.suppress(Exception):
+                        self._streamer.close()  # once more, so that a passing error costs no memory
             if discard:
                 placement.tier.dress()
                 self.host.shelf = {}
         self.host.kept.clear()
         self._enter(Phase.CLOSED)
+        if failure is not None:
+            raise failure
 
     def finish(self) -> None:
         """Free host copies, and restore the module's own tensors and forwards. Called after `close`.
@@ -451,8 +460,13 @@ class LayoutManager:
         meter = Meter(engine)
         carving, plan = self.planner.plan(wanted, self._layout)
         placement = self._make_placement(wanted, carving, plan)
-        before, self._placement = self._placement, placement
-        placement.device_tensors.take_over([] if before is None else before.device_tensors.hand_over())
+        before = self._placement
+        # In this order, because an interrupt may come in between: one of the two has the records.
+        if before is not None:
+            placement.device_tensors.take_over(before.device_tensors.moved)
+        self._placement = placement
+        if before is not None:
+            before.device_tensors.hand_over()
         try:
             resident, streamed = self._pool.divide(carving, plan, wanted.ram, module.checkpoint is not None)
             needed = [entry for entry, _ in carving.resident]
@@ -535,26 +549,22 @@ class LayoutManager:
         ``reuse``: leave tensors on the device, so that the next layout can use them.
         ``keep``: keep host copies.
         """
-        if self.attached:
-            self.leaving()
-            self._enter(Phase.LAYING_OUT)
-        elif self._phase is not Phase.LAYING_OUT:
-            self._enter(Phase.LAYING_OUT)
-        self.module.hooks.unwrap_units()
+        steps: list[Callable[[], object]] = [self.leaving] if self.attached else []
+        if self._phase is not Phase.LAYING_OUT:
+            steps.append(lambda: self._enter(Phase.LAYING_OUT))
+        steps.append(self.module.hooks.unwrap_units)
         if self._streamer is not None:
-            self._streamer.close()
+            steps.append(self._streamer.close)
         if self.host.peers is not None:
-            self.host.peers.release()
+            steps.append(self.host.peers.release)
         placement = self._placement
         if placement is not None:
-            if reuse:
-                placement.undo_keeping_residents()
-            else:
-                placement.undo()
+            steps.append(placement.undo_keeping_residents if reuse else placement.undo)
         if self.module.quantized is not None:
-            self.module.quantized.follow()
+            steps.append(self.module.quantized.follow)
         if not keep:
-            self.host.copies.clear()
+            steps.append(self.host.copies.clear)
+        run_all(*steps)
 
     def _copy_to_host(self) -> None:
         """Make pinned host copies of all units, by a temporary layout that streams all of them. Nothing stays
@@ -580,6 +590,13 @@ class LayoutManager:
             self.ledger.keep_least()
         finally:
             self._enter_parked(Phase.PARKED)
+
+    def end_interrupted_change(self) -> None:
+        """Park the session if an interrupt ended a change of layout halfway. Called with the lock held, outside of
+        changes.
+        """
+        if self._phase is Phase.LAYING_OUT:
+            self._park_after_failure()
 
     def _enter_parked(self, phase: Phase) -> None:
         """Enter the phase ``phase``. All weights are on the host or in their file."""

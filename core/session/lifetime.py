@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ..common.run_all import run_all
+from .phase import Phase
+
 if TYPE_CHECKING:
     from .assembly import Parts
 
@@ -19,10 +22,12 @@ def end(parts: Parts, discard: bool = False) -> None:
 
     ``discard``: as in `Session.close`.
     """
-    parts.manager.close(discard)
-    # done only now, because other sessions may use the freed memory after this call
-    parts.memory.end()
-    parts.manager.finish()
+    try:
+        parts.manager.close(discard)
+    finally:
+        if parts.manager.phase is Phase.CLOSED:
+            # the first one is called only now, because other sessions may use the freed memory after it
+            run_all(parts.memory.end, parts.manager.finish)
 
 
 def end_with_module(module: nn.Module, parts: Parts) -> weakref.finalize:

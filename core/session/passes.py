@@ -64,6 +64,7 @@ class Passes:
         """Prepare for a pass. Makes another layout if one is due. Returns False if the session is closed."""
         manager = self._manager
         with manager.lock:
+            manager.end_interrupted_change()
             if manager.phase.parked:
                 self.unpark()
             if not manager.attached:

@@ -115,7 +115,8 @@ class RootHooks:
             hook.remove()
 
     def remove(self) -> None:
-        """Remove the session's wrappers from the root's forward and ``_apply``. Idempotent."""
+        """Remove all of the session's wrappers and hooks. Idempotent."""
+        self.unwrap_units()
         self._root.undo()
 
     def forget(self) -> None:

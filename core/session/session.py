@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..budget.shared_budget import SharedBudget
+from ..common.errors import CaromError
 from ..host.node_group import NodeGroup, together
 from ..metrics.kernel_times import record_kernels
 from ..metrics.report import Report
@@ -119,6 +120,7 @@ class Session:
         registry.refuse_streamed(module)
         self.module = module
         self._with_module: weakref.finalize | None = None
+        self._final: Report | None = None
         node = None if asked.group is None else NodeGroup(asked.group)
         self._parts = together(node, "carom.stream", lambda: assemble(module, asked))
         self._manager = self._parts.manager
@@ -144,22 +146,39 @@ class Session:
 
         Waits for passes of other threads, unless one of them waits for a slot; that pass then raises CaromError. Raises
         UnsupportedError within a forward or backward of the module.
-        Raises WeightsError, after the session was closed, if a spill file or a mapped file was cut off meanwhile.
+        Raises WeightsError, after the session was closed, if a spill file or a mapped file was cut off meanwhile. An
+        error of the last report, or of the device, is raised after the module was restored, and so is an interrupt
+        (KeyboardInterrupt). After an error for lack of memory, the call may be repeated.
         """
-        with self._manager.between_passes("closed", ends_stuck=True):
-            if self._manager.phase is not Phase.CLOSED:
-                self._final = self._report()
-            self._end(discard)
+        try:
+            self._close(discard)
+        except Exception:
+            raise
+        except BaseException:  # an interrupt; every step of closing may be repeated
+            self._close(discard)
+            raise
         self._manager.module.raise_lost()
+
+    def _close(self, discard: bool) -> None:
+        """Make the last report, and undo the session's changes to its module."""
+        with self._manager.between_passes("closed", ends_stuck=True):
+            try:
+                if self._manager.phase.settled and not self.closed:
+                    self._final = self._report()
+            finally:
+                self._end(discard)
 
     def _end(self, discard: bool = False) -> None:
         """Undo the session's changes to its module, and leave shared budgets. After a failure the call may be
         repeated.
         """
-        end(self._parts, discard)
-        registry.leave(self.module, self._manager)
-        if self._with_module is not None:
-            self._with_module.detach()
+        try:
+            end(self._parts, discard)
+        finally:
+            if self.closed:
+                registry.leave(self.module, self._manager)
+                if self._with_module is not None:
+                    self._with_module.detach()
 
     def __enter__(self) -> Session:
         self._need_open()
@@ -369,7 +388,13 @@ class Session:
         device.
         """
         with self._manager.lock:
-            return self._final if self._manager.phase is Phase.CLOSED else self._report()
+            if self._manager.phase is not Phase.CLOSED:
+                return self._report()
+            if self._final is None:
+                raise CaromError(
+                    "this session has no report, because making it failed when the session was closed"
+                )
+            return self._final
 
     def profile_step(self, step: Callable[[], object]) -> Report:
         """Call ``step`` once under torch's profiler, and return a report with the times of the device's kernels.

@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..common.errors import CaromError, UnsupportedError
+from ..common.run_all import run_all
 from ..device.engine import Engine
 from ..device.staging import Staging
 from ..host.arena import Block, HostArena
@@ -594,12 +595,26 @@ class Streamer:
 
     def close(self) -> None:
         """Wait for the device and release the region. Memory of running forwards is freed when their views
-        are dropped.
+        are dropped. After an error everything is released nevertheless, and the call may be repeated.
         """
+        run_all(self._wait_and_write_back, self._release_slots, self.tier.close, self.host_mapped.close)
+
+    def _wait_and_write_back(self) -> None:
+        """Wait for the device, and copy values to the host that are only in slots."""
         with self.lock:
-            self.engine.synchronize()
+            try:
+                self.engine.synchronize()
+            except Exception:
+                raise
+            except BaseException:  # an interrupt: the device still works with the slots
+                self.engine.synchronize()
+                raise
             if not self.closed:
                 self._write_back_held()
+
+    def _release_slots(self) -> None:
+        """Give up all slots, and put the host tensors back into the modules."""
+        with self.lock:
             self.closed = True
             self.slot_waiters.slot_freed()  # waiting threads then raise CaromError
             self.runs.close()
@@ -616,8 +631,6 @@ class Streamer:
             self.low = self.high = 0
             if self.vbar is not None:
                 self.vbar.close()
-        self.tier.close()
-        self.host_mapped.close()
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -1,21 +1,12 @@
-"""A KeyboardInterrupt at any line of a step: the next step is right and waits for nothing, and no hook, counter or slot is left.
-
-The tests raise KeyboardInterrupt from a trace function at random lines of carom.core. Lines that begin with ``with`` or
-``try:`` are left out: Python handles no signal there, and it does not run the enclosing handlers for an error that a trace
-function raises there.
-"""
+"""A KeyboardInterrupt at any line of a step: the next step is right and waits for nothing, and no hook, counter or slot is left."""
 
 from __future__ import annotations
 
-import contextlib
-import linecache
 import random
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import carom
@@ -24,11 +15,11 @@ import torch
 from carom.core.placement import packed_tensor, packer
 from safetensors.torch import save_file
 from tests_inside import inside
+from tests_interrupts import Interrupts
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-CORE = str(Path(carom.__file__).parent / "core")
 PATIENCE = 5  # seconds; a thread that waits for a slot that nobody gives back waits for 20
 
 
@@ -130,42 +121,6 @@ KINDS = {
 }
 
 
-class Lines:
-    """A trace function that counts the lines of carom.core that this thread runs, and raises KeyboardInterrupt before
-    line number ``at``.
-    """
-
-    def __init__(self, at: int = 0) -> None:
-        self.at, self.count, self.place = at, 0, ""
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        path = frame.f_code.co_filename
-        # torch's argument parser calls override_queries.py, and turns an error in there into a failed assertion of its own.
-        counts = path.startswith(CORE) and not path.endswith("override_queries.py")
-        return self._line if counts and not self.place else None
-
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        path, line = frame.f_code.co_filename, frame.f_lineno
-        if event == "line" and not linecache.getline(path, line).strip().startswith(("with ", "try:")):
-            self.count += 1
-            if self.count == self.at:
-                self.place = f"{path[len(CORE) + 1 :]}:{line}"
-                raise KeyboardInterrupt
-        return self._line
-
-
-@contextlib.contextmanager
-def traced(lines: Lines) -> Iterator[None]:
-    before = sys.gettrace()
-    sys.settrace(lines)
-    try:
-        yield
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-
-
 def no_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
@@ -191,12 +146,12 @@ def interrupt_steps(kind: Kind, folder: Path, times: int) -> None:
         kind.step(model, 0)
         kind.step(model, 0)
         attached = list(map(id, model.parameters()))
-        counted = Lines()
-        with traced(counted):
+        counted = Interrupts()
+        with counted:
             kind.step(model, 0)
         for _ in range(times):
-            lines = Lines(seeded.randint(1, counted.count))
-            with traced(lines):
+            lines = Interrupts(seeded.randint(1, counted.count))
+            with lines:
                 kind.step(model, 0)
             assert no_hooks(), f"saved-tensor hooks stay on the thread: {lines.place}"
             assert list(map(id, model.parameters())) == attached, f"slot views stay: {lines.place}"

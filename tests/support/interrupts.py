@@ -1,0 +1,54 @@
+"""`Interrupts`: raises KeyboardInterrupt before a line of carom.core, or counts the lines that run."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import carom
+
+CORE = str(Path(carom.__file__).parent / "core")
+
+
+class Interrupts:
+    """A context in which the present thread is interrupted before line number ``at`` of carom.core, and which suppresses
+    that KeyboardInterrupt.
+
+    Lines that begin with ``with`` or ``try:`` are left out: Python handles no signal there, and does not run the enclosing
+    handlers for an error that a trace function raises there. override_queries.py is left out too: torch's argument
+    parser calls it, and turns an error in there into a failed assertion of its own.
+    ``count``: number of lines so far.
+    ``place``: where the interrupt came; "" if it did not come.
+    """
+
+    def __init__(self, at: int = 0) -> None:
+        self.at, self.count, self.place = at, 0, ""
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupts:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        sys.settrace(self._before)
+        return kind is KeyboardInterrupt
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        path = frame.f_code.co_filename
+        counts = path.startswith(CORE) and not path.endswith("override_queries.py")
+        return self._line if counts and not self.place else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        path, line = frame.f_code.co_filename, frame.f_lineno
+        if event == "line" and not linecache.getline(path, line).strip().startswith(("with ", "try:")):
+            self.count += 1
+            if self.count == self.at:
+                self.place = f"{path[len(CORE) + 1 :]}:{line}"
+                raise KeyboardInterrupt
+        return self._line
