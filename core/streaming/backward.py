@@ -14,17 +14,18 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ..common.errors import CaromError
+from ..common.errors import CaromError, UnsupportedError
 from ..model import managed_tensor
 from ..plan.region import Slot
 from .gradients import GradientBuffers
 
 if TYPE_CHECKING:
     from ..model.home import Home
+    from ..placement.backing import Backing
     from .streamer import Streamer
     from .unit import StreamedUnit
 
@@ -209,6 +210,7 @@ class Backward:
             for unit in self._streamer.units:
                 for proxy in unit.proxies if unit.backing.trainable else ():
                     proxy.tensor = None
+                    proxy.forget_uses()
 
     # -- handles
 
@@ -313,6 +315,24 @@ class Backward:
         except BaseException as error:
             self._streamer.ended_by(error)
             raise
+
+    def deliver_given(self, home: Home, gradient: torch.Tensor) -> None:
+        """Begin to copy ``gradient``, the sum of what autograd functions that were given the weight itself have
+        computed.
+
+        Autograd sums all gradients of a weight in the order in which they arrive. Where operators use the weight
+        too, that order is kept if they used it once, before the functions. Raises UnsupportedError otherwise.
+        """
+        with self._streamer.lock:
+            unit = self._streamer.units[cast("Backing", home.unit).index]
+            proxy = unit.proxies[unit.homes.index(home)]
+            if (proxy.uses > 1 or proxy.given_first) and self._gradient_buffers.has(home, graph_task()):
+                raise UnsupportedError(
+                    f"{home.entry.name} streams, and both an autograd function that was given the weight and several other "
+                    "uses compute gradients of it, whose sum would be rounded in another order: keep trainable parameters "
+                    "resident with training='resident', and run forwards without a backward under torch.no_grad()"
+                )
+        self.deliver(home, gradient)
 
     def forget(self) -> None:
         """Drop the records of all uses of slots, and gradients that are on their way to the host. Called when no

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..common.errors import UnsupportedError
 from ..host.arena import storage_bytes
 from ..model import managed_tensor
+from ..model.function_gradients import accumulator, function_given, redirect
 from ..plan.region import Slot
 from .gradient_delivery import Deliver
 from .host_mapped_slots import NOWHERE
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from ..model.home import Home
     from ..placement.backing import Backing
     from .streamer import Streamer
-    from .unit import StreamedUnit, WeightProxy
+    from .unit import StreamedUnit, Views, WeightProxy
 
 
 class _Thread:
@@ -87,6 +88,7 @@ class Runs:
         # Slot views whose addresses other code may use until the present passes end, by id. A view keeps its slot in use.
         self._addressed: dict[int, torch.Tensor] = {}
         self.to_stay: dict[str, str] = {}
+        self._marked: list[Views] = []  # views of which operators under no_grad let some require gradients
 
     @property
     def active(self) -> bool:
@@ -148,6 +150,8 @@ class Runs:
             # Inference with a part begins no training step: the optimizer may still be about to write to the weights.
             if not managed_tensor.in_backward() and (part is None or torch.is_grad_enabled()):
                 streamer.awaiting_optimizer = False
+            if self._marked and not self._root_count():
+                self._unmark()
             # The forward of a part of which nothing streams is no step, so that the report's medians are not those of
             # small resident parts.
             counts = part is None or self._streams(part)
@@ -167,6 +171,12 @@ class Runs:
             )
             self._streamed_modules = {id(site.module) for site in sites}
         return not self._streamed_modules.isdisjoint(map(id, part.modules()))
+
+    def _unmark(self) -> None:
+        """Let the views that operators marked require no gradients any more. Must be called under the lock."""
+        while self._marked:
+            for tensor in self._marked.pop().tensors:
+                tensor.requires_grad_(False)
 
     def no_backward(self) -> None:
         """Record that the pass on this thread has no result from which a backward could start."""
@@ -190,6 +200,8 @@ class Runs:
                 self.drop_addressed()
             if streamer.held:
                 streamer.end_finished_uses()
+            if self._marked and not self._root_count():
+                self._unmark()
             if self._root_count() or streamer.backward.running:
                 return
             if not failed:
@@ -224,7 +236,8 @@ class Runs:
             _swap_out(unit)
             unit.depth = 0
             for proxy in unit.proxies:
-                proxy.tensor = None
+                proxy.tensor = proxy.accumulator = None
+                proxy.forget_uses()
 
     # -- a unit's own forward
 
@@ -304,6 +317,9 @@ class Runs:
                     swapped_in.append((table, name, ours, host))
                     table[name] = ours
             return
+        if gradient:
+            for proxy in unit.proxies:
+                proxy.uses += 1
         autocast = torch.is_autocast_enabled(self._streamer.engine.device.type)
         for table, name, index in unit.sites:
             host = homes[index].tensor
@@ -328,7 +344,7 @@ class Runs:
         """
         tensor = proxy.tensor
         if tensor is None:
-            tensor = proxy.tensor = Deliver.apply(home.tensor, view)
+            tensor = proxy.tensor = Deliver.apply(home.tensor, view.detach())
             tensor._is_param = isinstance(home.tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
             home.dress(tensor)
             proxy.version = tensor._version
@@ -411,6 +427,11 @@ class Runs:
         view: torch.Tensor | None = None
         replaced: dict[int, torch.Tensor] = {}
         operators = self._local.mine.operators
+        autocast = torch.is_autocast_enabled(streamer.engine.device.type)
+        if not gradient:
+            for tensor, home in zip(found, homes, strict=True):
+                if home.trainable and not isinstance(tensor, managed_tensor.Value):
+                    self._note_given(tensor, home)
         try:
             with streamer.lock:
                 streamer.backward.register_pass()
@@ -424,7 +445,13 @@ class Runs:
                     index = unit.homes.index(home)
                     view = streamer.views(slot).tensors[index]
                     if gradient and home.trainable and not isinstance(tensor, managed_tensor.Value):
+                        unit.proxies[index].uses += 1
                         view = self._differentiable(home, unit.proxies[index], view)
+                    elif not (gradient or autocast or view.requires_grad) and home.trainable:
+                        # A product reads requires_grad of its operands even under no_grad, to choose a kernel. A
+                        # view that the operator returns has the value of its base, so do not reset it here.
+                        view.requires_grad_(True)
+                        self._marked.append(streamer.views(slot))
                     replaced[id(tensor)] = view
             args, kwargs = managed_tensor.substitute(args, kwargs, replaced)
             if not gradient or not managed_tensor.hooks_are_ours():
@@ -451,6 +478,29 @@ class Runs:
                             self.write_back(slot, uncounted_writes)
                 finally:
                     streamer.release_all([(slot, None) for _, slot in slots.values()])
+
+    def _note_given(self, tensor: torch.Tensor, home: Home) -> None:
+        """Redirect the gradient of the weight ``tensor`` if an autograd function was given the weight. Raises
+        UnsupportedError where autograd does not allow this.
+        """
+        name = function_given(tensor)
+        if name is None:
+            return
+        if self._streamer.engine.device.type != "cpu":
+            # autograd refuses a gradient on the device for a parameter on the host
+            raise UnsupportedError(
+                f"{home.entry.name} streams and requires a gradient, and it is given to the autograd function {name} outside "
+                "its module's forward; its gradient would be on another device than the parameter: call the module, keep "
+                "trainable parameters resident with training='resident', or freeze the weight"
+            )
+        unit = _unit_of(home)
+        proxy = unit.proxies[unit.homes.index(home)]
+        node = accumulator(tensor)
+        if node is not proxy.accumulator:
+            redirect(node, tensor)
+            proxy.accumulator = node
+        if proxy.uses == 0:
+            proxy.given_first = True
 
     def close(self) -> None:
         """Put the host tensors back into the modules of all units."""

@@ -105,6 +105,10 @@ class GradientBuffers:
         self._pending.append(_PendingCopy(home, landing, event, task))
         self._landing.add(landing.data_ptr())
 
+    def has(self, home: Home, task: int) -> bool:
+        """Return whether a gradient of the weight was sent in the pass with the id ``task``."""
+        return any(copy.home is home and copy.task == task for copy in self._pending)
+
     def arrive(self, task: int) -> ArrivedGradients:
         """Wait for all gradients of the pass with the id ``task``, and return them."""
         landed = ArrivedGradients(copy for copy in self._pending if copy.task == task)

@@ -34,13 +34,22 @@ class WeightProxy:
 
     ``tensor``: the result of `Deliver`, or None.
     ``version``: the tensor's version counter when the host tensor last had the same value.
+    ``accumulator``: the weight's AccumulateGrad node, if the weight was given to an autograd function.
+    ``uses``: how often ``tensor`` was used since the last backward.
+    ``given_first``: whether the weight was given to an autograd function before the first of these uses.
     """
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("tensor", "version", "accumulator", "uses", "given_first")
 
     def __init__(self) -> None:
         self.tensor: torch.Tensor | None = None
         self.version = 0
+        self.accumulator: Any = None
+        self.forget_uses()
+
+    def forget_uses(self) -> None:
+        """Begin to count uses anew."""
+        self.uses, self.given_first = 0, False
 
 
 def _references(proxy: Any) -> tuple[int, int]:
