@@ -79,10 +79,12 @@ class ElsewhereHome(Home):
 
         Raises UnsupportedError while an autograd graph needs the present value.
         """
-        if isinstance(new, LazyTensor):
-            if new._carom is self:
-                return
-            new = new._carom.read()
+        given = getattr(new, "_carom", None)
+        if given is self:
+            _refuse_outdated(new)
+            return
+        if given is not None:
+            new = given.read()
         runtime = self.runtime
         if new.is_meta or runtime.low <= new.data_ptr() < runtime.high:
             return
@@ -93,10 +95,17 @@ class ElsewhereHome(Home):
             # .to() moved the unchanged weight there, or the caller computed a new value. The comparison below
             # distinguishes the two cases.
             new = new.cpu()
-        if (new.shape, new.dtype) == (self.host.shape, self.host.dtype) and torch.equal(new, self.read()):
-            return
+        if (new.shape, new.dtype) == (self.host.shape, self.host.dtype):
+            if new.dim() > 1 and new.is_contiguous() != self.host.is_contiguous():
+                raise UnsupportedError(
+                    f"{self.entry.name} streams from a file or packed, and its strides cannot change from {self.host.stride()} "
+                    f"to {new.stride()}: assign a copy with the same strides, or close the session first"
+                )
+            if torch.equal(new, self.read()):
+                return
         self.refuse_in_graphs()
         self.replace(new)
+        self.assignments += 1
 
 
 def _dispatch_elsewhere(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -130,6 +139,9 @@ def _dispatch_elsewhere(cls: type, func: Callable, types: Any, args: tuple = (),
         if isinstance(leaf, managed_tensor.ManagedTensor) and "_pending" in leaf.__dict__:
             leaf.__dict__["_pending"]()
     ours = [leaf for leaf in leaves if isinstance(leaf, managed_tensor.ManagedTensor)]
+    for leaf in ours:
+        if "_made_at" in leaf.__dict__:
+            _refuse_outdated(leaf)
     found = [leaf._carom for leaf in ours if isinstance(getattr(leaf, "_carom", None), ElsewhereHome)]
     if not found:
         return managed_tensor.plain(func, args, kwargs)
@@ -142,13 +154,13 @@ def _dispatch_elsewhere(cls: type, func: Callable, types: Any, args: tuple = (),
             "lost: compute without out= and without torch._foreach_*_, and give the result to copy_() or session.write()"
         )
     if func == _DATA and home is not None and runtime.computing():
-        return lazy(home)
+        return _detached(home)
     if not runtime.closed and (
         runtime.computing() or (managed_tensor.on_device(runtime, leaves) and not writes)
     ):
         return managed_tensor._dispatch_managed(cls, func, types, args, kwargs)
     if home is not None and (func == _DATA or name == "detach"):
-        return lazy(home)
+        return _detached(home)
     with torch._C.DisableTorchFunctionSubclass():
         if home is not None and writes:
             return _write(home, name, func, args, kwargs)
@@ -219,6 +231,23 @@ def lazy(home: ElsewhereHome) -> torch.Tensor:
     uses the tensor.
     """
     return managed_tensor.value_of(home, LazyTensor)
+
+
+def _detached(home: ElsewhereHome) -> torch.Tensor:
+    """Return the result of ``parameter.data``: a tensor of `lazy` that is outdated once ``parameter.data`` is replaced."""
+    tensor = lazy(home)
+    tensor._made_at = home.assignments  # type: ignore[attr-defined]
+    return tensor
+
+
+def _refuse_outdated(tensor: Any) -> None:
+    """Raise UnsupportedError if ``tensor``, a result of `_detached`, stands for a value that is gone."""
+    home = tensor._carom
+    if tensor.__dict__.get("_made_at", home.assignments) != home.assignments:
+        raise UnsupportedError(
+            f"{home.entry.name} streams from a file or packed, and its .data was replaced after this tensor was taken from it, "
+            "so the former value is gone: keep a copy (.data.clone()), or stream from memory with codec='raw'"
+        )
 
 
 class AwayParameter(HostParameter):

@@ -63,6 +63,15 @@ class Runtime(SlotRange, Protocol):
         arguments.
         """
 
+    def forget_views(self, unit: ManagedUnit) -> None:
+        """Forget the views of slots that were made for ``unit``, because the strides of one of its weights changed."""
+
+    def finish_copies(self) -> None:
+        """Wait until no copy reads host memory."""
+
+    def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor``, or a copy of it in host memory if it is on a device."""
+
     def addressed(self, tensor: Any) -> torch.Tensor:
         """Return the slot view of ``tensor``, a managed tensor, for code that reads it by its address. The slot stays
         in use until the step's forward or backward ends.
@@ -77,6 +86,9 @@ class ManagedUnit:
     version counter.
     ``trainable``: whether any of the tensors requires a gradient.
     ``in_graphs``: a flag that tells whether an autograd graph still needs the unit.
+    ``assigned``: the homes of weights whose ``.data`` the program replaced, each with the tensor that was assigned.
+    ``adopted``: those of them whose bytes are in the assigned tensor's memory, each with the address that the bytes had
+    before.
     """
 
     def __init__(self, unit: Unit, runtime: Runtime) -> None:
@@ -85,6 +97,8 @@ class ManagedUnit:
         self.epoch = 0
         self.trainable = False
         self.in_graphs = InGraphs()
+        self.assigned: dict[Home, torch.Tensor] = {}
+        self.adopted: dict[Home, int] = {}
 
     @property
     def name(self) -> str:
@@ -101,6 +115,8 @@ class ManagedUnit:
         version = self.epoch
         for home in self.homes:
             version += home.host._version
+        if self.assigned:
+            version += sum(tensor._version for tensor in self.assigned.values())
         return version
 
     def forget(self) -> None:
@@ -108,6 +124,8 @@ class ManagedUnit:
         for home in self.homes:
             home.forget()
         self.homes.clear()
+        self.assigned.clear()
+        self.adopted.clear()
         self.unit.modules, self.unit.entries = [], []
 
     def note_trainable(self) -> None:
@@ -122,9 +140,10 @@ class Home:
     ``tensor``: the model's own Parameter or buffer object.
     ``keeps_writes``: whether values that the model writes to the weight during a step can be stored.
     ``has_bytes``: whether ``tensor`` has its value in its own storage.
+    ``assignments``: how often ``tensor.data`` was replaced, if the weight has no bytes.
     """
 
-    __slots__ = ("unit", "runtime", "entry", "host", "tensor", "trainable", "_no_swap")
+    __slots__ = ("unit", "runtime", "entry", "host", "tensor", "trainable", "assignments", "_no_swap")
     keeps_writes = True
     has_bytes = True
 
@@ -132,6 +151,7 @@ class Home:
         self.unit, self.runtime, self.entry, self.host = unit, unit.runtime, entry, host
         self.tensor = entry.tensor
         self.trainable = entry.trainable
+        self.assignments = 0
         # This weak reference makes torch.utils.swap_tensors refuse the tensor.
         self._no_swap = weakref.ref(self.tensor)
 
@@ -172,11 +192,15 @@ class Home:
         self.unit.note_trainable()
 
     def set_data(self, new: torch.Tensor) -> None:
-        """Perform ``parameter.data = new``: overwrite the weight's host bytes in place.
+        """Perform ``parameter.data = new``: the weight shares the memory of ``new`` from now on, as without Carom. Code
+        that kept the former ``parameter.data`` (averages of weights that are swapped in) keeps the former value.
 
-        Raises UnsupportedError for another shape, dtype or device, and while an autograd graph needs the
-        present value.
+        Raises UnsupportedError for another shape, dtype or device, for a tensor with gaps or overlaps in memory, and
+        while an autograd graph needs the present value.
         """
+        given = getattr(new, "_carom", None)
+        if given is not None and given is not self:
+            new = given.read()
         runtime = self.runtime
         device = runtime.device
         if (
@@ -193,16 +217,45 @@ class Home:
                 f"{self.entry.name} is streamed as {self.host.dtype} {tuple(self.host.shape)}; it cannot become "
                 f"{new.dtype} {tuple(new.shape)} on {new.device} while attached: close the session first"
             )
-        if getattr(new, "_carom", None) is self or runtime.low <= new.data_ptr() < runtime.high:
+        if given is self or runtime.low <= new.data_ptr() < runtime.high:
             # The .to() of a submodule moved the weight to the compute device. The weight stays streamed.
             return
+        if not _is_dense(new):
+            raise UnsupportedError(
+                f"{self.entry.name}.data is replaced by a tensor whose elements overlap or do not lie together in memory: "
+                "assign a copy of it (tensor.contiguous())"
+            )
         self.refuse_in_graphs()
-        self.unit.epoch += 1
-        if new.device.type != "cpu":
-            new = new.cpu()
-        if new.data_ptr() != self.host.data_ptr():
-            with torch.no_grad():
-                self.host.copy_(new)
+        self._adopt(new)
+
+    def _adopt(self, new: torch.Tensor) -> None:
+        """Let the weight use the memory of ``new``, a dense tensor of the weight's shape and dtype."""
+        unit = self.unit
+        with self.runtime.lock, torch.inference_mode(False), torch.no_grad():
+            new = self.runtime.in_host_memory(new)
+            if new.is_inference():
+                new = new.clone(memory_format=torch.preserve_format)
+            if self in unit.adopted:
+                self.runtime.finish_copies()  # from the memory that may be freed now
+            before, strides, address = unit.version(), self.host.stride(), self.host.data_ptr()
+            with torch._C.DisableTorchFunctionSubclass():
+                self.tensor.data = new
+                self.host = self.tensor.detach()
+            unit.assigned[self] = new
+            address = unit.adopted.setdefault(self, address)
+            if self.host.data_ptr() == address:  # the former value was assigned again
+                del unit.adopted[self]
+            unit.epoch += max(0, before - unit.version()) + 1  # the version never falls
+            if self.host.stride() != strides:
+                self.runtime.forget_views(unit)
+
+    def moved(self, host: torch.Tensor) -> None:
+        """Note that the weight's bytes are in the memory of ``host`` now, where the unit's other bytes are."""
+        self.host = host
+        assigned = self.unit.assigned.pop(self, None)
+        if assigned is not None:
+            self.unit.adopted.pop(self, None)
+            self.unit.epoch += assigned._version + 1
 
     def refuse_in_graphs(self) -> None:
         """Raise UnsupportedError while an autograd graph needs the value that the caller is about to replace."""
@@ -211,6 +264,14 @@ class Home:
                 f"{self.entry.name}.data is replaced while a graph that was made before still needs the old value: call "
                 "backward() first, drop what keeps the graph, or run that forward under torch.no_grad()"
             )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of ``tensor`` lie together in memory, in any order of the dimensions."""
+    return (
+        torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+        == tensor.stride()
+    )
 
 
 class InGraphs:

@@ -81,8 +81,10 @@ class PackedBacking(PinnedBacking):
         if self.encoded is not None and self.version() != self.encoded:
             return self._copy_plain(target, after, link)
         if self.on_device:
-            return self._unpack_on_device(self.decoder, target, after, link)
-        return self._copy_packed(self.decoder, target, after, link)
+            event = self._unpack_on_device(self.decoder, target, after, link)
+        else:
+            event = self._copy_packed(self.decoder, target, after, link)
+        return self.copy_adopted(target, event, link) if self.adopted else event
 
     def _copy_plain(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
         """Copy each tensor's plain bytes from host memory, because the packed bytes are outdated. Returns the

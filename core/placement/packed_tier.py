@@ -297,7 +297,7 @@ class PackedTier(BlockTier):
             else:
                 self._move_into_block(entry.tensor, pieces[index][0])
                 if index < len(backing.homes):
-                    backing.homes[index].host = managed_tensor.plain(torch.Tensor.detach, (entry.tensor,), {})
+                    backing.homes[index].moved(managed_tensor.plain(torch.Tensor.detach, (entry.tensor,), {}))
         backing.block = block
         backing.decoder = UnitDecoder(laid.entries) if laid.packs else None
         if backing.decoder is not None and self.engine.device.type != "cpu":
@@ -409,7 +409,7 @@ class PackedTier(BlockTier):
             piece = block.data[entry.offset : entry.offset + entry.nbytes]
             if packed is None:
                 self._move_into_block(entry.tensor, piece)
-                backing.homes[index].host = managed_tensor.plain(torch.Tensor.detach, (entry.tensor,), {})
+                backing.homes[index].moved(managed_tensor.plain(torch.Tensor.detach, (entry.tensor,), {}))
             else:
                 packed.header, packed.blob = None, piece
         backing.block, backing.decoder = block, None

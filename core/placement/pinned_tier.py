@@ -16,7 +16,7 @@ import torch
 
 from ..common.progress import Progress
 from ..device.engine import Engine
-from ..host.arena import Block, workers
+from ..host.arena import Block, storage_bytes, workers
 from ..model.home import Home, Runtime
 from ..model.managed_tensor import HostParameter, HostTensor, in_backward
 from ..model.units import Unit
@@ -48,8 +48,8 @@ class PinnedBacking(Backing):
         return self.block.data.numel()
 
     def plain_block(self) -> Block | None:
-        """Return the block, or None if the block was released."""
-        return self.block if self.block.data.numel() >= self.nbytes else None
+        """Return the block, or None if the block was released or weights have their bytes elsewhere."""
+        return self.block if self.block.data.numel() >= self.nbytes and not self.adopted else None
 
     def fetch(self, target: torch.Tensor, after: Sequence[Any], link: Link) -> Any:
         """Enqueue one copy of the block to ``target``, after the events ``after``. Returns the event of the
@@ -61,6 +61,19 @@ class PinnedBacking(Backing):
         if engine.blocking and marks is not None:
             meter.waited(marks[0], marks[1], unit.name, backward)
         meter.copied(unit.name, marks, unit.nbytes, unit.raw_bytes, backward, from_peer=self.peer is not None)
+        return self.copy_adopted(target, event, link) if self.adopted else event
+
+    def copy_adopted(self, target: torch.Tensor, event: Any, link: Link) -> Any:
+        """Copy the bytes of weights whose ``.data`` the program replaced to their places in ``target``, after the event
+        of the other bytes. Returns the event of the last copy.
+        """
+        for home in self.adopted:
+            start, nbytes = home.entry.offset, home.entry.nbytes
+            place = target[start : start + nbytes]
+            event, marks = link.engine.copy_in(
+                place, storage_bytes(home.host.detach()), (event,), link.meter.timing
+            )
+            link.meter.copied(self.name, marks, nbytes, 0, in_backward(), 0)
         return event
 
     def source(self, engine: Engine) -> tuple[torch.Tensor, Callable[..., tuple[Any, Any]]]:

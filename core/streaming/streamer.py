@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -26,7 +26,7 @@ from ..device.staging import Staging
 from ..host.arena import Block, HostArena
 from ..metrics.meter import Meter
 from ..model import managed_tensor
-from ..model.home import Home
+from ..model.home import Home, ManagedUnit
 from ..placement.backing import Backing, Link
 from ..placement.tier import Tier
 from ..plan.access_order import AccessOrder
@@ -265,6 +265,22 @@ class Streamer:
             unit.remember(slot.offset, found)
         slot.views = found
         return found
+
+    def finish_copies(self) -> None:
+        """Wait until no copy reads host memory."""
+        self.engine.synchronize()
+
+    def in_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor``, or a copy of it in host memory if it is on a device."""
+        host = torch.device("cpu")
+        return tensor if self.engine.locate(tensor) == host else self.engine.move(tensor, host)
+
+    def forget_views(self, unit: ManagedUnit) -> None:
+        """Forget the views of slots that were made for ``unit``, because the strides of one of its weights changed."""
+        streamed = self.units[cast("Backing", unit).index]
+        streamed.views.clear()
+        for proxy in streamed.proxies:
+            proxy.tensor = None
 
     def wait(self, slot: Slot) -> None:
         """Let the current stream wait for the event of the copy to the slot."""
