@@ -134,7 +134,8 @@ def carving_matches(carving: Carving, root: nn.Module) -> bool:
 def collect(root: nn.Module) -> list[Entry]:
     """Return every parameter and buffer of the tree once, with all its sites, in registration order.
 
-    Raises UnsupportedError for a lazy parameter or buffer, which has no shape yet.
+    Raises UnsupportedError for a lazy parameter or buffer, which has no shape yet, for nested tensors, and for
+    parameters of torch's quantised dtypes.
     """
     found: dict[int, Entry] = {}
     for prefix, module in root.named_modules():
@@ -146,6 +147,12 @@ def collect(root: nn.Module) -> list[Entry]:
                     raise UnsupportedError(
                         f"{prefix + '.' if prefix else ''}{name} of {type(module).__name__} has no shape yet: run one forward "
                         "of the module before it streams (a dry run), so that lazy modules make their weights"
+                    )
+                if tensor.is_nested or (tensor.is_quantized and not buffer):
+                    kind = "a nested tensor" if tensor.is_nested else f"a parameter of type {tensor.dtype}"
+                    raise UnsupportedError(
+                        f"{prefix + '.' if prefix else ''}{name} is {kind}, which cannot be moved to a device in place: "
+                        "replace it by ordinary tensors, or stream the modules beside it"
                     )
                 entry = found.get(id(tensor))
                 if entry is None:
