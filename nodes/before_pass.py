@@ -22,10 +22,10 @@ def before_each_pass(root: nn.Module, streaming: Streaming) -> Callable[[], None
 
 
 def _prepare(reference: weakref.ref[Streaming], root: nn.Module, args: Any) -> None:
-    """Prepare for a pass: replace weights that ComfyUI exchanged since the last pass (merged LoRA) by ordinary tensors.
+    """Prepare for a pass: replace weights that came since the last pass by ordinary tensors.
 
-    The weights that ComfyUI put there are inference tensors. The call also records a changed budget and updates the
-    node.
+    The weights that ComfyUI puts there (merged LoRA) are inference tensors, and so are those of modules that nodes
+    make. The call also records a changed budget and updates the node.
     """
     streaming = reference()
     model = None if streaming is None else streaming.model
@@ -37,7 +37,9 @@ def _prepare(reference: weakref.ref[Streaming], root: nn.Module, args: Any) -> N
         getattr(model, "model_loaded_weight_memory", 0),
     )
     streaming.tell()
-    if found != streaming.expected:
+    session = streaming.session
+    # Packs inject modules of their own, or put them in the place of others, without telling ComfyUI's patcher.
+    if found != streaming.expected or (session is not None and session.module_changed):
         streaming.changes.take_weights_apart(root)
         own_tensors(root)
         streaming.expected = found

@@ -11,11 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.model.arriving_tensor import PendingParameter, PendingTensor
 from ..core.model.elsewhere_tensor import AwayParameter, AwayTensor
 from ..core.model.managed_tensor import HostParameter, HostTensor
 from .read_only_mappings import ReadOnlyMappings
 
 MAPPED = "_carom_mapped"  # attribute of a model whose weights were loaded as views of a memory-mapped file
+# The kinds of tensors that a session can stream, or streams or loads already.
+_PLAIN = (
+    torch.Tensor, nn.Parameter, HostParameter, HostTensor, AwayParameter, AwayTensor, PendingParameter, PendingTensor,
+)  # fmt: skip
 # Prefixes of the attributes in which ComfyUI keeps load state, on a dynamic patcher's model and on its modules.
 LOADED = ("dynamic_", "current_weight_patches_uuid", "_v", "_pin", "_prefetch", "_comfy_graph")
 
@@ -132,4 +137,4 @@ def wrapped_kind(module: nn.Module) -> str:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a session can stream ``tensor``: an ordinary tensor or parameter, or one of Carom's subclasses."""
-    return type(tensor) in (torch.Tensor, nn.Parameter, HostParameter, HostTensor, AwayParameter, AwayTensor)
+    return type(tensor) in _PLAIN

@@ -379,6 +379,14 @@ class Session:
         return self._manager.layout.plan
 
     @property
+    def module_changed(self) -> bool:
+        """Whether modules or tensors were added, replaced or removed since weights were laid out.
+
+        The next forward of the module adapts the layout.
+        """
+        return self._manager.attached and self._manager.layout.tree.changed()
+
+    @property
     def closed(self) -> bool:
         """Whether the session was closed."""
         return self._manager.phase is Phase.CLOSED

@@ -195,6 +195,20 @@ def test_adapters_with_weights_of_their_own_beside_the_streamed_ones(server):
     assert hash_of(server, ours("sd15")) == plain
 
 
+@pytest.mark.parametrize("widgets", [{}, {"codec": "lossless"}, {"ram": "8MiB"}], ids=str)
+def test_modules_that_a_pack_injects_run_in_a_streamed_model(server, widgets):
+    def mine(inject: bool, seed: int = 1) -> str:
+        graph = ours("sd15", seed=seed)
+        graph.nodes["load"]["inputs"].update(widgets)
+        return hash_of(server, graph.then("CaromTestInject") if inject else graph)
+
+    injected = [hash_of(server, stock("sd15", seed=seed).then("CaromTestInject")) for seed in (1, 2)]
+    plain = hash_of(server, stock("sd15"))
+    assert injected[0] != plain
+    assert [mine(True, seed) for seed in (1, 2)] == injected
+    assert mine(False) == plain and mine(True) == injected[0] and mine(False) == plain
+
+
 def test_controlnets_steer_a_streamed_model(server):
     def steered(graph: Graph) -> Graph:
         graph.nodes["net"] = node("ControlNetLoader", control_net_name="sd15.safetensors")

@@ -206,6 +206,52 @@ class ImageAdapter:
         return (copy,)
 
 
+class Inject:
+    """A node that injects modules of its own into a UNet's blocks while it runs, as AnimateDiff-Evolved does.
+
+    The modules are made in the node, so their parameters are inference tensors.
+    """
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "make", "carom-test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",)}}
+
+    def make(self, model):
+        from comfy.patcher_extension import PatcherInjection
+
+        class Motion(torch.nn.Module):
+            def __init__(self, seed):
+                super().__init__()
+                generator = torch.Generator().manual_seed(seed)
+                self.mix = torch.nn.Conv2d(320, 320, 1)
+                with torch.no_grad():
+                    self.mix.weight.copy_(torch.randn(320, 320, 1, 1, generator=generator) * 0.05)
+                    self.mix.bias.zero_()
+
+            def forward(self, x):
+                return x + self.mix(x)
+
+        copy = model.clone()
+        modules = [Motion(1), Motion(2)]
+
+        def blocks(patcher):
+            unet = patcher.model.diffusion_model
+            return unet.input_blocks[1], unet.output_blocks[0]
+
+        def inject(patcher):
+            for block, module in zip(blocks(patcher), modules, strict=True):
+                block.append(module)
+
+        def eject(patcher):
+            for block in blocks(patcher):
+                del block[-1]
+
+        copy.set_injections("motion", [PatcherInjection(inject=inject, eject=eject)])
+        return (copy,)
+
+
 class Compile:
     """A node that applies torch.compile through ComfyUI's own wrapper, with the eager backend (no compiler is
     needed).
@@ -517,6 +563,7 @@ NODE_CLASS_MAPPINGS = {
         Slow,
         Attention,
         ImageAdapter,
+        Inject,
         Compile,
         CompileNode,
         CompileBlocks,
