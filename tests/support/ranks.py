@@ -75,12 +75,18 @@ def _started(
     settings: dict[str, str] | None = None,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start ``count`` ranks. Each finds RANK and WORLD_SIZE in its environment, and ``rendezvous`` as first argument."""
+    # The ranks import the checkout of these tests, not an installed one: a mutation run changes a copy of it.
+    packages = rendezvous.parent / "packages"
+    if not packages.exists():
+        packages.mkdir()
+        (packages / "carom").symlink_to(SCRIPTS.parents[2], target_is_directory=True)
+    path = os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
     found = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(SCRIPTS / script), str(rendezvous), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={
-                **os.environ, "OMP_NUM_THREADS": "1", **(settings or {}), "RANK": str(rank), "WORLD_SIZE": str(count),
+                **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(settings or {}), "RANK": str(rank), "WORLD_SIZE": str(count),
             },
         )
         for rank in range(count)
