@@ -1,5 +1,5 @@
 """Decorators that keep the Python frames of Carom's own functions out of the graphs that torch.compile
-records.
+records, and the recognition of compiled modules.
 
 The module does not import torch._dynamo, because that import is slow and is needed only if the user compiles.
 """
@@ -9,9 +9,12 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
+from itertools import repeat
+from operator import contains
 from typing import Any
 
 import torch
+from torch import nn
 
 _eval_frame: Any = getattr(torch._C._dynamo, "eval_frame", None)
 # The function skip_code of torch 2.6, which lets the compiler skip a frame; None in later releases.
@@ -21,6 +24,29 @@ _skip_code: Any = getattr(_eval_frame, "skip_code", None)
 compiling: Callable[[], Any] = getattr(
     _eval_frame, "get_eval_frame_callback", lambda: sys.modules.get("torch._dynamo")
 )
+_IN_PLACE = "_compiled_call_impl"  # set by nn.Module.compile in the module's __dict__
+
+
+class CompiledParts:
+    """Tells whether torch.compile compiled ``root`` or a module below it. Fast enough to run before every forward.
+
+    A compiled module that another module wraps from outside (`torch.compile(root)`) is not found: calls of it show in
+    `compiling`.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        modules = list(root.modules())
+        self._wrapped = any("_orig_mod" in module._modules for module in modules)
+        self._dicts = [module.__dict__ for module in modules]
+
+    def found(self) -> bool:
+        """Return whether a module is compiled now. Modules that joined the tree since the construction do not count."""
+        if self._wrapped:
+            return True
+        # A tree has thousands of modules, so the loop runs in C.
+        if "torch._dynamo" not in sys.modules or not any(map(contains, self._dicts, repeat(_IN_PLACE))):
+            return False
+        return any(attributes.get(_IN_PLACE) is not None for attributes in self._dicts)
 
 
 def quiet(function: Callable) -> Callable:
@@ -40,6 +66,7 @@ def quiet(function: Callable) -> Callable:
             guarded.append(torch.compiler.disable(function))
         return guarded[0](*args, **kwargs)
 
+    pass_over(call.__code__)  # compiling this frame would take more time than a small graph
     return call
 
 

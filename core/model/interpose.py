@@ -14,6 +14,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -58,19 +59,28 @@ class Wrapped:
         make: Callable[[Callable], Callable],
         lasts: bool = False,
         traced: bool = False,
-    ) -> None:
-        """Replace ``module``'s forward by ``make(inner)``, where ``inner`` is the present forward.
+        earlier: Any = None,
+    ) -> Any:
+        """Replace ``module``'s forward by ``make(inner)``, where ``inner`` is the present forward. Return the wrapper.
 
         ``lasts``: keep this wrapper outermost. Wrappers that Carom sets later are then inserted between this
         wrapper and the module's own forward, unless other code has wrapped the forward in the meantime.
         ``traced``: let torch.compile trace the wrapper, which must then call nothing of Carom's while it is compiled.
+        ``earlier``: a wrapper that an earlier call with the same ``make`` and ``traced`` returned and that `undo`
+        removed. It is set again if the present forward is the one that it wraps. Code that torch.compile compiled
+        while it was set stays valid then, because the guards of such code compare wrappers by identity.
         """
         before = module.__dict__.get("forward")
         if isinstance(before, _Forward) and before.lasts and before.live:
-            self._undo.append(before.insert_behind(make))
-            return
-        front = (_TracedForward if traced else _Forward)(make, forward_of(module), before, lasts)
-        front.module = weakref.ref(original_of(module))
+            front, undo_inserted = before.insert_behind(make, earlier)
+            self._undo.append(undo_inserted)
+            return front
+        inner = forward_of(module)
+        if earlier is not None and earlier.before is before and earlier.wraps(inner):
+            front, front.live = earlier, True
+        else:
+            front = (_TracedForward if traced else _Forward)(make, inner, before, lasts)
+            front.module = weakref.ref(original_of(module))
         module.forward = front  # type: ignore[method-assign]
 
         def undo() -> None:
@@ -86,6 +96,7 @@ class Wrapped:
                     module.forward = previous  # type: ignore[method-assign]
 
         self._undo.append(undo)
+        return front
 
     def attribute(self, module: nn.Module, name: str, value: Any) -> None:
         """Set the attribute ``name`` in the module's ``__dict__``, until `undo`."""
@@ -159,20 +170,39 @@ class _Forward:
 
     def _call_inner(self, *args: Any, **kwargs: Any) -> Any:
         """Call the present inner forward. `insert_behind` may have replaced it since this wrapper was made."""
-        return self._inner(*args, **kwargs)  # looked up at each call, because insert_behind replaces it
+        inner = self._present()  # looked up at each call, because insert_behind replaces it
+        return inner(*args, **kwargs)
 
-    def insert_behind(self, make: Callable[[Callable], Callable]) -> Callable[[], None]:
-        """Insert a wrapper between this wrapper and its inner forward. Return a function that removes the new
-        wrapper.
+    def _present(self) -> Callable:
+        # torch.compile cannot break a graph where an attribute is read, but where a function is called.
+        return self._inner
+
+    def wraps(self, inner: Any) -> bool:
+        """Return whether ``inner``, a callable or a `weakref.WeakMethod`, is the forward that this wrapper calls."""
+        ours = self._held
+        # The methods of a module are bound anew at each access.
+        method = type(inner) is type(ours) and isinstance(inner, (types.MethodType, weakref.WeakMethod))
+        return inner is ours or (method and inner == ours)
+
+    def insert_behind(
+        self, make: Callable[[Callable], Callable], earlier: Any = None
+    ) -> tuple[_Forward, Callable[[], None]]:
+        """Insert a wrapper between this wrapper and its inner forward. Return it, and a function that removes it.
+
+        ``earlier``: as in `Wrapped.forward`.
         """
-        front = self._held = _Forward(make, self._held, None)
+        if earlier is not None and earlier.wraps(self._held):
+            front, front.live = earlier, True
+        else:
+            front = _Forward(make, self._held, None)
+        self._held = front
 
         def undo() -> None:
             front.live = False
             while isinstance(self._held, _Forward) and not self._held.live:
                 self._held = self._held._held
 
-        return undo
+        return front, undo
 
     @property
     def __func__(self) -> Callable:
@@ -280,6 +310,8 @@ class _TracedForward(_Forward):
 
 untraced(_Forward.__call__)
 untraced(_Forward._call_inner)
+untraced(_Forward._present)
 # All wrappers share the code object of __call__. The function that __call__ calls has a code object for each
 # unit.
 pass_over(_Forward.__call__.__code__)
+pass_over(_Forward._present.__code__)

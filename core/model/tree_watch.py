@@ -8,6 +8,7 @@ from itertools import chain
 
 from torch import nn
 
+from .compiling import CompiledParts
 from .units import Entry, collect
 
 
@@ -20,6 +21,7 @@ class Tree:
         # Views of the modules' dicts. A view shows later changes of its dict.
         self._members = [table.values() for table in tables if table]
         self._sizes, self._ids = list(map(len, self._members)), self._now()
+        self._parts = CompiledParts(root)
 
     def _now(self) -> list[int]:
         # A tree has thousands of dicts and this runs before every forward, so the loop runs in C. Ids are
@@ -30,6 +32,10 @@ class Tree:
     def changed(self) -> bool:
         """Return whether any module's children, parameters or buffers differ from the record."""
         return list(map(len, self._members)) != self._sizes or self._now() != self._ids
+
+    def compiled(self) -> bool:
+        """Return whether torch.compile compiled a module of the tree."""
+        return self._parts.found()
 
     def lent(self) -> bool:
         """Return whether a parameter is replaced temporarily by another tensor, as

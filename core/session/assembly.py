@@ -11,6 +11,7 @@ from ..budget.ledger import BudgetLedger
 from ..budget.shared_budget import SharedBudget
 from ..device.engine import Engine
 from ..device.make_engine import make_engine
+from ..model.compiling import CompiledParts
 from ..model.shared_attributes import share_attributes
 from . import settings
 from .budgets import Budgets
@@ -67,7 +68,8 @@ def assemble(module: nn.Module, asked: StreamSettings) -> Parts:
         settings.vram_budget(asked.vram, engine, waiting=waiting), engine, waiting
     )
     weight_pool = WeightPool(engine, asked.pool)
-    packing = settings.packing(asked, engine, module, weight_pool)
+    compiled = asked.compiled or CompiledParts(module).found()
+    packing = settings.packing(asked, engine, compiled, weight_pool)
     nbytes = settings.ram_beside_device(asked.ram, engine, module, budget, own)
     wanted = Wanted(budget, nbytes, packing, note=note)
 
@@ -79,7 +81,9 @@ def assemble(module: nn.Module, asked: StreamSettings) -> Parts:
     host_resources = HostResources(engine, wanted.ram)
     ledger = BudgetLedger(engine, asked.vram if isinstance(asked.vram, SharedBudget) else None)
     ledger.set(budget)
-    planner = Planner(managed, engine, host_resources, asked.granularity, asked.training, asked.backward)
+    planner = Planner(
+        managed, engine, host_resources, asked.granularity, asked.training, asked.backward, compiled
+    )
     manager = LayoutManager(managed, engine, host_resources, planner, ledger, weight_pool, wanted)
     device_weights = DeviceWeights(manager, weight_pool, lambda budget: memory.resize(budget))
     ledger.follow(device_weights)

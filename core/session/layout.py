@@ -68,6 +68,7 @@ class Layout:
     ``streamer``: the slots at run time.
     ``meter``: counted bytes and measured times.
     ``tree``: the record of the module tree for which the layout was made.
+    ``compiled``: whether the layout was made for a module that torch.compile compiled, as a whole or in parts.
     """
 
     wanted: Wanted
@@ -77,6 +78,7 @@ class Layout:
     streamer: Streamer
     meter: Meter
     tree: Tree
+    compiled: bool = False
 
     def entries(self) -> list[Entry]:
         """Return the entries of all tensors in the carving: those of units, tensors that must stay on the

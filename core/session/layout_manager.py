@@ -37,7 +37,7 @@ from ..placement.placement import Placement
 from ..plan.residency import Plan
 from ..streaming.streamer import Streamer
 from ..streaming.vbar_slots import VbarSlots
-from . import packed_residents, settings
+from . import packed_residents, rule_planner, settings
 from .host_resources import HostResources
 from .layout import Layout, Outcome, Wanted
 from .managed_module import ManagedModule
@@ -162,6 +162,12 @@ class LayoutManager:
     def note_tree(self) -> None:
         """Record the module's present tree as the tree for which the layout was made."""
         self._layout = dataclasses.replace(self.layout, tree=Tree(self.module.root))
+
+    def note_compiled(self) -> None:
+        """Record that the layout serves a compiled module as it is."""
+        placement = self.layout.placement
+        placement.notes += rule_planner.divided([unit.unit for unit in placement.streamed])
+        self._layout = dataclasses.replace(self.layout, compiled=True)
 
     def note_packed(self) -> None:
         """Update the plan with the units that now stay on the device packed, and with their bytes."""
@@ -502,12 +508,14 @@ class LayoutManager:
                 plan, packed = packed_residents.choose(plan, carving, placement, self.planner, engine.grain)
                 placement.tier.stay_packed(packed)
             placement.tier.guard()
+            compiled = self.planner.compiled()
+            if compiled:
+                placement.notes += rule_planner.divided(streamed)
             # A wrapped forward of a resident would break the graph of compiled code. So in a compiled module,
             # all residents are loaded when a pass begins.
-            compiled = self.planner.compiled()
             arriving = placement.tier.arriving and not compiled
             module.hooks.wrap_units(streamer, arriving, () if compiled else carving.units, module.quantized)
-            return Layout(wanted, carving, plan, placement, streamer, meter, Tree(module.root))
+            return Layout(wanted, carving, plan, placement, streamer, meter, Tree(module.root), compiled)
         except BaseException:
             self._take_down(reuse=False, keep=True)
             raise

@@ -93,7 +93,7 @@ def decide_with(
     ``learnt``: the measured times.
     """
     limits: list[int | None] = [None]
-    if settings.granularity == "auto" and not rule_planner.compiled(module):
+    if settings.granularity == "auto" and not settings.compiled:
         limits += [rule_planner.COARSE, rule_planner.PART]
     together = blocks(module)
     best: tuple[Carving, Plan] | None = None

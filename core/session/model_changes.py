@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..budget import optimizer_reserve
-from ..common.errors import CaromError
+from ..common.errors import BudgetError, CaromError
 from ..model.sharded import refuse_sharded
 from ..model.units import MODELS_OWN, Entry
 from .layout_manager import LayoutManager
@@ -55,6 +55,32 @@ class ModelChanges:
                 self._no_room_for = vram, fresh.keys()
                 return
             manager.change(following, reuse=False)
+
+    def adopt_compiled(self) -> None:
+        """Adapt the layout to a module that torch.compile compiled after the layout was made.
+
+        Blocks become whole units, and weights that were packed by the choice of ``codec="auto"`` are unpacked, because
+        the guards of compiled code read weights. Not to be called while a backward may come: a forward that
+        checkpoints would be recomputed in another layout.
+        """
+        manager = self._manager
+        with manager.lock:
+            layout, wanted = manager.layout, manager.present()
+            if layout.tree.lent():
+                return
+            manager.planner.ran_compiled()
+            packed = wanted.packing is not None and wanted.packing.auto
+            following = dataclasses.replace(
+                wanted, packing=None if packed else wanted.packing, profile=None, residents_among=None
+            )
+            if not packed and not layout.placement.tier.arriving:
+                with contextlib.suppress(BudgetError):
+                    carving = manager.planner.plan(following, layout)[0]
+                    if [unit.name for unit in carving.units] == [unit.name for unit in layout.carving.units]:
+                        manager.note_compiled()
+                        return
+            logger.info("carom: the module was compiled; laying its weights out in whole blocks")
+            manager.change(following, manager.shrunk)
 
     def adopt(self) -> None:
         """Adapt the layout to a module tree that has changed.

@@ -60,8 +60,11 @@ class Passes:
         """
         return self._memory.governor is not None
 
-    def ready(self) -> bool:
-        """Prepare for a pass. Makes another layout if one is due. Returns False if the session is closed."""
+    def ready(self, compiling: bool = False) -> bool:
+        """Prepare for a pass. Makes another layout if one is due. Returns False if the session is closed.
+
+        ``compiling``: whether torch.compile runs the pass.
+        """
         manager = self._manager
         with manager.lock:
             manager.end_interrupted_change()
@@ -77,8 +80,14 @@ class Passes:
                 ):  # during a pass, the module tree holds views of slots and no weight may move
                     if layout.wanted.packing is not None and layout.wanted.packing.keep_raw:
                         layout.placement.tier.pack_anew()
-                    if layout.tree.changed():
+                    changed = layout.tree.changed()
+                    if changed:
                         self._changes.adopt()
+                    present = manager.layout
+                    if not (present.compiled or self.graphs) and (compiling or present.tree.compiled()):
+                        self._changes.adopt_compiled()
+                    elif changed:
+                        pass
                     elif streamer.runs.to_stay and not self.graphs:
                         # An outstanding forward that checkpoints would be recomputed in another layout.
                         self._changes.keep_resident()
@@ -114,7 +123,7 @@ class Passes:
         manager.let_others_first()
         with manager.lock:  # wait for another thread that is changing the layout
             placement = manager.layout.placement
-            if not self.ready():
+            if not self.ready(compiling):
                 return None, None
             if before is not None and manager.layout.placement is not placement:
                 before.update_module_state(manager.module.root)

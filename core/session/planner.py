@@ -16,6 +16,7 @@ from typing import Any
 
 from ..common.errors import BudgetError
 from ..device.engine import Engine
+from ..model.compiling import CompiledParts
 from ..model.units import Carving, Unit, carving_matches
 from ..placement import packer
 from ..placement.packed_residents import wire_bytes, worth_keeping
@@ -37,16 +38,17 @@ class Planner:
     ``granularity``, ``training``: as in `carom.stream`.
     ``backward``: whether backward passes go through the module although none of its weights are trained
     (other code keeps the adapters).
+    ``compiled``: whether torch.compile is known to run the module.
     ``decode_rate``: bytes of output per second at which the device unpacks, None if not measured.
     """
 
     def __init__(
         self, module: ManagedModule, engine: Engine, host: HostResources, granularity: str, training: str | None,
-        backward: bool,
+        backward: bool, compiled: bool,
     ) -> None:  # fmt: skip
         self._module, self._engine, self._host = module, engine, host
         self._granularity, self._training = granularity, training
-        self.backward = backward
+        self.backward, self._run_compiled = backward, compiled
         self.decode_rate = engine.decode_bytes_per_second
         self._searched: dict[Hashable, tuple[TensorTimes, Carving, Plan]] = {}
         self._least: tuple[Layout, int] | None = None
@@ -114,7 +116,7 @@ class Planner:
             None if checkpoint is None else checkpoint.of, packs or filed is not None, wanted.residents_among,
             self.wire_bytes if stays_packed else None, self.decode_rate if packs_now else None,
             None if filed is None else filed.nbytes, self.backward,
-            1 if self._host.peers is None else self._host.peers.links,
+            1 if self._host.peers is None else self._host.peers.links, self.compiled(),
         )  # fmt: skip
 
     def wire_bytes(self, unit: Unit) -> int:
@@ -154,8 +156,14 @@ class Planner:
         self._least = None
 
     def compiled(self) -> bool:
-        """Return whether any part of the module is compiled by torch.compile."""
-        return rule_planner.compiled(self._module.root)
+        """Return whether any part of the module is compiled by torch.compile, or was run compiled."""
+        return self._run_compiled or CompiledParts(self._module.root).found()
+
+    def ran_compiled(self) -> None:
+        """Record that torch.compile runs the module, as a part of what was compiled."""
+        self._run_compiled = True
+        self._searched.clear()
+        self.forget_least()
 
     # -- measured times
 

@@ -165,14 +165,20 @@ def root_forward(listener: PassListener) -> Callable[[Callable], Callable]:
     return make
 
 
-def part_pass(
-    listener: PassListener, module: nn.Module, streamer: Streamer | None
-) -> Callable[[Callable], Callable]:
-    """Return a function that wraps ``inner``, the forward of ``module`` under the layout of ``streamer``, so that each
-    call is a pass.
+class Wrapper(Protocol):
+    """The interface of the object that keeps the wrapper of a module's forward from layout to layout."""
 
-    If the beginning of the pass changes the layout, the module's forward of the new layout runs instead.
-    ``streamer``: None while the session is parked.
+    @property
+    def streamer(self) -> Streamer | None:
+        """The streamer of the layout that the wrapper serves, None if it serves none."""
+
+
+def part_pass(listener: PassListener, module: nn.Module, wrapper: Wrapper) -> Callable[[Callable], Callable]:
+    """Return a function that wraps ``inner``, the forward of ``module`` under the layouts that ``wrapper`` serves, so
+    that each call is a pass.
+
+    If the beginning of the pass makes a layout that ``wrapper`` does not serve, the module's present forward runs
+    instead.
     """
     # A strong reference would form a cycle, because the wrapped forward is an attribute of the module.
     reference = ref(module)
@@ -180,35 +186,44 @@ def part_pass(
     def make(inner: Callable) -> Callable:
         def now(present: Streamer | None) -> Callable:
             part = reference()
-            return inner if part is None or (present is streamer and present is not None) else part.forward
+            served = present is not None and present is wrapper.streamer
+            return inner if part is None or served else part.forward
 
         return _as_pass(listener, reference, now)
 
     return make
 
 
-def part_forward(
-    listener: PassListener, module: nn.Module, streamer: Streamer | None
-) -> Callable[[Callable], Callable]:
-    """Return a function that wraps the forward of a module below the root. Calls outside the root's forward and outside
-    backward passes become passes.
+class PartForward:
+    """Makes the wrapper of the forward of a module below the root that is no part of a streamed unit. Calls outside the
+    root's forward and outside backward passes become passes.
 
-    Arguments: those of `part_pass`.
+    ``streamer``: the streamer of the present layout, None while the session is parked. The wrapper serves the layouts
+    one after the other.
     """
-    local = None if streamer is None else streamer.runs.local
 
-    def make(inner: Callable) -> Callable:
-        outside = part_pass(listener, module, streamer)(inner)
+    def __init__(self) -> None:
+        self.connect(None)
+
+    def connect(self, streamer: Streamer | None) -> None:
+        """Let the wrapper serve the layout of ``streamer``."""
+        self.streamer = streamer
+        self._local = None if streamer is None else streamer.runs.local
+
+    def wrap(self, inner: Callable, as_pass: Callable[[Callable], Callable]) -> Callable:
+        """Return the wrapper of ``inner``. ``as_pass``: the result of `part_pass`."""
+        outside = as_pass(inner)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             # torch.compile traces this function, so that compiled code gets no break at modules that do not stream.
-            if torch.compiler.is_compiling() or (local is not None and local.mine.roots) or in_backward():
+            if torch.compiler.is_compiling():
+                return inner(*args, **kwargs)
+            local = self._local
+            if (local is not None and local.mine.roots) or in_backward():
                 return inner(*args, **kwargs)
             return outside(*args, **kwargs)
 
         return forward
-
-    return make
 
 
 def _as_pass(

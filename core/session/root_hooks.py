@@ -14,8 +14,8 @@ from ..model.unit_weights import layers_of, readers_of, with_weights
 from ..model.units import Unit
 from ..streaming.streamer import Streamer
 from ..streaming.unit import StreamedUnit
-from ..streaming.unit_forward import unit_forward
-from .root_forward import Apply, Movable, PassListener, TrueValues, part_forward, part_pass, root_forward
+from ..streaming.unit_forward import UnitForward
+from .root_forward import Apply, Movable, PartForward, PassListener, TrueValues, part_pass, root_forward
 
 
 class RootHooks:
@@ -30,6 +30,10 @@ class RootHooks:
         self._module = root
         self._root = Wrapped()
         self._units = Wrapped()
+        # Wrappers of earlier layouts, by module. The next layout sets the same wrappers again, because code that
+        # torch.compile compiled is valid only for these.
+        self._unit_wrappers: dict[nn.Module, tuple[UnitForward, Any]] = {}
+        self._part_wrappers: dict[nn.Module, tuple[PartForward, Any]] = {}
         self._state: list[Any] = []
 
     def listen(self, listener: PassListener, movable: Movable) -> None:
@@ -84,12 +88,12 @@ class RootHooks:
             for module in (*unit.unit.modules, *readers_of(unit.unit, layers, self._module)):
                 if any(layer.module is not module for layer in layers):
                     self._units.forward(module, with_weights(layers))
-                as_pass = part_pass(self._listener, module, streamer)
-                self._units.forward(module, unit_forward(unit, streamer.runs, as_pass))
+                self._wrap_unit(module, unit, streamer)
         inner = {id(module) for unit in units for module in unit.modules}
         for module in _outermost(self._module):
             if id(module) not in inner and not inner.isdisjoint(map(id, module.modules())):
-                self._units.forward(module, part_forward(self._listener, module, streamer), traced=True)
+                self._wrap_part(module, streamer)
+        self._forget_removed()
         if arriving:
             streamer.tier.wrap_arriving()
         self.wrap_root()
@@ -105,12 +109,42 @@ class RootHooks:
         """
         for module in self._module.modules():
             if module is not self._module and _has_forward(module):
-                self._units.forward(module, part_forward(self._listener, module, None), traced=True)
+                self._wrap_part(module, None)
+        self._forget_removed()
         self.wrap_root()
+
+    def _wrap_unit(self, module: nn.Module, unit: StreamedUnit, streamer: Streamer) -> None:
+        """Wrap the forward of ``module``, one of the modules of ``unit``."""
+        wrapper, front = self._unit_wrappers.get(module) or (UnitForward(), None)
+        wrapper.connect(unit, streamer)
+        as_pass = part_pass(self._listener, module, wrapper)
+        front = self._units.forward(module, lambda inner: wrapper.wrap(inner, as_pass), earlier=front)
+        self._unit_wrappers[module] = wrapper, front
+
+    def _wrap_part(self, module: nn.Module, streamer: Streamer | None) -> None:
+        """Wrap the forward of a module below the root that is no part of a streamed unit."""
+        wrapper, front = self._part_wrappers.get(module) or (PartForward(), None)
+        wrapper.connect(streamer)
+        as_pass = part_pass(self._listener, module, wrapper)
+        front = self._units.forward(
+            module, lambda inner: wrapper.wrap(inner, as_pass), traced=True, earlier=front
+        )
+        self._part_wrappers[module] = wrapper, front
+
+    def _forget_removed(self) -> None:
+        """Forget the wrappers of modules that are no longer in the tree, so that these modules can be freed."""
+        present = set(self._module.modules())
+        for wrappers in (self._unit_wrappers, self._part_wrappers):
+            for module in wrappers.keys() - present:
+                del wrappers[module]
 
     def unwrap_units(self) -> None:
         """Remove all wrappers and hooks, except that the root's forward stays wrapped. Idempotent."""
         self._units.undo()
+        for unit, _ in self._unit_wrappers.values():
+            unit.disconnect()
+        for part, _ in self._part_wrappers.values():
+            part.connect(None)
         for hook in self._state:
             hook.remove()
 
@@ -118,6 +152,7 @@ class RootHooks:
         """Remove all of the session's wrappers and hooks. Idempotent."""
         self.unwrap_units()
         self._root.undo()
+        self._unit_wrappers, self._part_wrappers = {}, {}
 
     def forget(self) -> None:
         """Drop the references to the module and to the objects that were called. Called after `remove`."""

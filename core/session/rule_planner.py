@@ -48,6 +48,7 @@ class Settings:
     ``staged``: returns the staging bytes that a unit takes, 0 for none; None if these are not known.
     ``trains``: whether backward passes are known to go through the module, whatever weights they train.
     ``links``: the number of links over which weights are copied at the same time.
+    ``compiled``: whether torch.compile compiled the module or a part of it.
     """
 
     vram: int
@@ -62,6 +63,7 @@ class Settings:
     staged: Callable[[Unit], int] | None = None
     trains: bool = False
     links: int = 1
+    compiled: bool = False
 
 
 def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, Plan]:
@@ -94,7 +96,7 @@ def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, 
                 continue
             # With a single slot, no copy overlaps computing. Go on to the next smaller limit if there is one.
             # Do the same if packed weights found no staging memory.
-            crosses = plan.staging_bytes > 0 or limit is not None or compiled(module)
+            crosses = plan.staging_bytes > 0 or limit is not None or settings.compiled
             if (plan.slots >= 2 and crosses) or plan.all_resident or limit == limits[-1]:
                 return carving, plan
         if error is None:
@@ -126,7 +128,7 @@ def _limits(module: nn.Module, settings: Settings) -> list[int | None]:
     if settings.granularity != "auto":
         return [None]
     finest: list[int | None] = [settings.vram // 3, settings.vram // 6, 1]
-    if compiled(module):  # compiled code runs fastest in one piece, so do not split it
+    if settings.compiled:  # compiled code runs fastest in one piece, so do not split it
         return [None, *finest]
     parts: list[int | None] = [PART, *(n for n in finest if n is not None and n < PART)]
     # Packed bytes wait for a staging buffer and not for a slot, so whole blocks cause no gaps between copies.
@@ -141,12 +143,16 @@ def plan_within(carving: Carving, settings: Settings, grain: int) -> Plan:
     return with_staging(carving, settings, grain, functools.partial(by_rule, given, carving, settings, grain))
 
 
-def compiled(module: nn.Module) -> bool:
-    """Return whether ``module`` or any of its submodules is compiled by torch.compile."""
-    return any(
-        getattr(part, "_compiled_call_impl", None) is not None or "_orig_mod" in part._modules
-        for part in module.modules()
-    )
+def divided(units: list[Unit]) -> list[str]:
+    """Return a note for the report on streamed ``units`` that are parts of blocks of a compiled module."""
+    parts = [unit for unit in units if unit.kind in ("phase", "layer")]
+    if not parts:
+        return []
+    return [
+        f"torch.compile: blocks are divided into {len(parts)} units (first {parts[0].name!r}), and compiled code breaks at each "
+        "of them, so gradients can differ from those of the resident compiled module in the last bits; "
+        "granularity='block', with a larger vram if it asks for one, keeps blocks whole"
+    ]
 
 
 def cut(module: nn.Module, settings: Settings, limit: int | None) -> Carving:

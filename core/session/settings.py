@@ -15,7 +15,6 @@ from ..host.kept_pieces import release_idle
 from ..host.page_release import MappedFiles
 from ..host.probe import host_memory, on_windows
 from ..placement.packer import Packing
-from .rule_planner import compiled
 from .stream_settings import StreamSettings
 from .weight_pool import WeightPool
 
@@ -23,8 +22,9 @@ from .weight_pool import WeightPool
 DEDICATED = 0.95
 
 
-def packing(asked: StreamSettings, engine: Engine, module: nn.Module, pool: WeightPool) -> Packing | None:
-    """Return how weights are packed, or None if they are copied to the device unpacked.
+def packing(asked: StreamSettings, engine: Engine, compiled: bool, pool: WeightPool) -> Packing | None:
+    """Return how weights are packed, or None if they are copied to the device unpacked. ``compiled``: whether
+    torch.compile compiled a part of the module.
 
     Weights that several processes share are not packed. Packed weights cannot be in a VBAR (an address range of
     comfy-aimdo). So if weights are packed, the pool changes to torch's allocator. With ``pool="aimdo"`` and
@@ -32,7 +32,7 @@ def packing(asked: StreamSettings, engine: Engine, module: nn.Module, pool: Weig
     combined.
     """
     found = None if asked.group is not None else _packing(asked, engine)
-    if found is not None and found.auto and compiled(module):
+    if found is not None and found.auto and compiled:
         return None  # the guards of compiled code read weights, and a packed parameter has no values to read
     if found is not None and pool.native is not None:
         if pool.asked == "aimdo" and asked.codec == "auto":

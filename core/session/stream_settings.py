@@ -35,6 +35,8 @@ class StreamSettings:
 
     ``backward``: whether backward passes will go through the module although none of its weights are trained, because
     other code keeps the adapters.
+    ``compiled``: whether the module will run compiled by torch.compile although nothing in it shows that. Without this
+    hint the first compiled forward changes the layout.
     """
 
     device: Any = None
@@ -50,6 +52,7 @@ class StreamSettings:
     group: Any = None
     peers: Sequence[tuple[Any, int | str]] = ()
     backward: bool = False
+    compiled: bool = False
 
     def check(self, module: Any) -> None:
         """Raise UnsupportedError for a module that cannot be streamed, for an unknown value, or for settings that

@@ -1,4 +1,4 @@
-"""Defines `unit_forward`, the wrapper of a streamed unit's forward, which acquires and releases the unit's
+"""Defines `UnitForward`, the wrapper of a streamed unit's forward, which acquires and releases the unit's
 slot.
 
 A slot is the device memory that holds a unit (a group of streamed tensors) while it is used.
@@ -6,59 +6,115 @@ A slot is the device memory that holds a unit (a group of streamed tensors) whil
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..model.compiling import compiling, quiet, untraced
 from ..model.managed_tensor import in_backward
-from .forward import Runs
 from .unit import StreamedUnit
 
+if TYPE_CHECKING:
+    from .streamer import Streamer
 
-def unit_forward(
-    unit: StreamedUnit, runs: Runs, as_pass: Callable[[Callable], Callable]
-) -> Callable[[Callable], Callable]:
-    """Return a wrapper for the forward of one of the unit's modules. It calls `Runs.enter` before the forward, and
-    `Runs.leave` afterwards, also after an error. After an interrupt it calls `Streamer.interrupted`.
 
-    ``as_pass``: returns a function that calls its argument as a pass of its own. It is used for calls outside the
-    root's forward and outside backward passes.
+class UnitForward:
+    """Makes the wrapper of the forward of one of a unit's modules. The wrapper calls `Runs.enter` before the forward,
+    and `Runs.leave` afterwards, also after an error. After an interrupt it calls `Runs.interrupted`.
+
+    The unit and the streamer are attributes, so that the wrapper can serve the next layout too: code that torch.compile
+    compiled refers to the wrapper, and would have to be compiled again for another one.
+    ``streamer``: the streamer of the present layout, None while the module belongs to no streamed unit.
     """
-    # Outside torch.compile, `forward` calls these methods directly. Under torch.compile, it calls wrappers
-    # made by `quiet`, which the compiler does not trace but which take time in every call.
-    enter, leave = runs.enter, runs.leave
-    quiet_enter, quiet_leave, interrupted = quiet(enter), quiet(leave), quiet(runs.interrupted)
 
-    local = runs.local
+    def __init__(self) -> None:
+        self.streamer: Streamer | None = None
 
-    def make(inner: Callable) -> Callable:
+    def connect(self, unit: StreamedUnit, streamer: Streamer) -> None:
+        """Let the wrapper serve ``unit``, a unit of ``streamer``."""
+        self.streamer, self._unit, runs = streamer, unit, streamer.runs
+        self._local, self._enter, self._leave = runs.local, runs.enter, runs.leave
+
+    def disconnect(self) -> None:
+        """Drop the references to the streamer, whose layout ends."""
+        if self.streamer is not None:
+            self.streamer = None
+            del self._unit, self._local, self._enter, self._leave
+
+    def _interrupted(self) -> None:
+        if self.streamer is not None:
+            self.streamer.runs.interrupted()
+
+    def _enter_compiled(self) -> Any:
+        """Enter the unit's run, under torch.compile."""
+        try:
+            return self._enter(self._unit)
+        except Exception:
+            raise
+        except BaseException:
+            self._interrupted()
+            raise
+
+    def _leave_compiled(self, slot: Any, gradient: bool) -> None:
+        """End the unit's run, under torch.compile. Called in a ``finally`` clause."""
+        error = sys.exc_info()[1]
+        try:
+            if error is not None and not isinstance(error, Exception):
+                self._interrupted()
+            else:
+                self._leave(self._unit, slot, gradient)
+        except Exception:
+            raise
+        except BaseException:
+            self._interrupted()
+            raise
+
+    def wrap(self, inner: Callable, as_pass: Callable[[Callable], Callable]) -> Callable:
+        """Return the wrapper of ``inner``.
+
+        ``as_pass``: returns a function that calls its argument as a pass of its own. It is used for calls outside the
+        root's forward and outside backward passes.
+        """
+        # Outside torch.compile, `forward` calls the methods of `Runs` directly. Under torch.compile, it calls
+        # wrappers made by `quiet`, which the compiler does not trace but which take time in every call. It reads no
+        # attribute of `self` then, because the guards of compiled code would compare the attribute's value.
+        # The compiler cannot break a graph inside `except` clauses, so the compiled path has only a `finally`.
+        quiet_begins = quiet(lambda: not self._local.mine.roots and not in_backward())
+        quiet_enter, quiet_leave = quiet(self._enter_compiled), quiet(self._leave_compiled)
+
         def wrapper(outside: Callable | None) -> Callable:
             """Return the wrapper. ``outside``: runs calls that become passes, None for a call that is in a pass."""
 
             @untraced
             def forward(*args: Any, **kwargs: Any) -> Any:
-                if outside is not None and not local.mine.roots and not in_backward():
+                if compiling() is not None:
+                    if outside is not None and quiet_begins():
+                        return outside(*args, **kwargs)
+                    slot, gradient = quiet_enter()
+                    try:
+                        return inner(*args, **kwargs)
+                    finally:
+                        quiet_leave(slot, gradient)
+                if outside is not None and not self._local.mine.roots and not in_backward():
                     return outside(*args, **kwargs)
                 # An interrupt may come at any line of Carom's code, so all of it is inside this `try`.
                 try:
-                    plain = compiling() is None
-                    slot, gradient = enter(unit) if plain else quiet_enter(unit)
+                    unit, leave = self._unit, self._leave
+                    slot, gradient = self._enter(unit)
                     try:
                         result = inner(*args, **kwargs)
                     except Exception:
-                        (leave if plain else quiet_leave)(unit, slot, gradient)
+                        leave(unit, slot, gradient)
                         raise
-                    (leave if plain else quiet_leave)(unit, slot, gradient)
+                    leave(unit, slot, gradient)
                     return result
                 except Exception:
                     raise
                 except BaseException:
-                    interrupted()
+                    self._interrupted()
                     raise
 
             return forward
 
         # A wrapper that referred to itself would keep the module alive until the garbage collector runs.
         return wrapper(as_pass(wrapper(None)))
-
-    return make
