@@ -185,10 +185,11 @@ class CaromPatcher:
             carom.resume(bound, self._settings)
         elif carom.session is None:
             settings = self._settings
-            if self._compiled():
+            compiled = self._compiled()
+            if compiled:
                 # Compiled code reads parameters between runs, when packed parameters have no memory.
                 settings = replace(settings, codec="raw")
-            carom.open(self.load_device, bound, settings)
+            carom.open(self.load_device, bound, settings, compiled)
         else:
             own_tensors(self.model)
             budget = next_budget(carom.budget, carom.held, carom.streamed, bound, self._limit())

@@ -118,8 +118,10 @@ class Streaming(TakesRoom):
         if not settings.lays_out_as(before):
             self.close()
 
-    def open(self, device: torch.device, bound: int, settings: Settings) -> None:
+    def open(self, device: torch.device, bound: int, settings: Settings, compiled: bool = False) -> None:
         """Open a session with a budget of ``bound`` bytes of ``device``, or the least that works if that is more.
+
+        ``compiled``: whether a compile node wrapped the model.
 
         Raises BudgetError if the user's own limit is less than that budget, or another CaromError. The model is
         unchanged then.
@@ -139,7 +141,9 @@ class Streaming(TakesRoom):
             share = self._share_ram(settings)
             with comfyui_api.laying_out(), progress_listener(bar):
                 self._views = FileViews(root)
-                session, bound = open_session(root, device, bound, limit, share, self.total, settings)
+                session, bound = open_session(
+                    root, device, bound, limit, share, self.total, settings, compiled
+                )
         except BaseException:
             self.changes.undo()
             raise

@@ -869,3 +869,19 @@ def test_table_of_stock_and_carom(server, capsys):
 def test_python_of_the_server_is_named():
     done = subprocess.run([PYTHON, "-c", "import torch"], capture_output=True, env=os.environ)
     assert done.returncode == 0 and sys.version_info >= (3, 10)
+
+
+def test_an_unload_compiles_nothing_again(server):
+    """The budget holds two blocks, so that they stay whole."""
+
+    def told(graph: Graph) -> tuple[int, str]:
+        server.post("/free", {"unload_models": True})
+        found = told_by(server, graph.then("CaromTestCompileNode"))
+        return found["graphs"][0], found["hash"][0]
+
+    expected = [told(stock("flux", seed=seed)) for seed in (11, 12, 13)]
+    found = [told(ours("flux", vram="30MiB", seed=seed)) for seed in (11, 12, 13)]
+    assert [latent for _, latent in found] == [latent for _, latent in expected]
+    graphs = [count for count, _ in found]
+    assert graphs[0] == graphs[1] == graphs[2]
+    assert graphs[0] - expected[-1][0] <= expected[0][0], "more graphs than over whole weights"

@@ -1,6 +1,7 @@
 """A custom node pack for tests of the real server. It is copied to custom_nodes; pytest never imports it."""
 
 import hashlib
+import sys
 import time
 
 import torch
@@ -109,6 +110,8 @@ class Hash:
             told["held"] = [int(model.loaded_size())]
             told["size"] = [int(model.model_size())]
             told["memory_errors"] = list(ShortOfMemory.errors)
+            compiler = sys.modules.get("torch._dynamo.utils")
+            told["graphs"] = [compiler.counters["stats"]["unique_graphs"] if compiler else 0]
             session = getattr(model.model.__dict__.get("_carom_streaming"), "session", None)
             if session is not None:
                 told["report"] = [session.report().to_dict()]
