@@ -123,6 +123,9 @@ class Places:
             if copy.stride() != tensor.stride():
                 storage = tensor.untyped_storage().clone()
                 copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+                # The storage of a negative or conjugate view holds other values than the view shows.
+                copy = torch._neg_view(copy) if tensor.is_neg() else copy
+                copy = torch._conj(copy) if tensor.is_conj() else copy
             if on_device:
                 self.tag(copy, Tag(True, "moved to the device"))
         return copy
