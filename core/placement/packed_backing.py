@@ -7,7 +7,7 @@ streamed unit while it is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,11 +34,17 @@ class PackedBacking(PinnedBacking):
     ``tensors``: a PackedTensor for each entry of the unit, None for entries that are not packed.
     ``encoded``: the version number of the weights when they were packed, if they keep their plain bytes too
     (`Packing.keep_raw`), otherwise None.
+    ``outdated``: whether weights were written since the block was filled.
     """
 
-    def __init__(self, unit: Unit, runtime: Runtime, index: int, packed_residents: PackedResidents) -> None:
+    def __init__(
+        self, unit: Unit, runtime: Runtime, index: int, packed_residents: PackedResidents,
+        settle: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """``settle``: fills the block of an outdated unit anew."""
         super().__init__(unit, runtime, index)
-        self._packed_residents = packed_residents
+        self._packed_residents, self._settle = packed_residents, settle
+        self.outdated = False
         self.tensors: list[PackedTensor | None] = []
         self.decoder: UnitDecoder | None = None
         self.encoded: int | None = None
@@ -64,6 +70,8 @@ class PackedBacking(PinnedBacking):
 
     def plain_block(self) -> Block | None:
         """Return the unit's block if its bytes are unpacked, else None."""
+        if self.outdated:
+            self._settle()
         return super().plain_block() if self.decoder is None else None
 
     def release_block(self, unpin: bool) -> None:
@@ -75,6 +83,8 @@ class PackedBacking(PinnedBacking):
         """Enqueue the copy or decoding of the unit's bytes into ``target``, after the events ``after``.
         Returns the last event.
         """
+        if self.outdated:
+            self._settle()
         if self.decoder is None:
             return super().fetch(target, after, link)
         # a weight has changed since it was packed

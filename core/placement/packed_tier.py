@@ -17,11 +17,21 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..codec.unit_decoder import AnyEntry, UnitDecoder, sizes
 from ..common.progress import Progress
 from ..device.engine import Engine
-from ..host.arena import fill, host_bytes, prefault, return_freed_memory, storage_bytes, typed_view, workers
+from ..host.arena import (
+    Block,
+    fill,
+    host_bytes,
+    prefault,
+    return_freed_memory,
+    storage_bytes,
+    typed_view,
+    workers,
+)
 from ..model import managed_tensor
 from ..model.elsewhere_tensor import AwayParameter, AwayTensor
 from ..model.home import Home, Runtime
@@ -35,7 +45,7 @@ from .host_store import HostStore
 from .packed_backing import PackedBacking, prepare
 from .packed_home import PackedHome
 from .packed_residents import PackedResidents
-from .packed_tensor import give_back, lay_out_tensors, pack
+from .packed_tensor import PackedLayout, give_back, lay_out_tensors, pack
 from .packer import Packer, Packing
 from .pinned_tier import BlockTier, PinnedBacking
 from .resident_placer import ResidentPlacer
@@ -78,6 +88,9 @@ class PackedTier(BlockTier):
         self.packed_residents.on_unit_dropped = lambda: self.left_device()
         self._packer = Packer(engine, store.shelf, policy, self.decoder_check, room, largest)
         self._unpacker = Unpacker(engine, store.arena)
+        # The unit with weights that were written since its block was filled, and the block to which the unit moves
+        # before it is used. There is at most one, so that only one unit is in host memory twice.
+        self._outdated: tuple[PackedBacking, Block] | None = None
 
     @property
     def packed_units(self) -> list[PackedBacking]:
@@ -132,7 +145,8 @@ class PackedTier(BlockTier):
         self._placer = residents
         packer = self._packer
         backings = [
-            PackedBacking(unit, runtime, index, self.packed_residents) for index, unit in enumerate(units)
+            PackedBacking(unit, runtime, index, self.packed_residents, self.settle)
+            for index, unit in enumerate(units)
         ]
         self.backings = list(backings)
         with (
@@ -214,7 +228,7 @@ class PackedTier(BlockTier):
         """
         assert isinstance(backing, PackedBacking)
         entries = backing.unit.entries
-        if self._policy.keep_raw or len(backing.homes) != len(entries):
+        if self._policy.keep_raw or len(backing.homes) != len(entries) or backing.outdated:
             return None
         views = [None if isinstance(home, PackedHome) else home.host for home in backing.homes]
         tensors = [entry.tensor for entry in entries]
@@ -259,8 +273,10 @@ class PackedTier(BlockTier):
         """
         return all(sizes(entry)[0] <= self._staging_bytes for entry in entries)
 
-    def _build(self, backing: PackedBacking, pool: ThreadPoolExecutor | None = None) -> None:
-        """Copy the unit's bytes to a new, unpinned block, and let the unit's tensors use the block."""
+    def _lay_out(self, backing: PackedBacking) -> tuple[PackedLayout, int]:
+        """Return the layout of the unit in a block, and the bytes of the block. Unpacks a unit that does not fit in
+        staging memory.
+        """
         unit = backing.unit
         laid = lay_out_tensors(unit.entries, backing.tensors)
         if laid.packs and not self._fits_staging(laid.entries):
@@ -268,7 +284,18 @@ class PackedTier(BlockTier):
                 if packed is not None:
                     packed.unpack()
             laid = lay_out_tensors(unit.entries, backing.tensors)
-        block = self.store.arena.allocate(laid.nbytes if laid.packs else unit.nbytes)
+        return laid, laid.nbytes if laid.packs else unit.nbytes
+
+    def _build(
+        self, backing: PackedBacking, pool: ThreadPoolExecutor | None = None, block: Block | None = None
+    ) -> None:
+        """Copy the unit's bytes to a new, unpinned block, and let the unit's tensors use the block.
+
+        ``block``: a block of the right size, by default a new one.
+        """
+        unit = backing.unit
+        laid, nbytes = self._lay_out(backing)
+        block = block or self.store.arena.allocate(nbytes)
         pieces = []
         for entry, packed, at in zip(unit.entries, backing.tensors, laid.places, strict=True):
             source = host_bytes(entry.tensor) if packed is None else packed.blob
@@ -324,8 +351,9 @@ class PackedTier(BlockTier):
     # -- values that the program writes to weights
 
     def replace(self, home: PackedHome, value: torch.Tensor) -> None:
-        """Store ``value`` as the value of a packed weight, and copy the weight's unit to a new block. Raises
-        MemoryError; the weight then keeps its previous value.
+        """Store ``value`` as the value of a packed weight. The weight's unit is copied to a new block before its next
+        use, once for all weights that are written until then. Raises MemoryError; the weight then keeps its previous
+        value.
         """
         packed, backing = home.packed, home.unit
         assert isinstance(backing, PackedBacking)
@@ -341,11 +369,24 @@ class PackedTier(BlockTier):
                 return
             backing.epoch += 1
             try:
-                self._rebuild(backing)
-            # There is no memory for a new block. Keep the previous value, which the old block holds.
+                if not backing.outdated:
+                    self.settle()
+                block = self.store.arena.allocate(self._lay_out(backing)[1])
+                self._outdated, backing.outdated = (backing, block), True
+            # There is no memory for a new block. Keep the previous value.
             except BaseException:
                 packed.header, packed.blob = before
                 raise
+
+    def settle(self) -> None:
+        """Copy the unit whose weights were written to its new block. Waits for copies that read the old block."""
+        if self._outdated is None:
+            return
+        backing, block = self._outdated
+        # A fetch calls this within a step, where dispatch modes must not see the copies.
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            self._rebuild(backing, block)
+        self._outdated, backing.outdated = None, False
 
     def pack_anew(self) -> None:
         """Encode units again whose plain weights have changed since they were packed. Applies only if
@@ -363,13 +404,13 @@ class PackedTier(BlockTier):
             self._rebuild(backing)
             backing.encoded = backing.version()
 
-    def _rebuild(self, backing: PackedBacking) -> None:
+    def _rebuild(self, backing: PackedBacking, block: Block | None = None) -> None:
         """Copy the unit to a new block, which is pinned if the old block was. Waits for copies that read the
-        old block.
+        old block. ``block``: as in `_build`.
         """
         self.engine.synchronize()  # copies from the old block may be running
         pinned = backing.block.pinned
-        self._build(backing)
+        self._build(backing, block=block)
         if pinned:
             self.store.arena.pin(backing.block)
         self.packed_residents.update(backing)
@@ -383,6 +424,7 @@ class PackedTier(BlockTier):
         ``reader``: copies a unit's decoded bytes back from the device.
         ``pin``: pin each new block whose old block was pinned.
         """
+        self.settle()
         left: list[Backing] = []
         with ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool:
             for backing in backings:
@@ -419,6 +461,7 @@ class PackedTier(BlockTier):
 
     def stay_packed(self, backings: Sequence[Backing]) -> None:
         """Keep the packed bytes of the units ``backings`` on the device. Raises torch.OutOfMemoryError."""
+        self.settle()
         if backings:
             self.packed_residents.keep(cast("Sequence[PackedBacking]", backings))
 
@@ -458,6 +501,7 @@ class PackedTier(BlockTier):
 
     def undo(self) -> None:
         """Restore the classes and values of all streamed tensors."""
+        self._outdated = None  # the values are in the weights' own blobs
         for tensor, before in reversed(self._swapped_classes):
             tensor.__class__ = before
             packed = self.store.shelf.get(id(tensor))

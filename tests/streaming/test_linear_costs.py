@@ -7,6 +7,7 @@ import sys
 import carom
 import pytest
 import torch
+from carom.core.placement.packed_tier import PackedTier
 from safetensors.torch import save_file
 from tests_wrappers import Codes
 from torch import nn
@@ -77,3 +78,37 @@ def test_work_on_all_weights_is_proportional_to_their_number(work, count, tmp_pa
 def test_reading_one_quantised_weight_is_no_walk_through_all_modules(tmp_path):
     few, many = read_quantised(FEW, tmp_path), read_quantised(MANY, tmp_path)
     assert many < few + 2 * (MANY - FEW)
+
+
+def write_packed(count, monkeypatch):
+    """The bytes of blocks that are copied while all weights of one packed unit are written, and used once."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(count))) for _ in range(3))
+    model = nn.Sequential(*blocks).bfloat16().requires_grad_(False)
+    copied = []
+    build = PackedTier._build
+
+    def counting(self, backing, *arguments, **options):
+        copied.append(backing.nbytes)
+        return build(self, backing, *arguments, **options)
+
+    device = carom.SimulatedDevice(unpacks=True)
+    options = {"device": device, "codec": "lossless", "granularity": "block"}
+    x = torch.ones(2, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        with pytest.raises(carom.BudgetError) as refused:
+            carom.stream(model, vram=1, **options)
+        with carom.stream(model, vram=refused.value.least_bytes, **options) as session:
+            assert session.report().packed_units
+            monkeypatch.setattr(PackedTier, "_build", counting)
+            for block in range(3):
+                for index in range(count):
+                    session.write(f"{block}.{index}.weight", torch.eye(128, dtype=torch.bfloat16))
+            assert torch.equal(model(x), x)
+            monkeypatch.undo()
+    return sum(copied)
+
+
+def test_writing_all_weights_of_a_packed_unit_copies_the_unit_once(monkeypatch):
+    few, many = write_packed(10, monkeypatch), write_packed(40, monkeypatch)
+    assert 0 < many <= 4 * few
