@@ -144,12 +144,13 @@ def no_room(streamer: Streamer, unit: StreamedUnit, stuck: list[Slot]) -> Budget
     region, engine = streamer.region, streamer.engine
     # A budget in which the units just fit is not enough: a plan for it may use the bytes for residents, and the
     # rest of the step may use still more units at once. So name the budget with all the slots that a plan asks
-    # for, in which that number of units find room whatever their sizes, and beyond that the budget that holds
-    # every unit.
+    # for, in which that number of units find room whatever their sizes. If the present budget is not smaller, name
+    # the budget that holds every unit.
     sizes, slots = [other.nbytes for other in streamer.units], Wish().slots
     least = streamer.outside_bytes + resident_cost(sizes, engine.grain)
-    if len(stuck) < slots and region.nbytes < slots * max(sizes):
-        least = min(least, streamer.fixed_bytes + round_up(slots * max(sizes), engine.grain))
+    with_slots = streamer.fixed_bytes + round_up(slots * max(sizes), engine.grain)
+    if len(stuck) < slots and streamer.outside_bytes + region.nbytes < with_slots:
+        least = min(least, with_slots)
     names = ", ".join(repr(slot.unit.name) for slot in stuck)
     return BudgetError(
         f"no slot for unit {unit.name!r} ({unit.nbytes} bytes): the region of {region.nbytes} bytes is taken "

@@ -693,10 +693,6 @@ def test_parameters_of_every_kind_compute_the_same(device, make, use):
     assert torch.equal(infer(model), infer(twin))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="known limit: parameters that are views of one memory have memory of their own after close",
-)
 def test_parameters_that_share_memory_share_it_again_after_close(device):
     model, twin = pair()
     bases = []

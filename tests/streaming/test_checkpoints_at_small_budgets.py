@@ -137,3 +137,34 @@ def test_without_pinned_memory_the_error_of_a_step_names_a_budget_that_works(gra
     with pytest.raises(carom.BudgetError, match="cannot read host memory") as refused_in_step:
         attempt(refused.value.least_bytes)
     attempt(refused_in_step.value.least_bytes)
+
+
+class Joined(nn.Module):
+    """Six layers, three of whose weights one operator takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(x, torch.cat([layer.weight for layer in self.layers[:3]]))
+
+
+def test_without_pinned_memory_each_named_budget_is_larger_than_the_one_that_failed_until_one_works():
+    model, x = Joined().requires_grad_(False), torch.ones(2, WIDTH)
+    want = model(x)
+    options = {"device": carom.SimulatedDevice(), "codec": "raw", "granularity": "layer", "ram": 0}
+    vram, named = 1, []
+    while len(named) < 4:
+        try:
+            with carom.stream(model, vram=vram, **options), torch.no_grad():
+                assert torch.equal(model(x), want)
+            break
+        except carom.BudgetError as error:
+            assert error.least_bytes > vram
+            vram = error.least_bytes
+            named.append(vram)
+    assert 1 < len(named) < 4
