@@ -24,7 +24,7 @@ from .host_share import Share
 from .least_budget import LeastBudgets
 from .leftover_memory import TakesRoom
 from .model_changes import ModelChanges
-from .module_roots import part_name, prepare, root_of
+from .module_roots import Scope, part_name, prepare, root_of
 from .node_settings import Settings, describe, parse_limit
 from .opening import open_session
 from .shared_ram import all_models, open_models, suspended_models, take_share
@@ -409,6 +409,8 @@ def _dropped(reference: weakref.ref[Streaming], pins: list[int]) -> None:
             streaming.session, streaming.active, streaming.suspended = None, False, False
             streaming.ram, streaming._views = 0, None
             suspended_models.pop(streaming, None)
+            root = session.module  # shares its attributes with the model, which is gone
+            successor.succeed(root.model if isinstance(root, Scope) else root)
             try:
                 with comfyui_api.laying_out():
                     session.close(discard=True)

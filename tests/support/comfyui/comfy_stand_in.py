@@ -398,6 +398,10 @@ class ModelPatcher:
             self.unpatch_model(self.offload_device, unpatch_weights=unpatch_all)
         return self.model
 
+    def __del__(self) -> None:
+        if hasattr(self, "pinned"):  # the constructor ended
+            self.detach(unpatch_all=False)
+
     def pre_run(self) -> None:
         return None
 
