@@ -19,7 +19,7 @@ import torch
 
 from ..common.errors import UnsupportedError
 from .gradient_hooks import delay_hooks
-from .units import Entry, Unit
+from .units import Entry, Unit, is_dense
 
 
 class SlotRange(Protocol):
@@ -220,7 +220,7 @@ class Home:
         if given is self or runtime.low <= new.data_ptr() < runtime.high:
             # The .to() of a submodule moved the weight to the compute device. The weight stays streamed.
             return
-        if not _is_dense(new):
+        if not is_dense(new):
             raise UnsupportedError(
                 f"{self.entry.name}.data is replaced by a tensor whose elements overlap or do not lie together in memory: "
                 "assign a copy of it (tensor.contiguous())"
@@ -264,14 +264,6 @@ class Home:
                 f"{self.entry.name}.data is replaced while a graph that was made before still needs the old value: call "
                 "backward() first, drop what keeps the graph, or run that forward under torch.no_grad()"
             )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of ``tensor`` lie together in memory, in any order of the dimensions."""
-    return (
-        torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
-        == tensor.stride()
-    )
 
 
 class InGraphs:

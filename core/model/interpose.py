@@ -125,6 +125,29 @@ def stands_first(module: nn.Module) -> bool:
     return isinstance(front, _Forward) and front.lasts and front.live
 
 
+class _Unbound:
+    """The function of a `_Forward` that takes the module as its first argument, as ``method.__func__`` does.
+
+    It is no plain function because torch.jit reads ``_torchscript_modifier`` of it, and of nothing else.
+    """
+
+    def __init__(self, function: Callable, wrapper: _Forward) -> None:
+        self._function, self._wrapper = function, wrapper
+        functools.update_wrapper(self, function)
+        self.__signature__ = getattr(function, "__signature__", None)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._function(module, *args, **kwargs)
+
+    def __get__(self, module: nn.Module | None, kind: type | None = None) -> Any:
+        return self if module is None else types.MethodType(self, module)
+
+    @property
+    def _torchscript_modifier(self) -> Any:
+        """As that of the `_Forward`."""
+        return self._wrapper._torchscript_modifier
+
+
 class _Forward:
     """A wrapper that calls ``make(inner)`` while ``live`` is true, and ``inner`` afterwards.
 
@@ -228,7 +251,7 @@ class _Forward:
             forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
                 parameters=[first, *signature.parameters.values()]
             )
-        return untraced(forward)
+        return _Unbound(untraced(forward), self)
 
     @property
     def _torchscript_modifier(self) -> Any:

@@ -81,6 +81,11 @@ class PackedTensor:
         with torch.inference_mode(False), torch.no_grad():
             fill = math.nan if self.layout.is_floating_point() else 0
             one = torch.zeros(1).fill_(fill).to(self.layout.dtype)
+            self._show(one)
+
+    def _show(self, one: torch.Tensor) -> None:
+        """Let the model's tensor be the single element of ``one``, expanded to the weight's shape."""
+        with torch._C.DisableTorchFunctionSubclass():  # whichever class the tensor has now
             self.tensor.data = one.as_strided(self.layout.shape, (0,) * self.layout.dim())
 
     def refuse_kernels(self) -> None:
@@ -92,7 +97,7 @@ class PackedTensor:
         with torch.inference_mode(False), torch.no_grad():
             one = torch.zeros(1, dtype=torch.uint8).view(torch.bits8)
             _refuse_address(one)
-            self.tensor.data = one.as_strided(self.layout.shape, (0,) * self.layout.dim())
+            self._show(one)
 
 
 def give_back(shelf: dict[int, PackedTensor], move: Callable[[torch.Tensor, torch.device], Any]) -> None:

@@ -9,7 +9,9 @@ import pytest
 import tests_harness as harness
 import tests_models as models
 import torch
+import torch._dynamo  # as `nn.Module.compile` imports it
 from carom.core.common.sizes import MIB
+from carom.core.model.compiling import CompiledParts
 from carom.core.plan.residency import SMALL_UNIT, UnitSize, Wish, plan_residency
 from carom.core.session import rule_planner as planner
 from tests_harness import EVERYWHERE, assert_same, on_simulated_devices, streamed
@@ -35,7 +37,8 @@ def larges(count: int, *wide: int, dtype: torch.dtype = torch.float32) -> nn.Seq
 
 
 def chosen(model: nn.Module, vram: int, granularity: str = "auto", training: str | None = None):
-    return planner.decide(model, planner.Settings(vram, granularity, training, {}), 512)
+    compiled = CompiledParts(model).found()
+    return planner.decide(model, planner.Settings(vram, granularity, training, {}, compiled=compiled), 512)
 
 
 @pytest.fixture(scope="module")
