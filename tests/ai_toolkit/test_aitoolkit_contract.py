@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import tests_aitoolkit_stand_in as standin
 import torch
-from carom.core.session.registry import _sessions as sessions
 from tests_harness import DEVICES, assert_same
-from tests_inside import inside
+from tests_inside import inside, open_sessions
 from tests_pairwise import each, pairwise
 from torch import nn
 
@@ -39,11 +38,11 @@ def on(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def toolkit():
-    before = list(sessions.values())  # of other files' tests
+    before = open_sessions()  # of other files' tests
     with standin.installed():
         yield
     gc.collect()
-    assert all(found in before for found in sessions.values()), "a session was left open"
+    assert all(found in before for found in open_sessions()), "a session was left open"
 
 
 def run(tmp_path, model_class=standin.Attaching, offload="bouncing", config=None, vram=BOTH, **train):

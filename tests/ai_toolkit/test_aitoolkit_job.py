@@ -13,13 +13,12 @@ import carom
 import pytest
 import tests_aitoolkit_stand_in as standin
 import torch
-from carom.core.session.registry import _sessions as sessions
 from carom.toolkit_ext import options
 from carom.toolkit_ext.job import JobOffload
 from carom.toolkit_ext.job_reports import JobReports
 from carom.toolkit_ext.options import Policy, read
 from tests_harness import assert_same
-from tests_inside import inside
+from tests_inside import inside, open_sessions
 
 BUDGET = 400_000  # bytes: about a third of the stand-in's transformer and text encoder
 
@@ -27,10 +26,10 @@ BUDGET = 400_000  # bytes: about a third of the stand-in's transformer and text 
 @pytest.fixture(autouse=True)
 def toolkit():
     gc.collect()  # sessions of other files' tests
-    before = list(sessions.values())
+    before = open_sessions()
     with standin.installed():
         yield
-    assert all(found in before for found in sessions.values()), "a session was left open"
+    assert all(found in before for found in open_sessions()), "a session was left open"
 
 
 def process(folder, model, model_class=standin.Attaching, name="job", **train):
@@ -178,7 +177,7 @@ def test_an_error_in_a_job_closes_its_sessions_and_leaves_the_report(tmp_path):
 
     with pytest.raises(ValueError, match="from the job"):
         run(tmp_path, BOUNCING, Failing)
-    assert not list(sessions.values())
+    assert not open_sessions()
     assert (tmp_path / "job" / "carom" / "report.json").exists()
     assert_same(run(tmp_path, {}).result, run(tmp_path, BOUNCING).result)
 
@@ -187,7 +186,7 @@ def test_an_error_in_a_job_closes_its_sessions_and_leaves_the_report(tmp_path):
 
 
 def budgets():
-    return {type(s().module).__name__: inside(s()).vram for s in sessions.values()}
+    return {type(s.module).__name__: inside(s).vram for s in open_sessions()}
 
 
 def test_the_models_of_a_job_share_one_budget_and_an_unloaded_ones_part_returns(tmp_path, monkeypatch):
@@ -232,7 +231,7 @@ def job_with(tmp_path, monkeypatch, **options):
 
     def one(self, index):
         real(self, index)
-        for session in (s() for s in sessions.values()):
+        for session in open_sessions():
             name = type(session.module).__name__
             ranks[name], held[name] = inside(session).ledger.priority, inside(session).held_bytes
 
@@ -300,7 +299,7 @@ def test_both_transformers_of_a_dual_model_are_laid_out_for_backwards(tmp_path):
     def one(index):
         made.sd.unet(standin._noise(0), standin._noise(1))
         made.sd.unet(standin._noise(0), standin._noise(1), high=True)
-        found.update({id(s().module): inside(s()).manager.planner.backward for s in sessions.values()})
+        found.update({id(s.module): inside(s).manager.planner.backward for s in open_sessions()})
         raise KeyboardInterrupt
 
     made.one = one
@@ -322,7 +321,7 @@ def test_a_transformer_that_does_not_train_leaves_its_part_to_the_one_that_does(
             for high in noises:
                 with torch.no_grad():
                     dual(x, text, high=high)
-                parts = {id(s().module): inside(s()).held_bytes for s in sessions.values()}
+                parts = {id(s.module): inside(s).held_bytes for s in open_sessions()}
                 assert sum(parts.values()) <= BUDGET
             held[name] = parts[id(dual.low)], parts.get(id(dual.high), 0)
         raise KeyboardInterrupt
@@ -341,9 +340,9 @@ def test_stock_percents_keep_their_meaning(tmp_path, monkeypatch):
 
     def one(self, index):
         real(self, index)
-        for session in sessions.values():
-            report = session().report()
-            kept[type(session().module).__name__] = report.streamed_bytes
+        for session in open_sessions():
+            report = session.report()
+            kept[type(session.module).__name__] = report.streamed_bytes
 
     monkeypatch.setattr(standin.BaseSDTrainProcess, "one", one)
     key = "layer_offloading_transformer_percent"

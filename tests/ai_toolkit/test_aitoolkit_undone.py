@@ -8,7 +8,7 @@ import json
 import pytest
 import tests_aitoolkit_stand_in as standin
 import torch
-from carom.core.session.registry import _sessions as sessions
+from tests_inside import open_sessions
 from torch import nn
 
 VRAM = 160_000  # bytes: about a fourth of the stand-in's transformer
@@ -17,11 +17,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def toolkit():
-    before = list(sessions.values())  # of other files' tests
+    before = open_sessions()  # of other files' tests
     with standin.installed():
         yield
     gc.collect()
-    assert all(found in before for found in sessions.values()), "a session was left open"
+    assert all(found in before for found in open_sessions()), "a session was left open"
 
 
 @pytest.fixture

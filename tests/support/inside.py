@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from carom.core.session.assembly import parts
+from carom.core.session.session import Session
 
 
 class Inside:
@@ -155,3 +157,8 @@ class Inside:
 def inside(session: Any) -> Inside:
     """Return the parts of ``session``."""
     return Inside(session)
+
+
+def open_sessions() -> list[Session]:
+    """Return the sessions of this process that are not closed."""
+    return [found for found in gc.get_objects() if type(found) is Session and not found.closed]
