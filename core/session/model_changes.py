@@ -18,6 +18,7 @@ import torch
 from ..budget import optimizer_reserve
 from ..common.errors import BudgetError, CaromError
 from ..model.sharded import refuse_sharded
+from ..model.shared_attributes import original_of
 from ..model.units import MODELS_OWN, Entry
 from .layout_manager import LayoutManager
 
@@ -94,7 +95,8 @@ class ModelChanges:
             layout = manager.layout
             if layout.tree.lent():
                 return
-            refuse_sharded(manager.module.root, streamed=True)
+            # FSDP changes the class of the user's module object, which the session does not hold.
+            refuse_sharded(original_of(manager.module.root), streamed=True)
             self._follow_replaced()
             quantized = manager.module.quantized
             if quantized is not None and quantized.stale:
