@@ -9,6 +9,7 @@ import carom
 import pytest
 import torch
 from carom.core.budget import shared_budget
+from carom.core.model.shared_attributes import original_of
 from carom.core.session.layout_manager import LayoutManager
 from tests_inside import inside
 from tests_models import Chain as Net
@@ -147,8 +148,9 @@ def test_a_session_that_begins_keeps_nobody_waiting_who_runs(monkeypatch, grows)
     build = LayoutManager._build
 
     def slowly(self, wanted):
-        order.append(self.module.root)
-        if self.module.root is b:
+        root = original_of(self.module.root)
+        order.append(root)
+        if root is b:
             begun.set()
             assert go_on.wait(40)
         return build(self, wanted)
