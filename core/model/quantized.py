@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from ..common.errors import UnsupportedError
 from . import managed_tensor
 from .ctx_attributes import pack_node_attributes
 from .flattened_loading import load_inner
+from .shared_attributes import forward_of, original_of
 from .tensor_flatten import (
     ObjectSpec,
     SubclassSpec,
@@ -224,7 +226,7 @@ class FlattenedModule:
             module._register_load_state_dict_pre_hook(self._load, with_module=True),
         ]
         self._own_forward = module.__dict__.get("forward")
-        self._wrapped = _WrappedForward(self, module.forward)
+        self._wrapped = _WrappedForward(self, _called(forward_of(module)))
         module.__dict__["forward"] = self._wrapped
 
     @property
@@ -350,13 +352,19 @@ class FlattenedModule:
             if main is not None:
                 _share_memory(weight, main)
 
+    def _is_of(self, module: nn.Module) -> bool:
+        """Return whether ``module`` is this module, and not a copy that has its hooks. The root of a session is
+        known here by its second module object (`share_attributes`), and hooks get the original.
+        """
+        return original_of(self.module) is original_of(module)
+
     def _begin_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Register the weights as parameters made of plain tensors while the module makes its state dict.
 
         This is a state-dict pre-hook. It is needed because the module's class may save the weights in a
         format of its own.
         """
-        if self.module is module and (self.intact or self.in_run):
+        if self._is_of(module) and (self.intact or self.in_run):
             # The buffers of a running unit hold views of a slot, which other units overwrite later.
             convert = _copy if self.in_run else torch.Tensor.detach
             for name in self.weights:
@@ -369,7 +377,7 @@ class FlattenedModule:
 
     def _end_save(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
         """Undo `_begin_save`. This is a state-dict hook."""
-        if self.module is module and self._shown:
+        if self._is_of(module) and self._shown:
             self._shown = False
             for name in self.weights:
                 if name not in module.__dict__ and module._parameters.pop(name, None) is not None:
@@ -392,7 +400,7 @@ class FlattenedModule:
         If a value has another form than its weight, the module gets its weights back as parameters, so that it
         loads them as it would without a session. The next layout flattens them again.
         """
-        if self.module is not module or not self.intact:
+        if not self._is_of(module) or not self.intact:
             return
         assign = bool(metadata.get("assign_to_params_buffers"))
         found = {name: state[prefix + name] for name in self.weights if prefix + name in state}
@@ -501,6 +509,22 @@ def _companions(module: nn.Module, spec: SubclassSpec, tensors: list[torch.Tenso
     return found
 
 
+def _called(forward: Any) -> Callable:
+    """Return the function that calls ``forward``, a callable or a `weakref.WeakMethod`."""
+    if not isinstance(forward, weakref.WeakMethod):
+        return forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        method = forward()
+        if method is None:
+            raise UnsupportedError(
+                "the module of this forward does not exist any more; keep a reference to the module itself"
+            )
+        return method(*args, **kwargs)
+
+    return call
+
+
 class _WrappedForward:
     """A wrapper of a module's forward that sets the module's quantised weights for the duration of the call.
 
@@ -508,7 +532,7 @@ class _WrappedForward:
     """
 
     def __init__(self, leaf: FlattenedModule, inner: Callable) -> None:
-        functools.update_wrapper(self, inner)
+        functools.update_wrapper(self, leaf.module.forward)  # first: it also copies that object's attributes
         self.live, self._leaf, self._inner = True, leaf, inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

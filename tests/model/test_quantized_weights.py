@@ -464,6 +464,22 @@ def test_a_state_dict_is_saved_and_loaded_as_without_a_session(kind):
 LOAD_NOT_ALL = ("bitsandbytes nf4", "bitsandbytes fp4")  # these do not load the scales that they save
 
 
+def test_a_module_that_is_itself_a_quantised_layer_saves_and_loads_its_weights():
+    new = {
+        name: value.detach() for name, value in quantised("dressed", seed=6).blocks[0].up.state_dict().items()
+    }
+    plain, layer = (quantised("dressed").blocks[0].up for _ in range(2))
+    with carom.stream(layer, device="cpu", vram="1MiB"):
+        assert_same_state(plain, layer)
+        with pytest.raises(RuntimeError, match='Missing key.*: "weight"'):
+            layer.load_state_dict({"bias": new["bias"]})
+        for model in (plain, layer):
+            model.load_state_dict(new)
+        assert_same_state(plain, layer)
+        assert_same([plain(torch.ones(1, D))], [layer(torch.ones(1, D))])
+    assert_same_state(plain, layer)
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_values_of_another_form_are_loaded_as_without_a_session(assign):
     """Here plain values for torchao's wrappers: copied, they are refused; assigned, they replace the weights."""
