@@ -780,6 +780,10 @@ def test_a_dropped_model_gives_the_device_back_before_anybody_collects_cycles(co
     assert session.closed
 
 
+def host_memory() -> list[Any]:
+    return [found for found in gc.get_objects() if type(found) in (arena.Block, PackedTensor)]
+
+
 @pytest.mark.parametrize("codec", ["raw", "lossless"])
 @pytest.mark.parametrize("state", ["loaded", "patched", "unloaded", "whole"])
 @pytest.mark.parametrize("kind", [Model, TextEncoder, Diffusion, "Scaled", "Dressed"])
@@ -791,6 +795,8 @@ def test_a_dropped_model_is_freed_at_once_with_its_ram(comfy, monkeypatch, kind,
         model = wrapped_model(comfy, {"Scaled": Scaled, "Dressed": Dressed}[kind])
     else:
         model = filled(kind(comfy.Linear))
+    gc.collect()  # what earlier tests left
+    others = weakref.WeakSet(host_memory())
     patcher = wear(
         comfy.ModelPatcher(model, load_device=CPU, offload_device=CPU), Settings("stream", LIMIT, codec=codec)
     )
@@ -806,8 +812,8 @@ def test_a_dropped_model_is_freed_at_once_with_its_ram(comfy, monkeypatch, kind,
             patcher.detach()
         elif state == "whole":
             streaming_of(patcher.model).close()
-    gc.collect()  # what earlier tests left
-    held = [found for found in gc.get_objects() if type(found) in (arena.Block, PackedTensor)]
+    gc.collect()  # what ended sessions left
+    held = [found for found in host_memory() if found not in others]
     model = patcher.model
     parts = (*model.modules(), *model.parameters(), *model.buffers(), *held)
     gone = [weakref.ref(part) for part in parts]

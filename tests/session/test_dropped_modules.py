@@ -65,13 +65,18 @@ def imported():
     importlib.import_module("torch._dynamo")
 
 
+OTHERS: weakref.WeakSet[Any] = weakref.WeakSet()  # host memory that sessions of other tests still hold
+
+
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:
     gc.collect()
     gc.disable()
+    OTHERS.update(host_memory())
     try:
         yield
     finally:
+        OTHERS.clear()
         gc.enable()
 
 
@@ -101,9 +106,13 @@ def attach(way: str, device: Any, folder: Any) -> tuple[Any, carom.Session]:
     return model, session
 
 
+def host_memory() -> list[Any]:
+    return [found for found in gc.get_objects() if type(found) in (HostBlock, PackedTensor)]
+
+
 def references(model: Any) -> list[weakref.ref]:
-    """Return weak references to the model's parts and to all host memory that Carom holds."""
-    held = [found for found in gc.get_objects() if type(found) in (HostBlock, PackedTensor)]
+    """Return weak references to the model's parts and to the host memory that Carom holds for it."""
+    held = [found for found in host_memory() if found not in OTHERS]
     return [weakref.ref(part) for part in (*model.modules(), *model.parameters(), *model.buffers(), *held)]
 
 
