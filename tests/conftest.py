@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,15 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     order = {name: number for number, name in enumerate(_LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+@pytest.fixture(autouse=True)
+def no_saved_tensor_hooks_stay(request):
+    """Names the test after which saved-tensor hooks are left on the thread, and keeps them from the next tests."""
+    yield
+    api, left = torch._C._autograd, 0
+    while api._top_saved_tensors_default_hooks(False) is not None and left < 100:
+        api._pop_saved_tensors_default_hooks()
+        left += 1
+    if left:
+        warnings.warn(f"{request.node.nodeid} leaves {left} saved-tensor hooks on the thread", stacklevel=1)
