@@ -28,7 +28,8 @@ class ManagedModule:
     """The module that a session streams, and the session's changes to the module that are kept from one
     layout to the next.
 
-    ``root``: the module.
+    ``root``: a second object with the attributes of the user's module (`share_attributes`), so that the session does
+    not keep that module alive.
     ``disk``: as in `carom.stream`.
     ``checkpoint``: the weights that are in files, or None if all are in memory.
     ``quantized``: the module's quantised weights, flattened so that their inner tensors are streamed; None
