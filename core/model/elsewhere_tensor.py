@@ -23,6 +23,7 @@ from .compiling import quiet
 from .home import Home
 from .managed_tensor import HostParameter, HostTensor
 from .override_queries import ForOperators
+from .unread_tensor import Snapshot, UnreadTensor, stays_there, unread, with_values
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -60,6 +61,10 @@ class ElsewhereHome(Home):
         """Return the present value of the weight as a new CPU tensor."""
         raise NotImplementedError
 
+    def snapshot(self) -> Snapshot | None:
+        """Return the present value, to be read later, or None if this kind of home can only read it now."""
+        return None
+
     def replace(self, value: torch.Tensor) -> None:
         """Store ``value``, which has the weight's shape and dtype and may be on any device, as the weight's
         new value.
@@ -82,6 +87,9 @@ class ElsewhereHome(Home):
         given = getattr(new, "_carom", None)
         if given is self:
             _refuse_outdated(new)
+            return
+        moved = getattr(new, "_unread", None)
+        if moved is not None and moved.layout is self.host and moved.current():
             return
         if given is not None:
             new = given.read()
@@ -115,6 +123,8 @@ def _dispatch_elsewhere(cls: type, func: Callable, types: Any, args: tuple = (),
     Queries of metadata are answered without reading the value.
     """
     kwargs = kwargs or {}
+    if UnreadTensor in types:
+        return with_values(func, args, kwargs)
     name = getattr(func, "__name__", "")
     # torch.nn.init passes the weight as the keyword argument ``tensor``.
     if not args and isinstance(kwargs.get("tensor"), managed_tensor.ManagedTensor):
@@ -161,6 +171,12 @@ def _dispatch_elsewhere(cls: type, func: Callable, types: Any, args: tuple = (),
         return managed_tensor._dispatch_managed(cls, func, types, args, kwargs)
     if home is not None and (func == _DATA or name == "detach"):
         return _detached(home)
+    if home is not None and stays_there(home.host.dtype, name, args, kwargs):
+        if type(first) is AwayTensor:  # `nn.Module.to` puts the result into the module
+            return first
+        snapshot = home.snapshot()
+        if snapshot is not None:
+            return unread(snapshot)
     with torch._C.DisableTorchFunctionSubclass():
         if home is not None and writes:
             return _write(home, name, func, args, kwargs)

@@ -33,6 +33,7 @@ from .gradient_hooks import REGISTER_HOOKS, delay_hooks
 from .interpose import refuse_capture
 from .new_parameter import MakesParameters
 from .override_queries import ForOperators
+from .unread_tensor import UnreadTensor, with_values
 
 if TYPE_CHECKING:
     from .home import Home, Runtime, SlotRange
@@ -210,6 +211,8 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 def _dispatch_managed(cls: type, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
     """Run ``func`` with the weight's slot during a step, with the weight's host tensor outside a step."""
     kwargs = kwargs or {}
+    if UnreadTensor in types:
+        return with_values(func, args, kwargs)
     name = getattr(func, "__name__", "")
     streamed = getattr(args[0], "_carom", None) if args else None
     # Attributes set on a detached value do not apply to the parameter.

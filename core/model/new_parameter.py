@@ -47,7 +47,10 @@ class MakesParameters:
             return torch.Tensor.detach(self)  # type: ignore[arg-type]
         wanted = caller.f_locals["cls"]
         home = getattr(self, "_carom", None)
-        if home is not None and not home.has_bytes and getattr(_local, "skips", False):
+        own = self.own_value()
+        if own is not None:
+            value = own
+        elif home is not None and not home.has_bytes and getattr(_local, "skips", False):
             value = torch.empty_strided(
                 home.host.shape, home.host.stride(), dtype=home.host.dtype, device="meta"
             )
@@ -59,6 +62,10 @@ class MakesParameters:
         value.__class__ = type(self)  # type: ignore[assignment]
         value.__dict__["_wanted"] = wanted
         return value
+
+    def own_value(self) -> torch.Tensor | None:
+        """Return the value of a tensor that has none in its own memory and no home, otherwise None."""
+        return None
 
     @property
     def _is_param(self) -> bool:

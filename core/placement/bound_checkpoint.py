@@ -10,11 +10,13 @@ module's original objects.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -35,6 +37,7 @@ from ..device.engine import Engine
 from ..host.cache_pieces import LEAST_BUFFERS, choose_buffers
 from ..host.eviction import EVICTIONS
 from ..model.units import Site, Unit
+from ..model.unread_tensor import read_value
 from .file_tensor import FileTensor, no_room_needed
 from .quantised_binding import QuantisedBinding
 from .wire_format import WireFormat, WireFormats, find_wire_formats, plain_wire_format
@@ -105,6 +108,8 @@ class Checkpoint:
         self.quantised: QuantisedBinding | None = None
         # Set by `unbind` if values of the module are lost.
         self.lost: WeightsError | None = None
+        # Tensors that read their values from the files at their first use. `unbind` reads them.
+        self.unread: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
         self._file_tensors: dict[int, FileTensor] = {}
         # Bytes of host memory that hold values which differ from the file's. A sum over all tensors at each write would
         # make writing all of them quadratic.
@@ -194,8 +199,10 @@ class Checkpoint:
         """Return the tensor's current value as a new CPU tensor, from host memory or from the file. Raises
         WeightsError.
         """
-        if file_tensor.changed is not None:
-            return file_tensor.changed.clone()
+        return self.read_file(file_tensor) if file_tensor.changed is None else file_tensor.changed.clone()
+
+    def read_file(self, file_tensor: FileTensor) -> torch.Tensor:
+        """Return the value that the file has as a new CPU tensor, whatever was written since. Raises WeightsError."""
         bound = file_tensor.bound
         with torch.inference_mode(False):
             try:
@@ -285,6 +292,9 @@ class Checkpoint:
         of the mapping's memory. A tensor on meta would not do, as torch.nn.functional.linear accepts one as the weight,
         and returns uninitialised memory.
         """
+        for tensor in list(self.unread.values()):
+            with contextlib.suppress(WeightsError):  # raised again where the tensor is used
+                read_value(tensor)
         cut_off = _cut_off(self._file_tensors.values())
         missing = set(cut_off)
         if cut_off:

@@ -17,6 +17,7 @@ from ..model import managed_tensor
 from ..model.elsewhere_tensor import ElsewhereHome
 from ..model.home import ManagedUnit
 from ..model.units import Entry
+from ..model.unread_tensor import Snapshot
 
 if TYPE_CHECKING:
     from .bound_checkpoint import Checkpoint, FileTensor
@@ -52,6 +53,18 @@ class FileHome(ElsewhereHome):
         replaced.
         """
         return self.checkpoint.read(self.file_tensor)
+
+    def snapshot(self) -> Snapshot | None:
+        """Return the file's value, to be read later, or None if another value was written, which may be overwritten."""
+        checkpoint, file_tensor = self.checkpoint, self.file_tensor
+        if file_tensor.changed is not None:
+            return None
+        return Snapshot(
+            self.host,
+            lambda: checkpoint.read_file(file_tensor),
+            lambda: file_tensor.changed is None,
+            checkpoint.unread,
+        )
 
     def replace(self, value: torch.Tensor) -> None:
         """Store ``value`` in host memory as the weight's value. The file is not changed."""

@@ -15,6 +15,7 @@ from ..common.errors import UnsupportedError
 from ..model import managed_tensor
 from ..model.elsewhere_tensor import ElsewhereHome, LazyTensor
 from ..model.units import Entry
+from ..model.unread_tensor import Snapshot
 from .packed_tensor import PackedTensor
 
 if TYPE_CHECKING:
@@ -44,6 +45,17 @@ class PackedHome(ElsewhereHome):
     def read(self) -> torch.Tensor:
         """Return the weight's value, decoded, as a new CPU tensor."""
         return self.packed.value()
+
+    def snapshot(self) -> Snapshot:
+        """Return the present value, which the packed bytes keep: a write makes new ones."""
+        packed = self.packed
+        header, blob = packed.header, packed.blob
+        kept = PackedTensor(packed.layout, packed.layout, packed.origin, header, blob)
+
+        def current() -> bool:
+            return packed.header is header and (header is not None or packed.blob is blob)
+
+        return Snapshot(self.host, kept.value, current)
 
     def replace(self, value: torch.Tensor) -> None:
         """Pack ``value`` and store it as the weight's value. Raises UnsupportedError for another shape or
