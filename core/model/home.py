@@ -150,7 +150,7 @@ class Home:
     def __init__(self, unit: ManagedUnit, entry: Entry, host: torch.Tensor) -> None:
         self.unit, self.runtime, self.entry, self.host = unit, unit.runtime, entry, host
         self.tensor = entry.tensor
-        self.trainable = entry.trainable
+        self.trainable = entry.tensor.requires_grad
         self.assignments = 0
         # This weak reference makes torch.utils.swap_tensors refuse the tensor.
         self._no_swap = weakref.ref(self.tensor)

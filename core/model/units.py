@@ -57,6 +57,8 @@ class Entry:
     sites: list[Site]
     offset: int = 0  # bytes from the start of the unit
     counted: bool = True  # whether the VRAM budget counts the tensor
+    # Whether the tensor counts as frozen although it requires a gradient, because no pass has recorded gradients.
+    untrained: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -65,8 +67,8 @@ class Entry:
 
     @property
     def trainable(self) -> bool:
-        """Whether the tensor requires a gradient."""
-        return self.tensor.requires_grad
+        """Whether the tensor requires a gradient, and passes may record one."""
+        return self.tensor.requires_grad and not self.untrained
 
     @property
     def is_buffer(self) -> bool:
@@ -196,6 +198,7 @@ def carve(
     stream_trainable: bool = False,
     stay: dict[str, str] | None = None,
     from_file: Callable[[torch.Tensor], Any] | None = None,
+    untrained: bool = False,
 ) -> Carving:
     """Divide the tensors of ``root`` into units, each of at most ``limit`` bytes where it can be split.
 
@@ -203,11 +206,12 @@ def carve(
     ``stay``: names of tensors that must stay on the device, with the reason.
     ``from_file``: returns whether a tensor's bytes come from a weights file. If given, only such tensors
     stream, and they are aligned to 4096 bytes as in files.
+    ``untrained``: treat tensors that require gradients as frozen ones, because no pass has recorded gradients.
 
     Raises UnsupportedError for meta tensors without a file and for parameters that are inference tensors,
     with their names.
     """
-    carver = _Carver(root, granularity, limit, stream_trainable, stay or {}, from_file)
+    carver = _Carver(root, granularity, limit, stream_trainable, stay or {}, from_file, untrained)
     carver.visit(root, "", top=True)
     carver.share_tied()
     order = {id(entry): index for index, entry in enumerate(carver.entries)}
@@ -227,6 +231,7 @@ class _Carver:
         stream_trainable: bool,
         stay: dict[str, str],
         from_file: Callable[[torch.Tensor], Any] | None,
+        untrained: bool,
     ) -> None:
         self.granularity, self.limit = granularity, limit
         self.align = ALIGN if from_file is None else FILE_ALIGN
@@ -237,6 +242,7 @@ class _Carver:
         self.entries = collect(root)
         own: dict[int, list[Entry]] = {}
         for entry in self.entries:
+            entry.untrained = untrained and entry.tensor.requires_grad
             filed = from_file is not None and bool(from_file(entry.tensor))
             if entry.tensor.is_meta and not filed and not waits_elsewhere(entry.tensor):
                 raise UnsupportedError(

@@ -84,9 +84,14 @@ class PackedHome(ElsewhereHome):
         self.replace(value)
 
     def set_trainable(self, trainable: bool) -> None:
-        """Raise UnsupportedError if ``trainable``, because packed weights are frozen."""
-        if trainable:
+        """Raise UnsupportedError if ``trainable``, because packed weights are frozen.
+
+        A weight that required a gradient when the layout was made may do so again: the first pass that records
+        gradients changes the layout.
+        """
+        if trainable and not self.entry.untrained:
             raise UnsupportedError(
                 f"{self.entry.name} waits packed and cannot be trained; set requires_grad before streaming, or stream "
                 "with codec='raw'"
             )
+        super().set_trainable(trainable)

@@ -24,6 +24,8 @@ MAX_PACKED_RATIO = 0.95  # a tensor is packed only if it shrinks to this fractio
 WIRE_ALIGN = 128  # bytes; alignment of packed tensors in a block
 _SCRATCH = 32  # bytes of temporary device memory per element that packing needs
 
+# The floating point dtype with the fewest kernels that this version of torch has.
+_NO_KERNELS_FLOAT: torch.dtype = getattr(torch, "float4_e2m1fn_x2", torch.float8_e5m2fnuz)
 # Makes the storage of a tensor raise an error where its address is asked for.
 _refuse_address: Callable[[torch.Tensor], Any] = getattr(
     torch._C, "_set_throw_on_mutable_data_ptr", lambda tensor: None
@@ -95,18 +97,28 @@ class PackedTensor:
         single element. No kernel of torch computes with the dtype of the tensor, and its storage gives no address.
         """
         with torch.inference_mode(False), torch.no_grad():
-            one = torch.zeros(1, dtype=torch.uint8).view(torch.bits8)
+            # A tensor that requires a gradient must have a floating point dtype. In those with 8 bits, 0x80 is NaN.
+            dtype = _NO_KERNELS_FLOAT if self.tensor.requires_grad else torch.bits8
+            one = torch.full((1,), 0x80, dtype=torch.uint8).view(dtype)
             _refuse_address(one)
             self._show(one)
 
 
-def give_back(shelf: dict[int, PackedTensor], move: Callable[[torch.Tensor, torch.device], Any]) -> None:
+def give_back(
+    shelf: dict[int, PackedTensor],
+    move: Callable[[torch.Tensor, torch.device], Any],
+    only: Callable[[torch.Tensor], bool] = lambda tensor: True,
+) -> None:
     """Give every packed weight its bytes again, moved to its original device by ``move`` (a method of the
     engine).
+
+    ``only``: returns whether a weight is to be given its bytes.
 
     If memory runs out, the remaining weights stay packed, and the call may be repeated.
     """
     for key, packed in list(shelf.items()):
+        if not only(packed.tensor):
+            continue
         value = packed.value() if packed.header is not None else packed.plain()
         packed.tensor.data = value if packed.origin.type == "cpu" else move(value, packed.origin)
         packed.tensor.__dict__.pop("_carom", None)

@@ -9,7 +9,7 @@ from ..host.kept_pieces import KeptPieces
 from ..host.shared_image import SharedImage
 from ..placement.gather import Gather
 from ..placement.host_copies import HostCopies
-from ..placement.packed_tensor import PackedTensor
+from ..placement.packed_tensor import PackedTensor, give_back
 from ..placement.peer_memory import PeerMemory
 from ..placement.shared_weights import RANK_BYTES
 
@@ -46,6 +46,12 @@ class HostResources:
     def own_ram(self, ram: int) -> int:
         """Return the bytes of ``ram`` that are this process's own: all of them, or without what ranks share."""
         return ram if self.image is None else min(ram, RANK_BYTES)
+
+    def unpack_trained(self, engine: Engine) -> None:
+        """Give the packed weights that require gradients their plain bytes back. Called while no layout is in effect."""
+        if any(packed.tensor.requires_grad for packed in self.shelf.values()):
+            self.copies.clear()  # they hold the packed bytes too
+            give_back(self.shelf, engine.move, lambda tensor: tensor.requires_grad)
 
     @property
     def packs(self) -> bool:

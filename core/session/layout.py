@@ -35,6 +35,8 @@ class Wanted:
     unit.
     ``stay``: names of tensors that must stay on the device, with the reason.
     ``training``: how trainable weights are kept ("resident" or "stream"), None if their size decides.
+    ``gradients``: whether a forward has recorded gradients. Until then, weights that do not fit into the budget count
+    as frozen even if they require gradients.
     ``note``: a sentence about these budgets for the report.
     """
 
@@ -45,6 +47,7 @@ class Wanted:
     residents_among: frozenset[str] | None = None
     stay: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     training: str | None = None
+    gradients: bool = False
     note: str = ""
 
 
@@ -69,6 +72,7 @@ class Layout:
     ``meter``: counted bytes and measured times.
     ``tree``: the record of the module tree for which the layout was made.
     ``compiled``: whether the layout was made for a module that torch.compile compiled, as a whole or in parts.
+    ``untrained``: whether weights that require gradients count as frozen in this layout.
     """
 
     wanted: Wanted
@@ -79,6 +83,7 @@ class Layout:
     meter: Meter
     tree: Tree
     compiled: bool = False
+    untrained: bool = False
 
     def entries(self) -> list[Entry]:
         """Return the entries of all tensors in the carving: those of units, tensors that must stay on the
@@ -104,7 +109,9 @@ class Layout:
     @property
     def trains(self) -> bool:
         """Return whether any weight is trained."""
-        return bool(self.carving.adapters) or any(unit.trainable for unit in self.placement.streamed)
+        return bool(self.carving.adapters) or any(
+            entry.trainable for unit in self.placement.streamed for entry in unit.unit.entries
+        )
 
     def below(self, modules: set[int] | None) -> list[Backing]:
         """Return the backings of the streamed units with a tensor in one of ``modules`` (ids of modules).

@@ -45,7 +45,7 @@ from .packed_residents import NotPacked
 from .phase import Phase, advance
 from .planner import Planner
 from .running_passes import runs_elsewhere, runs_here
-from .summary import describe
+from .summary import describe, training_note
 from .weight_pool import WeightPool
 
 logger = logging.getLogger("carom")
@@ -433,6 +433,8 @@ class LayoutManager:
 
     def _attach(self, wanted: Wanted) -> None:
         self.module.follow_replaced(wanted.ram)
+        if wanted.gradients:
+            self.host.unpack_trained(self.engine)
         if self._exceeds_ram(wanted) and self.module.move_to_disk(wanted.ram):
             # The device unpacks only what is packed in its file.
             self.wanted = wanted = dataclasses.replace(wanted, packing=None)
@@ -511,11 +513,14 @@ class LayoutManager:
             compiled = self.planner.compiled()
             if compiled:
                 placement.notes += rule_planner.divided(streamed)
+            untrained = [e for u in carving.units for e in u.entries if e.untrained]
+            placement.notes += training_note(untrained, carving, wanted.gradients)
             # A wrapped forward of a resident would break the graph of compiled code. So in a compiled module,
             # all residents are loaded when a pass begins.
             arriving = placement.tier.arriving and not compiled
             module.hooks.wrap_units(streamer, arriving, () if compiled else carving.units, module.quantized)
-            return Layout(wanted, carving, plan, placement, streamer, meter, Tree(module.root), compiled)
+            tree = Tree(module.root)
+            return Layout(wanted, carving, plan, placement, streamer, meter, tree, compiled, bool(untrained))
         except BaseException:
             self._take_down(reuse=False, keep=True)
             raise

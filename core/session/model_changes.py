@@ -83,6 +83,18 @@ class ModelChanges:
             logger.info("carom: the module was compiled; laying its weights out in whole blocks")
             manager.change(following, manager.shrunk)
 
+    def train(self) -> None:
+        """Lay the weights out for training. Called before the first forward that records gradients, if weights that
+        require gradients were counted as frozen until then.
+        """
+        manager = self._manager
+        with manager.lock:
+            logger.info("carom: a forward records gradients; laying the weights out for training")
+            wanted = dataclasses.replace(
+                manager.present(), gradients=True, profile=None, residents_among=None
+            )
+            manager.change(wanted, manager.shrunk, reuse=False)
+
     def adopt(self) -> None:
         """Adapt the layout to a module tree that has changed.
 

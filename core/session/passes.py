@@ -80,6 +80,9 @@ class Passes:
                 ):  # during a pass, the module tree holds views of slots and no weight may move
                     if layout.wanted.packing is not None and layout.wanted.packing.keep_raw:
                         layout.placement.tier.pack_anew()
+                    if layout.untrained and torch.is_grad_enabled():
+                        self._changes.train()
+                        layout = manager.layout
                     changed = layout.tree.changed()
                     if changed:
                         self._changes.adopt()

@@ -117,6 +117,7 @@ class Planner:
             self.wire_bytes if stays_packed else None, self.decode_rate if packs_now else None,
             None if filed is None else filed.nbytes, self.backward,
             1 if self._host.peers is None else self._host.peers.links, self.compiled(),
+            wanted.gradients or self.backward or self._training is not None,
         )  # fmt: skip
 
     def wire_bytes(self, unit: Unit) -> int:
@@ -234,4 +235,4 @@ def _key(wanted: Wanted) -> tuple[Any, ...]:
     profile.
     """
     policy = wanted.packing and dataclasses.replace(wanted.packing, auto=False)
-    return wanted.vram, policy, frozenset(wanted.stay)
+    return wanted.vram, policy, frozenset(wanted.stay), wanted.gradients

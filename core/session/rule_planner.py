@@ -49,6 +49,8 @@ class Settings:
     ``trains``: whether backward passes are known to go through the module, whatever weights they train.
     ``links``: the number of links over which weights are copied at the same time.
     ``compiled``: whether torch.compile compiled the module or a part of it.
+    ``gradients``: whether passes record gradients. If not, trainable weights that do not fit into the budget count as
+    frozen.
     """
 
     vram: int
@@ -64,6 +66,7 @@ class Settings:
     trains: bool = False
     links: int = 1
     compiled: bool = False
+    gradients: bool = True
 
 
 def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, Plan]:
@@ -166,6 +169,7 @@ def cut(module: nn.Module, settings: Settings, limit: int | None) -> Carving:
         return carve(
             module, granularity=settings.granularity, limit=limit, stream_trainable=stream_trainable,
             stay=settings.stay, from_file=settings.from_file,
+            untrained=stream_trainable and not settings.gradients,
         )  # fmt: skip
 
     carving = carved()

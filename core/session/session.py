@@ -79,8 +79,8 @@ def stream(
     ``host``: "raw" (while its unit does not run, a streamed parameter is its plain host tensor, even if it is
     copied packed; host memory then holds both forms) or "auto".
     ``training``: "resident" or "stream" for trainable weights. None keeps trainable weights on the device,
-    unless they alone exceed the budget. They are then streamed, and their gradients are delivered to host
-    memory.
+    unless they alone exceed the budget. They then stream like frozen weights until a forward records gradients. That
+    forward lays them out for training: their gradients are delivered to host memory.
     ``disk``: what happens to weights in memory that would be streamed and exceed ``ram``. With a folder, frozen
     weights are written to a file there once, which is deleted after its last use, and are streamed from it through
     a host cache of at most ``ram`` bytes. Weights that are views of a mapped file (loaders of safetensors files

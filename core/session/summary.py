@@ -13,6 +13,7 @@ from ..common.sizes import format_size
 from ..host.arena import HostArena
 from ..metrics.report import Report, UnitPlace
 from ..metrics.step_figures import Medians
+from ..model.units import Carving, Entry
 from ..plan.residency import Plan
 from .layout import Layout
 
@@ -171,6 +172,26 @@ def _stages(figures: Medians, disk_rate: float | None) -> dict[str, float]:
     if disk_rate:
         stages["disk"] = figures.disk_bytes / disk_rate
     return stages
+
+
+def training_note(untrained: list[Entry], carving: Carving, gradients: bool) -> list[str]:
+    """Return a note for the report on weights that require gradients and do not fit into the budget.
+
+    ``untrained``: those that count as frozen. ``gradients``: whether a forward has recorded gradients.
+    """
+    if untrained:
+        size = format_size(sum(entry.nbytes for entry in untrained))
+        return [
+            f"{len(untrained)} weights ({size}) require gradients, but no forward has recorded any: they are laid out and packed "
+            "as frozen weights are, and the first forward that records gradients lays them out for training "
+            "(training='stream' does so at once)"
+        ]
+    if gradients and any(entry.trainable for unit in carving.units for entry in unit.entries):
+        return [
+            "a forward recorded gradients, so weights that require gradients are laid out for training: they cross as they "
+            "are, and their gradients arrive in host memory (run inference under torch.no_grad())"
+        ]
+    return []
 
 
 def describe(plan: Plan, units: int, device: str) -> str:

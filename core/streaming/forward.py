@@ -340,8 +340,15 @@ class Runs:
         `Deliver` node, with the data of ``view``.
 
         The tensor is created at the first use, and later runs return the same tensor. If the weight has moved
-        to another slot since, the tensor's ``data`` is set to ``view``.
+        to another slot since, the tensor's ``data`` is set to ``view``. Raises UnsupportedError if the layout was made
+        for passes without gradients.
         """
+        if home.entry.untrained:
+            raise UnsupportedError(
+                f"{home.entry.name} requires a gradient, and gradients are recorded within a forward that began without "
+                "them, so the weights are laid out for inference: begin the forward with gradients, stream with "
+                "training='stream', or freeze the weight"
+            )
         tensor = proxy.tensor
         if tensor is None:
             tensor = proxy.tensor = Deliver.apply(home.tensor, view.detach())
