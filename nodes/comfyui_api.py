@@ -87,6 +87,11 @@ def free_bytes(device: torch.device) -> int:
     return int(management().get_free_memory(device))
 
 
+def least_for_passes() -> int:
+    """Return the bytes of device memory that ComfyUI keeps free for passes at least."""
+    return int(management().minimum_inference_memory())
+
+
 def unload(patcher: Any) -> None:
     """Have ComfyUI unload a model and its clones from the device. ComfyUI loads the model again for its next use."""
     unload_model = getattr(management(), "unload_model_and_clones", None)

@@ -24,6 +24,7 @@ class TakesRoom:
     """The part of a `Streaming` that computes its budget. `Streaming` describes the other attributes.
 
     ``offer``: bytes that ComfyUI last offered for weights; ``kept``: bytes that ComfyUI kept then for everything else;
+    ``for_passes``: bytes that it kept beside an offer that may have exceeded the model's size;
     ``beyond``: the remembered additional bytes, one entry for each amount that ComfyUI kept, the smallest amount first;
     ``needs``: bytes that casts and patches need in passes (see `memory_needed`); ``lacked``: bytes that were missing
     beside these when a pass with patches ran out of memory.
@@ -35,7 +36,7 @@ class TakesRoom:
     held: int
     streamed: int
     expected: tuple
-    offer = kept = needs = lacked = 0
+    offer = kept = for_passes = needs = lacked = 0
     beyond: tuple[Beyond, ...] = ()
     _met = 0  # the value of `needs` for which the present budget was set
 
@@ -52,6 +53,9 @@ class TakesRoom:
         raise NotImplementedError
 
     def _measure(self) -> None:
+        raise NotImplementedError
+
+    def _came_back(self) -> None:
         raise NotImplementedError
 
     @property
@@ -98,6 +102,10 @@ class TakesRoom:
         session, model = self.session, self.model
         if model is None or session is None or self.budget is None:
             return
+        if self.suspended and not session.parked:
+            self._came_back()
+            model.model_loaded_weight_memory = self.held  # type: ignore[assignment]
+            self.expected = (*self.expected[:1], self.held)
         if session.vram != self.budget and not self.suspended:
             if session.vram < min(self.budget, self.offer):
                 self.lacked = max(self.lacked, self.offer - session.vram)

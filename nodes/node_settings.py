@@ -228,6 +228,15 @@ def worth(streamed: int) -> int:
     return max(GROW_LEAST, streamed // GROW_SHARE)
 
 
+def gives_whole(asked: float, streamed: int) -> bool:
+    """Return whether a model that is asked for ``asked`` bytes gives up all of its device memory.
+
+    ``streamed``: bytes that are not resident. The budget would grow again with the next load, so a smaller budget now
+    would cost two layouts of the whole model. A parked model returns with the layout that it had.
+    """
+    return asked >= worth(int(min(asked, 1 << 60)) + streamed)
+
+
 def rounded(offer: int) -> int:
     """Return ``offer`` rounded down by at most 1/256.
 

@@ -19,9 +19,10 @@ from ..core.common.errors import BudgetError, CaromError, UnsupportedError
 from ..core.model.new_parameter import without_values
 from ..core.streaming.pass_retry import OutOfMemory
 from . import comfyui_api
+from .device_room import make_room
 from .inference_tensors import own_memory, own_tensors
 from .module_roots import move_rest
-from .node_settings import Settings, most_held, next_budget, parse_limit, rounded
+from .node_settings import Settings, gives_whole, most_held, next_budget, parse_limit, rounded
 from .patch_memory import memory_needed
 from .streaming import Streaming, streaming_of
 from .watched_patches import watch_patches, watching
@@ -57,8 +58,28 @@ class CaromPatcher:
         return most_held(self._settings.mode, given, self._carom.total)
 
     def model_size(self, *args: Any, **kwargs: Any) -> int:
-        """Return the bytes that the model wants on the device: its size, or the user's limit if that is less."""
-        return int(min(self._carom.total, self._limit()))
+        """Return the bytes on the device, so that ComfyUI frees none for a load: `current_loaded_device` did that.
+
+        Where ComfyUI itself loads the weights, or has loaded them: the model's size, or the user's limit if that is less.
+        """
+        carom = self._carom
+        if carom.loads_whole or (
+            carom.session is None and self.model.current_weight_patches_uuid is not None
+        ):
+            return int(min(carom.total, self._limit()))
+        return self.loaded_size()
+
+    def current_loaded_device(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the device of the weights.
+
+        ComfyUI calls this once for each model that it is about to load, after it took these models off its list of
+        loaded models, and before it frees memory for them. So the memory for the weights and for passes is taken here.
+        """
+        carom = self._carom
+        wanted = int(min(carom.total, self._limit())) - self.loaded_size()
+        # ComfyUI frees up to twice the bytes that it then keeps: those of passes with a batch of two.
+        make_room(self.load_device, wanted + 2 * max(carom.for_passes, comfyui_api.least_for_passes()))
+        return super().current_loaded_device(*args, **kwargs)  # type: ignore[misc]
 
     def loaded_size(self, *args: Any, **kwargs: Any) -> int:
         self._carom.follow()
@@ -100,7 +121,7 @@ class CaromPatcher:
         if self.model.current_weight_patches_uuid is None:
             forget_casts(self.model)
         try:
-            with watching():
+            with watching(), carom.loading_whole():
                 return super().load(  # type: ignore[misc]
                     device_to, *args, lowvram_model_memory=lowvram_model_memory, force_patch_weights=force_patch_weights,
                     full_load=full_load, **kwargs,
@@ -157,6 +178,9 @@ class CaromPatcher:
 
     def _take(self, offered: float) -> None:
         carom = self._carom
+        carom.for_passes = max(
+            0, int(comfyui_api.free_bytes(self.load_device) + carom.held - min(offered, 1 << 60))
+        )
         offer = carom.for_weights(offered)
         bound = carom.bound(offer, self.load_device, self._limit())
         try:
@@ -241,18 +265,17 @@ class CaromPatcher:
         force = bool(args[0] if args else kwargs.get("force_patch_weights", False))
         before = self.loaded_size()
         bound = max(0, min(before + extra_memory, self._limit()))
-        if bound >= carom.total:
-            if carom.session is not None:
-                if carom.streams:
-                    extra_memory += before
-                self._leave()
-            return super().partially_load(device_to, extra_memory, *args, **kwargs)  # type: ignore[misc]
-        if carom.session is None and carom.note:
-            return super().partially_load(device_to, extra_memory, *args, **kwargs)  # type: ignore[misc]
+        if bound >= carom.total and carom.session is not None:
+            if carom.streams:
+                extra_memory += before
+            self._leave()
+        if bound >= carom.total or (carom.session is None and carom.note):
+            with carom.loading_whole():
+                return super().partially_load(device_to, extra_memory, *args, **kwargs)  # type: ignore[misc]
         with self.use_ejected(skip_and_inject_on_exit_only=True):  # type: ignore[attr-defined]
             known = model.current_weight_patches_uuid
             changed = known is not None and (known != self.patches_uuid or force)  # type: ignore[attr-defined]
-            ours = carom.streams
+            ours = carom.session is not None
             if ours and changed and (self.backup or carom.changes.dressed):
                 carom.close()  # ComfyUI can take patches only out of its own weights
             # Device None removes the patch functions and leaves the weights where the session put them.
@@ -275,9 +298,13 @@ class CaromPatcher:
             return super().partially_unload(device_to, memory_to_free, *args, **kwargs)  # type: ignore[misc]
         carom.follow()
         carom.asked_back(int(memory_to_free))
+        freed = carom.held
         with self.use_ejected():  # type: ignore[attr-defined]
-            freed = carom.resize(max(0, int(carom.held - memory_to_free)))
-            carom.follow_room(self._limit())
+            if gives_whole(memory_to_free, carom.streamed) and not self.backup and not carom.changes.dressed:
+                carom.suspend(attached=True)
+            else:
+                freed = carom.resize(max(0, int(carom.held - memory_to_free)))
+                carom.follow_room(self._limit())
             self.model.model_loaded_weight_memory = carom.held
             carom.expected = (self.model.current_weight_patches_uuid, carom.held)
         comfyui_api.say(carom.line(carom.held), self._settings.node)
@@ -293,6 +320,7 @@ class CaromPatcher:
                 carom.suspend()
             elif not carom.suspended:
                 carom.close()
+            carom.active = False
         if carom.suspended and carom.from_disk and device_to is not None:
             result = super().unpatch_model(None, unpatch_weights, *args, **kwargs)  # type: ignore[misc]
             move_rest(self.model, device_to)

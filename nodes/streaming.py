@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +47,7 @@ class Streaming(TakesRoom):
     that loaded the model last; ``limit_changed``: whether the user has changed the device memory that he allows since
     the budget was set; ``expected``: ComfyUI's id of the
     model's patches and its count of loaded bytes, as last seen; ``from_disk``: whether the weights stream from disk;
+    ``loads_whole``: whether ComfyUI is loading the weights itself;
     ``ram``: bytes of RAM that the weights may take, 0 without a session; ``changes``: what Carom changed in the model.
     """
 
@@ -65,6 +67,7 @@ class Streaming(TakesRoom):
         self.limit_changed = False
         self.expected: tuple = ()
         self.from_disk = False
+        self.loads_whole = False
         self.ram = 0
         # Weights that were in a mapped file before the session took them.
         self._views: FileViews | None = None
@@ -218,21 +221,32 @@ class Streaming(TakesRoom):
         logger.info("Carom: weights laid out anew in %.2f s", time.monotonic() - began)
         return before - self.held
 
+    @contextlib.contextmanager
+    def loading_whole(self) -> Iterator[None]:
+        """Context in which ComfyUI loads the weights itself."""
+        self.loads_whole = True
+        try:
+            yield
+        finally:
+            self.loads_whole = False
+
     @property
     def streams(self) -> bool:
         """Whether a session has the weights and is not suspended."""
         return self.session is not None and not self.suspended
 
-    def suspend(self) -> None:
-        """Release the device, because ComfyUI unloads the model.
+    def suspend(self, attached: bool = False) -> None:
+        """Release the device, because ComfyUI unloads the model or needs its memory.
 
         Weights on the host stay pinned or packed as they are, so that `resume` only copies bytes to the device.
+        ``attached``: ComfyUI's patches stay attached, so that the model can run before its next load, which `follow`
+        then notes.
         """
         assert self.session is not None
         began = time.monotonic()
         with comfyui_api.laying_out():
             self.session.park(keep=True)
-        self.suspended, self.active = True, False
+        self.suspended, self.active = True, attached
         self.held = self.weights = self.streamed = 0
         self._count_pinned()
         suspended_models[self] = None
@@ -262,6 +276,12 @@ class Streaming(TakesRoom):
         self._measure()
         logger.info("Carom: weights laid out again in %.2f s", time.monotonic() - began)
         bar.finish()
+
+    def _came_back(self) -> None:
+        """Note that a pass brought the weights of the suspended model to the device again."""
+        suspended_models.pop(self, None)
+        self.suspended, self.active = False, True
+        self._measure()
 
     def rank(self, priority: str) -> None:
         """Rank the session among others that share memory with it. "normal" leaves an earlier rank unchanged."""

@@ -91,7 +91,7 @@ class Sample:
             "first_step_s": stepped[0] - started,
             "class": type(model).__name__,
             "loaded_bytes": int(model.loaded_size()),
-            "model_bytes": int(model.model_size()),
+            "model_bytes": int(comfy.model_management.module_size(model.model)),
             "torch_peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
             "torch_peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
         }

@@ -15,6 +15,7 @@ from typing import Any
 import carom
 import pytest
 import torch
+from carom.nodes.patcher import settings_of
 from carom.nodes.streaming import known_streaming
 from tests_comfy_stand_in import Control, Linear, ModelPatcher, ModelPatcherDynamic, installed
 from tests_inside import inside
@@ -252,7 +253,7 @@ def test_offload_twice_takes_the_later_settings_and_native_takes_it_back(comfy):
     node = comfy.nodes["CaromOffload"]
     (first,) = execute(node, model=plain, mode="stream", vram="64KiB").args
     (second,) = execute(node, model=first, mode="stream", vram="40KiB").args
-    assert (first.model_size(), second.model_size()) == (64 << 10, 40 << 10)
+    assert (settings_of(first).vram, settings_of(second).vram) == ("64KiB", "40KiB")
     (native,) = execute(node, model=second, mode="native").args
     assert type(native) is ModelPatcher and native.model_size() == plain.model_size()
     assert type(plain) is ModelPatcher and "carom" not in plain.attachments

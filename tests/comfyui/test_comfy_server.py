@@ -111,7 +111,7 @@ def test_every_kind_of_quantised_checkpoint_streams(server, kind):
         pytest.skip(f"this ComfyUI knows no {kind}")
     told = told_by(server, ours("flux", name=f"flux_{kind}", vram="5MiB"))
     assert told["class"] == ["CaromModelPatcher"] and 0 < told["held"][0] <= 5 << 20
-    assert told["size"] == [5 << 20]  # what is told of a model larger than its limit
+    assert told["size"] == told["held"]  # ComfyUI frees no memory for a model that Carom streams
     assert told["hash"][0] == hash_of(server, stock("flux", name=f"flux_{kind}"))
     patched = hash_of(server, lora(stock("flux", name=f"flux_{kind}")).then("CaromTestLowVram"))
     assert patched != told["hash"][0]

@@ -568,6 +568,7 @@ def installed(models: Path) -> Iterator[types.SimpleNamespace]:
         "comfy.model_management", get_torch_device=lambda: state.device, module_size=module_size,
         get_total_memory=lambda device: 1 << 30, TOTAL_PINNED_MEMORY=0, MAX_PINNED_MEMORY=1 << 30,
         get_free_memory=lambda device: 1 << 29, extra_reserved_memory=lambda: 400 << 20,
+        minimum_inference_memory=lambda: 1.2 * (1 << 30), current_loaded_models=[],
         args=types.SimpleNamespace(reserve_vram=None),
     )  # fmt: skip
     sd = module(
