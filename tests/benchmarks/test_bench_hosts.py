@@ -376,11 +376,14 @@ def test_tiny_run_in_the_real_comfyui(tmp_path):
 
 @pytest.mark.skipif(not os.environ.get("COMFYUI_PATH"), reason="set COMFYUI_PATH to a ComfyUI folder")
 @pytest.mark.timeout(600)
-def test_tiny_lora_run_without_comfyuis_server(tmp_path):
-    record = _run("comfy_lora.py", tmp_path / "r.json", "--steps", "2")
-    stock, carom = record["runs"]["stock"], record["runs"]["carom"]
-    assert [run["hash"] for run in stock] == [run["hash"] for run in carom]
-    assert len({run["hash"] for run in carom}) == 5 and carom[3]["carom"]["needs"] > 0
+def test_tiny_run_of_whole_prompts(tmp_path):
+    arguments = ("--cases", "lora", "--work", str(tmp_path), "--profile", str(tmp_path / "stacks"))
+    record = _run("prompts.py", tmp_path / "r.json", *arguments)
+    stock, carom = record["runs"]
+    hashes = [[prompt["results"]["latent_0"]["hash"] for prompt in run["prompts"]] for run in (stock, carom)]
+    assert hashes[0] == hashes[1] and len(set(hashes[1])) == len(hashes[1]) == 6
+    assert all(prompt["carom"][0]["report"]["streamed_bytes"] > 0 for prompt in carom["prompts"])
+    assert "== other steps" in (tmp_path / "stacks" / "lora-None-cold-carom-0.txt").read_text()
 
 
 @pytest.mark.skipif(

@@ -1,0 +1,118 @@
+"""The time of a prompt by part, and samples of the stack of the thread that runs it.
+
+The module is loaded by its path, so it imports nothing of Carom.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import threading
+import time
+from types import FrameType
+
+PARTS = ("load", "encode", "switch", "first step", "other steps", "decode", "rest")
+MEASURE = "measure"  # the time of the benchmark itself, in no part
+EVERY_S = 0.004
+
+
+class Clock:
+    """Adds the time since the last change of part to the part that ends.
+
+    ``part``: the part that runs now.
+    """
+
+    def __init__(self) -> None:
+        self.part = "rest"
+        self._since = time.perf_counter()
+        self._seconds: dict[str, float] = collections.defaultdict(float)
+
+    def start(self) -> None:
+        """Begin a prompt."""
+        self._seconds.clear()
+        self.part, self._since = "rest", time.perf_counter()
+
+    def enter(self, part: str) -> None:
+        """End the part that runs, and begin ``part``."""
+        now = time.perf_counter()
+        self._seconds[self.part] += now - self._since
+        self.part, self._since = part, now
+
+    def seconds(self) -> dict[str, float]:
+        """End the prompt; return the seconds of each part, without those of the benchmark itself."""
+        self.enter("rest")
+        return {part: round(self._seconds.get(part, 0.0), 4) for part in PARTS}
+
+
+class StackSampler:
+    """Samples the stack of the thread that makes this object, in another thread; ``clock`` says the part."""
+
+    def __init__(self, clock: Clock, every_s: float = EVERY_S) -> None:
+        self._clock, self._every_s = clock, every_s
+        self._thread_id = threading.get_ident()
+        self._ended = threading.Event()
+        self._forget()
+        self._last = time.perf_counter()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._every_s):
+            frame = sys._current_frames().get(self._thread_id)
+            now = time.perf_counter()
+            if frame is not None:
+                self._take(self._clock.part, frame, now - self._last)
+            self._last = now
+
+    def _forget(self) -> None:
+        self._taken: dict[str, float] = collections.defaultdict(float)
+        self._places: dict[str, dict[str, float]] = collections.defaultdict(_seconds)
+        self._within: dict[str, dict[str, float]] = collections.defaultdict(_seconds)
+
+    def _take(self, part: str, frame: FrameType, seconds: float) -> None:
+        """Add a sample. It counts the seconds since the last one: the interpreter may let this thread wait."""
+        self._taken[part] += seconds
+        self._places[part][" < ".join(_chain(frame))] += seconds
+        seen = set()
+        walked: FrameType | None = frame
+        while walked is not None:
+            seen.add(_place(walked, line=False))
+            walked = walked.f_back
+        for place in seen:
+            self._within[part][place] += seconds
+
+    def text(self, top: int = 25) -> str:
+        """Return the places that took the most time in each part since the last call: innermost frames first, then
+        functions with all that they call.
+        """
+        lines = []
+        for part, total in sorted(self._taken.items(), key=lambda found: -found[1]):
+            lines.append(f"== {part}: {total:.2f} s")
+            for title, found in (("innermost", self._places[part]), ("within", self._within[part])):
+                lines.append(f"-- {title}")
+                longest = sorted(found.items(), key=lambda place: -place[1])[:top]
+                lines += [f"{seconds:8.3f} s  {place}" for place, seconds in longest]
+        self._forget()
+        return "\n".join(lines)
+
+    def stop(self) -> None:
+        self._ended.set()
+
+
+def _seconds() -> dict[str, float]:
+    return collections.defaultdict(float)
+
+
+def _chain(frame: FrameType, longest: int = 4) -> list[str]:
+    """Return the innermost frames, the innermost first."""
+    found: list[str] = []
+    walked: FrameType | None = frame
+    while walked is not None and len(found) < longest:
+        found.append(_place(walked))
+        walked = walked.f_back
+    return found
+
+
+def _place(frame: FrameType, *, line: bool = True) -> str:
+    code = frame.f_code
+    file = "/".join(code.co_filename.split("/")[-2:])
+    return f"{file}:{frame.f_lineno if line else code.co_firstlineno} {code.co_name}"

@@ -1,0 +1,361 @@
+"""The process that runs the prompts of `prompts` in ComfyUI, without its server: ``python prompt_host.py JOB_JSON``.
+
+ComfyUI starts as by its main.py, with dynamic VRAM where main.py would choose it. Its own PromptExecutor runs the graphs,
+with its caches. The process prints a line of JSON when it is ready and for each prompt, and waits for a line on stdin
+before each prompt.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import importlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+FOLDERS = {"diffusion_models": "models", "text_encoders": "text", "vae": "vae", "loras": "loras"}
+MARK = "@@"  # before each line of JSON
+MEMORY_EVERY_S = 0.02
+COPIES = {"HtoD": "to_device", "DtoH": "from_device"}
+
+
+class Errors(logging.Handler):
+    """Collects the lines with which ComfyUI's adapters report a weight whose patch they left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        text = record.getMessage()
+        if text.startswith("ERROR ") or "Calculate Weight Failed" in text:
+            self.lines.append(text)
+
+
+class FixedIds:
+    """A tokenizer without vocabulary: ids by the hash of the text. The same for stock and Carom."""
+
+    def __init__(self, count, vocabulary):
+        self._count, self._vocabulary = count, vocabulary
+
+    def tokenize_with_weights(self, text, return_word_ids=False, **_):
+        ids = []
+        for at in range(self._count - 1):
+            digest = hashlib.sha256(f"{text}/{at}".encode()).digest()
+            ids.append((2 + int.from_bytes(digest[:4], "little") % (self._vocabulary - 2), 1.0))
+        return {"t5xxl": [[*ids, (1, 1.0)]]}
+
+    def state_dict(self):
+        return {}
+
+
+class Server:
+    """Stands in for ComfyUI's server, to which no page is connected."""
+
+    client_id = last_node_id = last_prompt_id = None
+
+    def send_sync(self, *_):
+        pass
+
+    send_progress_text = send_sync
+
+
+class MemoryPeaks(threading.Thread):
+    """Samples the memory of this process: peaks of each kind since the last `take`, and of their sum."""
+
+    def __init__(self, memory_of):
+        super().__init__(daemon=True)
+        self._memory_of, self._peaks = memory_of, {}
+        self.start()
+
+    def run(self):
+        while True:
+            self._sample()
+            time.sleep(MEMORY_EVERY_S)
+
+    def _sample(self):
+        now = dict(self._memory_of(os.getpid()))
+        now.pop("resident_bytes", None)  # with pages of mapped files, which the system can take back
+        now["sum_bytes"] = sum(now.values())
+        for key, value in now.items():
+            self._peaks[key] = max(self._peaks.get(key, 0), value)
+
+    def take(self):
+        self._sample()
+        found, self._peaks = dict(self._peaks), {}
+        return found
+
+
+def main(job: dict) -> None:
+    sys.path.insert(0, str(HERE))
+    errors = start_comfyui(job)
+    import execution
+    import prompt_clock
+    import prompt_nodes
+    import torch
+    from process import io_of, memory_of
+
+    import nodes
+
+    set_paths(job)
+    nodes.NODE_CLASS_MAPPINGS.update(prompt_nodes.NODES)
+    streaming = start_carom(job) if job["carom"] else None
+    clock = prompt_clock.Clock()
+    note_parts(clock)
+    sampler = prompt_clock.StackSampler(clock) if job["profile"] else None
+    executor = make_executor(execution)
+    peaks = MemoryPeaks(memory_of)
+    on_gpu = not job["cpu"]
+    if on_gpu:
+        torch.empty(1, device="cuda")  # the context, before the first prompt
+    tell({"ready": True})
+    for number, prompt in enumerate(job["graphs"]):
+        if not sys.stdin.readline():
+            return
+        prompt_nodes.told.clear()
+        errors.lines.clear()
+        peaks.take()
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        before, began = io_of(os.getpid()), time.perf_counter()
+        with link_bytes(job["link"]) as link:
+            clock.start()
+            executor.execute(prompt, f"prompt-{number}", {}, ["tell"])
+            parts = clock.seconds()
+        after = io_of(os.getpid())
+        found = {
+            "prompt": number, "wall_s": round(sum(parts.values()), 4), "parts_s": parts,
+            "took_s": round(time.perf_counter() - began, 4),
+            "read_bytes": {key: after[key] - before[key] for key in after},
+            "link_bytes": link or None, "memory": peaks.take(), "results": dict(prompt_nodes.told),
+            "errors": errors.lines[:], "torch_peak_reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else None,
+            "host_pinned_bytes": pinned_bytes(),
+        }  # fmt: skip
+        if not executor.success:
+            found["failed"] = failure(executor)
+        if streaming is not None:
+            found["carom"] = carom_figures(streaming)
+        if sampler is not None:
+            with open(job["profile"], "a", encoding="utf-8") as file:
+                file.write(f"#### prompt {number}: {found['wall_s']} s, {parts}\n{sampler.text()}\n\n")
+        tell(found)
+        gc.collect()  # as the server's loop does between prompts
+        importlib.import_module("comfy.model_management").soft_empty_cache()
+
+
+def tell(found):
+    """Print ``found`` as a line of JSON, after the end of a line that a progress bar may have begun."""
+    print(f"\n{MARK}{json.dumps(found)}", flush=True)
+
+
+def start_comfyui(job):
+    """Import ComfyUI as its main.py does; return the collector of error lines."""
+    sys.argv = ["main.py", *(["--cpu"] if job["cpu"] else [])]
+    sys.path.insert(0, job["comfyui"])
+    os.chdir(job["comfyui"])
+    import comfy.options
+
+    comfy.options.enable_args_parsing()
+    from comfy.cli_args import args, enables_dynamic_vram
+
+    errors = Errors()
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+    logging.getLogger().addHandler(errors)
+    if not job["cpu"]:
+        importlib.import_module("cuda_malloc")  # chooses torch's allocator
+    module = sys.modules["server"] = types.ModuleType("server")
+    module.PromptServer = types.SimpleNamespace(instance=Server())
+    control = importlib.import_module("comfy_aimdo.control")
+    if enables_dynamic_vram():
+        control.init(simple_vram_headroom=None, nvml_pressure=not args.disable_nvml_pressure)
+    import comfy.memory_management
+    import comfy.model_management
+    import comfy.model_patcher
+
+    if enables_dynamic_vram():
+        devices = [device.index for device in comfy.model_management.get_all_torch_devices()]
+        headroom = int(args.vram_headroom * 1024**3)
+        if control.init_devices((index, headroom) for index in devices):
+            comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
+            comfy.memory_management.aimdo_enabled = True
+    print(f"dynamic VRAM: {comfy.memory_management.aimdo_enabled}", flush=True)
+    return errors
+
+
+def set_paths(job):
+    """Name the folders of the files to ComfyUI, replace the tokenizer, and give T5 the sizes of its file."""
+    import comfy.sd
+    import comfy.text_encoders.genmo
+    import folder_paths
+
+    for kind, folder in FOLDERS.items():
+        folder_paths.add_model_folder_path(kind, str(Path(job["files"]) / folder), is_default=True)
+    sizes = job["sizes"]
+    text = dict(sizes["text"])
+    comfy.text_encoders.genmo.MochiT5Tokenizer = lambda **_: FixedIds(
+        sizes["tokens"], text.get("vocab_size", 32128)
+    )
+    if text:
+        load = comfy.sd.load_clip
+
+        def load_clip(*arguments, model_options=None, **options):
+            options["model_options"] = {**(model_options or {}), "t5xxl_model_config": text}
+            return load(*arguments, **options)
+
+        comfy.sd.load_clip = load_clip
+
+
+def start_carom(job):
+    """Register Carom's nodes as ComfyUI does; return the module that knows the streamed models."""
+    from checkout import load
+
+    import nodes
+
+    extension = load("nodes.extension", root=Path(job["root"]))
+    for node in extension.NODES:
+        nodes.NODE_CLASS_MAPPINGS[node.GET_SCHEMA().node_id] = node
+    return load("nodes.shared_ram", root=Path(job["root"]))
+
+
+def make_executor(execution):
+    """Return an executor with the caches that main.py chooses by default."""
+    import comfy.model_management
+
+    total = comfy.model_management.total_ram
+    ram = min(10.0, max(2.0, total * 0.10 / 1024.0))
+    arguments = {"lru": 0, "ram": ram, "ram_inactive": min(128.0, total / 1024.0)}
+    return execution.PromptExecutor(
+        Server(), cache_type=execution.CacheType.RAM_PRESSURE, cache_args=arguments
+    )
+
+
+def note_parts(clock):
+    """Change the clock's part where ComfyUI begins a node, a model its first step, and a sampler its second step."""
+    import comfy.model_base
+    import comfy.model_management
+    import execution
+    import latent_preview
+
+    run_node, prepare = execution.get_output_data, latent_preview.prepare_callback
+    apply = comfy.model_base.BaseModel.apply_model
+
+    async def noted(prompt_id, unique_id, obj, *arguments, **options):
+        clock.enter(part_of(obj if isinstance(obj, type) else type(obj)))
+        try:
+            return await run_node(prompt_id, unique_id, obj, *arguments, **options)
+        finally:
+            clock.enter("rest")
+
+    def prepared(*arguments, **options):
+        inner = prepare(*arguments, **options)
+
+        def callback(step, *more):
+            inner(step, *more)
+            if clock.part == "first step":
+                synchronize()
+                clock.enter("other steps")
+
+        return callback
+
+    def applied(*arguments, **options):
+        if clock.part == "switch":
+            clock.enter("first step")
+        return apply(*arguments, **options)
+
+    def synchronize():
+        device = comfy.model_management.get_torch_device()
+        if device.type == "cuda":
+            importlib.import_module("torch").cuda.synchronize(device)
+
+    execution.get_output_data, latent_preview.prepare_callback = noted, prepared
+    comfy.model_base.BaseModel.apply_model = applied
+
+
+def part_of(node):
+    """Return the part that begins with a node of class ``node``."""
+    name = getattr(node, "__name__", "")
+    if name.startswith("KSampler"):
+        return "switch"
+    if name in ("CLIPTextEncode", "VAEDecode"):
+        return {"CLIPTextEncode": "encode", "VAEDecode": "decode"}[name]
+    if name in ("Tell", "Latent", "Part"):
+        return "measure"
+    return "load" if "Load" in name or "Offload" in name else "rest"
+
+
+@contextlib.contextmanager
+def link_bytes(counts):
+    """Context whose dict has the bytes of the copies over the link by direction at the end, as CUPTI records them."""
+    found = {}
+    if not counts:
+        yield found
+        return
+    import torch
+
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    profiler.start()
+    try:
+        yield found
+    finally:
+        torch.cuda.synchronize()
+        profiler.stop()
+        path = Path(f"/tmp/carom-link-{os.getpid()}.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text("utf-8"))["traceEvents"]
+        path.unlink()
+        found.update(dict.fromkeys(COPIES.values(), 0))
+        for event in events:
+            if event.get("cat") == "gpu_memcpy":
+                for word, key in COPIES.items():
+                    if word in event["name"]:
+                        found[key] += event["args"].get("bytes", 0)
+
+
+def pinned_bytes():
+    import comfy.model_management
+
+    return int(getattr(comfy.model_management, "TOTAL_PINNED_MEMORY", 0))
+
+
+def failure(executor):
+    messages = [found for kind, found in executor.status_messages if kind == "execution_error"]
+    if not messages:
+        return "the prompt ended without a message"
+    print("".join(messages[-1]["traceback"]), flush=True)
+    return f"{messages[-1]['node_type']}: {messages[-1]['exception_message'].strip()}"
+
+
+def carom_figures(shared_ram):
+    """Return the reports of the streamed models that are open, as far as they have any."""
+    found = []
+    for streaming in list(shared_ram.all_models):
+        try:
+            report = streaming.report()
+            told = {} if report is None else report.to_dict()
+        except Exception as error:
+            told = {"failed": f"{type(error).__name__}: {error}"}
+        told = {key: value for key, value in told.items() if isinstance(value, (int, float, str))}
+        model = streaming.model
+        found.append(
+            {
+                "model": type(model).__name__,
+                "suspended": streaming.suspended,
+                "budget": streaming.budget,
+                "report": told,
+            }
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text("utf-8")))
