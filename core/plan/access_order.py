@@ -29,11 +29,25 @@ class AccessOrder:
     remembered. ``context``: the number of accesses that are compared after a surprise.
     """
 
-    def __init__(self, initial: Sequence[int], *, limit: int = 1 << 15, context: int = 512) -> None:
+    def __init__(
+        self,
+        initial: Sequence[int],
+        *,
+        learnt: Sequence[tuple[int, int]] = (),
+        limit: int = 1 << 15,
+        context: int = 512,
+    ) -> None:
+        """``learnt``: the uses of one period under an earlier layout, as `uses` returned them, instead of ``initial``."""
         self._limit = limit
         self._context = context
         self.surprises = 0  # accesses that were not the expected ones
-        self._history: list[int] = [_KINDS * unit for unit in initial]  # keys: _KINDS * unit + kind of use
+        # keys: _KINDS * unit + kind of use
+        self._history: list[int] = [
+            _KINDS * unit + kind for unit, kind in learnt or [(unit, 0) for unit in initial]
+        ]
+        self._guessed = (
+            0 if learnt else len(self._history)
+        )  # the first accesses of the history, which were not seen
         self._positions: dict[int, list[int]] = {}  # key -> ascending positions in the history
         self._index()
         self.at = -1  # position in the history that corresponds to the latest access
@@ -74,6 +88,19 @@ class AccessOrder:
         gradients).
         """
         return [(key // _KINDS, key % _KINDS == 2) for key in self._history[self.at + 1 :]]
+
+    @property
+    def recorded(self) -> int:
+        """The number of accesses in the history."""
+        return len(self._history)
+
+    def uses(self, start: int | None = None) -> list[tuple[int, int]]:
+        """Return the uses of the last period as (unit, kind of use), or the accesses since `recorded` was ``start``.
+
+        Accesses that are expected but were never seen are left out.
+        """
+        start = max(self.at + 1, self._guessed) if start is None else start
+        return [divmod(key, _KINDS) for key in self._history[start:]]
 
     @property
     def period(self) -> int:
@@ -146,5 +173,6 @@ class AccessOrder:
         drop = min(len(self._history) - self._limit, max(0, self.at))
         del self._history[:drop]
         self.at -= drop
+        self._guessed = max(0, self._guessed - drop)
         self.epoch += 1
         self._index()

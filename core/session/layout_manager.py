@@ -37,7 +37,7 @@ from ..placement.placement import Placement
 from ..plan.residency import Plan
 from ..streaming.streamer import Streamer
 from ..streaming.vbar_slots import VbarSlots
-from . import packed_residents, rule_planner, settings
+from . import known_orders, packed_residents, rule_planner, settings
 from .host_resources import HostResources
 from .layout import Layout, Outcome, Wanted
 from .managed_module import ManagedModule
@@ -93,6 +93,7 @@ class LayoutManager:
         # could not be moved back to their original devices.
         self._placement: Placement | None = None
         self._streamer: Streamer | None = None
+        self._order = known_orders.recall(module.root)  # the order of use under earlier layouts
 
     # -- state
 
@@ -503,7 +504,7 @@ class LayoutManager:
                 module.quantized.follow()
             streamer.outside_bytes = plan.vram_budget_bytes - plan.region_bytes
             streamer.fixed_bytes = plan.fixed_bytes + plan.staging_bytes
-            streamer.start(self.host.arena)
+            streamer.start(self.host.arena, self._order)
             self.host.arena.log_refusals()
             placement.tier.left_device = self.note_packed
             if plan.packed:
@@ -519,6 +520,8 @@ class LayoutManager:
             # all residents are loaded when a pass begins.
             arriving = placement.tier.arriving and not compiled
             module.hooks.wrap_units(streamer, arriving, () if compiled else carving.units, module.quantized)
+            if not compiled:
+                streamer.watch(resident, module.root)
             tree = Tree(module.root)
             return Layout(wanted, carving, plan, placement, streamer, meter, tree, compiled, bool(untrained))
         except BaseException:
@@ -567,7 +570,7 @@ class LayoutManager:
             steps.append(lambda: self._enter(Phase.LAYING_OUT))
         steps.append(self.module.hooks.unwrap_units)
         if self._streamer is not None:
-            steps.append(self._streamer.close)
+            steps += [self._note_order, self._streamer.close]
         if self.host.peers is not None:
             steps.append(self.host.peers.release)
         placement = self._placement
@@ -578,6 +581,13 @@ class LayoutManager:
         if not keep:
             steps.append(self.host.copies.clear)
         run_all(*steps)
+
+    def _note_order(self) -> None:
+        """Keep the order in which units were used, for the next layout and the next session of the module."""
+        streamer = self._streamer
+        if streamer is not None and not streamer.closed:
+            self._order = streamer.learnt_order()
+            known_orders.note(self.module.root, self._order)
 
     def _copy_to_host(self) -> None:
         """Make pinned host copies of all units, by a temporary layout that streams all of them. Nothing stays

@@ -154,6 +154,8 @@ def _root_ends(streamer: Streamer, failed: bool) -> None:
     streamer.runs.root_ends(failed)
     if not failed:
         streamer.tier.end_pass()
+        if streamer.first_uses is not None:
+            streamer.end_first_pass()
 
 
 def root_forward(listener: PassListener) -> Callable[[Callable], Callable]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..common.errors import CaromError, UnsupportedError
@@ -27,11 +28,14 @@ from ..host.arena import Block, HostArena
 from ..metrics.meter import Meter
 from ..model import managed_tensor
 from ..model.home import Home, ManagedUnit
+from ..model.units import Unit
 from ..placement.backing import Backing, Link
 from ..placement.tier import Tier
 from ..plan.access_order import AccessOrder
+from ..plan.learnt_order import LearntOrder, learnt
 from ..plan.region import FreedRanges, Region, Slot, SlotState
 from .backward import Backward
+from .first_uses import FirstUses, names_of
 from .forward import Runs, restore_weight_lists
 from .gradients import GradientBuffers
 from .host_mapped_slots import HostMappedSlots, no_room
@@ -70,6 +74,10 @@ class Streamer:
         self.slot_waiters = SlotWaiters(self.lock)
         self.closed = self.torn = False
         self.order = AccessOrder(())
+        self._known = LearntOrder()  # the order before this layout, with what its first pass has shown
+        self.first_uses: FirstUses | None = (
+            None  # set during the first pass, if the use of some units is not known
+        )
         self.region = Region(region_bytes, 0)
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.low = self.high = 0
@@ -97,19 +105,20 @@ class Streamer:
         """The device on which the module computes."""
         return self.engine.device
 
-    def start(self, arena: HostArena) -> None:
+    def start(self, arena: HostArena, known: LearntOrder | None = None) -> None:
         """Allocate the region for the tier's units, and start the tier. ``arena``: the allocator of gradient
-        buffers.
+        buffers. ``known``: the order of use under earlier layouts.
         """
+        self._known = known or self._known
         self._gradient_buffers.start(arena)
         self.host_mapped.start(arena)
         self.units = [StreamedUnit(backing) for backing in self.tier.backings]
         nbytes, largest = self.region.nbytes, max((unit.nbytes for unit in self.units), default=0)
         if self.vbar is None:
-            self.order = AccessOrder([unit.index for unit in self.units])
+            self.order = self._expected_order(self.units)
             self.region = Region(nbytes, largest)
         else:
-            self.order = AccessOrder([unit.index for unit in self.vbar.join(self)])
+            self.order = self._expected_order(self.vbar.join(self))
             self.region = self.vbar.make_region(nbytes, largest)
         if self.units:
             self.memory = self.engine.allocate(nbytes) if self.vbar is None else self.vbar.reserve()
@@ -123,6 +132,40 @@ class Streamer:
         # Wait before the first copy into the region.
         self.engine.synchronize()
         self.tier.start(self.link)
+
+    # -- the order of use
+
+    def _expected_order(self, units: Sequence[StreamedUnit]) -> AccessOrder:
+        """Return a predictor that expects ``units`` as earlier layouts used them, or in the order of the model."""
+        names = [names_of(unit.backing.unit) for unit in units]
+        uses = self._known.positions(names) if self._known.uses else []
+        return AccessOrder(
+            [unit.index for unit in units], learnt=[(units[place].index, kind) for place, kind in uses]
+        )
+
+    def watch(self, residents: Sequence[Unit], root: nn.Module) -> None:
+        """Record in the first pass when those of ``residents``, units that stay on the device, are used whose place in
+        the order is not known.
+        """
+        known = self._known.names()
+        unknown = [
+            unit for unit in residents if root not in unit.modules and known.isdisjoint(names_of(unit))
+        ]
+        if unknown:
+            self.first_uses = FirstUses(self.order, [names_of(unit.backing.unit) for unit in self.units])
+            self.first_uses.watch(unknown)
+
+    def end_first_pass(self) -> None:
+        """Note what the first pass has shown of the order of resident units."""
+        first, self.first_uses = self.first_uses, None
+        found = None if first is None else first.end()
+        if found is not None:
+            self._known = found.with_others(self._known)
+
+    def learnt_order(self) -> LearntOrder:
+        """Return the order of use of all units, as known now."""
+        names = [names_of(unit.backing.unit) for unit in self.units]
+        return learnt([(names[index], kind) for index, kind in self.order.uses()]).with_others(self._known)
 
     # -- using units
 
@@ -632,6 +675,7 @@ class Streamer:
         """Give up all slots, and put the host tensors back into the modules."""
         with self.lock:
             self.closed = True
+            self.end_first_pass()
             self.slot_waiters.slot_freed()  # waiting threads then raise CaromError
             self.runs.close()
             self.backward.forget()
