@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,70 +14,76 @@ from .inference_tensors import MAPPED, own_memory, structure_of
 from .meant_dtypes import settle_dtypes
 from .node_settings import Settings, Way, choose_way
 from .patcher import KEY, strip, wear
+from .read_ahead import read_ahead
 from .streaming import known_streaming, streaming_of
 
 _STATIC = "_carom_static"
 
 
-def offload(
-    patcher: Any, settings: Settings, fresh: bool = False, again: Callable[[Any], Any] | None = None
-) -> tuple[Any, Way]:
+def offload(patcher: Any, settings: Settings, fresh: bool = False) -> tuple[Any, Way]:
     """Return a clone of ``patcher`` whose weights stream, or a clone whose weights ComfyUI keeps, and the decision.
 
-    ``fresh``: ``patcher`` was just loaded and has no other user, so the clone may take over its weights. ``again``:
-    makes a dynamic patcher over copied weights from ``patcher``, for a patcher whose loader cannot be run again.
+    ``fresh``: ``patcher`` was just loaded and has no other user, so the clone may take over its weights.
     Raises UnsupportedError if mode is "stream" and the model cannot be streamed, BudgetError if ``settings`` allow less
     than the least budget that works.
     """
-    leaves = None
-    if patcher.is_dynamic() and patcher.cached_patcher_init is None and not fresh and again is None:
-        leaves = "its loader cannot be run again, which leaving dynamic VRAM takes"
-    way = choose_way(settings.mode, torch.device(patcher.load_device).type, leaves)
+    way = choose_way(settings.mode, torch.device(patcher.load_device).type)
     if not way.streams:
-        kept = strip(patcher.clone())
-        known = known_streaming(kept.model)
-        if known is None or known.session is None:
-            own_memory(kept.model)
-        kept.attachments[KEY] = replace(settings, reason=way.reason)
-        return kept, way
+        return _kept(patcher, settings, way)
     if fresh:
         patcher.model.__dict__[MAPPED] = True
     taken = fresh and patcher.is_dynamic() and not _in_use(patcher)
-    ours = wear(_static(patcher, settings.ram) if taken else static_clone(patcher, settings, again), settings)
-    streaming_of(ours.model).check(ours.load_device, settings)
+    try:
+        static = _static(patcher, settings.ram) if taken else static_clone(patcher, settings)
+    except UnsupportedError as error:
+        if settings.mode == "stream":
+            raise
+        return _kept(patcher, settings, Way(False, f"{error}; ComfyUI keeps the weights"))
+    ours = wear(static, settings)
+    streaming = streaming_of(ours.model)
+    streaming.files = files_of(patcher)
+    if patcher.is_dynamic():
+        for path in streaming.files:
+            read_ahead(path)
+    streaming.check(ours.load_device, settings)
     return ours, way
 
 
-def static_clone(patcher: Any, settings: Settings, again: Callable[[Any], Any] | None = None) -> Any:
-    """Return a clone of ``patcher`` outside ComfyUI's dynamic VRAM, over the same weights where that is possible.
+def _kept(patcher: Any, settings: Settings, way: Way) -> tuple[Any, Way]:
+    """Return a clone of ``patcher`` whose weights ComfyUI keeps for the reason that ``way`` tells, and ``way``."""
+    kept = strip(patcher.clone())
+    known = known_streaming(kept.model)
+    if known is None or known.session is None:
+        own_memory(kept.model)
+    kept.attachments[KEY] = replace(settings, reason=way.reason)
+    return kept, way
 
-    Leaving dynamic VRAM runs the loader again. The loaded static patcher is stored on the dynamic model, so that
-    another LoRA or another prompt does not read the file again.
+
+def files_of(patcher: Any) -> tuple[str, ...]:
+    """Return the paths of the files from which ComfyUI loaded the model, as far as its patcher records them."""
+    recorded = getattr(patcher, "cached_patcher_init", None)
+    first = recorded[1][0] if recorded and recorded[1] else ()
+    paths = [first] if isinstance(first, str) else first
+    return tuple(path for path in paths if isinstance(path, str)) if isinstance(paths, (list, tuple)) else ()
+
+
+def static_clone(patcher: Any, settings: Settings) -> Any:
+    """Return a clone of ``patcher`` outside ComfyUI's dynamic VRAM, over the same weights.
+
+    The model of a dynamic patcher is copied without its weights, so that no file is read and both can be used. The
+    static patcher is stored on the dynamic model, so that another LoRA or another prompt copies nothing. Raises
+    UnsupportedError for a model that cannot be copied.
     """
     if not patcher.is_dynamic():
         return patcher.clone()
     known = patcher.model.__dict__.get(_STATIC)
     if known is None:
-        known = patcher.model.__dict__[_STATIC] = wear(
-            _loaded_again(patcher, settings.ram) if again is None else _static(again(patcher), settings.ram),
-            settings,
-        )
+        known = patcher.model.__dict__[_STATIC] = wear(_static(_copied(patcher), settings.ram), settings)
         known.parent = None  # the parent's model holds `known`: a reference back would be a cycle
     made = patcher.clone(disable_dynamic=True, model_override=known.get_clone_model_override())
     # When the clone is deleted, ComfyUI looks up the loaded model at the clone's parent: the static patcher has it.
     made.parent = known
     return made
-
-
-def _loaded_again(patcher: Any, ram: str) -> Any:
-    """Return a static patcher over newly loaded weights, by a second run of the loader of ``patcher``."""
-    load, arguments, *which = patcher.cached_patcher_init
-    again = load(*arguments)
-    if which:
-        again = again[which[0]]
-    if not again.is_dynamic() or _in_use(again):
-        return patcher.clone(disable_dynamic=True)
-    return patcher.clone(disable_dynamic=True, model_override=_static(again, ram).get_clone_model_override())
 
 
 def _static(patcher: Any, ram: str | None = None) -> Any:
@@ -133,21 +138,28 @@ def offload_control(control: Any, settings: Settings) -> tuple[Any, Way]:
                 f"this ControlNet cannot be streamed: {reason}; set mode to auto or native"
             )
         return control, Way(False, f"{reason}; ComfyUI keeps the weights")
-    ours, way = offload(patcher, settings, again=_copied)
+    ours, way = offload(patcher, settings)
     made = control.copy()
     made.control_model_wrapped, made.control_model = ours, ours.model
     return made, way
 
 
 def _copied(patcher: Any) -> Any:
-    """Return a patcher over a copy of a ControlNet's model.
+    """Return a dynamic patcher over a copy of the model of ``patcher`` that shares its weights.
 
-    ComfyUI's ControlNet loaders do not record how to load the file again.
+    Raises UnsupportedError if the model cannot be copied.
     """
     if _in_use(patcher):
         comfyui_api.unload(patcher)  # small weights are on the device, and their originals in a backup
-    made = structure_of(patcher.model)
-    return type(patcher)(made, load_device=patcher.load_device, offload_device=patcher.offload_device)
+    try:
+        made = structure_of(patcher.model)
+    except Exception as error:
+        raise UnsupportedError(
+            f"this model cannot be copied, which leaving dynamic VRAM takes ({type(error).__name__}: {error})"
+        ) from error
+    copied = type(patcher)(made, load_device=patcher.load_device, offload_device=patcher.offload_device)
+    copied.force_cast_weights = getattr(patcher, "force_cast_weights", False)
+    return copied
 
 
 def told(result: tuple[Any, Way], settings: Settings) -> Any:

@@ -22,7 +22,10 @@ _PLAIN = (
     torch.Tensor, nn.Parameter, HostParameter, HostTensor, AwayParameter, AwayTensor, PendingParameter, PendingTensor,
 )  # fmt: skip
 # Prefixes of the attributes in which ComfyUI keeps load state, on a dynamic patcher's model and on its modules.
-LOADED = ("dynamic_", "current_weight_patches_uuid", "_v", "_pin", "_prefetch", "_comfy_graph")
+LOADED = (
+    "dynamic_", "current_weight_patches_uuid", "_v", "_pin", "_prefetch", "_comfy_graph", "weight_lowvram_function",
+    "bias_lowvram_function", "weight_function", "bias_function",
+)  # fmt: skip
 
 
 def own_tensors(module: nn.Module) -> int:
@@ -85,13 +88,13 @@ def own_memory(module: nn.Module) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def structure_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a dynamic patcher's model, with new parameters over the same memory and without load state.
+    """Return a copy of a dynamic patcher's model, with new weights over the same memory and without load state.
 
     The load state that ComfyUI keeps on the modules owns device memory and pinned memory through pointers. Two copies
     of the state would free that memory twice.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    alias: dict[int, Any] = {id(tensor): ordinary(tensor) for tensor in tensors if is_plain(tensor)}
+    alias: dict[int, Any] = {id(tensor): _over_same_memory(tensor) for tensor in tensors}
     taken = [
         (module, name, module.__dict__.pop(name))
         for module in model.modules()
@@ -102,6 +105,16 @@ def structure_of(model: nn.Module) -> nn.Module:
     finally:
         for module, name, value in taken:
             module.__dict__[name] = value
+
+
+def _over_same_memory(tensor: torch.Tensor) -> Any:
+    """Return a new tensor, parameter or quantised weight over the memory of ``tensor``."""
+    if is_plain(tensor) or not hasattr(tensor, "__tensor_flatten__"):
+        return ordinary(tensor) if is_plain(tensor) else copy.deepcopy(tensor)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: ordinary(getattr(tensor, name)) for name in names}
+    made = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
+    return nn.Parameter(made, requires_grad=False) if getattr(tensor, "_is_param", False) else made
 
 
 @torch.inference_mode(False)

@@ -13,6 +13,18 @@ from .module_roots import prepare, root_of
 from .node_settings import Settings
 from .quantized_weights import dresses, put_together, take_apart
 
+PLENTY = (
+    8  # a budget of 8 times the largest module's weights is more than the least one, if blocks may be divided
+)
+
+
+def suffices(model: nn.Module, limit: float, settings: Settings) -> bool:
+    """Return whether ``limit`` bytes are so much that the least budget need not be known. No session is opened."""
+    largest = max(
+        (sum(t.nbytes for t in part.parameters(recurse=False)) for part in model.modules()), default=0
+    )
+    return settings.granularity in ("auto", "layer") and limit >= PLENTY * largest
+
 
 class LeastBudgets:
     """The least budgets that work for one model, in bytes, by settings. Each is found once."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..core.common.errors import UnsupportedError
 from ..core.common.sizes import MIB, format_size, parse_size, suggest_size
 
 MODES = ("auto", "stream", "native")
@@ -129,20 +128,10 @@ def remember(seen: Sequence[Beyond], new: Beyond) -> tuple[Beyond, ...]:
     return tuple(sorted([*others, new], key=lambda one: one.kept)[-SIZES_SEEN:])
 
 
-def choose_way(mode: str, device: str, leaves: str | None = None) -> Way:
-    """Decide whether Carom streams a model, for a node in ``mode`` and a ``device`` type such as "cuda".
-
-    ``leaves``: None, or the reason why the model cannot leave ComfyUI's dynamic VRAM. Raises UnsupportedError if there
-    is such a reason and ``mode`` is "stream".
-    """
+def choose_way(mode: str, device: str) -> Way:
+    """Decide whether Carom streams a model, for a node in ``mode`` and a ``device`` type such as "cuda"."""
     if mode == "native":
         return Way(False, "asked for: ComfyUI keeps the weights, Carom plans and reports")
-    if leaves is not None:
-        if mode == "stream":
-            raise UnsupportedError(
-                f"this model cannot be streamed: {leaves}; load it with a Carom loader, or set mode to native"
-            )
-        return Way(False, f"{leaves}; ComfyUI keeps the weights")
     if mode == "auto" and device == "cpu":
         return Way(False, "computing happens on the CPU, where the weights are: there is nothing to stream")
     if mode == "auto" and device not in STREAMING_DEVICES:

@@ -24,6 +24,7 @@ from .inference_tensors import own_memory, own_tensors
 from .module_roots import move_rest
 from .node_settings import Settings, gives_whole, most_held, next_budget, parse_limit, rounded
 from .patch_memory import memory_needed
+from .read_ahead import hurry
 from .streaming import Streaming, streaming_of
 from .watched_patches import watch_patches, watching
 
@@ -102,6 +103,8 @@ class CaromPatcher:
     ) -> Any:  # fmt: skip
         self._carom.succeed()
         self._carom.follow_settings(self._settings)
+        for path in self._carom.files:
+            hurry(path)
         offered = math.inf if full_load or lowvram_model_memory == 0 else lowvram_model_memory
         bound = min(offered, self._limit())
         carom = self._carom

@@ -22,7 +22,7 @@ from . import comfyui_api, successor
 from .before_pass import before_each_pass
 from .file_views import FileViews
 from .host_share import Share
-from .least_budget import LeastBudgets
+from .least_budget import LeastBudgets, suffices
 from .leftover_memory import TakesRoom
 from .model_changes import ModelChanges
 from .module_roots import Scope, part_name, prepare, root_of
@@ -47,7 +47,7 @@ class Streaming(TakesRoom):
     that loaded the model last; ``limit_changed``: whether the user has changed the device memory that he allows since
     the budget was set; ``expected``: ComfyUI's id of the
     model's patches and its count of loaded bytes, as last seen; ``from_disk``: whether the weights stream from disk;
-    ``loads_whole``: whether ComfyUI is loading the weights itself;
+    ``files``: paths of the files from which the model was loaded; ``loads_whole``: whether ComfyUI is loading the weights itself;
     ``ram``: bytes of RAM that the weights may take, 0 without a session; ``changes``: what Carom changed in the model.
     """
 
@@ -67,6 +67,7 @@ class Streaming(TakesRoom):
         self.limit_changed = False
         self.expected: tuple = ()
         self.from_disk = False
+        self.files: tuple[str, ...] = ()
         self.loads_whole = False
         self.ram = 0
         # Weights that were in a mapped file before the session took them.
@@ -95,10 +96,10 @@ class Streaming(TakesRoom):
         UnsupportedError if the weights cannot be streamed and mode is "stream".
         """
         limit = parse_limit(settings.vram, comfyui_api.device_bytes(device))
-        if limit >= self.total:
-            return
         model = self.model
         assert model is not None
+        if limit >= self.total or suffices(model, limit, settings):
+            return
         least = self._least.least(model, self.session, device, settings)
         if least > limit:
             raise BudgetError(

@@ -370,6 +370,24 @@ def test_a_budget_too_small_is_reported_on_the_node_that_has_the_widget(comfy, d
         execute(comfy.nodes["CaromLoadVAE"], vae_name="model.safetensors", **small)
 
 
+def test_a_loader_opens_one_session_for_a_budget_that_is_not_small(comfy, monkeypatch):
+    def many(path: str) -> Model:
+        model = Model()
+        model.diffusion_model = nn.Sequential(*(layer for _ in range(6) for layer in layers()))
+        return model
+
+    opened, begin = [], carom.Session.__init__
+    monkeypatch.setattr(
+        carom.Session, "__init__", lambda self, *a, **k: (opened.append(self), begin(self, *a, **k))[1]
+    )
+    comfy.make = many
+    node = comfy.nodes["CaromLoadDiffusionModel"]
+    (model,) = execute(node, unet_name="model.safetensors", mode="stream", vram="200KiB").args
+    assert not opened
+    model.partially_load(torch.device("cpu"), 1e32)
+    assert len(opened) == 1 and 0 < model.loaded_size() <= 200 << 10
+
+
 @pytest.mark.parametrize("mode", ["stream", "native"])
 def test_a_budget_too_small_is_reported_on_the_node_when_the_model_is_loaded_already(comfy, mode):
     plain = ModelPatcher(Model(), torch.device("cpu"), torch.device("cpu"))

@@ -8,6 +8,8 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
+import time
 import types
 import warnings
 import weakref
@@ -858,7 +860,7 @@ def test_progress_text_says_policy_residency_and_stall(comfy):
 
 
 @stand_in_only
-def test_leaving_dynamic_vram_runs_the_loader_once(comfy, tmp_path):
+def test_leaving_dynamic_vram_builds_no_second_model(comfy, tmp_path):
     from carom.nodes.convert_patchers import offload
 
     comfy.state.dynamic, comfy.state.make = True, lambda path: filled(Model(comfy.Linear))
@@ -873,7 +875,10 @@ def test_leaving_dynamic_vram_runs_the_loader_once(comfy, tmp_path):
         assert way.streams and not ours.is_dynamic() and isinstance(ours, CaromPatcher)
         results.append(run(ours))
         ours.detach(unpatch_all=False)
-    assert len(comfy.state.loads) == 2  # the user's, and the one that left dynamic VRAM
+    assert len(comfy.state.loads) == 1, "the user's"
+    theirs = dict(dynamic.model.named_parameters())
+    for name, tensor in streaming_of(ours.model).model.state_dict().items():
+        assert tensor.shape == theirs[name].shape
     assert torch.equal(results[1], plain_result(types.SimpleNamespace(**vars(comfy)), difference()))
     assert known_streaming(dynamic.model) is None
     # ComfyUI goes to a dropped patcher's parent: that one has the same model and can unload it.
@@ -888,14 +893,22 @@ def test_leaving_dynamic_vram_runs_the_loader_once(comfy, tmp_path):
 
 
 @stand_in_only
-def test_a_dynamic_model_without_a_loader_to_run_again(comfy):
+def test_a_dynamic_model_that_cannot_be_copied_stays_comfyuis(comfy, monkeypatch):
+    from carom.nodes import convert_patchers
     from carom.nodes.convert_patchers import offload
 
+    monkeypatch.setattr(
+        convert_patchers, "choose_way", lambda mode, device: node_settings.Way(True, "asked for")
+    )
     dynamic = comfy.Dynamic(filled(Model(comfy.Linear)), CPU, CPU)
-    with pytest.raises(carom.UnsupportedError, match="loader cannot be run again"):
+    streams, way = offload(dynamic, Settings("stream", LIMIT))
+    assert way.streams and torch.equal(run(streams), plain_result(comfy)), "no loader is recorded"
+    dynamic = comfy.Dynamic(filled(Model(comfy.Linear)), CPU, CPU)
+    dynamic.model.handle = sys.stdout.buffer  # cannot be copied
+    with pytest.raises(carom.UnsupportedError, match="cannot be copied.*TypeError"):
         offload(dynamic, Settings("stream", LIMIT))
     kept, way = offload(dynamic, Settings("auto", LIMIT))
-    assert not way.streams and kept.is_dynamic() and "cannot be run again" in settings_of(kept).reason
+    assert not way.streams and kept.is_dynamic() and "cannot be copied" in settings_of(kept).reason
     with pytest.raises(carom.UnsupportedError, match="disable_dynamic"):
         wear(dynamic, Settings())
 
@@ -1077,38 +1090,77 @@ def test_weights_of_a_read_only_mapping_get_memory_of_their_own_once(tmp_path):
     assert model[0].weight.data_ptr() == after
 
 
+class SlowFile:
+    """A file of which each piece is noted: (path, thread). Pieces are read when ``gate`` lets them."""
+
+    def __init__(self, path: str, seen: list, gate: threading.Semaphore | None) -> None:
+        self.path, self.seen, self.gate = path, seen, gate
+        self.file = open(path, "rb", buffering=0)  # noqa: SIM115
+
+    def __enter__(self) -> SlowFile:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.file.close()
+
+    def seek(self, at: int) -> None:
+        self.file.seek(at)
+
+    def readinto(self, room: bytearray) -> None:
+        if self.gate is not None:
+            self.gate.acquire()
+        nbytes = self.file.readinto(room)
+        self.seen.append((Path(self.path).name, threading.get_ident(), nbytes))
+
+
 def test_a_file_is_read_ahead_whole_and_what_is_no_file_is_left_to_the_loader(tmp_path, monkeypatch):
     from carom.nodes import read_ahead as module
 
     monkeypatch.setattr(module, "PIECE", 1000)
-    seen: list[int] = []
-    real = open
-
-    class File:
-        def __init__(self, path: str) -> None:
-            self.file = real(path, "rb", buffering=0)
-
-        def __enter__(self) -> File:
-            return self
-
-        def __exit__(self, *_: Any) -> None:
-            self.file.close()
-
-        def seek(self, at: int) -> None:
-            self.file.seek(at)
-
-        def readinto(self, room: bytearray) -> None:
-            seen.append(self.file.readinto(room))
-
-    monkeypatch.setattr(module, "open", lambda path, *a, **k: File(path), raising=False)
+    seen: list[tuple] = []
+    monkeypatch.setattr(module, "open", lambda path, *a, **k: SlowFile(path, seen, None), raising=False)
     path = tmp_path / "weights"
     path.write_bytes(b"x" * 10_500)
     for thread in module.read_ahead(str(path)):
         thread.join()
-    assert sum(seen) == 10_500
-    assert module.read_ahead(str(tmp_path / "none")) == []
+    assert sum(nbytes for *_, nbytes in seen) == 10_500
+    assert module.read_ahead(str(tmp_path / "none")) == [] == module.hurry(str(path)), "it was read"
     monkeypatch.setattr(module, "SHARE", 1 << 60)
     assert module.read_ahead(str(path)) == []
+
+
+def test_files_are_read_one_after_the_other_by_one_thread_until_a_model_waits_for_one(tmp_path, monkeypatch):
+    from carom.nodes import read_ahead as module
+
+    monkeypatch.setattr(module, "PIECE", 1000)
+    seen: list[tuple] = []
+    gate = threading.Semaphore(0)
+    monkeypatch.setattr(module, "open", lambda path, *a, **k: SlowFile(path, seen, gate), raising=False)
+    paths = [str(tmp_path / name) for name in ("first", "second", "third")]
+    for path in paths:
+        Path(path).write_bytes(b"x" * 20_000)
+        threads = module.read_ahead(path)
+    assert len(threads) == 1, "one thread for all"
+    for _ in range(3):
+        gate.release()
+    deadline = time.monotonic() + 10
+    while len(seen) < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert {name for name, *_ in seen} == {"first"}
+    threads = module.hurry(paths[2])
+    assert len(threads) == module.THREADS
+    for _ in range(60):
+        gate.release()
+    for thread in threads:
+        thread.join(10)
+    order = [name for name, *_ in seen]
+    third = [at for at, name in enumerate(order) if name == "third"]
+    assert max(third) - min(third) < 20 + module.THREADS, (
+        "the file that a model waits for is not mixed with others"
+    )
+    assert [order.count(name) for name in ("first", "second", "third")] == [20, 20, 20]
+    late = order[max(third) + module.THREADS :]
+    assert late == sorted(late) and set(late) == {"first", "second"}
 
 
 @pytest.mark.parametrize(
@@ -1171,14 +1223,14 @@ def test_a_fresh_dynamic_model_is_taken_over_as_it_lies(comfy):
 
 
 @pytest.mark.parametrize(
-    ("mode", "device", "leaves", "streams"),
+    ("mode", "device", "streams"),
     [
-        ("auto", "cuda", None, True), ("auto", "cpu", None, False), ("auto", "mps", None, False),
-        ("stream", "cpu", None, True), ("native", "cuda", None, False), ("auto", "cuda", "no loader", False),
+        ("auto", "cuda", True), ("auto", "cpu", False), ("auto", "mps", False), ("stream", "cpu", True),
+        ("native", "cuda", False),
     ],
 )  # fmt: skip
-def test_the_way_a_model_goes_is_chosen_with_a_reason(mode, device, leaves, streams):
-    way = node_settings.choose_way(mode, device, leaves)
+def test_the_way_a_model_goes_is_chosen_with_a_reason(mode, device, streams):
+    way = node_settings.choose_way(mode, device)
     assert way.streams is streams and way.reason
 
 
