@@ -83,7 +83,9 @@ class Budgets:
             # Under a smaller budget, choose the units to keep on the device among those that are there, so
             # that no unit has to be loaded.
             fell = budget < before.vram and not manager.phase.parked
-            among = manager.layout.resident_names() if fell else None
+            # The same budget as before asks for the layout that was there before.
+            same = before.residents_among if budget == before.vram else None
+            among = manager.layout.resident_names() if fell else same
             wanted = dataclasses.replace(wanted, vram=budget, note=note, residents_among=among, training=None)
         if ram is not None:
             root, held = manager.module.root, ledger.held_bytes

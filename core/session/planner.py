@@ -27,6 +27,7 @@ from .host_resources import HostResources
 from .layout import Layout, Wanted
 from .managed_module import ManagedModule
 from .measured_planner import Advice
+from .plan_cache import PlanCache
 
 logger = logging.getLogger("carom")
 _REMEMBERED = 8  # most results of searches that are remembered
@@ -51,6 +52,7 @@ class Planner:
         self.backward, self._run_compiled = backward, compiled
         self.decode_rate = engine.decode_bytes_per_second
         self._searched: dict[Hashable, tuple[TensorTimes, Carving, Plan]] = {}
+        self._cache = PlanCache(module.root)
         self._least: tuple[Layout, int] | None = None
 
     # -- plans
@@ -62,8 +64,22 @@ class Planner:
         BudgetError with the smallest budget that works, and UnsupportedError for tensors that cannot be
         managed.
         """
-        root, grain = self._module.root, self._engine.grain
         chosen = self.settings(wanted)
+        # What units take when they are packed is known better once they were packed.
+        lasts = chosen.wires is None or self._module.checkpoint is not None
+        known = self._cache.find(chosen, wanted.profile) if lasts else None
+        if known is not None:
+            return known
+        carving, plan = self._decide(wanted, chosen, present)
+        if lasts:
+            self._cache.keep(chosen, wanted.profile, carving, plan)
+        return carving, plan
+
+    def _decide(
+        self, wanted: Wanted, chosen: rule_planner.Settings, present: Layout | None
+    ) -> tuple[Carving, Plan]:
+        """Make the carving and the plan for ``wanted``. ``chosen``: the result of `settings`."""
+        root, grain = self._module.root, self._engine.grain
         if wanted.profile is None:
             return rule_planner.decide(root, chosen, grain)
         if (
@@ -148,6 +164,7 @@ class Planner:
     def forget(self) -> None:
         """Drop all results, which refer to the module's tensors. Called after the session was closed."""
         self._searched.clear()
+        self._cache.forget()
         self._least = None
 
     def forget_least(self) -> None:
