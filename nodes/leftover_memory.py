@@ -16,6 +16,7 @@ from torch import nn
 from ..core.session.session import Session
 from . import comfyui_api
 from .node_settings import Beyond, beyond_now, remember, rounded, worth
+from .prepared_patches import PreparedPatches
 
 FALL = 4  # a pass that ran out of memory with patches runs again with at most 3/4 of ComfyUI's offer
 
@@ -36,6 +37,7 @@ class TakesRoom:
     held: int
     streamed: int
     expected: tuple
+    patches: PreparedPatches
     offer = kept = for_passes = needs = lacked = 0
     beyond: tuple[Beyond, ...] = ()
     _met = 0  # the value of `needs` for which the present budget was set
@@ -59,6 +61,28 @@ class TakesRoom:
         raise NotImplementedError
 
     @property
+    def loaded(self) -> int:
+        """Bytes that the model takes of the device in passes and between them: weights, slots and prepared patches."""
+        return self.held + self.patches.nbytes
+
+    def count_loaded(self) -> None:
+        """Let ComfyUI count what the model takes of the device."""
+        model = self.model
+        if model is not None:
+            model.model_loaded_weight_memory = self.loaded  # type: ignore[assignment]
+            self.expected = (getattr(model, "current_weight_patches_uuid", None), self.loaded)
+
+    def prepare_patches(self, bound: int, limit: float) -> None:
+        """Copy to the device what patches need, as far as there is memory beside the weights.
+
+        ``bound``: the budget for weights that leaves room for all patches; ``limit``: the user's own limit.
+        Weights may hold more than ``bound``: they may need more, and a budget stays where ComfyUI's offer changes by
+        little. Patches that are on the device stay there in the second case.
+        """
+        room = max(self.patches.nbytes, bound + self.patches.wanted - self.held)
+        self.patches.prepare(min(room, limit - self.held))
+
+    @property
     def needs_more(self) -> bool:
         """Whether casts and patches need more memory than those for which the present budget was set."""
         return self.needs > self._met
@@ -74,7 +98,7 @@ class TakesRoom:
         The budget includes the memory that earlier passes of this size left free.
         """
         self.follow()
-        self.offer, self.kept = offer, comfyui_api.free_bytes(device) + self.held - offer
+        self.offer, self.kept = offer, comfyui_api.free_bytes(device) + self.loaded - offer
         more = beyond_now(self.beyond, self.kept, self.needs)
         if self.session is not None:
             more = min(more, self.session.beyond)
@@ -104,16 +128,16 @@ class TakesRoom:
             return
         if self.suspended and not session.parked:
             self._came_back()
-            model.model_loaded_weight_memory = self.held  # type: ignore[assignment]
-            self.expected = (*self.expected[:1], self.held)
+            model.model_loaded_weight_memory = self.loaded  # type: ignore[assignment]
+            self.expected = (*self.expected[:1], self.loaded)
         if session.vram != self.budget and not self.suspended:
             if session.vram < min(self.budget, self.offer):
                 self.lacked = max(self.lacked, self.offer - session.vram)
             self.budget = session.vram
             self._left_free(self.budget - self.offer)
             self._measure()
-            model.model_loaded_weight_memory = self.held  # type: ignore[assignment]
-            self.expected = (*self.expected[:1], self.held)
+            model.model_loaded_weight_memory = self.loaded  # type: ignore[assignment]
+            self.expected = (*self.expected[:1], self.loaded)
 
     def remember_room(self) -> None:
         """Remember the memory that the passes of a run left free, for the next layout of this model."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from .plain_ops import shorten
 from .quantized_weights import dresses, patched, put_together, take_apart
-from .watched_patches import watch_forward
+from .watched_patches import watch
 
 
 class ModelChanges:
@@ -32,7 +32,7 @@ class ModelChanges:
         self._undo.callback(put_together, opened)
         self.dressed = self.dressed or dresses(opened)
         for module in patched(opened):
-            self._undo.callback(watch_forward(module))
+            self._undo.callback(watch(module))
 
     def enter_by(self, model: nn.Module, root: Any, names: tuple[str, ...]) -> None:
         """Let the methods ``names`` of ``model`` run as the forward of ``root``, which does not keep it alive."""

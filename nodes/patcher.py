@@ -26,7 +26,7 @@ from .node_settings import Settings, gives_whole, most_held, next_budget, parse_
 from .patch_memory import memory_needed
 from .read_ahead import hurry
 from .streaming import Streaming, streaming_of
-from .watched_patches import watch_patches, watching
+from .watched_patches import watching
 
 KEY = "carom"  # key of Carom's entry in a patcher's attachments, which clones inherit
 NOTHING = 1  # bytes that ComfyUI's own load may put on the device; 0 would mean "everything"
@@ -54,9 +54,12 @@ class CaromPatcher:
 
     # -- sizes
 
-    def _limit(self) -> float:
-        given = parse_limit(self._settings.vram, comfyui_api.device_bytes(self.load_device))
-        return most_held(self._settings.mode, given, self._carom.total)
+    def _limit(self, patches: int = 0) -> float:
+        """Return the bytes that weights may take. ``patches``: bytes of the user's limit that patches take."""
+        return most_held(self._settings.mode, max(0, self._given_limit() - patches), self._carom.total)
+
+    def _given_limit(self) -> float:
+        return parse_limit(self._settings.vram, comfyui_api.device_bytes(self.load_device))
 
     def model_size(self, *args: Any, **kwargs: Any) -> int:
         """Return the bytes on the device, so that ComfyUI frees none for a load: `current_loaded_device` did that.
@@ -77,7 +80,8 @@ class CaromPatcher:
         loaded models, and before it frees memory for them. So the memory for the weights and for passes is taken here.
         """
         carom = self._carom
-        wanted = int(min(carom.total, self._limit())) - self.loaded_size()
+        patches = carom.patches.wanted
+        wanted = int(min(carom.total, self._limit(patches))) + patches - self.loaded_size()
         # ComfyUI frees up to twice the bytes that it then keeps: those of passes with a batch of two.
         make_room(self.load_device, wanted + 2 * max(carom.for_passes, comfyui_api.least_for_passes()))
         return super().current_loaded_device(*args, **kwargs)  # type: ignore[misc]
@@ -124,7 +128,7 @@ class CaromPatcher:
         if self.model.current_weight_patches_uuid is None:
             forget_casts(self.model)
         try:
-            with watching(), carom.loading_whole():
+            with watching(self), carom.loading_whole():
                 return super().load(  # type: ignore[misc]
                     device_to, *args, lowvram_model_memory=lowvram_model_memory, force_patch_weights=force_patch_weights,
                     full_load=full_load, **kwargs,
@@ -150,7 +154,7 @@ class CaromPatcher:
             if carom.suspended and carom.from_disk:
                 self._take(offered)  # a weight on disk can be read only while its session is not suspended
             # Keyword arguments, as in ComfyUI's own call: overrides of other node packs rely on them (GGUF).
-            with watching():
+            with watching(self):
                 super().load(  # type: ignore[misc]
                     device_to,
                     lowvram_model_memory=NOTHING,
@@ -158,13 +162,13 @@ class CaromPatcher:
                     full_load=False,
                 )
                 self._patch_rest(device_to)
-            watch_patches(model)
-            carom.needs = memory_needed(self)
+            carom.patches.attach(model, self.load_device)
+            carom.needs = memory_needed(self) + carom.patches.wanted
             self._take(offered)
         except BaseException:
             carom.close()
             raise
-        comfyui_api.say(carom.line(carom.held), self._settings.node)
+        comfyui_api.say(carom.line(carom.loaded), self._settings.node)
 
     def _patch_rest(self, device_to: Any) -> None:
         """Merge the patches of weights that ComfyUI cannot cast on the fly, as ComfyUI's full load does."""
@@ -182,10 +186,10 @@ class CaromPatcher:
     def _take(self, offered: float) -> None:
         carom = self._carom
         carom.for_passes = max(
-            0, int(comfyui_api.free_bytes(self.load_device) + carom.held - min(offered, 1 << 60))
+            0, int(comfyui_api.free_bytes(self.load_device) + carom.loaded - min(offered, 1 << 60))
         )
         offer = carom.for_weights(offered)
-        bound = carom.bound(offer, self.load_device, self._limit())
+        bound = carom.bound(offer, self.load_device, self._limit(carom.patches.wanted))
         try:
             self._settle(bound)
         except OutOfMemory:
@@ -193,11 +197,10 @@ class CaromPatcher:
                 raise
             carom.forget_room()
             self._settle(rounded(offer))
-        self.model.model_loaded_weight_memory = carom.held
-        carom.expected = (self.model.current_weight_patches_uuid, carom.held)
+        carom.count_loaded()
 
     def _settle(self, bound: int) -> None:
-        """Open, resume or resize the session for a budget of ``bound`` bytes.
+        """Open, resume or resize the session for a budget of ``bound`` bytes, and prepare the patches beside it.
 
         A running session keeps its budget where `next_budget` finds no reason for a new layout.
         """
@@ -219,7 +222,8 @@ class CaromPatcher:
             carom.open(self.load_device, bound, settings, compiled)
         else:
             own_tensors(self.model)
-            budget = next_budget(carom.budget, carom.held, carom.streamed, bound, self._limit())
+            limit = self._limit(carom.patches.wanted)
+            budget = next_budget(carom.budget, carom.held, carom.streamed, bound, limit)
             if budget is None and carom.limit_changed and bound != carom.budget:
                 budget = (
                     bound  # differences are tolerated in what ComfyUI offers, not in what the user asks for
@@ -231,7 +235,8 @@ class CaromPatcher:
         carom.limit_changed = False
         if self._compiled():
             carom.changes.lengthen()
-        carom.follow_room(self._limit())
+        carom.prepare_patches(bound, self._given_limit())
+        carom.follow_room(self._limit(carom.patches.nbytes))
         carom.rank(self._settings.priority)
 
     def _compiled(self) -> bool:
@@ -301,16 +306,17 @@ class CaromPatcher:
             return super().partially_unload(device_to, memory_to_free, *args, **kwargs)  # type: ignore[misc]
         carom.follow()
         carom.asked_back(int(memory_to_free))
-        freed = carom.held
+        freed = carom.loaded
         with self.use_ejected():  # type: ignore[attr-defined]
             if gives_whole(memory_to_free, carom.streamed) and not self.backup and not carom.changes.dressed:
                 carom.suspend(attached=True)
             else:
                 freed = carom.resize(max(0, int(carom.held - memory_to_free)))
-                carom.follow_room(self._limit())
-            self.model.model_loaded_weight_memory = carom.held
-            carom.expected = (self.model.current_weight_patches_uuid, carom.held)
-        comfyui_api.say(carom.line(carom.held), self._settings.node)
+                if freed < memory_to_free:
+                    freed += carom.patches.release()
+                carom.follow_room(self._limit(carom.patches.nbytes))
+            carom.count_loaded()
+        comfyui_api.say(carom.line(carom.loaded), self._settings.node)
         return freed
 
     def unpatch_model(
@@ -378,7 +384,7 @@ class CaromPatcher:
         carom = self._carom
         if carom.streams:
             carom.remember_room()
-            comfyui_api.say(carom.line(carom.held, carom.stall_share()), self._settings.node)
+            comfyui_api.say(carom.line(carom.loaded, carom.stall_share()), self._settings.node)
         return super().cleanup(*args, **kwargs)  # type: ignore[misc]
 
 

@@ -28,6 +28,7 @@ from .model_changes import ModelChanges
 from .module_roots import Scope, part_name, prepare, root_of
 from .node_settings import Settings, describe, parse_limit
 from .opening import open_session
+from .prepared_patches import PreparedPatches
 from .shared_ram import all_models, open_models, suspended_models, take_share
 from .spilled_weights import spill_weights, weights_in_memory
 
@@ -48,7 +49,8 @@ class Streaming(TakesRoom):
     the budget was set; ``expected``: ComfyUI's id of the
     model's patches and its count of loaded bytes, as last seen; ``from_disk``: whether the weights stream from disk;
     ``files``: paths of the files from which the model was loaded; ``loads_whole``: whether ComfyUI is loading the weights itself;
-    ``ram``: bytes of RAM that the weights may take, 0 without a session; ``changes``: what Carom changed in the model.
+    ``ram``: bytes of RAM that the weights may take, 0 without a session; ``changes``: what Carom changed in the model;
+    ``patches``: copies on the device for the model's patches.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -79,6 +81,7 @@ class Streaming(TakesRoom):
         self._ends: weakref.finalize | None = None
         self._last: Report | None = None
         self.changes = ModelChanges()
+        self.patches = PreparedPatches()
         self._node = ""  # id of the node that shows progress text
         self._told = 0.0
 
@@ -245,6 +248,7 @@ class Streaming(TakesRoom):
         """
         assert self.session is not None
         began = time.monotonic()
+        self.patches.release()
         with comfyui_api.laying_out():
             self.session.park(keep=True)
         self.suspended, self.active = True, attached
@@ -315,6 +319,7 @@ class Streaming(TakesRoom):
     def close(self) -> None:
         """Close the session and restore the model as it was before, on the host. Idempotent."""
         self.succeed()
+        self.patches.release()
         if self.suspended and self.packs and self.session is not None and self.session.device.type != "cpu":
             with (
                 contextlib.suppress(Exception),
@@ -381,7 +386,8 @@ class Streaming(TakesRoom):
     def line(self, loaded: int, stall: float | None = None) -> str:
         """Return a line of text for the node. ``loaded``: bytes that ComfyUI loaded; ``stall``: as in `describe`."""
         if self.streams:
-            return describe("stream", self.held, self.streamed, self.budget, stall, self.weights)
+            budget = None if self.budget is None else self.budget + self.patches.nbytes
+            return describe("stream", self.loaded, self.streamed, budget, stall, self.weights)
         return describe(self.note or "whole", loaded, 0, None)
 
     def tell(self) -> None:
@@ -389,7 +395,7 @@ class Streaming(TakesRoom):
         now = time.monotonic()
         if self.session is not None and self.streams and now - self._told >= TELL_EVERY_S:
             self._told = now
-            comfyui_api.show(self.line(self.held, self.session.stall_share()), self._node)
+            comfyui_api.show(self.line(self.loaded, self.session.stall_share()), self._node)
 
     def stall_share(self) -> float | None:
         """Return the share of the last steps' time that was spent waiting for weights, None before any measurement.
@@ -426,6 +432,8 @@ def _dropped(reference: weakref.ref[Streaming], pins: list[int]) -> None:
     try:
         comfyui_api.count_pinned(-pins[0])
         pins[0] = 0
+        if streaming is not None:
+            streaming.patches.release()
         if streaming is not None and session is not None:
             streaming.session, streaming.active, streaming.suspended = None, False, False
             streaming.ram, streaming._views = 0, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from carom.nodes.node_settings import Beyond, Settings, beyond_now, remember
 from carom.nodes.patch_memory import memory_needed
 from carom.nodes.patcher import wear
 from carom.nodes.streaming import streaming_of
-from carom.nodes.watched_patches import WatchedPatch
+from carom.nodes.watched_patches import watching
 from tests_comfy_stand_in import installed
 from torch import nn
 from torch.overrides import wrap_torch_function
@@ -26,6 +25,8 @@ WIDTH, BLOCKS = 64, 12
 WEIGHT = WIDTH * WIDTH * 4
 LAYER = WEIGHT + WIDTH * 4
 RANK = 2
+FACTORS = 2 * RANK * WIDTH * 4  # bytes of one adapter
+PREPARED = BLOCKS * 2 * 512  # bytes of all adapters on the device, in the allocator's grains
 
 
 cards: list[Card] = []  # of the running test
@@ -151,8 +152,7 @@ def test_an_out_of_memory_that_an_adapter_catches_leads_to_a_pass_with_less():
 
 
 def memory_of(card: Card) -> int:
-    nbytes = 2 * RANK * WIDTH * 4
-    return WEIGHT + 2 * WEIGHT + nbytes
+    return WEIGHT + 2 * WEIGHT + FACTORS + PREPARED
 
 
 def test_an_out_of_memory_that_less_does_not_help_is_raised():
@@ -246,7 +246,21 @@ def test_room_that_passes_without_a_lora_left_is_not_for_passes_with_one():
     assert True not in told
 
 
-def test_a_watched_patch_has_the_attributes_of_the_function():
-    function = SimpleNamespace(key="a.weight", move_to=lambda device: 5)
-    watched = WatchedPatch(function)  # type: ignore[arg-type]
-    assert watched.key == "a.weight" and watched.move_to(device=CPU) == 5 and not hasattr(watched, "prepare")
+def test_an_out_of_memory_is_raised_only_where_a_watched_object_caught_it():
+    class Merge:
+        def __init__(self, error: type) -> None:
+            self.error = error
+
+        def run(self) -> str:
+            try:
+                raise self.error("as if")
+            except Exception as error:
+                logging.error("ERROR lora %s", error)
+            return "caught"
+
+    short, other = Merge(OutOfMemory), Merge(ValueError)
+    with watching(short), watching(other):
+        with pytest.raises(OutOfMemory):
+            short.run()
+        assert other.run() == Merge(OutOfMemory).run() == "caught"
+    assert short.run() == "caught"

@@ -137,6 +137,27 @@ def test_lora_before_and_after_and_stacked(server):
     assert hash_of(server, ours("flux")) == plain
 
 
+@pytest.mark.parametrize("kind", ["rank16", "dora", "lokr", "loha", "oft", "boft", "glora"])
+def test_every_kind_of_adapter_gives_the_stock_loaders_latents(server, kind):
+    chains = ([(kind, 0.8)], [(kind, 0.4)], [(kind, 0.4), ("flux", 0.5)], [("flux", 0.5)])
+    seen = {hash_of(server, stock("flux"))}
+
+    def with_loras(graph: Graph, chain: list) -> Graph:
+        for name, strength in chain:
+            lora(graph, name, strength)
+        return graph
+
+    for chain in chains:
+        reference = hash_of(server, with_loras(stock("flux"), chain).then("CaromTestLowVram"))
+        assert reference not in seen
+        seen.add(reference)
+        told = told_by(server, with_loras(ours("flux"), chain))
+        assert told["hash"] == [reference] and told["held"][0] <= 8 << 20
+    assert hash_of(server, ours("flux")) == hash_of(server, stock("flux"))
+    whole = with_loras(ours("flux", mode="auto", vram="auto"), chains[0])
+    assert hash_of(server, whole) == hash_of(server, with_loras(stock("flux"), chains[0]))
+
+
 def test_a_lora_is_whole_although_memory_runs_out_for_it(server):
     """ComfyUI's adapters catch the OutOfMemory of one weight, and leave its LoRA out. The pass runs again with less."""
     plain = hash_of(server, ours("flux", vram="12MiB"))
@@ -158,7 +179,8 @@ def test_a_lora_is_whole_although_memory_runs_out_for_it(server):
 
 
 def test_keyframed_lora_hooks(server):
-    def hooked(graph: Graph) -> Graph:
+    def hooked(graph: Graph, beside: str = "") -> Graph:
+        graph = lora(graph, beside) if beside else graph
         graph.steps = 4
         graph.nodes["hook"] = node(
             "CreateHookLoraModelOnly", lora_name="flux.safetensors", strength_model=1.0
@@ -178,6 +200,9 @@ def test_keyframed_lora_hooks(server):
     reference = hash_of(server, hooked(stock("flux", steps=4)))
     assert reference != hash_of(server, stock("flux", steps=4))
     assert hash_of(server, hooked(ours("flux", steps=4))) == reference
+    beside = hash_of(server, hooked(stock("flux", steps=4), "rank16").then("CaromTestLowVram"))
+    assert beside != reference
+    assert hash_of(server, hooked(ours("flux", steps=4), "rank16")) == beside
     assert hash_of(server, ours("flux", steps=4)) == hash_of(server, stock("flux", steps=4))
 
 

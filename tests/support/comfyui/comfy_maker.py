@@ -36,6 +36,8 @@ def main(comfyui: str, folder: str) -> None:
     gguf(flux_weights, models / "diffusion_models" / "flux_f16.gguf", "F16")
     save(lora(flux_weights, 3), models / "loras" / "flux.safetensors")
     save(lora(flux_weights, 4), models / "loras" / "other.safetensors")
+    for kind in ("rank16", "dora", "lokr", "loha", "oft", "boft", "glora"):
+        save(adapters(kind, flux_weights, 20), models / "loras" / f"{kind}.safetensors")
     every = lora(flux_weights, 18, ("",)) | differences(flux_weights, 19)
     save(every, models / "loras" / "every_weight.safetensors")
     save(weights(wan(), 5), models / "diffusion_models" / "wan.safetensors")
@@ -253,6 +255,44 @@ def lora(
             found[f"{base}.lora_up.weight"] = (
                 torch.randn(tensor.shape[0], LORA_RANK, generator=generator) * 0.1
             )
+    return found
+
+
+def adapters(kind: str, flux_weights: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Return adapters of a ``kind`` that ComfyUI knows, for some weights of the Flux-shaped model."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def made(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator) * 0.1
+
+    found = {}
+    for name, tensor in flux_weights.items():
+        if tensor.dim() != 2 or not name.endswith(("qkv.weight", "linear1.weight")):
+            continue
+        rows, columns = tensor.shape
+        alpha, small = torch.tensor(8.0), torch.tensor(0.01)
+        up, down = made(rows, 16), made(16, columns)
+        parts = {
+            "rank16": {"lora_up.weight": up, "lora_down.weight": down, "alpha": alpha},
+            "dora": {"lora_up.weight": up, "lora_down.weight": down, "dora_scale": made(rows, 1) + 1},
+            "lokr": {
+                "lokr_w1": made(8, 8), "lokr_w2_a": made(rows // 8, 4), "lokr_w2_b": made(4, columns // 8), "alpha": alpha,
+            },
+            "loha": {
+                "hada_w1_a": up, "hada_w1_b": down, "hada_w2_a": made(rows, 16), "hada_w2_b": made(16, columns),
+                "alpha": alpha,
+            },
+            "oft": {"oft_blocks": made(rows // 8, 8, 8), "alpha": small},
+            "boft": {"oft_blocks": made(2, rows // 8, 8, 8), "alpha": small},
+            "glora": {
+                "a1.weight": made(16, columns), "a2.weight": made(columns, 16), "b1.weight": made(16, columns),
+                "b2.weight": made(rows, 16), "alpha": alpha,
+            },
+        }[kind]  # fmt: skip
+        base = "diffusion_model." + name.removesuffix(".weight")
+        found |= {f"{base}.{part}": value for part, value in parts.items()}
     return found
 
 
