@@ -21,6 +21,7 @@ from ..core.streaming.pass_retry import OutOfMemory
 from . import comfyui_api
 from .device_room import make_room
 from .inference_tensors import own_memory, own_tensors
+from .meant_dtypes import settle_dtypes
 from .module_roots import move_rest
 from .node_settings import Settings, gives_whole, most_held, next_budget, parse_limit, rounded
 from .patch_memory import memory_needed
@@ -112,6 +113,11 @@ class CaromPatcher:
         offered = math.inf if full_load or lowvram_model_memory == 0 else lowvram_model_memory
         bound = min(offered, self._limit())
         carom = self._carom
+        if bound >= carom.total and self.patches:
+            # ComfyUI merges patches and rounds the sums to the weights' dtype: not to that of a float8 file.
+            self._leave()
+            settle_dtypes(self.model, self._settings.ram)
+            carom.measure_model()
         if bound >= carom.total:
             self._leave()
             carom.note = ""

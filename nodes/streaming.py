@@ -352,10 +352,14 @@ class Streaming(TakesRoom):
     def total(self) -> int:
         """The size of the model in bytes."""
         if not self._total:
-            model = self.model
-            assert model is not None
-            self._total = comfyui_api.module_bytes(model)
+            self.measure_model()
         return self._total
+
+    def measure_model(self) -> None:
+        """Determine `total` anew, because weights were converted."""
+        model = self.model
+        assert model is not None
+        self._total = comfyui_api.module_bytes(model)
 
     def in_memory(self) -> int:
         """Return the bytes of RAM that the weights take. Views of mapped files take none while there is no session."""

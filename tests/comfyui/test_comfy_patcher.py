@@ -1066,6 +1066,91 @@ def test_weights_get_the_dtype_that_comfyui_means_them_to_have():
     assert model[2].weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_weights_that_are_cast_at_each_use_stay_float8_with_the_same_bits(comfy, dtype):
+    from carom.nodes.meant_dtypes import settle_dtypes
+
+    def encoder(casts: bool) -> Any:
+        model = TextEncoder(comfy.Linear).requires_grad_(False)
+        for part in filled(model).modules():
+            if isinstance(part, nn.Linear):
+                part.weight = nn.Parameter(part.weight.to(dtype), requires_grad=False)
+                part.weight_comfy_model_dtype = torch.float16
+        settle_dtypes(model, None, casts)
+        return model
+
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr("carom.nodes.meant_dtypes.SMALL", 0)
+    narrow, wide = encoder(True), encoder(False)
+    monkey.undo()
+    assert narrow.transformer.blocks[0].up.weight.dtype == dtype
+    assert wide.transformer.blocks[0].up.weight.dtype == torch.float16
+    results, held = [], []
+    for model in (narrow, wide):
+        patcher = comfy.ModelPatcher(model, load_device=CPU, offload_device=CPU)
+        patcher.force_cast_weights = True
+        ours = wear(patcher, Settings(mode="stream", vram=LIMIT))
+        with torch.inference_mode():
+            ours.partially_load(CPU, UNLIMITED)
+            results.append(model.encode_token_weights(torch.ones(2, WIDTH))[0].clone())
+        held.append(streaming_of(model).session.report().weight_bytes)
+    assert torch.equal(*results) and held[1] - held[0] == 2 * BLOCKS * WIDTH * WIDTH, "a byte a weight less"
+
+
+def test_a_lora_is_merged_into_weights_of_the_dtype_that_comfyui_means_them_to_have(comfy, monkeypatch):
+    monkeypatch.setattr("carom.nodes.meant_dtypes.SMALL", 0)
+    model = filled(Model(comfy.Linear)).requires_grad_(False)
+    layer = model.diffusion_model.blocks[0].up
+    layer.weight = nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    layer.weight_comfy_model_dtype = torch.float32
+    patcher = comfy.ModelPatcher(model, load_device=CPU, offload_device=CPU)
+    patcher.force_cast_weights = True
+    ours = wear(patcher, Settings(mode="auto"))
+    ours.add_patches(difference(keys=("0.up",)), 1.0)
+    expected = layer.weight.float() + difference(keys=("0.up",))["diffusion_model.blocks.0.up.weight"][1][0]
+    with torch.inference_mode():
+        ours.partially_load(CPU, UNLIMITED)
+    assert layer.weight.dtype == torch.float32 and torch.equal(layer.weight, expected)
+
+
+@stand_in_only
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_an_encoder_that_comfyui_unloads_and_loads_again_is_neither_read_nor_packed_again(
+    comfy, monkeypatch, codec
+):
+    from carom.core.codec import lossless_torch
+    from carom.core.placement import packer
+
+    model = TextEncoder(comfy.Linear)
+    model.transformer = nn.Sequential(*(comfy.Linear(256, 256) for _ in range(12)))
+    filled(model).half()  # layers of 128 KiB: smaller ones are not packed
+    patcher = wear(comfy.ModelPatcher(model, CPU, CPU), Settings("stream", "1MiB", codec=codec))
+    tokens = torch.ones(2, 256).half()
+
+    def encode() -> torch.Tensor:
+        with torch.inference_mode():
+            patcher.partially_load(CPU, UNLIMITED)
+            return model.encode_token_weights(tokens)[0].clone()
+
+    expected = encode()
+    patcher.detach()
+    encode()
+    decoded: list[int] = []
+    decode = lossless_torch.decode_torch
+    for module in list(sys.modules.values()):
+        if getattr(module, "decode_torch", None) is decode:
+            monkeypatch.setattr(
+                module, "decode_torch", lambda *a, **k: (decoded.append(1), decode(*a, **k))[1]
+            )
+    packed: list[int] = []
+    pack = packer.pack
+    monkeypatch.setattr(packer, "pack", lambda *a, **k: (packed.append(1), pack(*a, **k))[1])
+    patcher.detach()
+    assert not decoded, "unloading reads no packed weight"
+    assert torch.equal(encode(), expected) and not packed
+    assert (codec == "lossless") == bool(streaming_of(model).session.report().packed_units)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux lists mappings")
 def test_weights_of_a_read_only_mapping_get_memory_of_their_own_once(tmp_path):
     from carom.nodes.inference_tensors import MAPPED, own_memory
