@@ -27,8 +27,9 @@ class TakesRoom:
     ``offer``: bytes that ComfyUI last offered for weights; ``kept``: bytes that ComfyUI kept then for everything else;
     ``for_passes``: bytes that it kept beside an offer that may have exceeded the model's size;
     ``beyond``: the remembered additional bytes, one entry for each amount that ComfyUI kept, the smallest amount first;
-    ``needs``: bytes that casts and patches need in passes (see `memory_needed`); ``lacked``: bytes that were missing
-    beside these when a pass with patches ran out of memory.
+    ``needs``: bytes that casts and patches need in passes (see `memory_needed`), prepared patches included; ``short``:
+    bytes of these for which ComfyUI's offer did not suffice; ``lacked``: bytes that were missing beside ``needs`` when
+    a pass with patches ran out of memory.
     """
 
     session: Session | None
@@ -38,7 +39,7 @@ class TakesRoom:
     streamed: int
     expected: tuple
     patches: PreparedPatches
-    offer = kept = for_passes = needs = lacked = 0
+    offer = kept = for_passes = needs = short = lacked = 0
     beyond: tuple[Beyond, ...] = ()
     _met = 0  # the value of `needs` for which the present budget was set
 
@@ -79,7 +80,7 @@ class TakesRoom:
         Weights may hold more than ``bound``: they may need more, and a budget stays where ComfyUI's offer changes by
         little. Patches that are on the device stay there in the second case.
         """
-        room = max(self.patches.nbytes, bound + self.patches.wanted - self.held)
+        room = max(self.patches.nbytes, bound + self.patches.wanted - self.short - self.held)
         self.patches.prepare(min(room, limit - self.held))
 
     @property
@@ -90,7 +91,9 @@ class TakesRoom:
     def for_weights(self, offered: float) -> int:
         """Return the part of the ``offered`` bytes that weights may take: what casts and patches need comes off."""
         needs = self.needs + (self.lacked if self.needs else 0)
-        return max(0, int(min(offered, self.total + needs)) - needs)
+        offer = int(min(offered, self.total + needs)) - needs
+        self.short = max(0, -offer)
+        return max(0, offer)
 
     def bound(self, offer: int, device: torch.device, limit: float) -> int:
         """Return the budget in bytes for an ``offer`` of ComfyUI, at most ``limit``.
@@ -108,11 +111,12 @@ class TakesRoom:
         """Let the session raise its budget up to ``limit`` by memory that passes leave free.
 
         Called after every change of the budget. If a pass with casts or patches runs out of memory with ComfyUI's own
-        offer, it runs again with less: the memory that they need is an estimate.
+        offer, it runs again with less: the memory that they need beside prepared patches is an estimate.
         """
         assert self.session is not None and self.budget is not None
         base = min(rounded(self.offer), self.budget)
-        least = max(0, base - max(self.needs, base // FALL)) if self.needs else None
+        estimate = self.needs - self.patches.nbytes
+        least = max(0, base - max(estimate, base // FALL)) if self.needs else None
         if self.needs_more:
             self.session.expect_anew(more=True)
         self._met = self.needs

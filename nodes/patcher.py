@@ -81,7 +81,7 @@ class CaromPatcher:
         loaded models, and before it frees memory for them. So the memory for the weights and for passes is taken here.
         """
         carom = self._carom
-        patches = carom.patches.wanted
+        patches = 0 if carom.session is None else carom.patches.wanted
         wanted = int(min(carom.total, self._limit(patches))) + patches - self.loaded_size()
         # ComfyUI frees up to twice the bytes that it then keeps: those of passes with a batch of two.
         make_room(self.load_device, wanted + 2 * max(carom.for_passes, comfyui_api.least_for_passes()))

@@ -32,12 +32,13 @@ _OWN = "_carom_own_patches"  # attribute of a function with prepared patches: th
 class PreparedPatches:
     """The copies on the device for the patches of one model.
 
-    ``wanted``: bytes of the copies that `prepare` makes if there is room for them; ``nbytes``: bytes of the copies that
-    are on the device.
+    ``wanted``: bytes of the copies that `prepare` makes if there is room for all; ``nbytes``: bytes of the copies that
+    are on the device; ``room``: the bytes that they were last allowed to take.
     """
 
     def __init__(self) -> None:
         self.wanted = self.nbytes = 0
+        self.room: float = 0
         self._device = torch.device("cpu")
         # ComfyUI owns the functions, which refer to the tensors of the patcher's patches.
         self._functions: list[weakref.ref] = []
@@ -67,6 +68,7 @@ class PreparedPatches:
 
         For weights whose patches have no room, ComfyUI copies them in each step.
         """
+        self.room = room
         with comfyui_api.laying_out():
             for reference in self._functions:
                 function = reference()
@@ -84,7 +86,6 @@ class PreparedPatches:
                 self.nbytes += nbytes
                 own = function.__dict__[_OWN] = function.patches
                 function.patches = {function.key: [self._entry(entry) for entry in own[function.key]]}
-        self.wanted = self.nbytes
 
     def release(self) -> int:
         """Drop all copies and return their bytes. The functions get ComfyUI's patches again."""

@@ -287,7 +287,7 @@ class Streaming(TakesRoom):
         suspended_models.pop(self, None)
         self.suspended, self.active = False, True
         self._measure()
-        self.patches.prepare(self.patches.wanted)  # they were beside the weights when the device was released
+        self.patches.prepare(self.patches.room)
 
     def rank(self, priority: str) -> None:
         """Rank the session among others that share memory with it. "normal" leaves an earlier rank unchanged."""

@@ -191,20 +191,29 @@ def test_patches_take_their_bytes_off_the_offer_and_off_the_users_limit(vram):
     assert carom.held == held and carom.patches.nbytes == BLOCKS * FACTORS
 
 
-def test_patches_without_room_beside_the_least_budget_stay_on_the_host():
-    patches = lora(1)
+@pytest.mark.parametrize("bound", ["limit", "offer"])
+def test_patches_without_room_beside_the_least_budget_stay_on_the_host(bound):
+    chain = [(lora(seed), 0.5) for seed in range(3)]  # together more than the offer
     patcher = make()
     load(patcher, [], 1)
     carom = streaming_of(patcher.model)
     least = carom.held
     patcher.detach()
     carom.close()
-    limited = make(vram=str(least + 3 * FACTORS))
-    patched = load(limited, [(patches, 1.0)])
+    room = least + 9 * FACTORS
+    if bound == "limit":
+        patched = load(make(vram=str(room)), chain)
+    else:  # what ComfyUI offers includes what it takes to patch a weight
+        room += 3 * WIDTH * WIDTH * 4 + FACTORS
+        patched = load(make(), chain, room)
     carom = streaming_of(patched.model)
-    assert carom.held == least and carom.patches.nbytes == 3 * FACTORS
-    assert patched.loaded_size() <= least + 3 * FACTORS
-    assert torch.equal(step(patched), stock([(patches, 1.0)]))
+    assert least < carom.patches.wanted == 3 * BLOCKS * FACTORS
+    for _ in range(2):
+        assert carom.held == least and carom.patches.nbytes == 9 * FACTORS
+        assert torch.equal(step(patched), stock(chain))
+        patched.partially_load(CPU, room - patched.loaded_size())  # the next prompt
+    patched.partially_load(CPU, 14 * LAYER - patched.loaded_size())
+    assert (carom.patches.nbytes == 3 * BLOCKS * FACTORS) is (bound == "offer")
 
 
 def test_patches_for_which_the_device_has_no_memory_stay_on_the_host(monkeypatch):

@@ -210,6 +210,12 @@ def test_attention_patches_and_compile_nodes(server):
     patched = hash_of(server, stock("flux").then("CaromTestAttention"))
     assert hash_of(server, ours("flux").then("CaromTestAttention")) == patched
     assert hash_of(server, ours("flux").then("CaromTestCompile")) == hash_of(server, stock("flux"))
+    compiled = hash_of(
+        server, lora(stock("flux"), "rank16").then("CaromTestLowVram").then("CaromTestCompile")
+    )
+    assert hash_of(server, lora(ours("flux"), "rank16").then("CaromTestCompile")) == compiled
+    other = hash_of(server, lora(stock("flux"), "rank16", 0.3).then("CaromTestLowVram"))
+    assert hash_of(server, lora(ours("flux"), "rank16", 0.3).then("CaromTestCompile")) == other != compiled
 
 
 def test_adapters_with_weights_of_their_own_beside_the_streamed_ones(server):
