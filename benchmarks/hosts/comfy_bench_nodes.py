@@ -101,17 +101,4 @@ class Sample:
         return {"ui": {"told": [told]}}
 
 
-class Text:
-    """A node that takes a text encoder's output, so that ComfyUI computes the output."""
-
-    RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "take", "carom-bench", True
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"conditioning": ("CONDITIONING",)}}
-
-    def take(self, conditioning):
-        return {"ui": {"finite": [bool(torch.isfinite(conditioning[0][0].float()).all())]}}
-
-
-NODE_CLASS_MAPPINGS = {"CaromBenchSample": Sample, "CaromBenchText": Text}
+NODE_CLASS_MAPPINGS = {"CaromBenchSample": Sample}

@@ -10,8 +10,8 @@ headless server that starts as on a user's machine (stock: DynamicVRAM if ComfyU
 A server gets two prompts. The first prompt loads the file, which is not in the page cache then. The second, with
 another seed, is timed by device events between sampler steps; its samples are `samples_s`. `--settle` adds prompts of
 20 steps in which Carom lays the weights out by measured times, and times one more prompt, apart from the second one
-(`samples_settled_s`). A last, short prompt is profiled: it gives the kernel time of an iteration. `--alternate` adds
-two models that take turns, stock and Carom again in turns of servers.
+(`samples_settled_s`). A last, short prompt is profiled: it gives the kernel time of an iteration. Whole
+prompts, and models that take turns, are measured by `prompts.py`.
 
 Device memory is the decrease of free memory of the whole card. Host memory is the increase of the server's anonymous
 memory (RssAnon) since before the first prompt, sampled. `--ram-limit` starts each server in a control group of that much
@@ -69,13 +69,11 @@ class Config:
     """A configuration of the benchmark.
 
     ``limit``: free bytes of the card, None for all; ``loader``: "stock", or a codec of Carom's loader, followed by
-    "@" and the value of its vram widget if that is not auto; ``alternating``: whether two models take turns. "stock"
-    may be followed by "+" and the name of a server option ("stock+fast-disk").
+    "@" and the value of its vram widget if that is not auto. "stock" may be followed by "+" and the name of a server option ("stock+fast-disk").
     """
 
     limit: int | None
     loader: str
-    alternating: bool = False
 
     @property
     def codec(self) -> str:
@@ -108,10 +106,6 @@ def main(argv: list[str] | None = None) -> int:
     ]  # fmt: skip
     loaders = [word for word in arguments.loaders.split(",") if word]
     comparisons = [[Config(limit, loader) for loader in loaders] for limit in limits]
-    if arguments.alternate:
-        limit, _, words = arguments.alternate.partition("=")
-        free = None if arguments.cpu or limit == "none" else parse(limit, setting="alternate")
-        comparisons.append([Config(free, loader, True) for loader in (words or "stock,auto").split(",")])
     rounds = lib["rounds"]
     time_limit = rounds.TimeLimit(arguments.limit_s)
     peers = {"ComfyUI": lib["process"].checkout_commit(Path(comfyui))}
@@ -125,8 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         size = record["file_bytes"] / GIB
         print(f"checkpoint of {size:.2f} GiB ready after {time_limit.elapsed_s():.0f} s", flush=True)
         for config in rounds.interleaved(comparisons, arguments.rounds):
-            kind = f"{config.codec}{' in turns' * config.alternating}"
-            if not time_limit.fits(kind):
+            if not time_limit.fits(config.codec):
                 run: dict[str, Any] = {
                     "status": "skipped",
                     "reason": f"no time left of {arguments.limit_s:g} s",
@@ -134,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 began = time.monotonic()
                 run = bench.run(config)
-                time_limit.took(kind, time.monotonic() - began)
+                time_limit.took(config.codec, time.monotonic() - began)
             record["runs"].append({**asdict(config), **run})
             record["pooled"] = rounds.pooled(table.samples(record))
             print(table.line(record["runs"][-1]), flush=True)
@@ -166,12 +159,6 @@ def _parser() -> argparse.ArgumentParser:
         "--settle", type=int, default=0,
         help="steps of Carom's prompts between the second and a last timed one, in which a layout found by their times is taken",
     )  # fmt: skip
-    parser.add_argument(
-        "--alternate",
-        default="",
-        help="LIMIT=LOADERS: two models and a text encoder taking turns, as in 6GiB=stock,auto",
-    )
-    parser.add_argument("--turns", type=int, default=2, help="of each model, once both were loaded")
     parser.add_argument("--double", type=int, help="double blocks (8)")
     parser.add_argument("--single", type=int, help="single blocks (16)")
     parser.add_argument(
@@ -203,7 +190,7 @@ def load_checkout() -> dict[str, Any]:
         sys.modules["carom"] = module
         spec.loader.exec_module(module)
     names = (
-        "core.common.sizes", "benchmarks.engines.record", "benchmarks.hosts.comfy_host", "benchmarks.hosts.comfy_alternation", "benchmarks.hosts.comfy_control_group", "benchmarks.hosts.comfy_table",
+        "core.common.sizes", "benchmarks.engines.record", "benchmarks.hosts.comfy_host", "benchmarks.hosts.comfy_control_group", "benchmarks.hosts.comfy_table",
         "benchmarks.hosts.card", "benchmarks.hosts.process", "benchmarks.hosts.rounds",
     )  # fmt: skip
     return {name.rpartition(".")[2]: importlib.import_module(f"carom.{name}") for name in names}
@@ -224,7 +211,6 @@ class Bench:
         self.lib, self.comfyui, self.folder, self.shape = lib, comfyui, folder, shape
         self.arguments, self.time_limit = arguments, time_limit
         self.file = folder / "models" / "diffusion_models" / "bench.safetensors"
-        self.text_encoder = folder / "models" / "text_encoders" / "bench_clip.safetensors"
         self.python = lib["comfy_host"].PYTHON
 
     def prepare(self) -> None:
@@ -243,9 +229,8 @@ class Bench:
             "<!doctype html><title>no page</title>", encoding="utf-8"
         )
         script = str(HERE / "comfy_checkpoint.py")
-        clip = [str(self.text_encoder)] if self.arguments.alternate else []
         made = subprocess.run(
-            [self.python, script, self.comfyui, str(self.file), json.dumps(asdict(self.shape)), *clip],
+            [self.python, script, self.comfyui, str(self.file), json.dumps(asdict(self.shape))],
             capture_output=True, text=True, timeout=self.time_limit.left_s(),
         )  # fmt: skip
         if made.returncode:
@@ -257,8 +242,7 @@ class Bench:
         card: Any = contextlib.nullcontext()
         if not self.arguments.cpu:
             card = self.lib["card"].Card(config.limit)
-        turns = "-turns" if config.alternating else ""
-        log = self.folder / f"server-{config.limit}-{config.loader}{turns}.log"
+        log = self.folder / f"server-{config.limit}-{config.loader}.log"
         try:
             with card as held, contextlib.ExitStack() as stack:
                 group = None
@@ -294,11 +278,6 @@ class Bench:
         if config.codec != "stock" and config.codec not in codecs:
             return {"status": "skipped", "reason": f"the node offers no codec {config.codec!r}"}
         evict = self.lib["process"].evict
-        if config.alternating:
-            evict(self.file)
-            alternation = self.lib["comfy_alternation"]
-            found = alternation.run(server, self, config, self.arguments.turns, self.arguments.steps, evict)
-            return result | found | ({} if card is None else {"card": card.figures()})
         steps = self.arguments.steps
         prompts = [("first", 1, steps), ("second", 2, steps)]
         if self.arguments.settle and config.codec != "stock" and config.limit is not None:
@@ -351,19 +330,12 @@ class Bench:
         return self.lib["process"].io_of(pid)
 
     def prompt(
-        self,
-        config: Config,
-        seed: int,
-        steps: int,
-        name: str = "",
-        *,
-        profile: bool = False,
-        trace: str = "",
+        self, config: Config, seed: int, steps: int, *, profile: bool = False, trace: str = ""
     ) -> dict[str, Any]:
-        """Return the prompt for one image with the model in file ``name``. ``profile``: record the kernels of two
+        """Return the prompt for one image. ``profile``: record the kernels of two
         iterations; ``trace``: path for their trace.
         """
-        node, name = self.lib["comfy_host"].node, name or self.file.name
+        node, name = self.lib["comfy_host"].node, self.file.name
         if config.codec == "stock":
             loader = node("UNETLoader", unet_name=name, weight_dtype="default")
         else:

@@ -6,15 +6,13 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from . import comfy_alternation
-
 GIB = 1 << 30
 SETTLED = ", settled layout"
 
 
 def samples(record: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
     """Yield the samples in seconds of every run that ended well, with the name of its case: iterations of the second
-    prompt, those of the settled layout as a case of their own, and turns of two models.
+    prompt, and those of the settled layout as a case of their own.
     """
     for run in record["runs"]:
         if run["status"] == "ok":
@@ -24,30 +22,24 @@ def samples(record: dict[str, Any]) -> Iterator[tuple[str, list[float]]]:
 
 
 def case_of(run: dict[str, Any]) -> str:
-    return f"{limit_of(run)}, {run['loader']}" + (", two models in turns" if run.get("alternating") else "")
+    return f"{limit_of(run)}, {run['loader']}"
 
 
 def same_latents(record: dict[str, Any]) -> bool:
     """Return whether all runs computed the same bits, and finite values."""
-    done = [run for run in record["runs"] if run["status"] == "ok"]
-    runs = [run for run in done if not run.get("alternating")]
-    turns = [run for run in done if run.get("alternating")]
+    runs = [run for run in record["runs"] if run["status"] == "ok"]
     hashes = {tuple(run[name]["hash"] for name in ("first", "second")) for run in runs}
     # The settled prompt has the seed of the second prompt, so the images must be equal.
     if any(run["settled"]["hash"] != run["second"]["hash"] for run in runs if "settled" in run):
         return False
-    hashes_of_turns = {run["turns"][0]["hash"] for run in turns}
-    same = len(hashes) <= 1 and len(hashes_of_turns) <= 1 and all(run["same_latents"] for run in turns)
-    return same and all(run["second"]["finite"] for run in runs)
+    return len(hashes) <= 1 and all(run["second"]["finite"] for run in runs)
 
 
 def verdict(record: dict[str, Any]) -> str:
     """Return `same_latents` in words, or a text that says that too few runs ended for a comparison."""
     if not same_latents(record):
         return "DIFFERENT"
-    done = [run for run in record["runs"] if run["status"] == "ok"]
-    # Two models in turns are compared between turns, all else between runs.
-    if len(done) < 2 and not any(run.get("alternating") for run in done):
+    if sum(run["status"] == "ok" for run in record["runs"]) < 2:
         return "not compared, which takes two runs that end"
     return "equal, bit for bit"
 
@@ -59,8 +51,6 @@ def limit_of(run: dict[str, Any]) -> str:
 def line(run: dict[str, Any]) -> str:
     if run["status"] != "ok":
         return f"{case_of(run)}: {run['status']}: {run['reason']}"
-    if run.get("alternating"):
-        return f"{case_of(run)}: a turn {run['turn_s']:.2f} s"
     settled = f", settled {run['s_per_iteration_settled']:.4f}" if "samples_settled_s" in run else ""
     first = run["first"]["wall_s"]
     return f"{case_of(run)}: {run['s_per_iteration']:.4f} s/it{settled}, first image {first:.1f} s"
@@ -87,11 +77,6 @@ def table(record: dict[str, Any]) -> str:
         for run in record["runs"]
         if run["status"] != "ok"
     ]
-    lines += [
-        f"{case_of(run)}: {comfy_alternation.line(run)}"
-        for run in record["runs"]
-        if run["status"] == "ok" and run.get("alternating")
-    ]
     lines.append(f"latents: {verdict(record)}")
     return "\n".join(lines)
 
@@ -105,8 +90,6 @@ def _line(record: dict[str, Any], spread: dict[str, Any], groups: dict[str, list
     ratio = f"{spread['median_s'] / base:.3f}" if base else ""
     low, high = spread["quartiles_s"]
     text = f"{case:<38}{spread['processes']:>2}{spread['median_s']:>8.4f}{f'{low:.4f} to {high:.4f}':>17}{ratio:>9}"
-    if run.get("alternating"):
-        return text
     report = run["settled" if case.endswith(SETTLED) else "second"]["report"] or {}
     kernels = [one["profile"]["kernel_ms"] for one in runs if (one.get("profile") or {}).get("kernel_ms")]
     first = statistics.median(one["first"]["wall_s"] for one in runs)

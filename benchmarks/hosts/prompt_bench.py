@@ -24,6 +24,7 @@ from .rounds import TimeLimit
 
 HERE = Path(__file__).resolve().parent
 LOADERS = ("stock", "carom")
+FILES = {"model": "models/a", "text": "text/text", "vae": "vae/vae", "lora": "loras/first"}
 MARK = "@@"  # before each line of JSON that the process prints, as in prompt_host.py
 
 
@@ -51,6 +52,7 @@ def run(
     limit = TimeLimit(arguments.limit_s)
     bench = Bench(arguments, comfyui, sizes)
     bench.make_files()
+    record["file_bytes"] = {name: bench.file_bytes(file) for name, file in FILES.items()}
     if arguments.touch_gb:
         touch(int(arguments.touch_gb * 1e9))
     print(f"files ready after {limit.elapsed_s():.0f} s", flush=True)
@@ -94,6 +96,18 @@ def configs(arguments: argparse.Namespace, names: list[str]) -> Iterator[Config]
                     yield Config(name, limit, "warm", loader, 0, link=True)
 
 
+def missing_files(work: Path, sizes: Sizes, cpu: bool) -> list[dict[str, Any]]:
+    """Return the jobs for `prompt_files` that make the files that folder ``work`` lacks."""
+    wanted = [("model", f"models/{name}", seed) for seed, name in enumerate(MODELS, 1)]
+    wanted += [("text", "text/text", 3), ("vae", "vae/vae", 4)]
+    wanted += [("lora", f"loras/{name}", seed) for seed, name in enumerate(LORAS, 5)]
+    return [
+        {"kind": kind, "file": str(work / f"{name}.safetensors"), "seed": seed, "cpu": cpu, **asdict(sizes)}
+        for kind, name, seed in wanted
+        if not (work / f"{name}.safetensors").exists()
+    ]
+
+
 class Bench:
     """The files, below ``--work``, and one run for each configuration."""
 
@@ -102,26 +116,16 @@ class Bench:
         self.work = arguments.work.resolve() / ("tiny" if arguments.tiny else "full")
 
     def make_files(self) -> None:
-        """Write the files that are missing, all at once, each in a process of its own."""
-        wanted = [("model", f"models/{name}", seed) for seed, name in enumerate(MODELS, 1)]
-        wanted += [("text", "text/text", 3), ("vae", "vae/vae", 4)]
-        wanted += [("lora", f"loras/{name}", seed) for seed, name in enumerate(LORAS, 5)]
-        running = []
-        for kind, name, seed in wanted:
-            file = self.work / f"{name}.safetensors"
-            if not file.exists():
-                job = {
-                    "kind": kind,
-                    "file": str(file),
-                    "seed": seed,
-                    "cpu": self.arguments.cpu,
-                    **asdict(self.sizes),
-                }
-                command = [PYTHON, str(HERE / "prompt_files.py"), self.comfyui, json.dumps(job)]
-                running.append(subprocess.Popen(command))
-        for process in running:
-            if process.wait():
-                raise RuntimeError("a file could not be made; its process says why")
+        """Write the files that are missing: large ones all at once, each in a process of its own."""
+        jobs = missing_files(self.work, self.sizes, self.arguments.cpu)
+        each = [jobs] if self.arguments.tiny else [[job] for job in jobs]
+        command = [PYTHON, str(HERE / "prompt_files.py"), self.comfyui]
+        running = [subprocess.Popen([*command, json.dumps(part)]) for part in each if part]
+        if any(process.wait() for process in running):
+            raise RuntimeError("a file could not be made; its process says why")
+
+    def file_bytes(self, name: str) -> int:
+        return (self.work / f"{name}.safetensors").stat().st_size
 
     def run(self, config: Config, case: Case) -> dict[str, Any]:
         """Return the figures of one configuration; a failure is also returned as a result."""
@@ -189,13 +193,18 @@ class Bench:
         carom = config.loader == "carom"
         way = Way(carom, "auto", arguments.vram)
         if arguments.cpu:  # on the CPU, auto leaves all weights to ComfyUI
-            way = Way(carom, "stream", "8MiB" if arguments.vram == "auto" else arguments.vram, not carom)
+            way = Way(
+                carom,
+                "stream",
+                "8MiB" if arguments.vram == "auto" else arguments.vram,
+                merges_little=not carom,
+            )
         profile = ""
         if arguments.profile:
             arguments.profile.mkdir(parents=True, exist_ok=True)
             profile = str(arguments.profile.resolve() / f"{name}.txt")
         return {
             "comfyui": self.comfyui, "files": str(self.work), "sizes": asdict(self.sizes), "cpu": arguments.cpu,
-            "carom": carom, "root": str(arguments.root.resolve()), "profile": profile, "link": config.link,
+            "carom": carom, "profile": profile, "link": config.link,
             "graphs": [graph(case, number, self.sizes, way) for number in range(len(case.prompts))],
         }  # fmt: skip

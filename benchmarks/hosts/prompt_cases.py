@@ -36,19 +36,8 @@ class Sizes:
     steps: int = 20
 
 
-TINY = Sizes(
-    256,
-    3,
-    4,
-    (("d_model", 128), ("d_kv", 32), ("num_heads", 4), ("vocab_size", 1024)),
-    128,
-    8,
-    64,
-    32,
-    16,
-    8,
-    4,
-)
+_TINY_TEXT = (("d_model", 64), ("d_kv", 16), ("num_heads", 4), ("vocab_size", 1024))
+TINY = Sizes(256, 3, 4, _TINY_TEXT, width=64, tokens=8, pooled=64, channels=32, side=8, decoded=8, steps=4)
 
 
 @dataclass(frozen=True)
@@ -101,20 +90,21 @@ def cases(count: int) -> dict[str, Case]:
 
 @dataclass(frozen=True)
 class Way:
-    """How the models are loaded: ``carom``: by Carom's nodes, with ``mode`` and ``vram``; ``merges_little``: whether
+    """How the models are loaded: ``carom``: by Carom's nodes, with these values of their widgets; ``merges_little``: whether
     stock's low-VRAM path is chosen for LoRA, which is the reference where ComfyUI has no dynamic path (the CPU).
     """
 
     carom: bool
     mode: str = "auto"
     vram: str = "auto"
+    codec: str = "auto"
     merges_little: bool = False
 
 
 def graph(case: Case, number: int, sizes: Sizes, way: Way) -> dict[str, Any]:
     """Return the graph of prompt ``number`` of ``case``, as ComfyUI's page would send it."""
     prompt, nodes = case.prompts[number], {}
-    widgets = {"mode": way.mode, "vram": way.vram}
+    widgets = {"mode": way.mode, "vram": way.vram, "codec": way.codec}
 
     def node(name: str, kind: str, **inputs: Any) -> list[Any]:
         nodes[name] = {"class_type": kind, "inputs": inputs}

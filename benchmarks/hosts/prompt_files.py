@@ -1,8 +1,7 @@
-"""A program that writes one of the files of `prompts`: ``python prompt_files.py COMFYUI JOB_JSON``.
+"""A program that writes files of `prompts`: ``python prompt_files.py COMFYUI JOBS_JSON``.
 
-The job names the ``kind``, the ``file``, the ``seed`` and the sizes (see `prompt_cases.Sizes`). Weights are random,
-seeded and Gaussian. Every file is made in a process of its own, which imports ComfyUI for the names and shapes of the
-weights, on ``meta``. A file that exists is kept.
+Each job names the ``kind``, the ``file``, the ``seed`` and the sizes (see `prompt_cases.Sizes`). Weights are random,
+seeded and Gaussian. The program imports ComfyUI for the names and shapes of the weights, on ``meta``.
 """
 
 # mypy: ignore-errors
@@ -18,18 +17,23 @@ DEVIATION = 0.02  # activations stay finite
 RANK = 16
 
 
-def main(comfyui: str, job: dict) -> None:
-    path, started = Path(job["file"]), time.monotonic()
-    if path.exists():
-        return
+def main(comfyui: str, jobs: list[dict]) -> None:
     sys.argv = ["main.py", "--cpu"]
     sys.path.insert(0, comfyui)
     os.chdir(comfyui)
     import comfy.options
 
     comfy.options.enable_args_parsing()
-    import torch
+    for job in jobs:
+        make(job)
 
+
+def make(job):
+    """Write the file of ``job``: to a temporary name first, then renamed."""
+    import torch
+    from safetensors.torch import save_file
+
+    path, started = Path(job["file"]), time.monotonic()
     shapes = {"model": model_shapes, "text": text_shapes, "vae": vae_shapes, "lora": lora_shapes}[
         job["kind"]
     ](job)
@@ -42,8 +46,6 @@ def main(comfyui: str, job: dict) -> None:
             value += 1
         fp8 = job["kind"] == "text"
         weights[name] = value.to(torch.float8_e4m3fn if fp8 else torch.bfloat16).cpu()
-    from safetensors.torch import save_file
-
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     save_file(weights, unfinished)

@@ -2,7 +2,7 @@
 
 ComfyUI starts as by its main.py, with dynamic VRAM where main.py would choose it. Its own PromptExecutor runs the graphs,
 with its caches. The process prints a line of JSON when it is ready and for each prompt, and waits for a line on stdin
-before each prompt.
+before each prompt. A prompt that is null drops all models.
 """
 
 # mypy: ignore-errors
@@ -108,7 +108,12 @@ def main(job: dict) -> None:
 
     set_paths(job)
     nodes.NODE_CLASS_MAPPINGS.update(prompt_nodes.NODES)
-    streaming = start_carom(job) if job["carom"] else None
+    streaming = start_carom() if job["carom"] else None
+    counts = None
+    if job.get("card"):
+        prompt_counts = importlib.import_module("prompt_counts")
+        prompt_counts.imagine_card(job["card"])
+        counts = prompt_counts.Counts()
     clock = prompt_clock.Clock()
     note_parts(clock)
     sampler = prompt_clock.StackSampler(clock) if job["profile"] else None
@@ -121,6 +126,9 @@ def main(job: dict) -> None:
     for number, prompt in enumerate(job["graphs"]):
         if not sys.stdin.readline():
             return
+        if prompt is None:
+            forget_models(executor)
+            continue
         prompt_nodes.told.clear()
         errors.lines.clear()
         peaks.take()
@@ -128,6 +136,8 @@ def main(job: dict) -> None:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         before, began = io_of(os.getpid()), time.perf_counter()
+        if counts is not None:
+            counts.take()
         with link_bytes(job["link"]) as link:
             clock.start()
             executor.execute(prompt, f"prompt-{number}", {}, ["tell"])
@@ -145,12 +155,24 @@ def main(job: dict) -> None:
             found["failed"] = failure(executor)
         if streaming is not None:
             found["carom"] = carom_figures(streaming)
+        if counts is not None:
+            found["counts"] = counts.take()
         if sampler is not None:
             with open(job["profile"], "a", encoding="utf-8") as file:
                 file.write(f"#### prompt {number}: {found['wall_s']} s, {parts}\n{sampler.text()}\n\n")
         tell(found)
         gc.collect()  # as the server's loop does between prompts
         importlib.import_module("comfy.model_management").soft_empty_cache()
+
+
+def forget_models(executor):
+    """Drop all results and models, as the server does for /free."""
+    import comfy.model_management
+
+    comfy.model_management.unload_all_models()
+    executor.reset()
+    gc.collect()
+    comfy.model_management.soft_empty_cache()
 
 
 def tell(found):
@@ -215,16 +237,17 @@ def set_paths(job):
         comfy.sd.load_clip = load_clip
 
 
-def start_carom(job):
+def start_carom():
     """Register Carom's nodes as ComfyUI does; return the module that knows the streamed models."""
-    from checkout import load
-
+    sys.path.insert(0, str(HERE.parent / "engines"))
+    launch = importlib.import_module("launch")
+    sys.path.pop(0)  # its modules could shadow others
+    launch.load_checkout()
     import nodes
 
-    extension = load("nodes.extension", root=Path(job["root"]))
-    for node in extension.NODES:
+    for node in importlib.import_module("carom.nodes.extension").NODES:
         nodes.NODE_CLASS_MAPPINGS[node.GET_SCHEMA().node_id] = node
-    return load("nodes.shared_ram", root=Path(job["root"]))
+    return importlib.import_module("carom.nodes.shared_ram")
 
 
 def make_executor(execution):

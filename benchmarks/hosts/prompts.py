@@ -36,9 +36,13 @@ def main(argv: list[str] | None = None) -> int:
     if not comfyui:
         print("set COMFYUI_PATH to a ComfyUI folder")
         return 2
-    sys.path.insert(0, str(HERE))
-    load: Any = importlib.import_module("checkout").load
-    prompt_bench, prompt_cases = load("benchmarks.hosts.prompt_bench"), load("benchmarks.hosts.prompt_cases")
+    if "carom" not in sys.modules:  # run by path
+        sys.path.insert(0, str(HERE.parent / "engines"))
+        launch: Any = importlib.import_module("launch")
+        sys.path.pop(0)  # its modules could shadow others
+        launch.load_checkout()
+    prompt_bench = importlib.import_module("carom.benchmarks.hosts.prompt_bench")
+    prompt_cases = importlib.import_module("carom.benchmarks.hosts.prompt_cases")
     sizes = prompt_cases.TINY if arguments.tiny else prompt_cases.Sizes()
     known = prompt_cases.cases(arguments.prompts)
     names = list(known) if arguments.cases == "all" else arguments.cases.split(",")
@@ -78,7 +82,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit-s", type=float, default=560, help="seconds within which the run ends")
     parser.add_argument("--json", type=Path, help="keep the record here")
     parser.add_argument("--logs", type=Path, help="keep the processes' output in this folder")
-    parser.add_argument("--root", type=Path, default=HERE.parents[1], help="the checkout of Carom to run")
     parser.add_argument("--tiny", action="store_true", help="models of a few MB")
     parser.add_argument("--cpu", action="store_true", help="no GPU")
     return parser

@@ -58,6 +58,14 @@ def _wide(cell: Cell) -> bool:
 
 PARTS = (
     Part(
+        "Whole prompts in ComfyUI",
+        "ComfyUI's executor, unmodified, without its server: a new text, an fp8 text encoder of T5 XXL's size, Flux-shaped "
+        "models of random bfloat16 weights, 1024 x 1024 pixels, 20 steps. The card is emulated: another process holds the "
+        "rest of its memory. Stock is ComfyUI's own loaders. *same bits* compares conditioning and latents. The notes "
+        "divide the seconds of one prompt into parts.",
+        lambda cell: cell.kind == "comfyui prompts",
+    ),
+    Part(
         "Python engine",
         "A synthetic diffusion transformer (DiT), bfloat16, whose weights wait in pinned host memory. Each case is a process "
         "of its own. Training adapts four linears a block with LoRA and recomputes activations by block.",
@@ -71,7 +79,7 @@ PARTS = (
         merged=True,
     ),
     Part(
-        "ComfyUI",
+        "Steps in ComfyUI",
         "A headless ComfyUI server, unmodified, with a Flux-shaped model of random bfloat16 weights, 1024 x 1024 pixels. The "
         "card is emulated: another process holds the rest of its memory. Stock is ComfyUI's own loader. Carom changes its "
         "layout once after the first prompts, so the second prompt and the settled layout stand apart.",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import render_engines, render_gpus, render_hosts, render_sessions, render_tiers
+from . import render_engines, render_gpus, render_hosts, render_prompts, render_sessions, render_tiers
 from .rows import Row
 
 
@@ -34,6 +34,7 @@ def _tool(*names: str) -> Callable[[dict[str, Any]], bool]:
 KINDS = (
     Kind("engines", _tool("carom bench", "carom benchmark suite", "carom benchmark suite (tiny)"), render_engines.rows),
     Kind("comfyui", _tool("comfy_gpu"), render_hosts.comfy_rows),
+    Kind("comfyui prompts", _tool("prompts"), render_prompts.prompt_rows),
     Kind("ai-toolkit", _tool("aitoolkit_gpu"), render_hosts.aitoolkit_rows),
     Kind("auto", _tool("carom auto"), render_sessions.auto_rows),
     Kind("disk", _tool("disk_gpu"), render_tiers.disk_rows),

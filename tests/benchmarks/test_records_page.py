@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from carom.benchmarks.results import curve, docs
+from carom.benchmarks.results import curve, docs, index
 from carom.benchmarks.results.history import cells
 from carom.benchmarks.results.page import page
 from carom.benchmarks.results.readme_part import END, GENERATED, START, readme_part, replaced
@@ -38,7 +38,7 @@ def test_every_link_of_the_page_leads_to_a_record():
 
 def test_the_readme_part_is_short_and_every_row_has_figures():
     lines = readme_part(INDEX).splitlines()
-    table = [line for line in lines if line.startswith("| ")][2:]
+    table = [line for line in lines if line.startswith("| ") and not line.startswith(("| VRAM", "| ---"))]
     assert 1 <= len(table) <= 12 and lines[0] == GENERATED
     for line in table:
         times = 1 if "does not fit" in line else 2
@@ -123,6 +123,31 @@ def test_the_readme_takes_the_settled_layout_and_the_default_codec():
     (row,) = [line for line in readme_part(made(one)).splitlines() if line.startswith("| 6 GiB")]
     assert row.startswith("| 6 GiB, emulated | Flux-shaped, 10.1 GB | 0.200 s | 0.120 s |")
     assert "7.00 GB | yes" in row
+
+
+def test_the_readme_shows_whole_prompts_first(tmp_path):
+    def prompts(loader: str, *seconds: float) -> dict:
+        told = [
+            {"prompt": number, "wall_s": wall, "parts_s": {"other steps": 0.9 * wall}, "read_bytes": {"storage": 0},
+             "memory": {"sum_bytes": 9e9}, "results": {"latent_0": {"hash": "a", "finite": True}}}
+            for number, wall in enumerate(seconds)
+        ]  # fmt: skip
+        return {"case": "one-model", "limit": 6 << 30, "cache": "cold", "loader": loader, "round": 0, "link": False,
+                "status": "ok", "prompts": told}  # fmt: skip
+
+    runs = [prompts("stock", 20.0, 4.0, 4.0, 6.0), prompts("carom", 21.0, 3.5, 3.0, 3.0)]
+    made_record = {
+        "tool": "prompts", "date": "2026-01-01", "commit": "0123abc", "sizes": {"steps": 20}, "file_bytes": {"model": 10e9},
+        "machine": {"accelerator": {"name": "A"}}, "runs": runs,
+    }  # fmt: skip
+    (tmp_path / "2026-01-01-a-prompts.json").write_text(json.dumps(made_record))
+    found = index.build(tmp_path, {})
+    lines = [line for line in readme_part(found).splitlines() if line.startswith("| 6")]
+    assert lines[:1] == [
+        "| 6 GiB, emulated | one model of 10.0 GB | 20.0, 4.00, 5.00 s | 21.0, 3.50, 3.00 s | 9.00 GB | 9.00 GB | yes |"
+    ]
+    later = [line for line in page(found).splitlines() if line.startswith("| Carom | later prompts |")]
+    assert "| 3.00 s | 0.600 |" in later[0] and "other steps 2.70" in later[0]
 
 
 def test_the_part_of_a_readme_between_its_markers_is_replaced():

@@ -1,0 +1,135 @@
+"""Bytes that Carom copies, decodes, encodes and reads for each prompt in the real ComfyUI, on the CPU.
+
+ComfyUI believes in a card of 70 MB (see `prompt_counts.imagine_card`), on which a text encoder of 47 MB and a model
+that may take 12 MiB do not fit together. A model has 23 MB of weights. The counts are the same in every run. They must not
+exceed the bounds below, so a weight that is copied or decoded once more fails. After a change that lowers them,
+``python tests/comfyui/test_comfy_prompt_counts.py`` prints the new bounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from carom.benchmarks.hosts import prompt_bench
+from carom.benchmarks.hosts.prompt_cases import TINY, Way, cases, graph
+
+COMFYUI = os.environ.get("COMFYUI_PATH", "").split(os.pathsep)[0]
+PYTHON = os.environ.get("COMFYUI_PYTHON", sys.executable)
+HOSTS = Path(prompt_bench.__file__).parent
+CARD, VRAM, PROMPTS = 70_000_000, "12MiB", 3
+KINDS = ("link", "copied", "decoded", "encoded", "read")  # see `prompt_counts.Counts`
+
+# Bytes of each kind, for each prompt of a case. The codec stands after the name of the case.
+BOUNDS: dict[str, list[tuple[int, ...]]] = {
+    "one-model raw": [
+        (89_976_832, 23_136_256, 0, 0, 23_068_672),
+        (80_504_832, 0, 0, 0, 0),
+        (80_504_832, 0, 0, 0, 0),
+    ],
+    "two-models raw": [
+        (99_448_832, 80_668_672, 0, 0, 46_137_344),
+        (99_448_832, 97_996_160, 0, 0, 0),
+        (99_448_832, 18_110_720, 0, 0, 0),
+    ],
+    "encoder raw": [
+        (143_086_592, 148_403_396, 0, 0, 93_782_016),
+        (174_125_568, 35_144_516, 0, 0, 0),
+        (143_086_592, 70_458_180, 0, 0, 0),
+    ],
+    "behind-loader raw": [
+        (99_448_832, 80_668_672, 0, 0, 0),
+        (99_448_832, 97_996_160, 0, 0, 0),
+        (99_448_832, 18_110_720, 0, 0, 0),
+    ],
+    "lora raw": [
+        (89_976_832, 23_136_256, 0, 0, 23_068_672),
+        (97_867_776, 7_755_776, 0, 0, 1_720_320),
+        (88_395_776, 0, 0, 0, 0),
+        (97_867_776, 0, 0, 0, 0),
+        (125_488_640, 30_081_024, 0, 0, 1_720_320),
+        (95_765_504, 0, 0, 0, 0),
+    ],
+    "switch-back raw": [
+        (89_976_832, 23_136_256, 0, 0, 23_068_672),
+        (89_976_832, 23_136_256, 0, 0, 23_068_672),
+        (89_976_832, 23_136_256, 0, 0, 23_068_672),
+    ],
+    "two-models lossless": [
+        (99_448_832, 75_736_928, 0, 16_121_856, 46_137_344),
+        (99_448_832, 102_614_400, 25_821_184, 9_699_328, 0),
+        (99_448_832, 24_418_560, 2_883_584, 2_883_584, 0),
+    ],
+}
+
+pytestmark = [
+    pytest.mark.skipif(not COMFYUI, reason="set COMFYUI_PATH to a ComfyUI folder"),
+    pytest.mark.timeout(600),
+]
+
+
+def counted(folder: Path) -> dict[str, list[tuple[int, ...]]]:
+    """Run all cases in one process; return the counts of each prompt in the form of `BOUNDS`."""
+    jobs = prompt_bench.missing_files(folder, TINY, cpu=True)
+    subprocess.run(
+        [PYTHON, str(HOSTS / "prompt_files.py"), COMFYUI, json.dumps(jobs)], check=True, timeout=300
+    )
+    known, graphs, names = cases(PROMPTS), [], []
+    for name in BOUNDS:
+        case, _, codec = name.partition(" ")
+        way = Way(carom=True, mode="stream", vram=VRAM, codec=codec)
+        graphs += [graph(known[case], number, TINY, way) for number in range(len(known[case].prompts))]
+        graphs.append(None)  # drop the models
+        names += [name] * (len(known[case].prompts) + 1)
+    job: dict[str, Any] = {
+        "comfyui": COMFYUI, "files": str(folder), "sizes": asdict(TINY), "cpu": True, "carom": True, "card": CARD,
+        "profile": "", "link": False, "graphs": graphs,
+    }  # fmt: skip
+    file = folder / "job.json"
+    file.write_text(json.dumps(job), "utf-8")
+    done = subprocess.run(
+        [PYTHON, str(HOSTS / "prompt_host.py"), str(file)], input="\n" * len(graphs), capture_output=True, text=True,
+        timeout=580,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found: dict[str, list[tuple[int, ...]]] = {name: [] for name in BOUNDS}
+    for line in done.stdout.splitlines():
+        told = json.loads(line.removeprefix(prompt_bench.MARK)) if line.startswith(prompt_bench.MARK) else {}
+        if "prompt" in told:
+            assert "failed" not in told, told["failed"]
+            found[names[told["prompt"]]].append(tuple(told["counts"][kind] for kind in KINDS))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return counted(tmp_path_factory.mktemp("prompts"))
+
+
+@pytest.mark.parametrize("case", BOUNDS)
+def test_prompts_copy_decode_and_read_no_more_than_their_bounds(found, case):
+    assert len(found[case]) == len(BOUNDS[case])
+    for number, (counts, bounds) in enumerate(zip(found[case], BOUNDS[case], strict=True), 1):
+        over = {
+            kind: f"{count:,} > {bound:,}"
+            for kind, count, bound in zip(KINDS, counts, bounds, strict=True)
+            if count > bound
+        }
+        assert not over, f"{case}, prompt {number}: {over}"
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as made:
+        for name, rows in counted(Path(made)).items():
+            print(f'    "{name}": [')
+            for row in rows:
+                print(f"        ({', '.join(f'{count:_}' for count in row)}),")
+            print("    ],")
