@@ -96,6 +96,11 @@ class HostArena:
         with self._lock:
             return self._count()
 
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether a block of ``nbytes`` can be pinned within the limit, and no other block is unpinned for it."""
+        size = -(-nbytes // PAGE) * PAGE
+        return self.can_pin and (self._limit is None or self.pinned_bytes + size <= self._limit)
+
     def _count(self) -> int:
         """Return the bytes of the pinned blocks. Called with the lock held."""
         while self._unpinned:

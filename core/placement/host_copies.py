@@ -11,6 +11,7 @@ copied to the host.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from ..codec.unit_decoder import UnitDecoder
     from .packed_tensor import PackedTensor
 
-# Row lengths, in 64-bit integers, of the two tables of `fingerprint`. The lengths are odd and relatively
-# prime. Changes that cancel out in the sums of one table then do not cancel out in the sums of the other.
-_WIDTHS = (61, 67)
-
 
 @dataclass(eq=False)
 class HostCopy:
@@ -41,6 +38,8 @@ class HostCopy:
     ``decoder``: decodes the packed block, None if nothing is packed.
     ``device_fingerprint``: the fingerprint of the values that were copied to the device, None while the unit
     is not resident.
+    ``aside``: whether the block has the plain bytes of a resident that was put aside when the session was parked.
+    ``known_fingerprint``: the fingerprint of the block's bytes, where they are those of the device.
     """
 
     tensors: list[torch.Tensor]
@@ -49,6 +48,13 @@ class HostCopy:
     packed: list[PackedTensor | None]
     decoder: UnitDecoder | None = None
     device_fingerprint: torch.Tensor | None = None
+    aside: bool = False
+    known_fingerprint: torch.Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is packed, so that the block has the bytes of the unit on the device."""
+        return self.decoder is None and bool(self.tensors)
 
     @property
     def nbytes(self) -> int:
@@ -74,15 +80,30 @@ class HostCopy:
         start = self.block.data.data_ptr()
         return start <= blob.data_ptr() and blob.data_ptr() + blob.numel() <= start + self.nbytes
 
-    def matches(self, tensors: list[torch.Tensor]) -> bool:
-        """Return whether ``tensors``, which are on the device, are this unit's tensors and have not changed
-        since the fingerprint was made.
+    def matches(self, unit: Unit, data: torch.Tensor) -> bool:
+        """Return whether the tensors of ``unit`` are those of this copy, and ``data``, the bytes of the unit on the
+        device, have not changed since the fingerprint was made.
         """
-        if self.device_fingerprint is None or len(tensors) != len(self.tensors):
+        if self.device_fingerprint is None or len(unit.entries) != len(self.tensors):
             return False
-        if any(mine is not other for mine, other in zip(self.tensors, tensors, strict=True)):
+        if any(mine is not entry.tensor for mine, entry in zip(self.tensors, unit.entries, strict=True)):
             return False
-        return torch.equal(self.device_fingerprint, fingerprint(tensors))
+        if not self._lie_as(unit, data.data_ptr()):
+            return False
+        return torch.equal(self.device_fingerprint, fingerprint([data]))
+
+    def _lie_as(self, unit: Unit, start: int) -> bool:
+        """Return whether the tensors on the device, from address ``start``, have the layout of this copy."""
+        like = [
+            view if packed is None else packed.layout
+            for view, packed in zip(self.views, self.packed, strict=True)
+        ]
+        return all(
+            entry.tensor.data_ptr() == start + entry.offset
+            and (entry.tensor.dtype, entry.tensor.shape, entry.tensor.stride())
+            == (view.dtype, view.shape, view.stride())  # type: ignore[union-attr]
+            for entry, view in zip(unit.entries, like, strict=True)
+        )
 
 
 def _copy_key(unit: Unit) -> Hashable:
@@ -121,11 +142,24 @@ class HostCopies:
             return self._copies.pop(_copy_key(unit), None)
 
     def keep_only(self, units: Iterable[Unit]) -> None:
-        """Release the copies of all units that are not in ``units``."""
+        """Release the copies of all units that are not in ``units``, except residents that were put aside."""
         wanted = {_copy_key(unit) for unit in units}
         with self._lock:
-            for key in [key for key in self._copies if key not in wanted]:
+            for key in [key for key, copy in self._copies.items() if key not in wanted and not copy.aside]:
                 _release(self._copies.pop(key))
+
+    def drop_unused(self) -> None:
+        """Release the copies of residents that were put aside and did not come back as the same units."""
+        with self._lock:
+            for key in [
+                key for key, copy in self._copies.items() if copy.aside and copy.device_fingerprint is None
+            ]:
+                _release(self._copies.pop(key))
+
+    def tensors(self) -> set[int]:
+        """Return the ids of the tensors of all copies."""
+        with self._lock:
+            return {id(tensor) for copy in self._copies.values() for tensor in copy.tensors}
 
     def drop(self, unit: Unit) -> None:
         """Release the copy of ``unit``, if there is one."""
@@ -177,6 +211,7 @@ def _release(copy: HostCopy, always: bool = True) -> None:
     copy.block.unpin()
     copy.block = Block(torch.empty(0, dtype=torch.uint8), False, 0)
     copy.tensors, copy.views, copy.packed, copy.decoder, copy.device_fingerprint = [], [], [], None, None
+    copy.known_fingerprint = None
 
 
 def move_small_tensors_out(tensors: Iterable[torch.Tensor], block: Block, always: bool = True) -> None:
@@ -200,21 +235,28 @@ def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return an int64 tensor that identifies the bytes of dense tensors. The result is on the tensors'
     device.
 
-    The bytes of each tensor, as 64-bit integers, are arranged in two tables. The row sums and column sums of
-    each table are hashed, and the hashes are added up. Common edits (changed signs, exchanged rows or
-    elements) change at least one of these sums. The call does not synchronize with the device. It temporarily
-    needs device memory of about a tenth of a tensor's bytes.
+    The bytes of each tensor, as 64-bit integers, are arranged in two square tables. The row sums and column sums of
+    both tables are hashed together with their positions. Common edits (changed signs, exchanged rows or elements)
+    change at least one of these sums. The call does not synchronize with the device. It takes about 30 operators for
+    each tensor, whatever the tensor's size, and temporarily needs device memory of some hundred KiB.
     """
     with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
-        sums = []
-        for tensor in tensors:
-            flat = storage_bytes(tensor)
-            for width in _WIDTHS:
-                whole = flat.numel() // (8 * width) * 8 * width
-                table = flat[:whole].view(torch.int64).view(-1, width)
-                sums += [_mixed(table.sum(0)).sum(), _mixed(table.sum(1)).sum()]
-            sums.append(_mixed(flat[whole:].to(torch.int64)).sum())
-        return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64)
+        hashes = [_mixed(_sums(storage_bytes(tensor))).sum() for tensor in tensors]
+        return torch.stack(hashes) if hashes else torch.empty(0, dtype=torch.int64)
+
+
+def _sums(flat: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the two tables of ``flat`` (uint8), and the bytes that are in no table."""
+    words = flat[: flat.numel() // 8 * 8].view(torch.int64)
+    parts = [flat[8 * words.numel() :].to(torch.int64)]
+    # The two widths are odd and relatively prime. Changes that cancel out in the sums of one table then do not cancel
+    # out in the sums of the other.
+    narrow = math.isqrt(words.numel()) | 1
+    for width in (narrow, narrow + 2):
+        whole = words.numel() // width * width
+        table = words[:whole].view(-1, width)
+        parts += [table.sum(0), table.sum(1), words[whole:]]
+    return torch.cat(parts)
 
 
 def _mixed(values: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ from .packed_backing import PackedBacking, prepare
 from .packed_home import PackedHome
 from .packed_residents import PackedResidents
 from .packed_tensor import PackedLayout, give_back, lay_out_tensors, pack
-from .packer import Packer, Packing
+from .packer import Packer, Packing, packs
 from .pinned_tier import BlockTier, PinnedBacking
 from .resident_placer import ResidentPlacer
 from .residents import DeviceTensors
@@ -205,7 +205,11 @@ class PackedTier(BlockTier):
         """Use the unit's host copy from the previous layout, if there is a suitable one. Returns whether a
         copy was used.
         """
-        copy = self.store.reuse(backing.unit, self._can_reuse)
+        # What was put aside unpacked is packed before it streams.
+        packable = any(packs(entry) for entry in backing.unit.entries) and not self._policy.plain
+        copy = self.store.reuse(
+            backing.unit, lambda copy: not (copy.aside and packable) and self._can_reuse(copy)
+        )
         if copy is None:
             return False
         backing.block, backing.tensors, backing.decoder = copy.block, copy.packed, copy.decoder

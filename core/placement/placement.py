@@ -37,6 +37,7 @@ class Placement:
         # Methods that concern only residents are those of the placer.
         self.keep, self.adapt = self.residents.keep, self.residents.adapt
         self.keep_matching_residents = self.residents.keep_matching_residents
+        self.put_aside = self.residents.put_aside
         self.replaced, self.made_here = self.residents.replaced, self.residents.made_here
 
     @property

@@ -4,14 +4,18 @@ to the device, and back at the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..common.errors import UnsupportedError
 from ..device.engine import Engine
+from ..host.arena import prefault, typed_view, workers
 from ..host.page_release import MappedFiles
 from ..model.units import Entry, Unit
 from ..plan.residency import round_up
@@ -39,6 +43,8 @@ class ResidentPlacer:
         self._deferred: list[Unit] = []
         self._small: list[Entry] = []  # the small tensors of the deferred units, which share one buffer
         self._buffer_bytes = 0
+        self._copying: Any = None  # the event of the last copy to the device
+        self._prefaulting: ThreadPoolExecutor | None = None  # set while residents are put aside
         self.loaded_bytes = 0
         self.adapter_bytes = 0
 
@@ -105,9 +111,15 @@ class ResidentPlacer:
             self.device_tensors.left_since_trim = False
             # Merge the free memory that tensors left behind on the device, so that a large buffer fits.
             self._engine.trim()
-        on_device = [self.device_tensors.holds(entry.tensor) for entry in unit.entries]
+        self._place_group(unit.entries, unit.modules)
+
+    def _place_group(self, entries: list[Entry], modules: list[nn.Module]) -> None:
+        """Move tensors that share a buffer to the device. If they have a host copy, keep it for the time when they leave
+        the device again.
+        """
+        on_device = [self.device_tensors.holds(entry.tensor) for entry in entries]
         copies, arena = self._store.copies, self._store.arena
-        copy = None if all(on_device) else self._store.find(unit)
+        copy = None if all(on_device) else self._store.find(_laid_out(entries))
         # Keep a host copy only if it is pinned. An unpinned copy shows that the budget for pinned memory is
         # exceeded.
         copy_is_current = (
@@ -119,15 +131,29 @@ class ResidentPlacer:
             # memory.
             and not self._engine.shares_host
         )
-        self._move_into_shared_buffer(unit.entries, unit.modules)
+        self._move_into_shared_buffer(entries, modules)
         if copy is None or copies is None:
             return
         shared_buffer = self.device_tensors.moved[-1].shared_buffer
-        if not copy_is_current or shared_buffer is None or any(entry.trainable for entry in unit.entries):
+        if not copy_is_current or shared_buffer is None or any(entry.trainable for entry in entries):
+            self._finish_copies()
             copies.discard(copy)
             return
-        copy.device_fingerprint = fingerprint([entry.tensor for entry in unit.entries])
+        if copy.known_fingerprint is None or not copy.plain:
+            self._finish_copies()
+            copy.known_fingerprint = fingerprint([self._bytes_of(shared_buffer)])
+        copy.device_fingerprint = copy.known_fingerprint
         shared_buffer.copy = copy
+
+    def _bytes_of(self, buffer: SharedBuffer) -> torch.Tensor:
+        """Return the bytes of a buffer on the device as a uint8 tensor."""
+        return self._engine.at(buffer.start, buffer.nbytes, [entry.tensor for entry in buffer.unit.entries])
+
+    def _finish_copies(self) -> None:
+        """Wait for the copies to the device that `_move_into_shared_buffer` has enqueued."""
+        if self._copying is not None:
+            self._engine.synchronize(self._copying)
+            self._copying = None
 
     def place_remaining(self) -> None:
         """Move the deferred units that are not on the device yet: large units first, then all small units
@@ -137,7 +163,8 @@ class ResidentPlacer:
             self.place_deferred(unit)
         small, self._small = self._small, []
         units, self._deferred = self._deferred, []
-        self._move_into_shared_buffer(small, [])
+        self._place_group(small, [])
+        self._finish_copies()
         for unit in units:
             if self._store.copies is not None:
                 self._store.copies.drop(unit)
@@ -152,28 +179,50 @@ class ResidentPlacer:
             entry.nbytes for entry in present if id(entry.tensor) not in self.device_tensors.received
         )
         entries = [entry for entry in entries if not self.device_tensors.holds(entry.tensor)]
-        layout = Unit("", "", [])
-        at = {}
-        for entry in entries:
-            at[id(entry)] = layout.nbytes
-            layout.nbytes += -(-entry.nbytes // 512) * 512
         if not entries:
             return
+        layout = _laid_out(entries)
         buffer = self._engine.allocate(layout.nbytes)
         self._buffer_bytes += round_up(layout.nbytes, self._engine.grain)
         self.loaded_bytes += layout.nbytes
-        shared_buffer = SharedBuffer(buffer.data_ptr(), layout.nbytes)
-        for entry in entries:
-            tensor, start = entry.tensor, at[id(entry)]
+        shared_buffer = SharedBuffer(buffer.data_ptr(), layout)
+        filled = self._fill(buffer, self._store.find(layout))
+        for entry, laid in zip(entries, layout.entries, strict=True):
+            tensor = entry.tensor
             with torch.inference_mode(False), torch.no_grad():
-                piece = self._engine.alias(buffer, start, entry.nbytes).view(tensor.dtype)
-                value = self._store.value(tensor, self._engine.device)
-                view = piece.as_strided(value.shape, value.stride(), piece.storage_offset())
-                view.copy_(value)
-                self.drop_pages(value)
-            del value
+                packed = self._store.shelf.get(id(tensor)) if filled else None
+                value = tensor.detach() if filled else self._store.value(tensor, self._engine.device)
+                like = value if packed is None else packed.layout
+                piece = self._engine.alias(buffer, laid.offset, entry.nbytes).view(like.dtype)
+                view = piece.as_strided(like.shape, like.stride(), piece.storage_offset())
+                if not filled:
+                    view.copy_(value)
+                    self.drop_pages(value)
+            del value, like
             self.device_tensors.moved.append(Moved(tensor, self._take_origin(tensor), shared_buffer))
             tensor.data = view
+
+    def _fill(self, buffer: torch.Tensor, copy: HostCopy | None) -> bool:
+        """Copy the tensors of a host copy to ``buffer`` on the device at once. Returns False if this is not possible."""
+        engine = self._engine
+        if copy is None or not self._store.is_current(copy):
+            return False
+        before = engine.record(
+            engine.stream()
+        )  # kernels that read the memory of ``buffer`` before it was freed
+        if copy.plain:
+            self._copying, _ = engine.copy_in(buffer, copy.block.data, (before,), False)
+            return True
+        # The packed bytes take a part of the memory in which slots will be.
+        if copy.decoder is None or copy.nbytes > max(
+            (unit.nbytes for unit in self._tier.backings), default=0
+        ):
+            return False
+        wire = engine.allocate(copy.nbytes)
+        copied, _ = engine.copy_in(wire, copy.block.data, (before,), False)
+        event, _ = engine.decode(copy.decoder, wire, buffer, (copied,), False)
+        engine.synchronize(event)
+        return True
 
     def _take_origin(self, tensor: torch.Tensor) -> torch.device:
         """Return the device to which ``tensor`` returns at the end, and remove the tensor from the packed
@@ -254,24 +303,69 @@ class ResidentPlacer:
             groups, [*alone, *adapters], streamed, self._use_host_copy
         )
 
+    def put_aside(self, units: Sequence[Unit]) -> None:
+        """Let the tensors of resident ``units`` use host memory, because the session is parked.
+
+        A unit whose values are in host memory already is not copied. The others are copied as they are on the device, as
+        long as the limit of pinned memory allows it. The rest stays on the device until a tier has copied it.
+        """
+        with ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as self._prefaulting:
+            try:
+                self.keep_matching_residents([], [], [], units)
+            finally:
+                self._prefaulting = None
+
     def _use_host_copy(self, members: list[Moved], shared_buffer: SharedBuffer | None) -> bool:
         """Let tensors use their host copy, if it still holds their values, so that nothing is copied from the
         device. Returns whether this was done.
         """
         copies = self._store.copies
-        if shared_buffer is None or shared_buffer.copy is None or copies is None:
+        if shared_buffer is None or copies is None:
             return False
-        copy: HostCopy = shared_buffer.copy
+        copy, unit = shared_buffer.copy, shared_buffer.unit
         shared_buffer.copy = None
         # The host copy is not used for a tensor that became trainable (it has a gradient on the device), nor
         # if the copy is packed.
-        usable = all(
-            shared_buffer.holds(moved.tensor) and not moved.tensor.requires_grad for moved in members
+        usable = {id(moved.tensor) for moved in members} == {
+            id(entry.tensor) for entry in unit.entries
+        } and all(
+            shared_buffer.holds(entry.tensor) and not entry.trainable and entry.tensor.grad is None
+            for entry in unit.entries
         )
-        if not usable or not copy.matches([moved.tensor for moved in members]):
+        if copy is not None and usable and copy.matches(unit, self._bytes_of(shared_buffer)):
+            copy.device_fingerprint = None
+            self._store.attach_to_copy(copy)
+            return True
+        if copy is not None:
             copies.discard(copy)
+        pool = self._prefaulting
+        return usable and pool is not None and self._copy_out(shared_buffer, pool)
+
+    def _copy_out(self, buffer: SharedBuffer, pool: ThreadPoolExecutor) -> bool:
+        """Copy the tensors of ``buffer`` to a pinned block by one copy, and let them use the block. Returns False if the
+        limit of pinned memory does not allow it.
+        """
+        engine, arena, unit = self._engine, self._store.arena, buffer.unit
+        if engine.shares_host or not arena.has_room(unit.nbytes) or self._store.copies is None:
             return False
-        copy.device_fingerprint = None
+        if any(entry.tensor.data_ptr() != buffer.start + entry.offset for entry in unit.entries):
+            return False  # the program exchanged the memory of tensors
+        block = arena.allocate(unit.nbytes)
+        with ThreadPoolExecutor(workers(), thread_name_prefix="carom-fill") as pool:
+            for job in prefault(
+                block.data, pool
+            ):  # copies run at the link's full rate only into pinned memory
+                job.result()
+        if not arena.pin(block):
+            return False
+        engine.synchronize(engine.copy_out(block.data, self._bytes_of(buffer)))
+        tensors = [entry.tensor for entry in unit.entries]
+        views = [
+            typed_view(block.data[entry.offset : entry.offset + entry.nbytes], entry.tensor)
+            for entry in unit.entries
+        ]
+        copy = HostCopy(tensors, list(views), block, [None] * len(tensors), aside=True)
+        self._store.copies.keep(unit, copy)
         self._store.attach_to_copy(copy)
         return True
 
@@ -281,3 +375,11 @@ class ResidentPlacer:
         """Move every tensor back to its original device. After a failure the call may be repeated."""
         self.device_tensors.undo()
         self._buffer_bytes = self.adapter_bytes = 0
+
+
+def _laid_out(entries: Iterable[Entry]) -> Unit:
+    """Return ``entries`` as a unit, one after another as in a slot."""
+    unit = Unit("", "", [])
+    for entry in entries:
+        unit.add(replace(entry))
+    return unit

@@ -22,12 +22,18 @@ from .host_copies import HostCopy
 class SharedBuffer:
     """A device buffer, from address ``start``, into which tensors were moved together.
 
+    ``unit``: the tensors with their offsets in the buffer.
     ``copy``: the host copy of their bytes, None if none was kept.
     """
 
     start: int
-    nbytes: int
+    unit: Unit
     copy: HostCopy | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.unit.nbytes
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is still in the buffer. False if the model has given the tensor other

@@ -493,6 +493,7 @@ class LayoutManager:
             )
             self._streamer = streamer
             self._backings.update(placement.stream(streamed, streamer))
+            self.host.copies.drop_unused()
             placement.settled()
             if self.host.peers is not None:
                 stay = {id(carving.units[index]) for index in plan.packed}
@@ -590,14 +591,29 @@ class LayoutManager:
             known_orders.note(self.module.root, self._order)
 
     def _copy_to_host(self) -> None:
-        """Make pinned host copies of all units, by a temporary layout that streams all of them. Nothing stays
-        on the device.
+        """Let all units use host copies, pinned if possible. Nothing stays on the device.
+
+        Units without a host copy get one by a temporary layout that streams them.
         """
-        layout = self.layout
+        layout, copies = self.layout, self.host.copies
         placement = layout.placement
         try:
-            placement.keep_matching_residents([], [], [], layout.carving.units)
-            self._backings.update(placement.stream(layout.carving.units, layout.streamer))
+            placement.put_aside(layout.carving.units)
+            copied = copies.tensors()
+
+            def waits(tensor: torch.Tensor) -> bool:
+                """Whether the value of ``tensor`` is in a host copy, and can be read from there."""
+                return id(tensor) in copied and (
+                    id(tensor) not in self.host.shelf or "_carom" in tensor.__dict__
+                )
+
+            left = [
+                unit
+                for unit in layout.carving.units
+                if not all(waits(entry.tensor) for entry in unit.entries)
+            ]
+            if left:
+                self._backings.update(placement.stream(left, layout.streamer))
         finally:
             placement.undo()
         self.engine.trim()

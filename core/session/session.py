@@ -234,8 +234,9 @@ class Session:
         """Release the session's device memory. The module's next forward moves weights to the device again.
 
         ``keep``: keep streamed weights pinned in host memory, and copy the weights on the device to pinned
-        memory too (packed, if they are packed). The return then takes no longer than the copies to the
-        device.
+        memory too, as they are, as far as ``ram`` allows (the others are packed, if weights are packed). The copies
+        stay after the return, so a later park copies only what has changed on the device. The return takes no longer
+        than the copies to the device.
 
         Waits for passes of other threads. Raises UnsupportedError within a forward or backward of the module, and
         between a forward and its backward.

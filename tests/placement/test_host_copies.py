@@ -160,13 +160,17 @@ def test_a_session_put_aside_comes_back_for_what_has_to_cross(count, codec):
         net.to("cpu")  # it is there: neither brought back nor unpinned
         assert session.parked and session.report().pinned_bytes > 0
         for share in (0.7, 0.5, 0.7):
-            before = count.copy()
+            before, were = count.copy(), residents(session)
             session.set_budget(vram=int(share * size(net)))
             assert session.parked
             assert torch.equal(run(net), expected) and not session.parked
             cost = count - before
-            assert cost.made == cost.pinned == 0
+            # What was put aside as it was on the device is packed when it streams for the first time.
+            leaves = sum(were[name] for name in were.keys() - residents(session).keys())
+            assert cost.made <= (leaves if codec == "lossless" else 0) and cost.pinned == cost.made
+            assert bool(cost.made) == (codec == "lossless" and share == 0.5)
             assert cost.loaded <= sum(residents(session).values()) + 1024
+            before = count.copy()
             session.park(keep=True)
         assert (count - before).made == 0
         session.unpin()

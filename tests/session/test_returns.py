@@ -3,11 +3,18 @@ counted."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import carom
 import pytest
 import torch
+from carom.core.device.simulated import SimulatedEngine
+from carom.core.placement import host_copies, packer, placement
+from carom.core.placement.packed_tensor import PackedTensor
 from carom.core.session import rule_planner
+from tests_inside import inside
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 WIDTH = 192
 CODECS = ["raw", "lossless"]
@@ -95,3 +102,201 @@ def test_a_module_that_changed_meanwhile_is_planned_anew(plans, change):
         expected = run(net)
         assert plans and not session.parked
     assert torch.equal(run(net), expected)
+
+
+@dataclass
+class Crossings:
+    """What crosses the link and what is encoded."""
+
+    out: int = 0  # bytes from device to host
+    moved: int = 0  # tensors that cross one by one
+    into: list[int] = field(default_factory=list)  # bytes of each copy from host to device
+    encoded: int = 0  # weights
+    decoded: list[int] = field(default_factory=list)  # weights that were decoded one by one
+
+    def clear(self):
+        self.__init__()
+
+
+@pytest.fixture
+def crossings(monkeypatch):
+    found = Crossings()
+    copy_in, copy_out, move = SimulatedEngine.copy_in, SimulatedEngine.copy_out, SimulatedEngine.move
+    pack, value = packer.pack, placement.HostStore.value
+
+    def counting_in(self, target, source, after, timed):
+        found.into.append(source.numel())
+        return copy_in(self, target, source, after, timed)
+
+    def counting_out(self, target, source):
+        found.out += source.numel() * source.element_size()
+        return copy_out(self, target, source)
+
+    def counting_move(self, tensor, to):
+        if self.locate(tensor) != to:
+            found.moved += 1
+        return move(self, tensor, to)
+
+    def counting_pack(*args):
+        found.encoded += 1
+        return pack(*args)
+
+    def counting_value(self, tensor, device):
+        found.moved += 1
+        return value(self, tensor, device)
+
+    monkeypatch.setattr(SimulatedEngine, "copy_in", counting_in)
+    monkeypatch.setattr(SimulatedEngine, "copy_out", counting_out)
+    monkeypatch.setattr(SimulatedEngine, "move", counting_move)
+    monkeypatch.setattr(placement.HostStore, "value", counting_value)
+    monkeypatch.setattr(packer, "pack", counting_pack)
+    decode = PackedTensor.value
+    monkeypatch.setattr(PackedTensor, "value", lambda *a: (found.decoded.append(1), decode(*a))[1])
+    return found
+
+
+def resident_bytes(session):
+    units = inside(session).carving.units
+    return sorted(units[index].nbytes for index in session.plan.resident)
+
+
+@pytest.fixture(params=[1, 8 << 20], ids=["apart", "small"])
+def small_unit(request, monkeypatch):
+    """Whether each resident unit has a buffer of its own, or all share one."""
+    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("share", [0.7, 1.5])
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_clean_park_copies_nothing_and_a_return_copies_each_unit_once(crossings, small_unit, codec, share):
+    net = Net()
+    expected = run(net)
+    with streamed(net, share, codec) as session:
+        assert torch.equal(run(net), expected)
+        resident = resident_bytes(session)
+        crossings.clear()
+        session.park(keep=True)
+        assert inside(session).engine.allocated == 0
+        assert crossings.out == sum(resident) and not crossings.encoded and not crossings.moved, (
+            "put aside as they are"
+        )
+        for _ in range(3):
+            crossings.clear()
+            session.unpark()
+            assert sorted(crossings.into) == (resident if small_unit == 1 else [sum(resident)])
+            assert not (crossings.moved or crossings.encoded or crossings.decoded or crossings.out)
+            assert torch.equal(run(net), expected)
+            crossings.clear()
+            session.park(keep=True)
+            assert crossings == Crossings(), "a clean park"
+            assert inside(session).engine.allocated == 0
+            assert torch.equal(net.blocks[3][0].weight.clone(), Net().blocks[3][0].weight)
+    assert torch.equal(run(net), expected)
+    assert inside(session).arena.pinned_bytes == 0
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_streamed_before_it_became_resident_is_put_aside_and_returns_from_the_block_it_streamed_from(
+    crossings, codec, monkeypatch
+):
+    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
+    net = Net()
+    expected = run(net)
+    with streamed(net, 0.5, codec) as session:
+        session.set_budget(vram=int(0.8 * size(net)))
+        resident = resident_bytes(session)
+        session.park(keep=True)
+        for _ in range(2):
+            crossings.clear()
+            session.unpark()
+            assert len(crossings.into) == len(resident)
+            assert not (crossings.moved or crossings.encoded or crossings.decoded or crossings.out)
+            assert sum(crossings.into) <= (1 if codec == "raw" else 0.95) * sum(resident)
+            assert torch.equal(run(net), expected)
+            crossings.clear()
+            session.park(keep=True)
+            assert crossings == Crossings()
+    assert torch.equal(run(net), expected)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_resident_that_was_written_to_unseen_is_copied_again_and_no_other(crossings, small_unit, codec):
+    net, twin = Net(), Net()
+    with streamed(net, 0.7, codec) as session:
+        run(net)
+        for _ in range(2):
+            session.park(keep=True)
+            session.unpark()
+        units = inside(session).carving.units
+        unit = units[sorted(session.plan.resident)[1]]
+        with torch.no_grad():
+            for model in (net, twin):
+                model.get_submodule(unit.name).weight.data[3, 4:6] += (
+                    0.5  # changes neither version nor pointer
+                )
+        crossings.clear()
+        session.park(keep=True)
+        assert crossings.out == (unit.nbytes if small_unit == 1 else sum(resident_bytes(session)))
+        assert torch.equal(run(net), run(twin))
+        with torch.no_grad():
+            for model in (net, twin):
+                model.get_submodule(unit.name).weight.data[5] -= 1
+        session.park(keep=True)
+        for model in (net, twin):  # while it waits on the host
+            model.get_submodule(unit.name).weight.data[7] *= 2
+        assert torch.equal(run(net), run(twin))
+        session.park(keep=True)
+        assert torch.equal(run(net), run(twin))
+    assert torch.equal(run(net), run(twin))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_residents_are_put_aside_as_they_are_only_as_far_as_ram_allows(crossings, small_unit, codec):
+    net = Net()
+    expected = run(net)
+    with streamed(net, 0.7, codec) as session:
+        ram = session.report().pinned_bytes + sum(resident_bytes(session)) // 2
+    with streamed(net, 0.7, codec, ram=ram) as session:
+        for _ in range(3):
+            session.park(keep=True)
+            assert session.report().pinned_bytes <= session.report().pinned_peak_bytes <= ram
+            assert inside(session).engine.allocated == 0
+            assert torch.equal(run(net), expected)
+            assert session.report().pinned_bytes <= session.report().pinned_peak_bytes <= ram
+    assert torch.equal(run(net), expected)
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_proof_that_a_resident_did_not_change_takes_few_operators_whatever_its_tensors(monkeypatch):
+    monkeypatch.setattr("carom.core.placement.residents.SMALL_UNIT", 1)
+    counted = []
+    fingerprint = host_copies.fingerprint
+
+    def counting(tensors):
+        with Operators() as operators:
+            found = fingerprint(tensors)
+        counted.append(operators.count)
+        return found
+
+    monkeypatch.setattr(host_copies, "fingerprint", counting)
+    net = Net()
+    with streamed(net, 0.8, granularity="block") as session:
+        run(net)
+        session.park(keep=True)
+        session.unpark()
+        session.park(keep=True)
+        counted.clear()
+        session.unpark()
+        session.park(keep=True)
+        assert len(counted) == len(session.plan.resident) >= 2, "one proof for each unit of four tensors"
+        assert max(counted) <= 36

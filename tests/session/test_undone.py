@@ -68,7 +68,7 @@ def test_a_parked_session_leaves_the_device_to_others(trims, keep):
 def test_a_parking_that_failed_on_the_host_brings_back_true_values(monkeypatch):
     monkeypatch.setattr(residents, "SMALL_UNIT", 1)
     model, twin = Model(), Model()
-    with stream(model) as session:
+    with stream(model, 0.8) as session:  # several units stay, and are copied to the host
         run(model)
         pin, calls = HostArena.pin, [0]
 
