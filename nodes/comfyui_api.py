@@ -87,6 +87,14 @@ def free_bytes(device: torch.device) -> int:
     return int(management().get_free_memory(device))
 
 
+def room_on(device: torch.device) -> int:
+    """Return the bytes of ``device`` that are free when ComfyUI has unloaded all of its models."""
+    loaded = [
+        one for one in management().current_loaded_models if one.device == device and one.model is not None
+    ]
+    return free_bytes(device) + sum(int(one.model.loaded_size()) for one in loaded)
+
+
 def least_for_passes() -> int:
     """Return the bytes of device memory that ComfyUI keeps free for passes at least."""
     return int(management().minimum_inference_memory())

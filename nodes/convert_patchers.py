@@ -11,8 +11,8 @@ import torch
 from ..core.common.errors import UnsupportedError
 from . import comfyui_api
 from .inference_tensors import MAPPED, own_memory, structure_of
-from .meant_dtypes import settle_dtypes
-from .node_settings import Settings, Way, choose_way
+from .meant_dtypes import meant_bytes, settle_dtypes
+from .node_settings import Settings, Way, choose_way, without_gain
 from .patcher import KEY, strip, wear
 from .read_ahead import read_ahead
 from .streaming import known_streaming, streaming_of
@@ -28,6 +28,9 @@ def offload(patcher: Any, settings: Settings, fresh: bool = False) -> tuple[Any,
     than the least budget that works.
     """
     way = choose_way(settings.mode, torch.device(patcher.load_device).type)
+    if way.streams and settings.may_stand_aside and patcher.is_dynamic():
+        room, passes = comfyui_api.room_on(patcher.load_device), comfyui_api.least_for_passes()
+        way = without_gain(meant_bytes(patcher.model), room, passes) or way
     if not way.streams:
         return _kept(patcher, settings, way)
     if fresh:

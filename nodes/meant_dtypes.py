@@ -1,4 +1,4 @@
-"""`settle_dtypes`: converts weights to the dtypes that ComfyUI intends for the device."""
+"""The dtypes that ComfyUI intends for weights on the device: `settle_dtypes` converts to them, `meant_bytes` counts."""
 
 from __future__ import annotations
 
@@ -61,3 +61,17 @@ def _differing(module: nn.Module, casts: bool) -> Iterator[tuple[dict[str, Any],
 
 def _bytes(module: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in module.parameters(recurse=False))
+
+
+def meant_bytes(module: nn.Module) -> int:
+    """Return the bytes of the weights in the dtypes in which ComfyUI's dynamic patcher has them on the device."""
+    found: dict[int, int] = {}
+    for part in module.modules():
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None and is_plain(tensor):
+                meant = getattr(part, f"{name}_comfy_model_dtype", None) or tensor.dtype
+                found[id(tensor)] = tensor.numel() * meant.itemsize
+            elif tensor is not None:
+                inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+                found[id(tensor)] = sum(getattr(tensor, one).nbytes for one in inner) or tensor.nbytes
+    return sum(found.values())

@@ -59,6 +59,11 @@ class Settings:
         """Return whether both settings allow the same device memory."""
         return (self.vram, self.mode) == (other.vram, other.mode)
 
+    @property
+    def may_stand_aside(self) -> bool:
+        """Whether ComfyUI may keep the weights of a model that fits: the user chose nothing that only Carom does."""
+        return self.mode == "auto" and is_auto(self.vram) and is_auto(self.ram) and not self.peers.strip()
+
     def checked(self) -> Settings:
         """Return this object. Raises ValueError that names the widget for a value that is invalid or implausible."""
         for name, value, allowed in (
@@ -139,6 +144,20 @@ def choose_way(mode: str, device: str) -> Way:
             False, f"copies to a {device} device do not run beside its computing; ComfyUI keeps the weights"
         )
     return Way(True, "asked for" if mode == "stream" else "streams what does not fit")
+
+
+def without_gain(size: int, room: int, for_passes: int) -> Way | None:
+    """Return the decision that ComfyUI keeps a model of ``size`` bytes, None where streaming may gain.
+
+    ``room``: bytes of the device that are free when no other model is on it; ``for_passes``: bytes that ComfyUI keeps
+    free for passes at least. A model that fits beside twice these bytes streams nothing, and its host's own loading and
+    switching is then as fast as Carom's or faster.
+    """
+    if size + 2 * for_passes > room:
+        return None
+    return Way(
+        False, f"the whole model fits ({format_size(size)} of {format_size(room)}); ComfyUI keeps the weights"
+    )
 
 
 def is_auto(value: int | str) -> bool:

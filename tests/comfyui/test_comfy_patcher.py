@@ -914,6 +914,47 @@ def test_a_dynamic_model_that_cannot_be_copied_stays_comfyuis(comfy, monkeypatch
 
 
 @stand_in_only
+@pytest.mark.parametrize(
+    ("free", "options", "streams"),
+    [
+        (3 << 30, {}, False),  # the passes' memory is twice 1.2 GiB
+        (2 << 30, {}, True),
+        (3 << 30, {"vram": "1GiB"}, True),
+        (3 << 30, {"ram": "1GiB"}, True),
+        (3 << 30, {"mode": "stream"}, True),
+    ],
+)
+def test_a_dynamic_model_that_fits_stays_comfyuis_and_the_reason_is_told(
+    comfy, monkeypatch, free, options, streams
+):
+    from carom.nodes import convert_patchers
+    from carom.nodes.report_node import figures
+
+    as_on_a_gpu = node_settings.Way(True, "streams what does not fit")
+    monkeypatch.setattr(convert_patchers, "choose_way", lambda mode, device: as_on_a_gpu)
+    encoder = comfy.Dynamic(filled(TextEncoder(comfy.Linear)), CPU, CPU)
+    encoder.model.model_loaded_weight_memory = 1 << 29  # what it holds can become free
+    loaded = types.SimpleNamespace(device=CPU, model=encoder)
+    monkeypatch.setattr(comfy.management, "current_loaded_models", [loaded])
+    monkeypatch.setattr(comfy.management, "get_free_memory", lambda device: free - (1 << 29))
+    dynamic = comfy.Dynamic(filled(Model(comfy.Linear)), CPU, CPU)
+    found, way = convert_patchers.offload(dynamic, Settings(**options), fresh=True)
+    assert way.streams is streams is isinstance(found, CaromPatcher) is not found.is_dynamic()
+    if not streams:
+        assert found.model is dynamic.model and known_streaming(found.model) is None
+        assert "the whole model fits" in figures(found)[0]
+
+
+def test_the_bytes_of_a_model_are_those_that_it_has_on_the_device():
+    from carom.nodes.meant_dtypes import meant_bytes
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    model[1].weight = nn.Parameter(model[1].weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    model[1].weight_comfy_model_dtype = torch.float16
+    assert meant_bytes(model) == 4 * (64 + 8) + 2 * 64
+
+
+@stand_in_only
 def test_sizes_that_the_nodes_ask_comfyui_for(comfy):
     assert nodes_host.pin_room() == 1 << 30
     nodes_host.count_pinned(10)
