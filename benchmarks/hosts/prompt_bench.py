@@ -142,7 +142,10 @@ class Bench:
                 card = None if self.arguments.cpu else stack.enter_context(Card(config.limit, PYTHON))
                 prefix: list[str] = []
                 if case.ram is not None:
-                    prefix = stack.enter_context(control_group(case.ram)).prefix
+                    try:
+                        prefix = stack.enter_context(control_group(case.ram)).prefix
+                    except OSError as error:
+                        return {"status": "skipped", "reason": str(error)}
                 return self._prompts(config, case, card, prefix)
         except Exception as error:
             return {"status": "failed", "reason": f"{type(error).__name__}: {str(error)[-1500:]}"}
@@ -205,6 +208,6 @@ class Bench:
             profile = str(arguments.profile.resolve() / f"{name}.txt")
         return {
             "comfyui": self.comfyui, "files": str(self.work), "sizes": asdict(self.sizes), "cpu": arguments.cpu,
-            "carom": carom, "profile": profile, "link": config.link,
+            "carom": carom, "profile": profile, "link": config.link, "ram": case.ram,
             "graphs": [graph(case, number, self.sizes, way) for number in range(len(case.prompts))],
         }  # fmt: skip

@@ -9,7 +9,9 @@ import collections
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 PARTS = ("load", "encode", "switch", "first step", "other steps", "decode", "rest")
 MEASURE = "measure"  # the time of the benchmark itself, in no part
@@ -19,11 +21,12 @@ EVERY_S = 0.004
 class Clock:
     """Adds the time since the last change of part to the part that ends.
 
-    ``part``: the part that runs now.
+    ``part``: the part that runs now. ``alarm``: a part, and a function that is called when it begins the next time.
     """
 
     def __init__(self) -> None:
         self.part = "rest"
+        self.alarm: tuple[str | None, Callable[[], Any]] = (None, _nothing)
         self._since = time.perf_counter()
         self._seconds: dict[str, float] = collections.defaultdict(float)
 
@@ -37,11 +40,18 @@ class Clock:
         now = time.perf_counter()
         self._seconds[self.part] += now - self._since
         self.part, self._since = part, now
+        if part == self.alarm[0]:
+            call, self.alarm = self.alarm[1], (None, _nothing)
+            call()
 
     def seconds(self) -> dict[str, float]:
         """End the prompt; return the seconds of each part, without those of the benchmark itself."""
         self.enter("rest")
         return {part: round(self._seconds.get(part, 0.0), 4) for part in PARTS}
+
+
+def _nothing() -> None:
+    pass
 
 
 class StackSampler:

@@ -2,7 +2,8 @@
 
 ComfyUI starts as by its main.py, with dynamic VRAM where main.py would choose it. Its own PromptExecutor runs the graphs,
 with its caches. The process prints a line of JSON when it is ready and for each prompt, and waits for a line on stdin
-before each prompt. A prompt that is null drops all models.
+before each prompt. A prompt that is null drops all models. ``interrupts`` of the job names prompts, by number, that are
+interrupted when a part begins.
 """
 
 # mypy: ignore-errors
@@ -116,6 +117,7 @@ def main(job: dict) -> None:
         counts = prompt_counts.Counts()
     clock = prompt_clock.Clock()
     note_parts(clock)
+    interrupts = {int(number): part for number, part in job.get("interrupts", {}).items()}
     sampler = prompt_clock.StackSampler(clock) if job["profile"] else None
     executor = make_executor(execution)
     peaks = MemoryPeaks(memory_of)
@@ -140,6 +142,7 @@ def main(job: dict) -> None:
             counts.take()
         with link_bytes(job["link"]) as link:
             clock.start()
+            clock.alarm = interrupts.get(number), nodes.interrupt_processing
             executor.execute(prompt, f"prompt-{number}", {}, ["tell"])
             parts = clock.seconds()
         after = io_of(os.getpid())
@@ -152,7 +155,7 @@ def main(job: dict) -> None:
             "host_pinned_bytes": pinned_bytes(),
         }  # fmt: skip
         if not executor.success:
-            found["failed"] = failure(executor)
+            found |= failure(executor)
         if streaming is not None:
             found["carom"] = carom_figures(streaming)
         if counts is not None:
@@ -175,6 +178,21 @@ def forget_models(executor):
     comfy.model_management.soft_empty_cache()
 
 
+def limit_seen_memory(nbytes):
+    """Make psutil report a machine of ``nbytes`` bytes of memory, as one of that size would; it knows no control group."""
+    import psutil
+    from process import memory_of
+
+    own = psutil.virtual_memory
+
+    def virtual_memory():
+        found, held = own(), dict(memory_of(os.getpid()))
+        left = nbytes - held.get("anonymous_bytes", 0) - held.get("shared_bytes", 0)
+        return found._replace(total=min(found.total, nbytes), available=max(0, min(found.available, left)))
+
+    psutil.virtual_memory = virtual_memory
+
+
 def tell(found):
     """Print ``found`` as a line of JSON, after the end of a line that a progress bar may have begun."""
     print(f"\n{MARK}{json.dumps(found)}", flush=True)
@@ -184,6 +202,8 @@ def start_comfyui(job):
     """Import ComfyUI as its main.py does; return the collector of error lines."""
     sys.argv = ["main.py", *(["--cpu"] if job["cpu"] else [])]
     sys.path.insert(0, job["comfyui"])
+    if job.get("ram"):
+        limit_seen_memory(job["ram"])
     os.chdir(job["comfyui"])
     import comfy.options
 
@@ -351,11 +371,14 @@ def pinned_bytes():
 
 
 def failure(executor):
-    messages = [found for kind, found in executor.status_messages if kind == "execution_error"]
-    if not messages:
-        return "the prompt ended without a message"
-    print("".join(messages[-1]["traceback"]), flush=True)
-    return f"{messages[-1]['node_type']}: {messages[-1]['exception_message'].strip()}"
+    """Return ``failed``, the error of the last prompt, or ``interrupted``, the node in which it was interrupted."""
+    for kind, told in executor.status_messages:
+        if kind == "execution_interrupted":
+            return {"interrupted": told["node_type"]}
+        if kind == "execution_error":
+            print("".join(told["traceback"]), flush=True)
+            return {"failed": f"{told['node_type']}: {told['exception_message'].strip()}"}
+    return {"failed": "the prompt ended without a message"}
 
 
 def carom_figures(shared_ram):

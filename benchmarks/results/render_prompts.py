@@ -40,8 +40,7 @@ def prompt_rows(record: dict[str, Any]) -> list[Row]:
     places: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in record["runs"]:
         if not run["link"]:  # prompts whose copies were counted have no times to compare
-            case = STOCK if run["loader"] == "stock" else CAROM
-            places.setdefault((_group(record, run), case), []).append(run)
+            places.setdefault((_group(record, run), _case(run)), []).append(run)
     found = []
     for (group, case), runs in places.items():
         done = [run for run in runs if run["status"] == "ok"]
@@ -50,13 +49,29 @@ def prompt_rows(record: dict[str, Any]) -> list[Row]:
             found.append(Row(group, case, FIRST, "s", note=f"{runs[-1]['status']}: {reason}"))
             continue
         stock = [run for run in places.get((group, STOCK), ()) if run["status"] == "ok"]
-        found += _rows(record, group, case, done, [] if case == STOCK else stock)
+        cache = {"cache": done[0]["cache"]}  # on which the bytes over the link do not depend
+        counted = _by_name(
+            run
+            for run in record["runs"]
+            if run["link"] and (_group(record, run | cache), _case(run)) == (group, case)
+        )
+        found += _rows(record, group, case, done, [] if case == STOCK else stock, counted)
     return found
 
 
+def _case(run: dict[str, Any]) -> str:
+    return STOCK if run["loader"] == "stock" else CAROM
+
+
 def _rows(
-    record: dict[str, Any], group: str, case: str, runs: list[dict[str, Any]], stock: list[dict[str, Any]]
+    record: dict[str, Any],
+    group: str,
+    case: str,
+    runs: list[dict[str, Any]],
+    stock: list[dict[str, Any]],
+    counted: dict[str, list[dict[str, Any]]],
 ) -> Iterable[Row]:
+    """Yield the rows of a case. ``counted``: its prompts whose copies were counted, by name."""
     steps = record["sizes"]["steps"]
     ours, theirs = _by_name(runs), _by_name(stock)
     for name, prompts in ours.items():
@@ -76,7 +91,7 @@ def _rows(
                 device_bytes=max((prompt.get("device_peak_bytes") or 0 for prompt in prompts), default=0) or None,
                 host_bytes=max(prompt["memory"]["sum_bytes"] for prompt in prompts) if whole else None,
                 same_bits=_same(prompts, other) if other and whole else None,
-                note=_parts(prompts) if whole else "",
+                note=_parts(prompts) + _copies(counted.get(name, [])) if whole else "",
             )  # fmt: skip
 
 
@@ -84,12 +99,12 @@ def _pooled(seconds: list[float]) -> dict[str, Any]:
     return pooled(seconds, seconds) | {"processes": 1}
 
 
-def _by_name(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def _by_name(runs: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Return the prompts of all processes by the name of what they do."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         names = _NAMES.get(run["case"], (FIRST, SECOND, LATER))
-        for prompt in run["prompts"]:
+        for prompt in run.get("prompts", ()):
             found.setdefault(names[min(prompt["prompt"], len(names) - 1)], []).append(prompt)
     return found
 
@@ -122,6 +137,14 @@ def _parts(prompts: list[dict[str, Any]]) -> str:
     words = [f"{name} {seconds:.2f}" for name, seconds in prompt["parts_s"].items() if seconds >= 0.01]
     read = prompt["read_bytes"].get("storage", 0)
     return ", ".join(words) + (f"; {read / 1e9:.1f} GB read" if read >= 1e8 else "")
+
+
+def _copies(prompts: list[dict[str, Any]]) -> str:
+    """Return the bytes over the link of the last of the prompts whose copies were counted, "" without one."""
+    if not prompts or not prompts[-1].get("link_bytes"):
+        return ""
+    found = prompts[-1]["link_bytes"]
+    return f"; {found['to_device'] / 1e9:.1f} GB to the device, {found['from_device'] / 1e9:.1f} GB from it"
 
 
 def _group(record: dict[str, Any], run: dict[str, Any]) -> str:

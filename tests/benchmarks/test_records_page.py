@@ -136,6 +136,9 @@ def test_the_readme_shows_whole_prompts_first(tmp_path):
                 "status": "ok", "prompts": told}  # fmt: skip
 
     runs = [prompts("stock", 20.0, 4.0, 4.0, 6.0), prompts("carom", 21.0, 3.5, 3.0, 3.0)]
+    counted = prompts("carom", 30.0, 9.0, 9.0) | {"link": True, "cache": "warm"}
+    counted["prompts"][2]["link_bytes"] = {"to_device": 12e9, "from_device": 0}
+    runs.append(counted)
     made_record = {
         "tool": "prompts", "date": "2026-01-01", "commit": "0123abc", "sizes": {"steps": 20}, "file_bytes": {"model": 10e9},
         "machine": {"accelerator": {"name": "A"}}, "runs": runs,
@@ -147,7 +150,7 @@ def test_the_readme_shows_whole_prompts_first(tmp_path):
         "| 6 GiB, emulated | one model of 10.0 GB | 20.0, 4.00, 5.00 s | 21.0, 3.50, 3.00 s | 9.00 GB | 9.00 GB | yes |"
     ]
     later = [line for line in page(found).splitlines() if line.startswith("| Carom | later prompts |")]
-    assert "| 3.00 s | 0.600 |" in later[0] and "other steps 2.70" in later[0]
+    assert "| 3.00 s | 0.600 |" in later[0] and "other steps 2.70; 12.0 GB to the device" in later[0]
 
 
 def test_the_part_of_a_readme_between_its_markers_is_replaced():

@@ -74,23 +74,21 @@ pytestmark = [
 ]
 
 
-def counted(folder: Path) -> dict[str, list[tuple[int, ...]]]:
-    """Run all cases in one process; return the counts of each prompt in the form of `BOUNDS`."""
-    jobs = prompt_bench.missing_files(folder, TINY, cpu=True)
-    subprocess.run(
-        [PYTHON, str(HOSTS / "prompt_files.py"), COMFYUI, json.dumps(jobs)], check=True, timeout=300
-    )
-    known, graphs, names = cases(PROMPTS), [], []
-    for name in BOUNDS:
-        case, _, codec = name.partition(" ")
-        way = Way(carom=True, mode="stream", vram=VRAM, codec=codec)
-        graphs += [graph(known[case], number, TINY, way) for number in range(len(known[case].prompts))]
-        graphs.append(None)  # drop the models
-        names += [name] * (len(known[case].prompts) + 1)
+INTERRUPTED = ("encode", "switch", "first step", "other steps")
+
+
+def run(
+    folder: Path, graphs: list[dict[str, Any] | None], interrupts: dict[int, str]
+) -> list[dict[str, Any]]:
+    """Run prompts in one process; return what it told of each. ``interrupts``: parts, by the number of the prompt."""
     job: dict[str, Any] = {
         "comfyui": COMFYUI, "files": str(folder), "sizes": asdict(TINY), "cpu": True, "carom": True, "card": CARD,
-        "profile": "", "link": False, "graphs": graphs,
+        "profile": "", "link": False, "graphs": graphs, "interrupts": interrupts,
     }  # fmt: skip
+    jobs = prompt_bench.missing_files(folder, TINY, cpu=True)
+    if jobs:
+        command = [PYTHON, str(HOSTS / "prompt_files.py"), COMFYUI, json.dumps(jobs)]
+        subprocess.run(command, check=True, timeout=300)
     file = folder / "job.json"
     file.write_text(json.dumps(job), "utf-8")
     done = subprocess.run(
@@ -98,18 +96,42 @@ def counted(folder: Path) -> dict[str, list[tuple[int, ...]]]:
         timeout=580,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    mark = prompt_bench.MARK
+    lines = [
+        json.loads(line.removeprefix(mark)) for line in done.stdout.splitlines() if line.startswith(mark)
+    ]
+    for told in lines:
+        assert "failed" not in told, told["failed"]
+    return [told for told in lines if "prompt" in told]
+
+
+def counts_of(told: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(told["counts"][kind] for kind in KINDS)
+
+
+def counted(folder: Path) -> dict[str, list[tuple[int, ...]]]:
+    """Run all cases; return the counts of each prompt in the form of `BOUNDS`."""
+    known, graphs, names = cases(PROMPTS), [], []
+    for name in BOUNDS:
+        case, _, codec = name.partition(" ")
+        way = Way(carom=True, mode="stream", vram=VRAM, codec=codec)
+        graphs += [graph(known[case], number, TINY, way) for number in range(len(known[case].prompts))]
+        graphs.append(None)  # drop the models
+        names += [name] * (len(known[case].prompts) + 1)
     found: dict[str, list[tuple[int, ...]]] = {name: [] for name in BOUNDS}
-    for line in done.stdout.splitlines():
-        told = json.loads(line.removeprefix(prompt_bench.MARK)) if line.startswith(prompt_bench.MARK) else {}
-        if "prompt" in told:
-            assert "failed" not in told, told["failed"]
-            found[names[told["prompt"]]].append(tuple(told["counts"][kind] for kind in KINDS))
+    for told in run(folder, graphs, {}):
+        found[names[told["prompt"]]].append(counts_of(told))
     return found
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return counted(tmp_path_factory.mktemp("prompts"))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("prompts")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return counted(folder)
 
 
 @pytest.mark.parametrize("case", BOUNDS)
@@ -122,6 +144,21 @@ def test_prompts_copy_decode_and_read_no_more_than_their_bounds(found, case):
             if count > bound
         }
         assert not over, f"{case}, prompt {number}: {over}"
+
+
+def test_a_prompt_after_an_interrupted_one_is_right_and_reads_nothing_again(folder):
+    way = Way(carom=True, mode="stream", vram=VRAM, codec="raw")
+    first, second, third = (graph(cases(PROMPTS)["two-models"], number, TINY, way) for number in range(3))
+    graphs, interrupts = [first, second, third], {}
+    for part in INTERRUPTED:
+        interrupts[len(graphs)] = part
+        graphs += [first, second]
+    told = run(folder, graphs, interrupts)
+    for number, part in interrupts.items():
+        again = told[number + 1]
+        assert "interrupted" in told[number] and again["results"] == told[1]["results"], part
+        assert again["counts"]["read"] == 0 and told[number]["counts"]["read"] == 0, part
+        assert again["counts"]["link"] <= told[1]["counts"]["link"], part
 
 
 if __name__ == "__main__":
