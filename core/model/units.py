@@ -59,11 +59,19 @@ class Entry:
     counted: bool = True  # whether the VRAM budget counts the tensor
     # Whether the tensor counts as frozen although it requires a gradient, because no pass has recorded gradients.
     untrained: bool = False
+    # `nbytes`, once it was asked for: queries of a managed tensor take time, and a layout asks a dozen times.
+    _nbytes: int | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor, without alignment padding."""
-        return self.tensor.numel() * self.tensor.element_size()
+        if self._nbytes is None:
+            self._nbytes = self.tensor.numel() * self.tensor.element_size()
+        return self._nbytes
+
+    def refer_to(self, tensor: torch.Tensor) -> None:
+        """Let the entry be that of ``tensor``, which the module has in place of the present one."""
+        self.tensor, self._nbytes = tensor, None
 
     @property
     def trainable(self) -> bool:

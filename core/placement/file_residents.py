@@ -157,7 +157,7 @@ class FileResidents:
                 if isinstance(entry.tensor, nn.Parameter):
                     tensor = nn.Parameter(tensor, requires_grad=False)
             replace_in_modules(entry.sites, entry.tensor, tensor)
-            entry.tensor = tensor
+            entry.refer_to(tensor)
             self._checkpoint.bind_device_tensor(tensor, file_tensor)
             residents.append(_Resident(entry, file_tensor, tensor))
         self._residents += residents
@@ -194,7 +194,7 @@ class FileResidents:
             if resident.changed:
                 resident.file_tensor.change(resident.tensor)
             replace_in_modules(resident.entry.sites, resident.tensor, resident.file_tensor.tensor)
-            resident.entry.tensor = resident.file_tensor.tensor
+            resident.entry.refer_to(resident.file_tensor.tensor)
             self._checkpoint.unbind_device_tensor(resident.tensor)
         self._residents.clear()
         self.nbytes = 0

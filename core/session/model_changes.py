@@ -211,7 +211,7 @@ class ModelChanges:
             known = known or {id(entry.tensor) for entry in layout.entries()}
             if id(new) in known:  # the new tensor belongs to another entry
                 continue
-            entry.tensor = new
+            entry.refer_to(new)
             replaced[id(old)] = entry
             before.append(old)
             known.add(id(new))

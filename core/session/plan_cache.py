@@ -89,15 +89,19 @@ def _kinds(root: nn.Module) -> list[Any]:
     """
     with torch._C.DisableTorchFunctionSubclass():
         return [
-            (
-                tensor.requires_grad,
-                None if "_carom" in tensor.__dict__ else (tensor.dtype, tensor.shape, tensor.stride()),
-            )
+            (tensor.requires_grad, None if "_carom" in tensor.__dict__ else _layout(tensor))
             for module in root.modules()
             for table in (module._parameters, module._buffers)
             for tensor in table.values()
             if tensor is not None
         ]
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    strides = (
+        tensor.stride() if tensor.layout == torch.strided else tensor.layout
+    )  # sparse tensors have no strides
+    return tensor.dtype, tensor.shape, strides
 
 
 def _same(before: tuple[bool, Any], now: tuple[bool, Any]) -> bool:
