@@ -272,6 +272,8 @@ class CaromPatcher:
 
     def partially_load(self, device_to: Any, extra_memory: float = 0, *args: Any, **kwargs: Any) -> Any:
         carom, model = self._carom, self.model
+        if carom.in_pass:
+            return 0  # the weights are where they were: see `detach`
         carom.succeed()
         carom.follow_settings(self._settings)
         if carom.session is not None and carom.packs and self._compiled():
@@ -307,6 +309,8 @@ class CaromPatcher:
 
     def partially_unload(self, device_to: Any, memory_to_free: float = 0, *args: Any, **kwargs: Any) -> Any:
         carom = self._carom
+        if carom.in_pass:
+            return 0
         carom.succeed()
         if not carom.streams:
             return super().partially_unload(device_to, memory_to_free, *args, **kwargs)  # type: ignore[misc]
@@ -348,8 +352,11 @@ class CaromPatcher:
     def detach(self, *args: Any, **kwargs: Any) -> Any:
         """Release the model to a clone.
 
-        A clone of Carom's class takes over the session. For any other clone the session ends first.
+        A clone of Carom's class takes over the session. For any other clone the session ends first. Within a forward of
+        the model nothing is released: nodes load a VAE or an encoder there, and then the model again.
         """
+        if self._carom.in_pass:
+            return self.model
         self._carom.succeed()
         result = super().detach(*args, **kwargs)  # type: ignore[misc]
         self._carom.expect_successor()

@@ -239,6 +239,11 @@ class Streaming(TakesRoom):
         """Whether a session has the weights and is not suspended."""
         return self.session is not None and not self.suspended
 
+    @property
+    def in_pass(self) -> bool:
+        """Whether the caller is called by a forward of the model: by a node that loads another model there."""
+        return self.session is not None and self.session.in_pass
+
     def suspend(self, attached: bool = False) -> None:
         """Release the device, because ComfyUI unloads the model or needs its memory.
 

@@ -214,6 +214,12 @@ class LayoutManager:
             if waits:  # an interrupt while waiting
                 self._waiting -= 1
 
+    def runs_here(self) -> bool:
+        """Return whether this thread is in a pass."""
+        with self.lock:
+            streamer = self._in_use()
+            return streamer is not None and runs_here(streamer)
+
     def _has_to_wait(self, streamer: Streamer, doing: str, inside: bool, ends_stuck: bool) -> bool:
         """Return whether a caller of `between_passes` has to wait for a pass. Arguments and errors: its."""
         if runs_here(streamer):

@@ -230,6 +230,11 @@ class Session:
         """Whether the session uses no device memory. The next forward moves weights to the device again."""
         return self._manager.phase.parked
 
+    @property
+    def in_pass(self) -> bool:
+        """Whether the calling thread is in a forward or backward of the module, when weights cannot move."""
+        return self._manager.runs_here()
+
     def park(self, keep: bool = False) -> None:
         """Release the session's device memory. The module's next forward moves weights to the device again.
 

@@ -230,6 +230,25 @@ def test_a_model_that_gives_way_to_another_one_is_parked_with_its_patches(card):
     assert torch.equal(card.sample(model), expected) and streaming_of(model.model).session is session
 
 
+@real_only
+def test_a_model_that_is_loaded_within_a_forward_leaves_the_running_models_weights(card):
+    model, encoder = card.model(1), card.encoder()
+    expected = card.sample(model)
+    held, encoded = model.loaded_size(), []
+
+    def load(*_: Any) -> None:  # as nodes of ComfyUI do that encode an image in the first step
+        if not encoded:
+            loaded = card.management.loaded_models(only_currently_used=True)
+            encoded.append(card.encode(encoder))
+            card.management.load_models_gpu(loaded)
+
+    hook = model.model.diffusion_model.layers[3].register_forward_pre_hook(load)
+    assert torch.equal(card.sample(model), expected) and encoded
+    hook.remove()
+    assert model.loaded_size() == held and model in card.management.loaded_models()
+    assert card.encode(encoder) == 0 and torch.equal(card.sample(model), expected)
+
+
 def test_requests_that_the_next_load_takes_back_park_a_model():
     assert gives_whole(1e32, 0) and gives_whole(3 << 30, 5 << 30)
     assert not gives_whole(100 << 20, 5 << 30) and not gives_whole(300 << 20, 5 << 30)
