@@ -7,7 +7,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -105,12 +104,11 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def no_saved_tensor_hooks_stay(request):
-    """Names the test after which saved-tensor hooks are left on the thread, and keeps them from the next tests."""
+def no_saved_tensor_hooks_stay():
+    """Fails the test after which saved-tensor hooks are left on the thread: they would reach the next tests."""
     yield
     api, left = torch._C._autograd, 0
-    while api._top_saved_tensors_default_hooks(False) is not None and left < 100:
+    while api._top_saved_tensors_default_hooks(False) is not None:
         api._pop_saved_tensors_default_hooks()
         left += 1
-    if left:
-        warnings.warn(f"{request.node.nodeid} leaves {left} saved-tensor hooks on the thread", stacklevel=1)
+    assert not left, f"{left} saved-tensor hooks are left on the thread"

@@ -188,11 +188,16 @@ def test_a_slot_that_autograd_keeps_itself_is_not_overwritten(monkeypatch):
         Streamer, "_outside_region", lambda self, unit: outside.append(unit) or real(self, unit)
     )
     assert outcomes(RUNS["training"]) == {"right"} and not outside
-    identity = lambda tensor: tensor  # noqa: E731
     push = torch._C._autograd._push_saved_tensors_default_hooks
-    monkeypatch.setattr(
-        "carom.core.model.managed_tensor._push_hooks", lambda pack, unpack: push(identity, identity)
-    )
+
+    def push_identity(pack, unpack):
+        def identity(tensor):
+            return tensor
+
+        identity._carom = pack._carom  # by which Carom finds its own hooks when it pops them
+        push(identity, identity)
+
+    monkeypatch.setattr("carom.core.model.managed_tensor._push_hooks", push_identity)
     assert outcomes(RUNS["training"]) == {"right"} and outside
 
 
