@@ -67,6 +67,7 @@ class Counts:
         ):
             name, _, function = module.rpartition(".")
             self._wrap(package, f"{codec}.{name}", function, "encoded", _first_bytes)
+        _count_as_a_card(package)
         files = importlib.import_module(f"{package}.core.checkpoint.direct_io").PosixFile
         read = files.read_into
 
@@ -133,6 +134,17 @@ class Counts:
 
 def _first_bytes(_result, value, *_arguments, **_options) -> int:
     return value.nbytes
+
+
+def _count_as_a_card(package: str) -> None:
+    """Let Carom's engine of the CPU seem to pin memory, and units from 64 KiB on have buffers of their own, so that
+    weights are parked and return as on a GPU. ComfyUI itself pins nothing on the CPU.
+    """
+    pinner = importlib.import_module(f"{package}.core.host.arena").Pinner
+    engine = importlib.import_module(f"{package}.core.device.cpu_engine").PlainEngine
+    engine.pinner = pinner(lambda address, size: None, lambda address: None)
+    importlib.import_module(f"{package}.core.placement.residents").SMALL_UNIT = 64 << 10
+    importlib.import_module(f"{package}.nodes.comfyui_api").pin_room = lambda: 1 << 40
 
 
 def imagine_card(nbytes: int, inference: int = 4 << 20) -> None:
