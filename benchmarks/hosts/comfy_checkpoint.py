@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import sys
 
-import prompt_files
-
 if __name__ == "__main__":
+    import prompt_files  # beside this file, which is the first folder of the path when it runs
+
     job = {"kind": "model", "file": sys.argv[2], "seed": 1, "cpu": False, **json.loads(sys.argv[3])}
     prompt_files.main(sys.argv[1], [job])

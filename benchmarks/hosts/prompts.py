@@ -23,6 +23,7 @@ import argparse
 import importlib
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,10 @@ def _parser() -> argparse.ArgumentParser:
         "--profile", type=Path, help="sample the stack, and write what took time to this folder"
     )
     parser.add_argument(
-        "--work", type=Path, default=Path("/tmp/carom-prompts"), help="where the files are kept"
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "carom-prompts",
+        help="where the files are kept",
     )
     parser.add_argument(
         "--touch-gb", type=float, default=0, help="first use so much host memory: guests that grow"

@@ -48,7 +48,7 @@ def readme_part(index: dict[str, Any]) -> str:
         *(markdown_line(row.cells) for row in rows),
     ]
     words = (
-        f"Seconds a step on {cards}, medians of the newest record of the whole row: Flux in ComfyUI, the LoRA in "
+        f"Seconds a step on {cards}, newest records: Flux in ComfyUI, the LoRA in "
         "ai-toolkit, the DiT in Python. *Emulated*: another process held the rest of the card "
         "([all figures](docs/performance.md))."
     )
@@ -64,7 +64,7 @@ def replaced(readme: str, part: str) -> str | None:
 
 
 def _comfyui(found: list[Cell]) -> list[_Row]:
-    """Return a row for each model and size of free memory."""
+    """Return a row for each model, of the least free memory that was measured; docs/performance.md has the others."""
     groups: dict[str, list[Cell]] = {}
     for cell in found:
         if cell.kind == "comfyui" and cell.metric in _METRICS and " free" in cell.group and cell.newest.base:
@@ -80,7 +80,8 @@ def _comfyui(found: list[Cell]) -> list[_Row]:
         stock = _beside(cell.newest, "stock") or _beside(cell.newest, "stock", _METRICS[1])
         name = f"Flux-shaped, {size[1]} GB"
         rows.append(_row(float(free[1]) * GIB, f"{free[1]} GiB, emulated", name, cell.newest, base, stock))
-    return rows
+    least = {row.cells[1]: row for row in sorted(rows, key=lambda row: -row.memory)}
+    return list(least.values())
 
 
 def _auto(found: list[Cell]) -> list[_Row]:

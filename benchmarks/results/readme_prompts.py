@@ -29,9 +29,8 @@ def prompt_table(found: list[Cell]) -> str:
     rows.sort(key=lambda row: row[:2])
     cards = " and ".join(sorted({row[3] or "" for row in rows}))
     words = (
-        f"Seconds a prompt on {cards}, medians: a new text, an fp8 text encoder of T5 XXL's size, 20 steps of Flux-shaped "
-        "models at 1024 x 1024 pixels. The files were not in the page cache before the 1st prompt. *Emulated*: another "
-        "process held the rest of the card."
+        f"Seconds a prompt on {cards}: fp8 encoder of T5 XXL's size, 20 steps of Flux-shaped models; "
+        "the 1st reads uncached files."
     )
     lines = [markdown_line(_HEADS), markdown_line(["---"] * len(_HEADS)), *(row[2] for row in rows)]
     return "\n".join([*lines, "", words])
