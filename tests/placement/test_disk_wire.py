@@ -454,8 +454,8 @@ def test_an_interrupt_and_a_close_in_mid_pass_leave_nothing_behind(tmp_path, mon
     kept = []
     start = Streamer.start
 
-    def remembered(self: Streamer, arena: Any) -> None:
-        start(self, arena)
+    def remembered(self: Streamer, *arguments: Any) -> None:
+        start(self, *arguments)
         kept.append(weakref.ref(self.staging.memory))
 
     monkeypatch.setattr(Streamer, "start", remembered)
