@@ -6,6 +6,7 @@ a process group, all ranks take these steps together, and a failure of one rank 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -72,27 +73,36 @@ def _attach(made: Parts, vram: Any) -> None:
     had = 0 if shared is None else shared.nbytes
     # Other new sessions wait until this session has its layout, and get memory afterwards. Running sessions
     # do not wait: the bytes that this session is about to take are reserved in the ledger by a promise.
-    with manager.lock, ledger.coming(shared), ledger.growing():
-        try:
-            with ledger.taking():
-                if shared is not None:
-                    _budget_now(made, vram)
-                if ledger.governor is not None and ledger.make_room(ledger.vram):
-                    _budget_now(made, vram)
-                ledger.promise(0 if shared is None else ledger.vram)
-            manager.attach(manager.present())
-        except BudgetError as error:
-            # The bytes that activations need are not known yet. Begin with the smallest budget, if it is
-            # available.
-            least = error.least_bytes or 0
-            if (vram != "auto" and shared is None) or not least:
-                raise
-            with ledger.taking():
-                ledger.promise(0)
-                ledger.begin_with_least(least, had, error)
-            manager.attach(manager.present())
-        finally:
+    # `coming` is released last: the next new session asks this one to give way, and only tries its layout lock.
+    with contextlib.ExitStack() as others_wait, manager.lock:
+        others_wait.enter_context(ledger.coming(shared))
+        with ledger.growing():
+            _lay_out(made, vram, had)
+
+
+def _lay_out(made: Parts, vram: Any, had: int) -> None:
+    """Make the first layout, under the locks of `_attach`. ``had``: bytes of the shared budget before."""
+    ledger, manager, shared = made.ledger, made.manager, made.ledger.shared
+    try:
+        with ledger.taking():
+            if shared is not None:
+                _budget_now(made, vram)
+            if ledger.governor is not None and ledger.make_room(ledger.vram):
+                _budget_now(made, vram)
+            ledger.promise(0 if shared is None else ledger.vram)
+        manager.attach(manager.present())
+    except BudgetError as error:
+        # The bytes that activations need are not known yet. Begin with the smallest budget, if it is
+        # available.
+        least = error.least_bytes or 0
+        if (vram != "auto" and shared is None) or not least:
+            raise
+        with ledger.taking():
             ledger.promise(0)
+            ledger.begin_with_least(least, had, error)
+        manager.attach(manager.present())
+    finally:
+        ledger.promise(0)
 
 
 def _budget_now(made: Parts, vram: Any) -> None:
