@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -352,7 +353,7 @@ def link_bytes(counts):
     finally:
         torch.cuda.synchronize()
         profiler.stop()
-        path = Path(f"/tmp/carom-link-{os.getpid()}.json")
+        path = Path(tempfile.gettempdir()) / f"carom-link-{os.getpid()}.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text("utf-8"))["traceEvents"]
         path.unlink()
