@@ -11,6 +11,7 @@ import torch
 from ..core.common.errors import UnsupportedError
 from . import comfyui_api
 from .inference_tensors import MAPPED, own_memory, structure_of
+from .kernel_warm_up import prepare_kernels
 from .meant_dtypes import meant_bytes, settle_dtypes
 from .node_settings import Settings, Way, choose_way, without_gain
 from .patcher import KEY, strip, wear
@@ -48,6 +49,8 @@ def offload(patcher: Any, settings: Settings, fresh: bool = False) -> tuple[Any,
     if patcher.is_dynamic():
         for path in streaming.files:
             read_ahead(path)
+    for path in streaming.files:
+        prepare_kernels(path, settings, torch.device(ours.load_device))
     streaming.check(ours.load_device, settings)
     return ours, way
 

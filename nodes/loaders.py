@@ -13,6 +13,7 @@ from . import comfyui_api
 from .convert_patchers import offload, offload_clip, offload_vae, told
 from .host_allocator import give_large_blocks_back
 from .inference_tensors import MAPPED, own_memory
+from .kernel_warm_up import prepare_kernels
 from .loader_options import (
     dtype_options,
     embedding_folders,
@@ -35,9 +36,13 @@ MODEL, CLIP, VAE = "The model, for a sampler.", "The text encoder, for prompts."
 
 
 def ahead(path: str, settings: Settings, device: torch.device) -> None:
-    """Start reading the file at ``path`` in the background while the model is built, if its weights will stream."""
+    """Start reading the file at ``path`` in the background while the model is built, if its weights will stream.
+
+    The kernels that unpack its weights are compiled meanwhile.
+    """
     if choose_way(settings.mode, device.type).streams:
         read_ahead(path)
+        prepare_kernels(path, settings, device)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ packed tensors of a unit (a module whose weights are copied to the device togeth
 
 from __future__ import annotations
 
-from .backends import DECODE_KERNELS, triton_works
+from .backends import DECODE_KERNELS, triton_works, warm_up
 from .blob_format import BlobFormat
 from .blob_metadata import METADATA_KEY, Packed, read_metadata, write_metadata
 from .registry import NAMES, Codec, codec_of, decode, decoded_nbytes, encode, entry_of, get, verify
@@ -15,5 +15,5 @@ from .unit_decoder import AnyEntry, KbitEntry, LosslessEntry, PackedEntry, RawEn
 
 __all__ = [
     "DECODE_KERNELS", "METADATA_KEY", "NAMES", "AnyEntry", "BlobFormat", "Codec", "LosslessEntry", "KbitEntry", "Packed", "PackedEntry", "RawEntry", "Tuning", "UnitDecoder",
-    "codec_of", "decode", "decoded_nbytes", "encode", "entry_of", "get", "read_metadata", "triton_works", "verify", "write_metadata",
+    "codec_of", "decode", "decoded_nbytes", "encode", "entry_of", "get", "read_metadata", "triton_works", "verify", "warm_up", "write_metadata",
 ]  # fmt: skip

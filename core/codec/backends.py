@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
 
 import torch
+
+from .lossless_format import KIND_BY_DTYPE
 
 log = logging.getLogger(__name__)
 
@@ -15,6 +21,10 @@ DECODE_KERNELS = frozenset(("_decode", "_dequantize"))
 # AMD architectures on which Triton kernels are not tried. On RDNA1 and RDNA2 (gfx10) they compile and compute
 # wrong values (https://github.com/ROCm/TheRock/issues/6467); the older ones are no target of Triton.
 _UNSUPPORTED = ("gfx10", "gfx6", "gfx7", "gfx8", "gfx900", "gfx902", "gfx906", "gfx909", "gfx90c")
+
+# The answer of `triton_works` (None: not known), which the first thread of `warm_up` finds.
+_trial: Future[bool | None] | None = None
+_warmed: set[torch.dtype] = set()  # the dtypes whose kernels `warm_up` compiles
 
 
 def triton_supports(arch: str) -> bool:
@@ -26,10 +36,57 @@ def triton_supports(arch: str) -> bool:
 def triton_works() -> bool:
     """Return whether Triton can decode packed weights on the CUDA or ROCm device of this process.
 
-    The first call compiles a kernel and decodes a small tensor. The answer holds for the life of the process.
+    The first call compiles a kernel and decodes a small tensor, or waits until `warm_up` has done so. The answer holds
+    for the life of the process.
     """
     if not torch.cuda.is_available():
         return False
+    found = None if _trial is None else _trial.result()
+    return _try() if found is None else found
+
+
+def warm_up(device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
+    """Begin to compile the kernels that decode weights of ``dtypes`` on ``device``, in a thread.
+
+    Triton takes seconds for its first kernel on a machine, which then pass while files are read. Does nothing where
+    `triton_works` is known to be False. Errors are left to the first real use of a kernel, which raises them again.
+    """
+    global _trial
+    # The trial of `triton_works` decodes bf16.
+    wanted = {torch.bfloat16, *(dtype for dtype in dtypes if dtype in KIND_BY_DTYPE)} - _warmed
+    if device.type != "cuda" or not wanted or not torch.cuda.is_available():
+        return
+    first = _trial is None
+    trial: Future[bool | None] = _trial or Future()
+    thread = threading.Thread(target=_compile, args=(device, wanted, trial, first), name="carom-triton")
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+        thread.start()
+        _warmed.update(wanted)
+        _trial = trial
+
+
+def _compile(
+    device: torch.device, dtypes: Iterable[torch.dtype], trial: Future[bool | None], first: bool
+) -> None:
+    """Compile the kernels for ``dtypes``. ``first``: set the result of ``trial`` at the end, instead of waiting for it."""
+    works = None
+    try:
+        with torch.cuda.device(device):
+            works = _try() if first else trial.result()
+            for dtype in dtypes if works else ():
+                if dtype != torch.bfloat16:  # which the trial decoded
+                    _decodes_exactly(device, dtype)
+                if dtype == torch.float8_e4m3fn:  # its weights have code widths of 1 and 2
+                    _decodes_exactly(device, dtype, 2)
+    except Exception as error:
+        log.debug("kernels were not compiled ahead: %s", error)
+    finally:
+        if first:
+            trial.set_result(works)
+
+
+def _try() -> bool:
+    """Return whether a kernel decodes exactly on the current device; log why not."""
     reason = triton_hindrance(torch.device("cuda", torch.cuda.current_device()))
     if reason:
         log.info("Triton is not usable (%s): packed weights are decoded by torch operations", reason)
@@ -53,17 +110,21 @@ def triton_hindrance(device: torch.device) -> str:
 
 
 @torch.no_grad()
-def _decodes_exactly(device: torch.device) -> bool:
-    """Return whether a Triton kernel decodes a packed tensor of 8 KiB to the same bits."""
+def _decodes_exactly(device: torch.device, dtype: torch.dtype = torch.bfloat16, power: int = 1) -> bool:
+    """Return whether a Triton kernel decodes a packed tensor of 4096 elements of ``dtype`` to the same bits.
+
+    Its code has the width that weights of the dtype usually have, and a larger one with a ``power`` of 2.
+    """
     from . import lossless_triton  # noqa: F401  (an ImportError comes before any work on the device)
     from .registry import encode, entry_of
     from .unit_decoder import UnitDecoder
 
     with torch.inference_mode(False):
         # On the CPU, also where the program has set another default device.
-        values = ((torch.arange(4096, device="cpu") % 251 - 125) / 64).bfloat16()
+        values = (torch.arange(4096, device="cpu") % 251 - 125) / 64
+        values = (values * values.abs() ** (power - 1)).to(dtype)
         packed = encode(values)
         decoder = UnitDecoder([entry_of(packed, 0, 0)], method="triton")
         decoded = torch.empty(values.nbytes, dtype=torch.uint8, device=device)
         decoder(packed.blob.to(device), decoded)
-        return torch.equal(decoded.cpu().view(torch.bfloat16), values)
+        return torch.equal(decoded.cpu(), values.view(torch.uint8))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -76,3 +78,61 @@ def test_an_unsupported_architecture_is_refused_before_a_kernel_runs(monkeypatch
 )  # fmt: skip
 def test_architectures_of_tritons_amd_backend(arch, supported):
     assert backends.triton_supports(arch) is supported
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Lets the codec believe in a GPU on which nothing was tried yet. Returns the calls of `_decodes_exactly`."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(backends, "_trial", None)
+    monkeypatch.setattr(backends, "_warmed", set())
+    calls, go = [], threading.Event()
+
+    def decodes(device, dtype=torch.bfloat16, power=1):
+        assert go.wait(20)
+        calls.append((threading.current_thread().name, dtype, power))
+        return True
+
+    monkeypatch.setattr(backends, "_decodes_exactly", decodes)
+    backends.triton_works.cache_clear()
+    yield calls, go
+    go.set()
+    for thread in threading.enumerate():
+        if thread.name == "carom-triton":
+            thread.join()
+    backends.triton_works.cache_clear()
+
+
+def test_kernels_are_compiled_beside_the_caller_and_once(on_a_gpu):
+    calls, go = on_a_gpu
+    backends.warm_up(torch.device("cuda", 0), [torch.float8_e4m3fn, torch.int8])
+    backends.warm_up(torch.device("cuda", 0), [torch.float8_e4m3fn])
+    assert calls == []  # the callers have not waited
+    go.set()
+    assert backends.triton_works()  # waits for the thread, and tries nothing itself
+    e4m3 = torch.float8_e4m3fn
+    assert calls == [
+        ("carom-triton", torch.bfloat16, 1),
+        ("carom-triton", e4m3, 1),
+        ("carom-triton", e4m3, 2),
+    ]
+
+
+def test_an_error_while_kernels_are_compiled_ahead_is_left_to_their_first_use(on_a_gpu, monkeypatch):
+    _, go = on_a_gpu
+    go.set()
+
+    def no_device(device):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.cuda, "device", no_device)
+    backends.warm_up(torch.device("cuda", 0), [torch.float16])
+    assert backends.triton_works()
+
+
+def test_nothing_is_compiled_ahead_for_the_cpu(on_a_gpu):
+    backends.warm_up(CPU, [torch.bfloat16])
+    assert "carom-triton" not in [thread.name for thread in threading.enumerate()]
