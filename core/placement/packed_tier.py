@@ -144,6 +144,7 @@ class PackedTier(BlockTier):
         """
         self._placer = residents
         packer = self._packer
+        packer.to_device = residents.uploads.to_device
         backings = [
             PackedBacking(unit, runtime, index, self.packed_residents, self.settle)
             for index, unit in enumerate(units)

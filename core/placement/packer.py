@@ -4,7 +4,7 @@ if its memory suffices, otherwise on the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +92,8 @@ class Packer:
         largest: int,
     ) -> None:
         self._engine, self._shelf, self._policy, self._decoder_check = engine, shelf, policy, decoder_check
+        # Copies a value to the device; replaced by a faster way while a layout is made.
+        self.to_device: Callable[[torch.Tensor], torch.Tensor] = lambda value: value.to(engine.device)
         # Encoding needs device memory beside the scratch memory. With a unit moved ahead, it is three times
         # ``largest`` bytes (two units being moved, one being packed). Otherwise it is twice ``largest`` bytes
         # (one or two tensors being moved, and the packed tensors of their unit).
@@ -119,7 +121,7 @@ class Packer:
         if not self._engine.unpacks:
             return value if value.device.type == "cpu" else value.cpu()
         try:
-            return value.to(self._engine.device)
+            return self.to_device(value)
         except OutOfMemory:
             return value.cpu()
 

@@ -54,8 +54,9 @@ class Placement:
         """Store ``units`` in the tier, from which ``runtime`` streams them. Move residents that were deferred
         to the device.
         """
-        self.tier.place(units, runtime, self.residents)
-        self.residents.place_remaining()
+        with self.residents.uploading(units):
+            self.tier.place(units, runtime, self.residents)
+            self.residents.place_remaining()
         return_freed_memory()
         return self.tier.backings
 

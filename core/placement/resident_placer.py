@@ -4,7 +4,8 @@ to the device, and back at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -23,8 +24,10 @@ from . import residents
 from .backing import Backing
 from .host_copies import HostCopy, fingerprint
 from .host_store import HostStore
+from .packer import host_bytes
 from .residents import DeviceTensors, Moved, SharedBuffer, group_by_buffer, is_plain
 from .tier import Tier
+from .uploads import CHUNK, THREADS, Uploads
 
 
 class ResidentPlacer:
@@ -34,11 +37,13 @@ class ResidentPlacer:
     ``resident_bytes``: device memory, as the allocator reserves it.
     ``loaded_bytes``: bytes that were copied to the device for this layout.
     ``adapter_bytes``: bytes of trainable tensors.
+    ``uploads``: copies tensors of host memory to the device, also those that a tier encodes there.
     """
 
     def __init__(self, engine: Engine, store: HostStore, tier: Tier) -> None:
         self._engine, self._store, self._tier = engine, store, tier
         self.device_tensors = DeviceTensors(engine)
+        self.uploads = Uploads(engine, store.arena)
         # Resident units that are moved while streamed units are being stored in the tier.
         self._deferred: list[Unit] = []
         self._small: list[Entry] = []  # the small tensors of the deferred units, which share one buffer
@@ -101,6 +106,23 @@ class ResidentPlacer:
             )
         )
         return work
+
+    @contextlib.contextmanager
+    def uploading(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Context in which the streamed ``units`` are stored in the tier, and deferred residents are moved.
+
+        In the first layout of a module all weights are copied from its own memory, by several threads. In later layouts
+        most of them are pinned, packed, or on the device already.
+        """
+        store = self._store
+        on_device = self.device_tensors.received or self.device_tensors.leaving
+        known = store.copies is None or len(store.copies) or store.shelf or on_device
+        nbytes = sum(unit.nbytes for unit in (*units, *self._deferred))
+        with contextlib.ExitStack() as stack:
+            if not known and nbytes > 2 * THREADS * CHUNK:
+                room = sum(host_bytes(unit, self._tier.packs) for unit in units)
+                stack.enter_context(self.uploads.running(room))
+            yield
 
     def place_deferred(self, unit: Unit) -> None:
         """Move a large resident unit to the device. If the unit has a host copy, keep it for the time when
@@ -196,7 +218,7 @@ class ResidentPlacer:
                 piece = self._engine.alias(buffer, laid.offset, entry.nbytes).view(like.dtype)
                 view = piece.as_strided(like.shape, like.stride(), piece.storage_offset())
                 if not filled:
-                    view.copy_(value)
+                    self.uploads.copy(view, value)
                     self.drop_pages(value)
             del value, like
             self.device_tensors.moved.append(Moved(tensor, self._take_origin(tensor), shared_buffer))

@@ -716,3 +716,28 @@ def test_packed_weights_are_unpacked_on_the_device_under_cudas_own_allocator(roo
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split()[-1] == "cudaMallocAsync" and "decoded on the host" not in done.stdout
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_the_first_layout_copies_a_mapped_file_through_pinned_buffers(tmp_path, codec, monkeypatch):
+    from carom.core.placement.uploads import Uploads
+    from safetensors.torch import load_file, save_file
+
+    copied: list[int] = []
+    upload = Uploads._copy
+    monkeypatch.setattr(
+        Uploads, "_copy", lambda self, to, value: copied.append(value.numel()) or upload(self, to, value)
+    )
+    model, x = big(depth=6, d=2048), inputs(d=2048)
+    save_file(model.state_dict(), str(tmp_path / "model.safetensors"))
+    model.load_state_dict(load_file(str(tmp_path / "model.safetensors")), assign=True)
+    model.requires_grad_(False)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        resident = copy.deepcopy(model).to(CUDA)(x)
+    with carom.stream(model, device=CUDA, vram=nbytes // 2, codec=codec) as session, torch.no_grad():
+        assert torch.equal(model(x), resident)
+        assert all(torch.equal(session.read(name).cpu(), value) for name, value in values.items())
+    assert len(copied) > 4
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
