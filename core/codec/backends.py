@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 
 import torch
 
@@ -45,8 +46,24 @@ def triton_works() -> bool:
     return _try() if found is None else found
 
 
+@functools.cache
+def triton_encodes() -> bool:
+    """Return whether Triton can encode weights on the CUDA or ROCm device of this process. The first call compiles kernels
+    and encodes a small tensor.
+    """
+    if not triton_works():
+        return False
+    try:
+        if _encodes_exactly(torch.device("cuda", torch.cuda.current_device())):
+            return True
+        log.info("Triton encodes other bytes than the host: torch operations encode weights")
+    except Exception as error:
+        log.info("Triton cannot encode weights, torch operations do: %s", error)
+    return False
+
+
 def warm_up(device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
-    """Begin to compile the kernels that decode weights of ``dtypes`` on ``device``, in a thread.
+    """Begin to compile the kernels that decode and encode weights of ``dtypes`` on ``device``, in a thread.
 
     Triton takes seconds for its first kernel on a machine, which then pass while files are read. Does nothing where
     `triton_works` is known to be False. Errors are left to the first real use of a kernel, which raises them again.
@@ -74,15 +91,23 @@ def _compile(
         with torch.cuda.device(device):
             works = _try() if first else trial.result()
             for dtype in dtypes if works else ():
-                if dtype != torch.bfloat16:  # which the trial decoded
-                    _decodes_exactly(device, dtype)
-                if dtype == torch.float8_e4m3fn:  # its weights have code widths of 1 and 2
-                    _decodes_exactly(device, dtype, 2)
+                with contextlib.suppress(Exception):
+                    _use_kernels(device, dtype)
     except Exception as error:
         log.debug("kernels were not compiled ahead: %s", error)
     finally:
         if first:
             trial.set_result(works)
+
+
+def _use_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    """Decode and encode tensors with the code widths that weights of ``dtype`` usually have."""
+    if dtype != torch.bfloat16:  # which the trial of `triton_works` decodes
+        _decodes_exactly(device, dtype)
+    if dtype == torch.float8_e4m3fn:  # which torch operations encode
+        _decodes_exactly(device, dtype, 2)
+    else:
+        _encodes_exactly(device, dtype)
 
 
 def _try() -> bool:
@@ -120,11 +145,34 @@ def _decodes_exactly(device: torch.device, dtype: torch.dtype = torch.bfloat16, 
     from .unit_decoder import UnitDecoder
 
     with torch.inference_mode(False):
-        # On the CPU, also where the program has set another default device.
-        values = (torch.arange(4096, device="cpu") % 251 - 125) / 64
-        values = (values * values.abs() ** (power - 1)).to(dtype)
+        values = _values(dtype, power)
         packed = encode(values)
         decoder = UnitDecoder([entry_of(packed, 0, 0)], method="triton")
         decoded = torch.empty(values.nbytes, dtype=torch.uint8, device=device)
         decoder(packed.blob.to(device), decoded)
         return torch.equal(decoded.cpu(), values.view(torch.uint8))
+
+
+@torch.no_grad()
+def _encodes_exactly(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Return whether Triton kernels encode a tensor of 4096 elements of ``dtype`` to the bytes of the host's encoder."""
+    from . import lossless
+    from .lossless_encode_triton import split_triton
+    from .lossless_format import HEADER_BYTES, parse_header
+
+    with torch.inference_mode(False):
+        values = _values(dtype, 1)
+        expected = lossless.encode(values)
+        assert expected is not None
+        header = parse_header(expected.numpy().data, "trial")
+        before = replace(header, escape_bytes=0, most_escapes=0, crc=0)
+        split = split_triton(values.view(torch.uint8).to(device), before, values.nbytes)
+        if split.header != header.with_crc(0):
+            return False
+        return torch.equal(split.encode_escapes().cpu()[HEADER_BYTES:], expected[HEADER_BYTES:])
+
+
+def _values(dtype: torch.dtype, power: int) -> torch.Tensor:
+    """Return 4096 elements on the CPU, also where the program has set another default device."""
+    values = (torch.arange(4096, device="cpu") % 251 - 125) / 64
+    return (values * values.abs() ** (power - 1)).to(dtype)

@@ -1,5 +1,5 @@
-"""Lossless encoder in torch operations, for tensors that are on a device. Writes the same bytes as the CPU
-encoder.
+"""Lossless encoder for tensors that are on a device: by Triton kernels (core/codec/lossless_encode_triton.py) where
+they work, else by torch operations. Writes the same bytes as the CPU encoder.
 
 Weights that are loaded from a file lie in host memory and are packed there (core/codec/lossless.py). This
 encoder is for weights that were made or changed on the device.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from .backends import triton_encodes
 from .blob_metadata import raw_bytes
 from .lossless import Code, choose_code, count_exponents, sample_starts
 from .lossless_format import (
@@ -29,6 +30,7 @@ from .lossless_second_codes import GROUP, SECOND_ESCAPE, second_codes_of
 from .lossless_torch import popcount
 
 SCRATCH_ELEMENTS = 1 << 24
+STEP_BYTES = 32  # bytes of temporary device memory for each element that torch operations encode at a time
 _ONES = 0x01010101
 
 
@@ -78,7 +80,8 @@ def encode_device_blob(
     checksum.
 
     Returns None where the blob would take ``limit`` bytes or more (default: the tensor's bytes).
-    ``step_elements``: elements encoded at a time, which bounds the temporary memory.
+    ``step_elements``: elements that torch operations encode at a time. Temporary memory is bounded by `STEP_BYTES`
+    for each.
     """
     kind = KIND_BY_DTYPE.get(tensor.dtype)
     if kind is None or tensor.numel() < 8:
@@ -100,6 +103,17 @@ def encode_device_blob(
     if header.total >= limit:
         return None
     device = elements.device
+    if device.type == "cuda" and not kind.two_level and triton_encodes():
+        with torch.cuda.device(device):
+            from .lossless_encode_triton import split_triton
+
+            split = split_triton(elements.view(-1), header, limit)
+            if split.header.total >= limit:
+                return None
+            # Tensors with very many escapes are encoded in steps, below.
+            if 2 * split.header.escape_bytes <= step_elements * STEP_BYTES:
+                return split.header, split.encode_escapes()
+        del split
     fixed = torch.zeros(header.escapes_at, dtype=torch.uint8, device=device)
     bits = fixed[header.bits_at : header.tiles_at].view(torch.int32)
     bits = bits.view(header.tiles, header.planes, lanes)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..codec import lossless
-from ..codec.lossless_device import encode_device_blob
+from ..codec.lossless_device import STEP_BYTES, encode_device_blob
 from ..codec.lossless_format import Header, parse_header
 from ..codec.lossless_torch import decode_torch
 from ..codec.unit_decoder import AnyEntry, LosslessEntry, PackedEntry, RawEntry, UnitDecoder, sizes
@@ -22,7 +22,6 @@ from ..model.units import Entry
 
 MAX_PACKED_RATIO = 0.95  # a tensor is packed only if it shrinks to this fraction of its bytes
 WIRE_ALIGN = 128  # bytes; alignment of packed tensors in a block
-_SCRATCH = 32  # bytes of temporary device memory per element that packing needs
 
 # The floating point dtype with the fewest kernels that this version of torch has.
 _NO_KERNELS_FLOAT: torch.dtype = getattr(torch, "float4_e2m1fn_x2", torch.float8_e5m2fnuz)
@@ -141,7 +140,7 @@ def pack(
     nbytes = flat.numel() * flat.element_size()
     if flat.device.type != "cpu":
         return encode_device_blob(
-            flat, limit=int(MAX_PACKED_RATIO * nbytes), step_elements=scratch // _SCRATCH
+            flat, limit=int(MAX_PACKED_RATIO * nbytes), step_elements=scratch // STEP_BYTES
         )
     blob = lossless.encode(flat, threads=threads, limit=int(MAX_PACKED_RATIO * nbytes))
     return None if blob is None else (parse_header(blob.numpy().data[:128], "weight", blob.numel()), blob)

@@ -97,6 +97,7 @@ def on_a_gpu(monkeypatch):
         return True
 
     monkeypatch.setattr(backends, "_decodes_exactly", decodes)
+    monkeypatch.setattr(backends, "_encodes_exactly", lambda device, dtype: calls.append(("encoded", dtype)))
     backends.triton_works.cache_clear()
     yield calls, go
     go.set()
@@ -113,12 +114,10 @@ def test_kernels_are_compiled_beside_the_caller_and_once(on_a_gpu):
     assert calls == []  # the callers have not waited
     go.set()
     assert backends.triton_works()  # waits for the thread, and tries nothing itself
+    assert calls[0] == ("carom-triton", torch.bfloat16, 1)
     e4m3 = torch.float8_e4m3fn
-    assert calls == [
-        ("carom-triton", torch.bfloat16, 1),
-        ("carom-triton", e4m3, 1),
-        ("carom-triton", e4m3, 2),
-    ]
+    rest = {("encoded", torch.bfloat16), ("carom-triton", e4m3, 1), ("carom-triton", e4m3, 2)}
+    assert len(calls) == 4 and set(calls[1:]) == rest
 
 
 def test_an_error_while_kernels_are_compiled_ahead_is_left_to_their_first_use(on_a_gpu, monkeypatch):
@@ -136,3 +135,13 @@ def test_an_error_while_kernels_are_compiled_ahead_is_left_to_their_first_use(on
 def test_nothing_is_compiled_ahead_for_the_cpu(on_a_gpu):
     backends.warm_up(CPU, [torch.bfloat16])
     assert "carom-triton" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_an_encoder_that_writes_other_bytes_is_not_used(on_a_gpu, monkeypatch):
+    _, go = on_a_gpu
+    go.set()
+    for works in (True, False):
+        monkeypatch.setattr(backends, "_encodes_exactly", lambda device, works=works: works)
+        backends.triton_encodes.cache_clear()
+        assert backends.triton_encodes() is works
+    backends.triton_encodes.cache_clear()

@@ -741,3 +741,21 @@ def test_the_first_layout_copies_a_mapped_file_through_pinned_buffers(tmp_path, 
         assert all(torch.equal(session.read(name).cpu(), value) for name, value in values.items())
     assert len(copied) > 4
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e5m2, torch.float8_e4m3fn], ids=str
+)
+def test_the_device_encodes_to_the_bytes_of_the_host(dtype):
+    from carom.core.codec import lossless
+    from carom.core.codec.backends import triton_encodes
+    from carom.core.codec.lossless_device import encode_on_device
+
+    assert triton_encodes()
+    for numel in (8, 4133, 3_000_001):
+        value = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+        for scaled in (0.02 * value, value * torch.exp2(20 * value)):
+            tensor = scaled.to(dtype)
+            want, got = lossless.encode(tensor), encode_on_device(tensor.to(CUDA))
+            assert (want is None) == (got is None)
+            assert want is None or torch.equal(want, got)

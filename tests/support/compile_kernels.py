@@ -1,4 +1,4 @@
-"""Compiles the Triton decoders for GPUs that are not there: `python tests/support/compile_kernels.py BACKEND ARCH WARP`.
+"""Compiles the Triton kernels for GPUs that are not there: `python tests/support/compile_kernels.py BACKEND ARCH WARP`.
 
 A process of its own, because Triton's library prints what it leaks when the process ends. Each launch of the product
 is recorded instead of run, for a GPU with WARP lanes in a warp, and then compiled. Prints a JSON list of
@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from carom.core.codec import kbit_triton, lossless_triton
+from carom.core.codec import kbit_triton, lossless_encode_triton, lossless_triton
 from carom.core.codec.kbit import CODEBOOKS, DEFAULT_BLOCK, Layout
 from carom.core.codec.lossless_format import DEFAULT_LANES, KINDS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-TYPES = {torch.uint8: "*u8", torch.int64: "*i64", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}  # fmt: skip
+TYPES = {torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}  # fmt: skip
 WIDE_STORES = re.compile(r"st\.global\.v2\.b64|global_store_b128|global_store_dwordx4")
 
 
@@ -77,6 +77,17 @@ def main(target: GPUTarget) -> None:
             out = torch.zeros(1024, dtype=dtype)
             kbit_triton.dequantize_triton(torch.zeros(layout.total, dtype=torch.uint8), layout, out)
             found.append([f"{book.name} {str(dtype)[6:]}", *dequantize.compile(target)])
+
+    source, words, numbers = (
+        torch.zeros(1, dtype=dtype) for dtype in (torch.int16, torch.int32, torch.int64)
+    )
+    for name, arguments in {
+        "_split": (source, buffer, words, numbers, buffer, 1, 1, 1),
+        "_escapes": (source, words, numbers, buffer, buffer),
+    }.items():
+        kernel = Recorder(getattr(lossless_encode_triton, name))
+        kernel[(1,)](*arguments, num_warps=4, KIND="bf16", K=3, LANES=DEFAULT_LANES)
+        found.append([f"encode{name} bf16", *kernel.compile(target)])
     print(json.dumps(found))
 
 
