@@ -5,7 +5,8 @@ A thread that reads large pieces from the front is faster. The bytes that it rea
 
 Files are read one after the other by one thread, so that ComfyUI's own loaders, which read the text encoder meanwhile,
 keep most of the drive. When a model is loaded (`hurry`), its file comes first and is read by `THREADS` threads, which
-reach the drive's full rate.
+reach the drive's full rate. The text encoder has been read by then, so the files that are left are read likewise, while
+the model samples.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SHARE = 2  # files larger than 1/2 of the free memory are not read: their pages 
 
 
 class _File:
-    """A file that is being read. ``pieces``: the offsets that are left; ``urgent``: whether a model waits for it."""
+    """A file that is being read. ``pieces``: the offsets that are left; ``urgent``: whether all threads read it."""
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self.urgent = path, False
@@ -97,6 +98,8 @@ def _next_piece() -> tuple[_File, int] | None:
             if start is not None:
                 return file, start
             _files.pop(0)
+            if file.urgent and _files:
+                _files[0].urgent = True
         _threads.discard(threading.current_thread())
         return None
 
