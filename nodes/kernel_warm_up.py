@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from ..core.checkpoint.index import read_header
 from ..core.codec import warm_up
 from ..core.common.errors import CaromError
 from ..core.placement.packer import LEAST
-from .node_settings import Settings
+from . import comfyui_api
+from .node_settings import Settings, without_gain
 
 
 def prepare_kernels(path: str, settings: Settings, device: torch.device) -> None:
     """Begin to compile the kernels that unpack weights of the file at ``path`` on ``device``, in the background.
 
-    Nothing happens where weights are not packed: on other devices than GPUs, and if the user chose to copy them raw.
+    Nothing happens where weights are not packed: on other devices than GPUs, if the user chose to copy them raw, and if
+    the file is so small that ComfyUI will keep its weights.
     """
-    if device.type == "cuda" and settings.codec != "raw":
+    if device.type == "cuda" and settings.codec != "raw" and not _fits(path, settings, device):
         warm_up(device, _dtypes_of(path))
+
+
+def _fits(path: str, settings: Settings, device: torch.device) -> bool:
+    """Return whether ComfyUI will keep a model of the file's size, as `offload` decides it for the model itself."""
+    if not settings.may_stand_aside:
+        return False
+    try:
+        size = os.path.getsize(path)
+    except OSError:  # the loader of the file reports the error
+        return True
+    room, passes = comfyui_api.room_on(device), comfyui_api.least_for_passes()
+    return without_gain(size, room, passes) is not None
 
 
 def _dtypes_of(path: str) -> set[torch.dtype]:

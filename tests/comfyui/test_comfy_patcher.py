@@ -1506,16 +1506,23 @@ def test_who_takes_the_model_over_finds_weights_of_its_own_kind(comfy, sessions,
     assert torch.equal(run(patcher), reference) and sessions == ["open", "open"]
 
 
-def test_a_file_s_kernels_are_compiled_while_it_is_read(tmp_path, monkeypatch):
+def test_the_kernels_for_a_file_are_compiled_while_it_is_read(tmp_path, monkeypatch):
     from carom.nodes import kernel_warm_up as module
 
     path, asked = str(tmp_path / "model.safetensors"), []
     half = torch.zeros(64, 512, dtype=torch.float16)
     save_file({"large": half, "norm": torch.zeros(8), "bias": torch.zeros(8, dtype=torch.bfloat16)}, path)
     monkeypatch.setattr(module, "warm_up", lambda *args: asked.append(args))
-    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(nodes_host, "room_on", lambda device: os.path.getsize(path) + 1000)
+    monkeypatch.setattr(nodes_host, "least_for_passes", lambda: passes)
+    gpu, passes = torch.device("cuda", 1), 1000
     module.prepare_kernels(path, Settings(), gpu)
-    module.prepare_kernels(str(tmp_path / "none"), Settings(), gpu)
+    assert asked == [(gpu, {torch.float16})]
     module.prepare_kernels(path, Settings(codec="raw"), gpu)
     module.prepare_kernels(path, Settings(), torch.device("cpu"))
-    assert asked == [(gpu, {torch.float16}), (gpu, set())]
+    module.prepare_kernels(str(tmp_path / "none"), Settings(), gpu)
+    passes = 500
+    module.prepare_kernels(path, Settings(), gpu)  # the model fits: ComfyUI keeps it
+    assert len(asked) == 1
+    module.prepare_kernels(path, Settings(mode="stream"), gpu)
+    assert asked == [(gpu, {torch.float16})] * 2
