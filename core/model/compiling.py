@@ -24,6 +24,8 @@ _skip_code: Any = getattr(_eval_frame, "skip_code", None)
 compiling: Callable[[], Any] = getattr(
     _eval_frame, "get_eval_frame_callback", lambda: sys.modules.get("torch._dynamo")
 )
+# Code objects of wrappers, by the code object of the definition and the place in a model: see `untraced`.
+_codes: dict[tuple, types.CodeType] = {}
 _IN_PLACE = "_compiled_call_impl"  # set by nn.Module.compile in the module's __dict__
 
 
@@ -58,7 +60,6 @@ def quiet(function: Callable) -> Callable:
     """
     guarded: list[Callable] = []
 
-    @untraced
     def call(*args: Any, **kwargs: Any) -> Any:
         if compiling() is None:
             return function(*args, **kwargs)
@@ -67,24 +68,34 @@ def quiet(function: Callable) -> Callable:
         return guarded[0](*args, **kwargs)
 
     pass_over(call.__code__)  # compiling this frame would take more time than a small graph
-    return call
+    return _marked(call)
 
 
-def untraced(function: Callable) -> Callable:
+def untraced(function: Callable, place: tuple | None = None) -> Callable:
     """Mark ``function`` so that torch.compile neither inlines nor compiles its frame.
 
     Functions that ``function`` calls may be compiled. Returns ``function`` itself.
+    ``place``: the place of the function's module in a model, the same in each model of the same kind. What is compiled
+    for one such model then serves the next, where its guards hold.
     """
+    if _skip_code is not None:
+        _skip_code(function.__code__)
+        return _marked(function)
+    # torch.compile counts recompilations for each code object, up to a limit. If the wrappers of all units shared one
+    # code object, a few kinds of units would reach the limit, and later units would run uncompiled. So each function
+    # gets a copy of its code object.
+    code = function.__code__.replace()  # type: ignore[attr-defined]
+    if place is not None:
+        code = _codes.setdefault((function.__code__, place), code)  # type: ignore[attr-defined]
+    function.__code__ = code  # type: ignore[attr-defined]
+    return _marked(function)
+
+
+def _marked(function: Callable) -> Callable:
+    """Let torch.compile break graphs at calls of ``function``. Returns ``function`` itself."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     # The reason that torch states in its error if a graph break is forbidden (fullgraph=True).
     function._torchdynamo_disable_msg = "carom streams this module"  # type: ignore[attr-defined]
-    if _skip_code is not None:
-        _skip_code(function.__code__)
-    else:
-        # torch.compile counts recompilations for each code object, up to a limit. If the wrappers of all
-        # units shared one code object, a few kinds of units would reach the limit, and later units would run
-        # uncompiled. So each function gets a copy of its code object.
-        function.__code__ = function.__code__.replace()  # type: ignore[attr-defined]
     return function
 
 

@@ -85,10 +85,12 @@ class RootHooks:
             self._root.undo()
         for unit in streamer.units:
             layers = [] if quantized is None else layers_of(unit.unit, quantized)
-            for module in (*unit.unit.modules, *readers_of(unit.unit, layers, self._module)):
+            readers = readers_of(unit.unit, layers, self._module)
+            for index, module in enumerate((*unit.unit.modules, *readers)):
                 if any(layer.module is not module for layer in layers):
                     self._units.forward(module, with_weights(layers))
-                self._wrap_unit(module, unit, streamer)
+                place = (type(self._module).__qualname__, unit.unit.name, index)
+                self._wrap_unit(module, unit, streamer, place)
         inner = {id(module) for unit in units for module in unit.modules}
         for module in _outermost(self._module):
             if id(module) not in inner and not inner.isdisjoint(map(id, module.modules())):
@@ -113,9 +115,9 @@ class RootHooks:
         self._forget_removed()
         self.wrap_root()
 
-    def _wrap_unit(self, module: nn.Module, unit: StreamedUnit, streamer: Streamer) -> None:
-        """Wrap the forward of ``module``, one of the modules of ``unit``."""
-        wrapper, front = self._unit_wrappers.get(module) or (UnitForward(), None)
+    def _wrap_unit(self, module: nn.Module, unit: StreamedUnit, streamer: Streamer, place: tuple) -> None:
+        """Wrap the forward of ``module``, one of the modules of ``unit``. ``place``: as in `UnitForward`."""
+        wrapper, front = self._unit_wrappers.get(module) or (UnitForward(place), None)
         wrapper.connect(unit, streamer)
         as_pass = part_pass(self._listener, module, wrapper)
         front = self._units.forward(module, lambda inner: wrapper.wrap(inner, as_pass), earlier=front)

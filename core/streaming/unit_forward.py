@@ -24,10 +24,12 @@ class UnitForward:
 
     The unit and the streamer are attributes, so that the wrapper can serve the next layout too: code that torch.compile
     compiled refers to the wrapper, and would have to be compiled again for another one.
+    ``place``: as in `untraced`.
     ``streamer``: the streamer of the present layout, None while the module belongs to no streamed unit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: tuple) -> None:
+        self._place = place
         self.streamer: Streamer | None = None
 
     def connect(self, unit: StreamedUnit, streamer: Streamer) -> None:
@@ -85,7 +87,6 @@ class UnitForward:
         def wrapper(outside: Callable | None) -> Callable:
             """Return the wrapper. ``outside``: runs calls that become passes, None for a call that is in a pass."""
 
-            @untraced
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if compiling() is not None:
                     if outside is not None and quiet_begins():
@@ -114,7 +115,7 @@ class UnitForward:
                     self._interrupted()
                     raise
 
-            return forward
+            return untraced(forward, (self._place, outside is None))
 
         # A wrapper that referred to itself would keep the module alive until the garbage collector runs.
         return wrapper(as_pass(wrapper(None)))

@@ -916,3 +916,16 @@ def test_an_unload_compiles_nothing_again(server):
     graphs = [count for count, _ in found]
     assert graphs[0] == graphs[1] == graphs[2]
     assert graphs[0] - expected[-1][0] <= expected[0][0], "more graphs than over whole weights"
+
+
+@pytest.mark.parametrize("vram", ["21MiB", "8MiB"])  # two blocks; single layers
+def test_a_model_that_is_loaded_again_compiles_nothing_again(server, vram):
+    """ComfyUI drops the model of a loader that a prompt does not have."""
+
+    def told(seed: int) -> tuple[int, str]:
+        found = told_by(server, ours("flux", vram=vram, seed=seed).then("CaromTestCompileNode"))
+        return found["graphs"][0], found["hash"][0]
+
+    (first, _), other = told(31), hash_of(server, ours("wan", vram="8MiB"))
+    again, latent = told(32)
+    assert again == first and other != latent == hash_of(server, stock("flux", seed=32))

@@ -3,6 +3,8 @@ after `stream` keeps its blocks whole."""
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from carom import stream
@@ -95,6 +97,25 @@ def test_a_return_to_the_device_compiles_nothing_again(what, keep):
                 session.park(keep=keep)
                 assert torch.equal(call(inputs()), expected)
         assert first > 0 and backend.graphs == first
+
+
+@pytest.mark.parametrize("granularity", ["layer", "block"])
+def test_a_second_model_of_the_same_kind_compiles_nothing_again(granularity):
+    """ComfyUI drops a model that the present prompt does not use, and loads the file again for the next prompt."""
+    backend, dropped, counts, seen = Counting(), [], [], []
+    for _ in range(3):
+        model = net()
+        with (
+            torch.no_grad(),
+            stream(model, vram=size(model) // 2, device="cpu", granularity=granularity),
+        ):
+            seen.append(torch.compile(model, backend=backend)(inputs()))
+        counts.append(backend.graphs)
+        dropped.append(weakref.ref(model))
+        del model
+        assert dropped[-1]() is None
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+    assert 0 < counts[0] == counts[1] == counts[2]
 
 
 def test_a_module_wrapped_by_other_code_while_parked_is_wrapped_anew():
