@@ -216,8 +216,7 @@ def point(model, case, device, share: float, learnt, host, lib) -> dict:
         wall = (time.perf_counter() - begin) / STEPS
         report = session.report()
         manager = sys.modules["carom.core.session.assembly"].parts(session).manager
-        advised = manager.planner.advise(manager.layout, manager.present(), manager.simple)
-        advice = advised[0] if advised else None
+        advice = manager.planner.advise(manager.layout, manager.present(), manager.simple)
         return {
             "mode": case.mode,
             "tokens": case.tokens,

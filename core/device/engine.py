@@ -59,6 +59,9 @@ class Engine(Protocol):
     grain: int  # bytes; the device's allocator rounds large buffers up to a multiple of it
     shares_host: bool  # whether the device computes in host memory, so that its allocations reduce the host's
     virtual_clock: bool  # whether the times of marks are simulated
+    host_on_clock: (
+        bool  # whether the times of marks contain the seconds in which the device waits for the host
+    )
     decode_bytes_per_second: float | None  # unpacked bytes per second, if known without measuring
     # Whether `memory` also counts device memory that is not the allocator's, such as VBAR pages.
     counts_all_memory: bool
@@ -154,6 +157,11 @@ class Engine(Protocol):
     def done(self, mark: Any) -> bool:
         """Return whether a mark has been reached."""
 
+    def hold(self, seconds: float) -> None:
+        """Let the current stream wait for about ``seconds``, so that the host issues work ahead. Does nothing on devices
+        that cannot.
+        """
+
     def landed(self, copied: Any) -> bool:
         """Return whether a copy's end event has been reached, so that its host memory may be overwritten.
 
@@ -209,6 +217,7 @@ class DefaultEngine:
     unpacks = False
     shares_host = False
     virtual_clock = False
+    host_on_clock = True
     decodes_files = False
     decodes_lossless_files = False
     decode_bytes_per_second: float | None = None
@@ -255,6 +264,9 @@ class DefaultEngine:
 
     def step(self) -> AbstractContextManager:
         return contextlib.nullcontext()
+
+    def hold(self, seconds: float) -> None:
+        pass
 
 
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)

@@ -71,7 +71,8 @@ class SimulatedDevice:
     ``timing``: "late", "early" or "random", when copies take effect. ``refuse_pinning``: simulate a system
     without pinned memory. ``memory_bytes``: the device's memory. ``activation_bytes``: memory that a step
     needs beside the weights. ``unpacks``: whether decoding counts as faster than the link. ``integrated``:
-    whether the device computes in host memory. ``p2p``: whether the device reads the memory of other simulated
+    whether the device computes in host memory. ``host_seconds``: seconds that the host takes to issue an operator, a
+    copy or a decoding; the device cannot begin it earlier. ``p2p``: whether the device reads the memory of other simulated
     devices directly, at ``peer_bytes_per_second``. ``host``: the host that several devices share.
     """
 
@@ -89,6 +90,7 @@ class SimulatedDevice:
     integrated: bool = False
     p2p: bool = True
     peer_bytes_per_second: float = 25e9
+    host_seconds: float = 0.0
     host: SimulatedHost = field(default_factory=SimulatedHost, repr=False, compare=False)
     ledger: Ledger = field(default_factory=Ledger, repr=False, compare=False)
 
@@ -133,6 +135,7 @@ class SimulatedEngine(StreamEngine):
     def __init__(self, config: SimulatedDevice) -> None:
         self._watch = DispatchWatch(self._check_operator, self._account_operator)
         device = VirtualDevice(config.timing, config.seed, self._watch.unwatched)
+        self.host_on_clock = config.host_seconds > 0
         self.config, self._virtual = config, device
         super().__init__(torch.device("cpu"), device)
         self._local = (
@@ -314,6 +317,7 @@ class SimulatedEngine(StreamEngine):
             if origin is not None and origin.slots:
                 self._virtual.accesses.read(*_address_range(source), stream, ahead=1)
 
+        self._issues(stream)
         latency = self.config.copy_latency_seconds
         takes = self._links.from_host if inward else self._links.to_host
         stream.issue(latency + takes(stream.clock + latency, nbytes), _copying(target, kept))
@@ -365,6 +369,7 @@ class SimulatedEngine(StreamEngine):
             )
         with self._watch.unwatched():
             target.fill_(255)
+        self._issues(stream)
         latency = self.config.copy_latency_seconds
         seconds = latency + self._links.from_peer(stream.clock + latency, nbytes)
         stream.issue(seconds, _copying(target, WeakTensor(source)))
@@ -391,6 +396,7 @@ class SimulatedEngine(StreamEngine):
         seconds = self.config.kernel_seconds + target.numel() / self.config.decode_bytes_per_second
         if not self._virtual.accesses.read(*_address_range(wire), stream, ahead=1):
             raise SimulatedRaceError("packed bytes are decoded before the event of the copy that brings them")
+        self._issues(stream)
         stream.issue(seconds, lambda: call(wire, target))
 
     def record(self, stream: Any, event: Any = None) -> Any:
@@ -402,7 +408,15 @@ class SimulatedEngine(StreamEngine):
         return super().record(stream, event)
 
     def done(self, mark: Any) -> bool:
-        return True
+        return not self.host_on_clock or mark.time <= self._virtual.now
+
+    def hold(self, seconds: float) -> None:
+        self.stream().clock += seconds
+
+    def _issues(self, stream: Any) -> None:
+        """Let the host issue a piece of work to ``stream``, which cannot begin before that."""
+        self._virtual.now += self.config.host_seconds
+        stream.clock = max(stream.clock, self._virtual.now)
 
     def elapsed(self, first: Any, last: Any) -> float:
         return last.time - first.time
@@ -483,7 +497,10 @@ class SimulatedEngine(StreamEngine):
             # If a formula does not fit a call, only kernel_seconds count.
             with contextlib.suppress(Exception):
                 seconds = max(seconds, count(*args, **kwargs, out_val=result) / self.config.flops)
-        self.stream().clock += seconds
+        stream = self.stream()
+        if on_device:
+            self._issues(stream)
+        stream.clock += seconds
         if self.activations:
             self._need(self.activations)
             self._cached = max(self._cached, self.activations)

@@ -90,6 +90,7 @@ class VirtualEvent:
 
     def record(self, stream: VirtualStream) -> None:
         """Record the event on ``stream``."""
+        stream.clock = max(stream.clock, self._device.now)  # the host records the event now
         self.time, self.seen = stream.clock, {**stream.seen, stream: stream.issued}
 
     def query(self) -> bool:
@@ -109,11 +110,13 @@ class VirtualDevice:
     """A stand-in for a device module such as torch.cuda, with streams and events.
 
     ``unwatched``: returns a context in which operators are not watched; queued work takes effect in it. ``mates``:
-    other devices of the same host, between which events are waited for.
+    other devices of the same host, between which events are waited for. ``now``: the host's virtual time in seconds, if
+    the host's work takes time.
     """
 
     def __init__(self, timing: str, seed: int, unwatched: Callable[[], AbstractContextManager]) -> None:
         self._timing, self._random, self._unwatched = timing, random.Random(seed), unwatched
+        self.now = 0.0
         self._lock = threading.RLock()
         self._streams: list[VirtualStream] = []
         self._computing: dict[int, VirtualStream] = {}
@@ -164,6 +167,7 @@ class VirtualDevice:
         for event in events:
             for device in (self, *self.mates):
                 device._happens_after(event)
+                device.now = max(device.now, event.time)
             self.land(event.seen)
 
     @contextlib.contextmanager

@@ -20,6 +20,9 @@ from ..plan.residency import GRAIN
 from .engine import Decoder, DefaultEngine, Engine
 from .peer_link import PeerLink
 
+_LONGEST_HOLD = 0.25  # seconds; drivers of cards with a display end kernels that run for two seconds
+_CYCLES = 2e9  # clock cycles of a second, of fast cards; on slower ones `hold` takes longer
+
 
 class StreamEngine(DefaultEngine):
     """The engine of CUDA, ROCm (torch's cuda module is HIP there) and other accelerators with streams."""
@@ -236,6 +239,11 @@ class StreamEngine(DefaultEngine):
 
     def done(self, mark: Any) -> bool:
         return mark.query()
+
+    def hold(self, seconds: float) -> None:
+        sleep = getattr(self._api, "_sleep", None)  # a kernel that counts clock cycles; CUDA and ROCm have it
+        if sleep is not None:
+            sleep(int(min(seconds, _LONGEST_HOLD) * _CYCLES))
 
     def landed(self, copied: Any) -> bool:
         return copied.query()

@@ -7,6 +7,11 @@ streams) or, in training, everything from the first forward after a backward to 
 before the next forward. A forward of a part of the root (a module below it) that is called outside the root's
 forward counts like one of the root, but figures of steps without the root are kept apart. So a step of a GPipe schedule has the forwards and the backwards of all microbatches,
 and a step of a 1F1B schedule mostly has those of one. A unit is a group of weights that are copied together.
+
+Events tell when the device did its work, delays by the host included. Where the device waited for the host in an
+early step, the meter *holds* the device in a later one: at each wait for weights the device waits for about the
+seconds that the host took to issue the work up to the next wait. The host is then ahead, and the events tell what the
+device alone takes. The waits count as stalls, not as computing.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from ..plan.profile import ForwardTiming, StepProfile
 from .kernel_times import Kernel, StepSplit, kernel_times
 from .report import Span
 from .step_events import Copy, StepEvents, Use
-from .step_figures import Medians, StepFigures, medians, step_profile
+from .step_figures import LATE, Medians, StepFigures, medians, step_profile
 
 _KEPT_STEPS = 64  # number of latest steps over which medians are taken
 _OPEN_STEPS = 6  # most finished steps whose events are not read yet; beyond that the oldest step is dropped
@@ -29,7 +34,8 @@ _TIMED_FIRST = 8  # number of first steps that are all timed
 _TIMED_EVERY = 16  # after these, two of every 16 steps are timed
 # Steps of which every unit is timed: numbers 2 to 7, counted separately for steps with and without gradients.
 _PROFILED = range(2, 8)
-_MARKS = 8  # number of events that are recorded to measure the host seconds that recording one event takes
+_MOST_HOLDS = 3  # number of steps in which the device is held back, at most, for each kind of step
+_LONGER = 1.5  # the device is held for this multiple of the host's seconds
 # With more forwards than this without a backward, the steps count as inference. After steps with more backwards
 # than this (a schedule with many microbatches), the number is that of the backwards.
 _FORWARDS = 8
@@ -61,9 +67,12 @@ class Meter:
         # Whether the present step is timed; the streamer checks this before it records events.
         self.timing = True
         # Whether to measure that the device waits for the host. This requires copies that do not block the
-        # host, and a real device clock.
-        self.watches_host = not engine.blocking and not engine.virtual_clock
-        self._mark_seconds: float | None = None  # host seconds that recording one event takes
+        # host, and a clock on which the host's work takes time.
+        self.watches_host = not engine.blocking and engine.host_on_clock
+        # By kind of step (without gradients, with gradients): the seconds for which the next step of the kind holds the
+        # device, and the number of steps that held it.
+        self._holds: list[list[float] | None] = [None, None]
+        self._held = [0, 0]
         self._profile_next = False  # whether the next step is to be timed for `kernels_ran`
         self._last_step: StepEvents | None = None  # the last step with figures
         self._split: StepSplit | None = None  # of the last step that ran under the profiler
@@ -86,23 +95,29 @@ class Meter:
             self._close()
         # Recording events takes host time, so only the first steps and some later steps are timed. Bytes are
         # always counted.
-        self.timing = self._steps < _TIMED_FIRST or self._steps % _TIMED_EVERY < 2 or self._profile_next
+        holds = self._holds[gradient] if part == 0 else None
+        self.timing = (
+            self._steps < _TIMED_FIRST or self._steps % _TIMED_EVERY < 2 or self._profile_next or bool(holds)
+        )
         self._profile_next = False
         self._steps += 1
         self.profiling = False
         if part == 0:
             self._profile(gradient)
         self._closed = None
-        self._open = StepEvents(self._engine.mark(), gradient, self.timing, forwards=Counter([part]))
+        if holds:
+            self._holds[gradient], self.profiling = None, True
+            self._held[gradient] += 1
+            self._engine.hold(holds[0])
+        self._open = StepEvents(
+            self._engine.mark(), gradient, self.timing, records=gradient, forwards=Counter([part])
+        )
+        if holds:
+            self._open.holds = iter(holds[1:])
 
     def _profile(self, gradient: bool) -> None:
         """Time every unit of the root's forward that begins, in some early steps."""
         self.profiling = self.timing and self._kinds[gradient] in _PROFILED
-        if self.profiling and self.watches_host and self._mark_seconds is None:
-            began = time.perf_counter()
-            for _ in range(_MARKS):
-                self._engine.mark()
-            self._mark_seconds = (time.perf_counter() - began) / _MARKS
         self._kinds[gradient] += 1
 
     def no_backward(self) -> None:
@@ -123,7 +138,7 @@ class Meter:
     def forward_ends(self) -> None:
         """Record the end of a forward. This ends the step, unless a backward may follow."""
         if self._open is not None and self._running:
-            self._open.end, self._open.end_clock = self._engine.mark(), time.perf_counter()
+            self._end(self._open)
             if not self._open.gradient:
                 self._close()
 
@@ -158,8 +173,19 @@ class Meter:
     def backward_ends(self) -> None:
         """Record the end of a backward. This ends the step, unless another backward follows before a forward."""
         if self._open is not None:
-            self._open.end, self._open.end_clock = self._engine.mark(), time.perf_counter()
+            self._end(self._open)
             self._close()
+
+    def _end(self, step: StepEvents) -> None:
+        self._note_late(step)
+        step.end, step.end_clock = self._engine.mark(), time.perf_counter()
+
+    def _note_late(self, step: StepEvents) -> None:
+        """Record whether the device has begun all work that the host has issued so far, so that it may be waiting."""
+        if self.watches_host and self.timing:
+            last = step.waits[-1][1] if step.waits else step.begin
+            del step.late[len(step.waits) :]  # an end, after which the step went on
+            step.late.append(self._engine.done(last))
 
     def abandon(self) -> None:
         """Discard the present step, because an operator in it raised an error."""
@@ -196,6 +222,20 @@ class Meter:
         """
         if self._open is not None:
             self._open.waits.append((before, after, name, backward))
+            self._open.late += [False] * (len(self._open.waits) - len(self._open.late))
+
+    def wait_begins(self) -> Any:
+        """Record that the computing stream is about to wait for a unit; return the event before the wait."""
+        if self._open is not None:
+            self._note_late(self._open)
+        return self._engine.mark()
+
+    def hold(self) -> None:
+        """Hold the device at a wait for a unit, in a step that holds it."""
+        if self._open is not None and self._open.holds is not None:
+            seconds = next(self._open.holds, 0.0)
+            if seconds:
+                self._engine.hold(seconds)
 
     def unit_begins(self, name: str, came: Any, went_on: Any) -> None:
         """Record the start of a unit's forward. ``came``, ``went_on``: events before and after the wait for
@@ -219,11 +259,6 @@ class Meter:
                         # unit, the device has nothing else queued, so it waits for the host.
                         use.close = self._engine.done(use.went_on)
                     return
-
-    def add_host_seconds(self, seconds: float) -> None:
-        """Add host seconds that Carom's code took before or after a unit's forward."""
-        if self._open is not None:
-            self._open.spent += seconds
 
     # -- figures of finished steps
 
@@ -249,10 +284,25 @@ class Meter:
         if step.timed:
             self._timeline_step = step
         if step.uses:
-            timing = step.forward_timing(elapsed, self._mark_seconds or 0.0)
-            self._profiled.append((step.turn is not None, timing))
+            self._profiled.append((step.turn is not None, step.forward_timing(elapsed)))
             self._copies = step.copy_times(elapsed)
+            self._plan_holds(step)
         return step.figures(elapsed)
+
+    def _plan_holds(self, step: StepEvents) -> None:
+        """Let the next step of the kind of ``step`` hold the device, if it waited for the host in this one."""
+        elapsed, kind = self._engine.elapsed, step.records
+        late, held = step.late_spans(elapsed), self._held[kind]
+        computed = sum(step.figures(elapsed).compute_by_phase)
+        if (step.held or not held) and held < _MOST_HOLDS and sum(late) > LATE * computed:
+            self._holds[kind] = [2**held * _LONGER * seconds for seconds in late]
+
+    @property
+    def holds_next(self) -> bool:
+        """Whether the next step of the latest kind will hold the device, so that the device's own times are not known
+        yet.
+        """
+        return bool(self._last_step and self._holds[self._last_step.records])
 
     # -- the kernels of a step
 

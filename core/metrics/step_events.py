@@ -63,6 +63,7 @@ class StepEvents:
     gradient: bool  # whether a backward may follow the forward
     timed: bool
     end: Any = None
+    records: bool = False  # whether the first forward recorded gradients
     turn: Any = None  # event recorded where the backward begins
     forwards: Counter[int] = field(
         default_factory=Counter
@@ -80,7 +81,11 @@ class StepEvents:
     decodes: list[tuple[Any, Any]] = field(default_factory=list)
     waits: list[tuple[Any, Any, str, bool]] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
-    spent: float = 0.0  # host seconds that Carom's code took before and after the units' forwards
+    # For each of ``waits``, and for the end: whether the device had begun all work before it by the time at which the
+    # host reached it. The device may then have waited for the host since the wait before.
+    late: list[bool] = field(default_factory=list)
+    # Seconds for which the device is held at the begin and at each of ``waits``; None if it is not held.
+    holds: Iterator[float] | None = None
 
     def completed(self, done: Callable[[Any], bool]) -> bool:
         """Return whether all events have completed. ``done``: tells it of one event (`Engine.done`)."""
@@ -108,6 +113,7 @@ class StepEvents:
         for before, after, _, backward in self.waits:
             stalls[backward] += max(0.0, elapsed(before, after))
         forward = self._forward_seconds(elapsed)
+        late = self._late_by_phase(elapsed)
         host = [copy for copy in self.copies if not copy.from_peer]
         peer = [copy for copy in self.copies if copy.from_peer]
         return StepFigures(
@@ -128,17 +134,40 @@ class StepEvents:
                 _bytes(copy for copy in host if not copy.backward),
                 _bytes(copy for copy in host if copy.backward),
             ),
-            late_seconds=self._late_seconds(elapsed) if self.uses else None,
+            late_seconds=self._late_seconds(elapsed) if self.uses and not self.held else None,
+            held=self.held,
+            host_by_phase=late,
             peer_bytes=self.peer_bytes,
             peer_copied_bytes=_bytes(peer),
             peer_seconds=_seconds(peer, elapsed),
         )
 
-    def forward_timing(self, elapsed: Elapsed, mark_seconds: float) -> ForwardTiming:
-        """Return the times of the units of a step of which every unit was timed.
+    @property
+    def held(self) -> bool:
+        """Whether the device was held back in this step."""
+        return self.holds is not None
 
-        ``mark_seconds``: host seconds that recording one event took.
+    def late_spans(self, elapsed: Elapsed) -> list[float]:
+        """Return the seconds from the begin to the first wait, between waits, and to the end, each 0 where the device
+        did not wait for the host.
         """
+        begins = [self.begin, *(after for _, after, _, _ in self.waits)]
+        ends = [*(before for before, _, _, _ in self.waits), self.end]
+        return [
+            max(0.0, elapsed(begin, end)) if late else 0.0
+            for begin, end, late in zip(begins, ends, self.late, strict=False)
+        ]
+
+    def _late_by_phase(self, elapsed: Elapsed) -> tuple[float, float]:
+        """Return the sums of `late_spans` by phase. A span begins in its phase."""
+        sums = [0.0, 0.0]
+        backwards = [False, *(backward for _, _, _, backward in self.waits)]
+        for seconds, backward in zip(self.late_spans(elapsed), backwards, strict=False):
+            sums[backward] += seconds
+        return sums[0], sums[1]
+
+    def forward_timing(self, elapsed: Elapsed) -> ForwardTiming:
+        """Return the times of the units of a step of which every unit was timed."""
 
         def at(event: Any) -> float:
             return elapsed(self.begin, event)
@@ -152,7 +181,7 @@ class StepEvents:
         # second half of the step.
         recent = timings[len(timings) // 2 :]
         close = sum(timing.close for timing in recent) / len(recent) if recent else 0.0
-        return ForwardTiming(timings, self._forward_seconds(elapsed), close, self._host_seconds(mark_seconds))
+        return ForwardTiming(timings, self._forward_seconds(elapsed), close, self.held)
 
     def copy_times(self, elapsed: Elapsed) -> tuple[tuple[int, float], ...]:
         """Return (bytes, seconds) of each copy. Links that copy at the same time count as one link: the seconds of all
@@ -203,17 +232,6 @@ class StepEvents:
         return sum(
             max(0.0, elapsed(before.left, use.came)) for before, use in pairwise(self.uses) if use.idle
         )
-
-    def _host_seconds(self, mark_seconds: float) -> float:
-        """Return the host seconds that Carom's code takes for one use of a unit.
-
-        Seconds of recording events that only steps with timed units record are subtracted.
-        """
-        copies = sum(not copy.backward for copy in self.copies)
-        decodes = min(len(self.decodes), max(copies, len(self.uses)))
-        waits = sum(not backward for *_, backward in self.waits)
-        marks = 3 * len(self.uses) + 2 * (copies + decodes + waits)
-        return max(0.0, self.spent - marks * mark_seconds) / len(self.uses)
 
 
 def _bytes(copies: Iterable[Copy]) -> int:

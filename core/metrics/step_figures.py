@@ -10,6 +10,9 @@ from ..plan.profile import ForwardTiming, StepProfile
 from ..plan.roofline import PhaseWork, roofline_seconds
 from .kernel_times import StepSplit
 
+# A step counts as free of the host's delays if they may take at most this share of its computing.
+LATE = 0.02
+
 
 @dataclass(frozen=True)
 class StepFigures:
@@ -21,6 +24,8 @@ class StepFigures:
     ``peer_copied_bytes``, ``peer_seconds``: the same of copies from other devices.
     ``late_seconds``: seconds of the forward in which the device had finished one unit and the host had not
     reached the next; None where units were not timed.
+    ``held``: whether the device was held back, so that it did not wait for the host.
+    ``host_by_phase``: seconds of computing that may contain delays by the host.
     ``root``: whether the root's forward ran in the step, and not only forwards of its parts.
     ``..._by_phase``: pairs (forward, backward).
     """
@@ -39,6 +44,8 @@ class StepFigures:
     compute_by_phase: tuple[float, float]
     bytes_by_phase: tuple[int, int]
     late_seconds: float | None = None
+    held: bool = False
+    host_by_phase: tuple[float, float] = (0.0, 0.0)
     root: bool = True
     peer_bytes: int = 0
     peer_copied_bytes: int = 0
@@ -90,20 +97,39 @@ def step_profile(
     timed = timed[2:] or timed[-1:]
     if not timed:
         return None
+    usual = [step for step in timed if not step.held] or timed
+    forwards_ = [forward for kind, forward in forwards if kind == train]
     # All links together count as one link, as they copy at the same time.
     copy_seconds = sum(max(step.copy_seconds, step.peer_seconds) for step in timed)
     copied_bytes = sum(step.copied_bytes + step.peer_copied_bytes for step in timed)
     return StepProfile(
         train=train,
-        seconds=median(step.seconds for step in timed),
-        compute=(
-            median(step.compute_by_phase[0] for step in timed),
-            median(step.compute_by_phase[1] for step in timed),
-        ),
+        seconds=median(step.seconds for step in usual),
+        compute=device_seconds(timed),
         link_bytes_per_second=copied_bytes / copy_seconds if copy_seconds > 0 else None,
-        forwards=tuple(forward for kind, forward in forwards if kind == train),
+        forwards=tuple(forwards_),
         copies=copies,
+        stalled=median(step.stall_seconds for step in usual),
     )
+
+
+def device_seconds(steps: Sequence[StepFigures]) -> tuple[float, float]:
+    """Return the seconds that the device itself computes in (forward, backward), without the host's delays.
+
+    The steps with the least delays count. What delays are left in them is subtracted: the device may have computed then
+    too, so on a device that cannot be held back the result is a lower bound.
+    """
+
+    def delays(step: StepFigures) -> float:
+        return sum(step.host_by_phase)
+
+    least = min(map(delays, steps))
+    best = [step for step in steps if delays(step) <= least + LATE * sum(step.compute_by_phase)]
+
+    def phase(which: int) -> float:
+        return median(max(0.0, step.compute_by_phase[which] - step.host_by_phase[which]) for step in best)
+
+    return phase(0), phase(1)
 
 
 def medians(
@@ -126,6 +152,7 @@ def medians(
     steps = [step for step in figures if (step.train, step.root) == (train, root)]
     # In the first two steps the order of use is learnt and caches are filled. Leave them out if there are other steps.
     steps = steps[2:] or steps[-1:]
+    steps = [step for step in steps if not step.held] or steps
     timed = [step for step in steps if step.timed] or steps
     copy_seconds = sum(step.copy_seconds for step in timed)
     link = sum(step.copied_bytes for step in timed) / copy_seconds if copy_seconds > 0 else None

@@ -25,6 +25,7 @@ from ..model.units import Unit
 from ..plan.residency import SMALL_UNIT, round_up
 from .backing import Backing
 from .host_copies import HostCopies
+from .packer import packs
 from .tier import TierFigures
 
 if TYPE_CHECKING:
@@ -180,6 +181,24 @@ def worth_keeping(unit: Unit, packed_bytes: int, saved_bytes: int | None = None)
     """
     saved = unit.nbytes - packed_bytes if saved_bytes is None else saved_bytes
     return packed_bytes if unit.nbytes >= LEAST_UNIT and saved > 0.1 * unit.nbytes else 0
+
+
+def crossing_bytes(unit: Unit, shelf: dict[int, PackedTensor], expected: float) -> int:
+    """Return the bytes that a copy of ``unit`` takes on the link if its weights are packed.
+
+    The bytes of weights on the ``shelf`` are known. Other bf16 weights that are packed are expected to shrink to the
+    fraction ``expected``.
+    """
+    total = 0
+    for entry in unit.entries:
+        found = shelf.get(id(entry.tensor))
+        if found is not None:
+            total += found.blob.numel()
+        elif entry.tensor.dtype is torch.bfloat16 and packs(entry):
+            total += int(expected * entry.nbytes)
+        else:
+            total += entry.nbytes
+    return total
 
 
 def wire_bytes(

@@ -40,12 +40,14 @@ class Packing:
     ``auto``: it is still being measured whether packed weights make steps faster.
     ``plain``: packed weights do not make steps faster, so all weights are copied to the device unpacked.
     ``stay_on_device``: the packed bytes of units may stay on the device.
+    ``residents``: they do, where units can be packed, because measured times showed that this makes steps faster.
     """
 
     keep_raw: bool = False
     auto: bool = False
     plain: bool = False
     stay_on_device: bool = True
+    residents: bool = False
 
 
 def packs(entry: Entry) -> bool:

@@ -16,13 +16,12 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
 from .predict import LATENCY, Link, Workload
 
-MAX_CAROM_SHARE = 0.9  # the share of the host seconds that Carom itself takes is assumed to be at most this
 # A step that waits for weights longer than this share of its seconds does not count as bound by the host.
 STALLED = 0.15
 
@@ -47,14 +46,14 @@ class ForwardTiming(NamedTuple):
     """The timings of the streamed units in one forward.
 
     ``turns``: one entry for each use of a unit; ``seconds``: duration of the forward; ``close``: the share of
-    turns with `UnitTiming.close` among the later half of the turns; ``use``: host seconds that Carom itself
-    takes for one turn.
+    turns with `UnitTiming.close` among the later half of the turns; ``held``: whether the device was held back, so that
+    the times contain no delay by the host (see `Meter`).
     """
 
     turns: tuple[UnitTiming, ...]
     seconds: float
     close: float = 0.0
-    use: float = 0.0
+    held: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class StepProfile:
     """The measured timings of a step.
 
     ``train``: whether the step had a backward; ``seconds``: median duration; ``compute``: median computing
-    seconds of (forward, backward); ``link_bytes_per_second``: rate of the copies, None where none was
+    seconds of the device in (forward, backward), without the host's delays; ``link_bytes_per_second``: rate of the copies, None where none was
     measured; ``forwards``: the unit timings of some forwards.
     """
 
@@ -72,20 +71,15 @@ class StepProfile:
     link_bytes_per_second: float | None
     forwards: tuple[ForwardTiming, ...]
     copies: tuple[tuple[int, float], ...] = ()  # (bytes, seconds) of each copy of a step
+    stalled: float = 0.0  # median seconds of waits for weights
 
     @property
     def host_bound(self) -> bool:
         """Whether the device waits for Python: kernels start as soon as they are issued, and waits for
         weights are short.
         """
-        stalled = self.seconds - sum(self.compute)
-        close = median(forward.close for forward in self.forwards) if self.forwards else 0.0
-        return close > 0.5 and stalled < STALLED * self.seconds
-
-    @property
-    def use_seconds(self) -> float:
-        """The median host seconds that Carom takes for one use of a streamed unit."""
-        return median(forward.use for forward in self.forwards) if self.forwards else 0.0
+        closes = [forward.close for forward in self.forwards if not forward.held]
+        return bool(closes) and median(closes) > 0.5 and self.stalled < STALLED * self.seconds
 
 
 class UnitTensors(NamedTuple):
@@ -102,15 +96,6 @@ class UnitTensors(NamedTuple):
     def nbytes(self) -> int:
         """The bytes of all tensors."""
         return sum(self.tensors.values())
-
-
-class HostSeconds(NamedTuple):
-    """The host seconds of a step: ``model`` for all of the step's Python except Carom's, ``use`` for Carom's
-    part of each use of a streamed unit.
-    """
-
-    model: float
-    use: float
 
 
 @dataclass(frozen=True)
@@ -132,50 +117,7 @@ class TensorTimes:
     held: Mapping[str, float]  # unit name -> share of the unit's seconds during which its slot is in use
     recompute_share: float  # seconds of a recomputation over seconds of the same tensors' forward
     seconds: float  # measured seconds of a step
-    # The host seconds, where the host binds (the device waits for Python to issue work); else None.
-    host: HostSeconds | None = None
-    # Tensor name -> share of the tensor's uses in which the device waits for Python, and seconds of such
-    # waits that are contained in ``forward``.
-    host_bound_share: Mapping[str, float] = field(default_factory=dict)
-    host_wait: Mapping[str, float] = field(default_factory=dict)
-    use_seconds: float = 0.0  # host seconds for one use of a streamed unit
-    excludes_host_waits: bool = False  # whether ``forward`` no longer contains ``host_wait``
-
-    @property
-    def host_bound(self) -> bool:
-        """Whether the measured steps were bound by the host."""
-        return self.host is not None
-
-    def host_seconds(self, uses: int) -> float:
-        """Return the host seconds of a step with ``uses`` uses of streamed units; 0 where the host does not
-        bind.
-        """
-        return 0.0 if self.host is None else self.host.model + uses * self.host.use
-
-    def without_host_waits(self) -> TensorTimes:
-        """Return these times with the waits for Carom's own Python taken out of ``forward``.
-
-        Such a wait belongs to a use of a streamed unit, and another layout may stream other units.
-        """
-        forward = {
-            name: max(0.0, spent - self.host_wait.get(name, 0.0)) for name, spent in self.forward.items()
-        }
-        return replace(self, forward=forward, excludes_host_waits=True)
-
-    def host_waits(self, units: Sequence[UnitTensors]) -> list[float]:
-        """Return, for each unit, the seconds that the device waits for Python at one use, if the unit streams
-        or is packed.
-
-        All are 0 while ``forward`` still contains these waits.
-        """
-        if not self.excludes_host_waits:
-            return [0.0] * len(units)
-        return [
-            self.use_seconds
-            * sum(self.host_bound_share.get(name, 0.0) * n for name, n in unit.tensors.items())
-            / (unit.nbytes or 1)
-            for unit in units
-        ]
+    host_bound: bool = False  # whether the device waited for Python to issue its work
 
     def without_unpacking(self, rate: float, names: Mapping[str, int], link: Link) -> TensorTimes:
         """Return the times as if the tensors ``names`` (name -> bytes) had not been unpacked on the device.
@@ -275,38 +217,19 @@ def learn(
     share = min(1.0, profile.compute[1] / (2 * spent)) if spent else 1.0
     left = max(0.0, profile.compute[1] - share * spent)
     whole = sum(forward) - sum(forward[unit] for unit in unused) or 1.0
-    host, scale = None, 1.0
-    # The measured computing seconds are the host's seconds for issuing, Carom's share included.
-    if profile.host_bound:
-        busy = sum(profile.compute)
-        use = min(profile.use_seconds, MAX_CAROM_SHARE * busy / len(uses))
-        model = busy - len(uses) * use
-        host, scale = HostSeconds(model, use), model / busy if busy > 0 else 1.0
-    close, late = _host_bound_shares(units, profile), [0.0] * len(units)
-    each = profile.use_seconds
-    if host is None and not profile.train and each > 0:
-        # A wait for the host cannot be longer than the unit's measured seconds.
-        close = [min(share, seconds / each) for share, seconds in zip(close, forward, strict=True)]
-        for unit in set(streamed):
-            late[unit] = each * close[unit]
     backward = [0.0 if unit in unused else left * forward[unit] / whole for unit in range(len(units))]
     return TensorTimes(
         train=profile.train,
         link=_link(profile, blocking),
-        forward=_by_tensor(units, [scale * each for each in forward]),
-        backward=_by_tensor(units, [scale * each for each in backward]) if profile.train else {},
+        forward=_by_tensor(units, forward),
+        backward=_by_tensor(units, backward) if profile.train else {},
         position={name: position for position, unit in enumerate(order) for name in units[unit].tensors},
         recomputed=frozenset(name for unit in recomputed for name in units[unit].tensors),
         unused=frozenset(name for unit in unused for name in units[unit].tensors),
         held={unit.name: share for unit, share in zip(units, held, strict=True)},
         recompute_share=share,
         seconds=profile.seconds,
-        host=host,
-        host_bound_share={
-            name: share for unit, share in zip(units, close, strict=True) for name in unit.tensors
-        },
-        use_seconds=each if any(late) else 0.0,
-        host_wait=_by_tensor(units, late),
+        host_bound=profile.host_bound,
     )
 
 
@@ -364,7 +287,10 @@ def _forward_seconds(
     beside: dict[int, list[float]] = defaultdict(list)
     # Residents between two turns -> seconds in between.
     gaps: dict[tuple[int, ...], list[float]] = defaultdict(list)
-    for forward in profile.forwards:
+    held_back = [
+        forward for forward in profile.forwards if forward.held
+    ]  # these contain no delays by the host
+    for forward in held_back or profile.forwards:
         before, end = -1, 0.0
         for name, came, went_on, left, _ in (*forward.turns, UnitTiming("", forward.seconds, 0.0, 0.0)):
             position = position_of.get(name, -1) if name else len(order)
@@ -401,24 +327,6 @@ def _forward_seconds(
         nbytes = sum(unit.nbytes for unit in units) or 1
         return [profile.compute[0] * unit.nbytes / nbytes for unit in units], held
     return [profile.compute[0] * each / whole for each in seconds], held
-
-
-def _host_bound_shares(units: Sequence[UnitTensors], profile: StepProfile) -> list[float]:
-    """Return, for each unit, the share of its uses in which the device was waiting for the host.
-
-    Resident units, which are not timed, get the share of the streamed units of the same kind, or of all
-    streamed units.
-    """
-    seen: dict[str, list[bool]] = defaultdict(list)
-    for forward in profile.forwards:
-        for turn in forward.turns:
-            seen[turn.unit].append(turn.close)
-    kinds: dict[str, list[bool]] = defaultdict(list)
-    for unit in units:
-        kinds[_kind(unit)] += seen.get(unit.name, [])
-    all_ = [close for closes in seen.values() for close in closes]
-    found = [seen.get(unit.name) or kinds[_kind(unit)] or all_ or [False] for unit in units]
-    return [sum(closes) / len(closes) for closes in found]
 
 
 def _kind(unit: UnitTensors) -> str:

@@ -15,7 +15,6 @@ from ..model.compiling import CompiledParts
 from ..model.shared_attributes import share_attributes
 from . import settings
 from .budgets import Budgets
-from .codec_choice import CodecChoice
 from .device_weights import DeviceWeights
 from .host_resources import HostResources
 from .layout import Wanted
@@ -98,14 +97,12 @@ def assemble(module: nn.Module, asked: StreamSettings) -> Parts:
     )
     replan = Replan(
         manager,
-        CodecChoice(manager),
         spare_bytes=lambda: raise_budget.spare_bytes,
         unsure=lambda: raise_budget.unsure,
-        worth=raise_budget.worth,
         forget_spare=raise_budget.forget,
         taken=raise_budget.weights_moved,
     )
-    memory = DeviceMemory(manager, device_weights, replan.improve, replan.begin_anew)
+    memory = DeviceMemory(manager, device_weights, replan.begin_anew)
     host_memory = HostMemory(manager)
     policies = PolicyRunner(
         manager, device_weights, memory,

@@ -19,7 +19,6 @@ from ..model.units import Carving, Entry, Unit
 from ..placement.backing import Backing
 from ..placement.packer import Packing
 from ..placement.placement import Placement
-from ..plan.profile import TensorTimes
 from ..plan.residency import Plan
 from ..streaming.streamer import Streamer
 
@@ -30,24 +29,24 @@ class Wanted:
 
     ``vram``, ``ram``: budgets in bytes.
     ``packing``: how weights are packed, None if they are stored and copied to the device unpacked.
-    ``profile``: measured times on which the plan is based; None to plan by the rule (`rule_planner`).
     ``residents_among``: names of the units that may stay on the device, apart from small units; None for any
     unit.
     ``stay``: names of tensors that must stay on the device, with the reason.
     ``training``: how trainable weights are kept ("resident" or "stream"), None if their size decides.
     ``gradients``: whether a forward has recorded gradients. Until then, weights that do not fit into the budget count
     as frozen even if they require gradients.
+    ``coarse``: whether units are to be large, because the device waited for Python at the uses of smaller ones.
     ``note``: a sentence about these budgets for the report.
     """
 
     vram: int
     ram: int
     packing: Packing | None = None
-    profile: TensorTimes | None = None
     residents_among: frozenset[str] | None = None
     stay: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     training: str | None = None
     gradients: bool = False
+    coarse: bool = False
     note: str = ""
 
 

@@ -473,7 +473,7 @@ class LayoutManager:
             [note for note in (wanted.note, settings.device_note(engine), module.flat_views.note) if note],
         )
         meter = Meter(engine)
-        carving, plan = self.planner.plan(wanted, self._layout)
+        carving, plan = self.planner.plan(wanted)
         placement = self._make_placement(wanted, carving, plan)
         before = self._placement
         # In this order, because an interrupt may come in between: one of the two has the records.
@@ -542,7 +542,7 @@ class LayoutManager:
         if self.module.disk is None or self.module.checkpoint is not None:
             return False
         try:
-            carving, plan = self.planner.plan(wanted, self._layout)
+            carving, plan = self.planner.plan(wanted)
         except BudgetError:  # the least budget that the next layout's error names is that of weights on disk
             return self.ledger.holder.loading_bytes > wanted.ram
         streamed = [unit for index, unit in enumerate(carving.units) if index not in plan.resident]
@@ -658,7 +658,7 @@ class LayoutManager:
         """
         if self._phase.parked:  # a layout may have failed for want of RAM for weights that were replaced
             self.module.follow_replaced(wanted.ram)
-        carving, plan = self.planner.plan(wanted, self._layout)
+        carving, plan = self.planner.plan(wanted)
         checkpoint = self.module.checkpoint
         if checkpoint is not None:
             streamed = [unit for index, unit in enumerate(carving.units) if index not in plan.resident]
@@ -667,6 +667,6 @@ class LayoutManager:
     def try_plan(self, wanted: Wanted) -> Plan | None:
         """Return the plan for ``wanted``, or None if the budget is too small."""
         try:
-            return self.planner.plan(wanted, self._layout)[1]
+            return self.planner.plan(wanted)[1]
         except BudgetError:
             return None

@@ -72,11 +72,11 @@ class ModelChanges:
             manager.planner.ran_compiled()
             packed = wanted.packing is not None and wanted.packing.auto
             following = dataclasses.replace(
-                wanted, packing=None if packed else wanted.packing, profile=None, residents_among=None
+                wanted, packing=None if packed else wanted.packing, residents_among=None
             )
             if not packed and not layout.placement.tier.arriving:
                 with contextlib.suppress(BudgetError):
-                    carving = manager.planner.plan(following, layout)[0]
+                    carving = manager.planner.plan(following)[0]
                     if [unit.name for unit in carving.units] == [unit.name for unit in layout.carving.units]:
                         manager.note_compiled()
                         return
@@ -90,9 +90,7 @@ class ModelChanges:
         manager = self._manager
         with manager.lock:
             logger.info("carom: a forward records gradients; laying the weights out for training")
-            wanted = dataclasses.replace(
-                manager.present(), gradients=True, profile=None, residents_among=None
-            )
+            wanted = dataclasses.replace(manager.present(), gradients=True, residents_among=None)
             manager.change(wanted, manager.shrunk, reuse=False)
 
     def adopt(self) -> None:
@@ -166,7 +164,7 @@ class ModelChanges:
         """
         manager = self._manager
         plan, wanted = manager.layout.plan, manager.present()
-        if plan.all_resident or wanted.profile is not None:
+        if plan.all_resident:
             return
         new = manager.try_plan(wanted)
         if new is not None and new.region_bytes > plan.region_bytes:

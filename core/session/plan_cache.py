@@ -23,10 +23,9 @@ _REMEMBERED = 8
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """A plan, and what it was made of: settings, measured times, and the state of the module."""
+    """A plan, and what it was made of: settings, and the state of the module."""
 
     settings: Settings
-    profile: Any
     tree: Tree
     tensors: tuple[int, ...]  # ids of the tensors of the carving's entries
     kinds: list[Any]
@@ -43,24 +42,24 @@ class PlanCache:
         self._root = root
         self._known: deque[_Known] = deque(maxlen=_REMEMBERED)
 
-    def find(self, settings: Settings, profile: Any) -> tuple[Carving, Plan] | None:
-        """Return the carving and the plan for ``settings`` and ``profile``, or None if they are not known."""
+    def find(self, settings: Settings) -> tuple[Carving, Plan] | None:
+        """Return the carving and the plan for ``settings``, or None if they are not known."""
         # Plans for another tree would keep weights in memory that were replaced.
         for known in [known for known in self._known if known.tree.changed()]:
             self._known.remove(known)
         for known in self._known:
-            if known.settings != settings or known.profile is not profile:
+            if known.settings != settings:
                 continue
             now = _kinds(self._root)
             if known.tensors == _tensors(known.carving) and all(map(_same, known.kinds, now)):
                 return _copy(known.carving), known.plan
         return None
 
-    def keep(self, settings: Settings, profile: Any, carving: Carving, plan: Plan) -> None:
-        """Remember ``carving`` and ``plan`` as the result for ``settings`` and ``profile``."""
+    def keep(self, settings: Settings, carving: Carving, plan: Plan) -> None:
+        """Remember ``carving`` and ``plan`` as the result for ``settings``."""
         own = _copy(carving)
         self._known.appendleft(
-            _Known(settings, profile, Tree(self._root), _tensors(own), _kinds(self._root), own, plan)
+            _Known(settings, Tree(self._root), _tensors(own), _kinds(self._root), own, plan)
         )
 
     def forget(self) -> None:

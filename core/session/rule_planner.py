@@ -44,11 +44,11 @@ class Settings:
     ``among``: names of the units that may stay on the device, apart from small units; None for any unit.
     ``wires``: returns the bytes of a unit when packed, 0 if the unit cannot be packed; None if units may not
     stay on the device packed.
-    ``unpacking``: bytes of output per second at which the device unpacks, None if not measured.
     ``staged``: returns the staging bytes that a unit takes, 0 for none; None if these are not known.
     ``trains``: whether backward passes are known to go through the module, whatever weights they train.
     ``links``: the number of links over which weights are copied at the same time.
     ``compiled``: whether torch.compile compiled the module or a part of it.
+    ``coarse``: whether units are to be large, because the host is the bottleneck.
     ``gradients``: whether passes record gradients. If not, trainable weights that do not fit into the budget count as
     frozen.
     """
@@ -61,12 +61,12 @@ class Settings:
     packs: bool = False  # whether weights are copied to the device packed
     among: frozenset[str] | None = None
     wires: Callable[[Unit], int] | None = None
-    unpacking: float | None = None
     staged: Callable[[Unit], int] | None = None
     trains: bool = False
     links: int = 1
     compiled: bool = False
     gradients: bool = True
+    coarse: bool = False
 
 
 def decide(module: nn.Module, settings: Settings, grain: int) -> tuple[Carving, Plan]:
@@ -133,7 +133,10 @@ def _limits(module: nn.Module, settings: Settings) -> list[int | None]:
     finest: list[int | None] = [settings.vram // 3, settings.vram // 6, 1]
     if settings.compiled:  # compiled code runs fastest in one piece, so do not split it
         return [None, *finest]
-    parts: list[int | None] = [PART, *(n for n in finest if n is not None and n < PART)]
+    parts: list[int | None] = [
+        COARSE if settings.coarse else PART,
+        *(n for n in finest if n is not None and n < PART),
+    ]
     # Packed bytes wait for a staging buffer and not for a slot, so whole blocks cause no gaps between copies.
     # A training step uses each unit three times, and each use takes host time, so fewer units are better in
     # training.

@@ -10,7 +10,6 @@ weights in a slot back to the host.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -248,7 +247,6 @@ class Runs:
         Returns the slot, and whether gradients are recorded.
         """
         streamer = self._streamer
-        began = time.perf_counter() if streamer.meter.profiling else None
         gradient = torch.is_grad_enabled()
         managed_tensor.refuse_transforms(unit.name)
         with streamer.lock:
@@ -266,22 +264,16 @@ class Runs:
                     raise
         if gradient:
             managed_tensor.push_handles(streamer)
-        if began is not None:
-            streamer.meter.add_host_seconds(time.perf_counter() - began)
         return slot, gradient
 
     def leave(self, unit: StreamedUnit, slot: Slot, gradient: bool) -> None:
         """Put the host tensors back into the unit's modules, and release the slot. Called after the unit's
         forward.
         """
-        meter = self._streamer.meter
-        began = time.perf_counter() if meter.profiling else None
         if gradient:
             managed_tensor.pop_handles(self._streamer)
         with self._streamer.lock:
             self._leave(unit, slot, gradient)
-        if began is not None:
-            meter.add_host_seconds(time.perf_counter() - began)
 
     def _leave(self, unit: StreamedUnit, slot: Slot, gradient: bool = False) -> None:
         """Do the work of `leave` under the lock. Do nothing if the run was removed already."""

@@ -331,8 +331,9 @@ class Streamer:
         if stream in slot.waited:
             return
         if self.meter.timing:
-            before = self.engine.mark()
+            before = self.meter.wait_begins()
             self.engine.wait(slot.copied)
+            self.meter.hold()
             self.meter.waited(before, self.engine.mark(), slot.unit.name, managed_tensor.in_backward())
         else:
             self.engine.wait(slot.copied)

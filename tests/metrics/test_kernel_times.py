@@ -101,6 +101,10 @@ class LateHost:
     """An engine whose device reaches a mark as soon as it is made: it always waits for the host."""
 
     blocking = virtual_clock = False
+    host_on_clock = True
+
+    def hold(self, seconds: float) -> None:
+        pass
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -10,7 +10,7 @@ from carom.core.metrics.report import Report
 class Engine:
     """Marks are times of its own; none is reached before somebody waits for the device."""
 
-    device, blocking, virtual_clock = None, False, True
+    device, blocking, virtual_clock, host_on_clock = None, False, True, False
 
     blocking = virtual_clock = False
 

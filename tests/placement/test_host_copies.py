@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from dataclasses import dataclass
 
 import carom
@@ -19,7 +18,6 @@ from carom.core.placement.host_copies import fingerprint
 from carom.core.placement.host_store import HostStore
 from carom.core.placement.pinned_tier import PinnedTier
 from carom.core.placement.resident_placer import ResidentPlacer
-from carom.core.session import measured_planner as advice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests_inside import inside
@@ -269,29 +267,6 @@ def test_weights_are_gone_through_in_the_order_in_which_they_lie(monkeypatch):
         assert len(residents(session)) >= 2 and len(seen) == len(places)
         assert seen == sorted(seen)
         assert torch.equal(run(net), expected)
-
-
-def test_budgets_that_come_again_are_planned_once_where_plans_are_searched(count, monkeypatch):
-    net = Net()
-    expected, searched = run(net), []
-    search = advice.decide_with
-    monkeypatch.setattr(advice, "decide_with", lambda *a: (searched.append(1), search(*a))[1])
-    with streamed(net, "raw", 0.8) as session:
-        for _ in range(8):
-            run(net)
-        manager = inside(session).manager
-        manager.wanted = dataclasses.replace(manager.wanted, profile=inside(session).learn())
-        assert manager.wanted.profile is not None
-        for share in (0.4, 0.8, 0.9, 0.4, 0.8, 0.9):
-            before = count.copy()
-            session.set_budget(vram=int(share * size(net)))
-            assert torch.equal(run(net), expected)
-        assert (count - before).made == 0 and len(searched) <= 2  # not for budgets that fall
-        net.blocks[0][0].weight = nn.Parameter(torch.zeros_like(net.blocks[0][0].weight), requires_grad=False)
-        before = len(searched)
-        session.set_budget(vram=int(0.4 * size(net)))
-        session.set_budget(vram=int(0.8 * size(net)))
-        assert len(searched) > before, "the tree is another one"
 
 
 @settings(deadline=None, max_examples=100)

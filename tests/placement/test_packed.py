@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import carom
@@ -22,9 +21,7 @@ from carom.core.device.staging import Staging
 from carom.core.placement import packed_tensor, packed_tier
 from carom.core.placement import packer as packing
 from carom.core.placement.decoder_check import DecoderCheck
-from carom.core.plan.profile import TensorTimes
-from carom.core.session import codec_choice, settings
-from carom.core.session import measured_planner as advice
+from carom.core.session import settings
 from tests_harness import EVERYWHERE, SIMULATED, assert_same, infer, on_some_devices, place, train
 from tests_inside import inside
 from tests_models import WIDE, WideBlock, WideModel
@@ -371,36 +368,6 @@ def test_a_decoder_that_fails_leaves_the_session_whole(monkeypatch):
 # -- what is packed, and when not
 
 
-@pytest.mark.parametrize(
-    "plain, host_bound, taken",
-    [(0.995, False, False), (0.985, False, True), (1.004, True, True), (1.01, True, False)],
-)
-def test_all_units_cross_raw_where_that_is_predicted_to_pay(plain, host_bound, taken, monkeypatch):
-    """One percent of a step; where the host binds, which is spared launches, half a percent may be lost."""
-    decide = advice.decide_with
-
-    def decides(*given: Any) -> Any:
-        carving, plan = decide(*given)
-        return carving, dataclasses.replace(plan, predicted_seconds=plain * 3600.0)
-
-    monkeypatch.setattr(settings, "packing", lambda *given: packing.Packing(auto=True))
-    monkeypatch.setattr(codec_choice, "predict", lambda *given, **more: SimpleNamespace(seconds=3600.0))
-    monkeypatch.setattr(advice, "decide_with", decides)
-    monkeypatch.setattr(TensorTimes, "host_bound", property(lambda learnt: host_bound))
-    device = carom.SimulatedDevice(flops=1e12, link_bytes_per_second=1e9, decode_bytes_per_second=2e9)
-    model, plain_model = model_and_copy(depth=8)
-    with torch.no_grad(), carom.stream(model, device=device, vram=VRAM) as session:
-        expected, inside(session).replan.at = plain_model(inputs()), float("inf")
-        for _ in range(4):
-            assert torch.equal(model(inputs()), expected)
-        before = session.report().packed_units
-        assert before and inside(session).choose_codec() is taken
-        for _ in range(2):
-            assert torch.equal(model(inputs()), expected)
-        assert session.report().packed_units == (0 if taken else before), "all of them or none"
-        assert inside(session).choose_codec() is False, "it is chosen once"
-
-
 @pytest.mark.parametrize("flops,stays", [(1e9, False), (1e15, True)])
 def test_an_automatic_session_unpacks_what_need_not_be_packed(flops, stays, monkeypatch):
     monkeypatch.setattr(
@@ -445,12 +412,9 @@ def test_lossless_with_a_file_says_how_to_pack_it(tmp_path):
 
 
 def test_a_layout_of_plain_bytes_has_the_room_for_unpacking_too(monkeypatch):
-    """Where packing does not pay, ``codec="auto"`` ends where raw begins, once that has paid for itself."""
+    """Where packing does not pay, ``codec="auto"`` ends where raw begins."""
     monkeypatch.setattr(settings, "packing", lambda *given: packing.Packing(auto=True))
-    monkeypatch.setattr(
-        codec_choice, "predict", lambda *given, **more: SimpleNamespace(seconds=3600.0)
-    )  # what the layout of packed bytes would take
-    device = carom.SimulatedDevice(flops=1e12, link_bytes_per_second=1e9, decode_bytes_per_second=2e9)
+    device = carom.SimulatedDevice(flops=1e9, link_bytes_per_second=1e9, decode_bytes_per_second=2e9)
     model, plain = model_and_copy(depth=10)
     with torch.no_grad(), carom.stream(model, device=device, vram=2 * VRAM) as session:
         expected = plain(inputs())
@@ -459,9 +423,7 @@ def test_a_layout_of_plain_bytes_has_the_room_for_unpacking_too(monkeypatch):
         inside(session).replan.at = float("inf")
         for _ in range(9):
             assert torch.equal(model(inputs()), expected)
-        assert inside(session).choose_codec(1e-12) is None and session.report().packed_units == packed, (
-            "it has not paid yet"
-        )
+        assert session.report().packed_units == packed
         assert session.tune()
         assert (session.plan.staging_bytes, session.report().packed_units) == (0, 0)
         assert session.plan.slots > slots or len(session.plan.resident) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import itertools
 
@@ -488,7 +489,12 @@ def test_units_that_stay_on_the_device_packed_take_no_memory_of_a_peer(small, mo
     settings = Planner.settings
     monkeypatch.setattr(packed_residents, "LEAST_UNIT", 1)
     # the plan is that of a session whose first steps were measured
-    monkeypatch.setattr(Planner, "settings", lambda self, wanted, measured=True: settings(self, wanted, True))
+
+    def measured(self, wanted):
+        packing = wanted.packing and dataclasses.replace(wanted.packing, residents=True)
+        return settings(self, dataclasses.replace(wanted, packing=packing))
+
+    monkeypatch.setattr(Planner, "settings", measured)
     first, second = devices(unpacks=True)
     torch.manual_seed(0)
     model = WideModel(8).requires_grad_(False)

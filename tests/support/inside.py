@@ -77,10 +77,6 @@ class Inside:
         return self.manager.wanted.packing
 
     @property
-    def profile(self) -> Any:
-        return self.manager.wanted.profile
-
-    @property
     def governor(self) -> Any:
         return self.ledger.governor
 
@@ -118,34 +114,18 @@ class Inside:
         return self.streamer.units if vbar is None else vbar.away
 
     def advice(self) -> Any:
-        """Return the planner's advice from the steps so far, or None; store the underlying profile in `learnt`."""
-        import math
-
-        found = self.replan._advise(self.layout, self.manager.present(), math.inf)
-        if found is None:
-            return None
-        self.learnt = found[1]
-        return found[0]
+        """Return the planner's advice from the steps so far, or None."""
+        return self.replan._advise(self.layout, self.manager.present())
 
     def learn(self) -> Any:
         return self.manager.planner.profile(self.layout)
 
-    def settings(self, measured: bool = False) -> Any:
-        return self.manager.planner.settings(self.manager.present(), measured)
+    def settings(self) -> Any:
+        return self.manager.planner.settings(self.manager.present())
 
     @property
     def trains(self) -> bool:
         return self.layout.trains or self.manager.planner.backward
-
-    def choose_codec(self, steps: float = float("inf")) -> bool | None:
-        """Return whether the layout changed to raw bytes, or None if the choice must wait."""
-        from carom.core.session.layout import Wanted
-
-        chosen = self.replan._codec.choose(self.layout, self.manager.present(), steps)
-        if isinstance(chosen, Wanted):
-            self.manager.change(self.replan._take(chosen), self.replan.fallback)
-            return True
-        return False if chosen is None else None
 
     def relay(self, **changes: Any) -> Any:
         """Lay the weights out again, with ``changes`` of the wanted layout."""

@@ -135,32 +135,24 @@ def place(shape: Shape, job: Job, budget: int) -> Placement | None:
 
 
 def packed_placements(shape: Shape, job: Job, budget: int) -> Iterator[Placement]:
-    """Yield placements in which some layers stay packed, similar to those that a session's search tries
-    (core/plan/search.py).
-
-    Either all resident layers stay packed, or up to every second layer does while the others stay raw.
+    """Yield placements in which all resident layers that can be packed stay packed, as in a session's layout
+    (`Planner.advise` in core/session/planner.py).
     """
     if job.codec != "lossless" or shape.bytes_in(job.quant) <= budget:
         return
     groups = shape.groups
     for stay, may, slots in _cuts(shape, job):
         packs = [i for i in may if wire_bytes(groups[i], job) < groups[i].bytes_in(job.quant) >= SMALL_UNIT]
-        for share in (1, 2):
-            may_pack = [-(-group.count // share) if i in packs else 0 for i, group in enumerate(groups)]
-            room = budget - slots - sum(groups[i].count * groups[i].bytes_in(job.quant) for i in stay)
-            counts, ways = [0] * len(groups), []
-            for i in packs:  # add one packed layer at a time, the largest first
-                wire = wire_bytes(groups[i], job)
-                while counts[i] < may_pack[i] and wire <= room:
-                    counts[i] += 1
-                    room -= wire
-                    ways.append(tuple(counts))
-            # Where all resident layers are packed, keeping fewer is never faster: as much is unpacked and
-            # more is copied.
-            for packed in ways[-1:] if share == 1 else ways:
-                found = _fill(shape, job, budget, stay, may, slots, packed, may_pack)
-                if found is not None:
-                    yield found
+        may_pack = [group.count if i in packs else 0 for i, group in enumerate(groups)]
+        room = budget - slots - sum(groups[i].count * groups[i].bytes_in(job.quant) for i in stay)
+        counts = [0] * len(groups)
+        for i in packs:  # as many as fit, the largest first
+            wire = wire_bytes(groups[i], job)
+            counts[i] = max(0, min(may_pack[i], room // wire))
+            room -= counts[i] * wire
+        found = _fill(shape, job, budget, stay, may, slots, counts, may_pack)
+        if any(counts) and found is not None:
+            yield found
 
 
 def _fill(

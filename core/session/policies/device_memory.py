@@ -37,18 +37,16 @@ class DeviceMemory:
     """The policy that lets a session's VRAM budget follow the device's memory. It does nothing until `begin`
     is called.
 
-    ``improve``: adds the measured times so far to the request for a layout that is made in any case.
-    ``resized``: called after a layout was made for another budget without measured times.
+    ``resized``: called after a layout was made for another budget.
     ``asked``: the input sizes of passes that did not run out of memory.
     """
 
     def __init__(
         self, manager: LayoutManager, weights: DeviceWeights,
-        improve: Callable[[Observation, Wanted], Wanted] = lambda seen, wanted: wanted,
         resized: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._manager, self._weights, self._ledger = manager, weights, manager.ledger
-        self._improve, self._resized = improve, resized
+        self._resized = resized
         self._looked = -math.inf
         self.failed = False  # whether the last step ran out of memory
         # Whether the last pass recorded gradients. After a pass that ran out of memory, the value is kept
@@ -133,10 +131,7 @@ class DeviceMemory:
         budget = self._budget(governor, seen)
         wanted = None
         if budget is not None:
-            rises = governor.settled and budget > self._ledger.vram
             wanted = self._resize_to(budget, seen)
-            if wanted is not None and rises and wanted.profile is None and self._weights.vbar is None:
-                wanted = self._improve(seen, wanted)
         if wanted is None:
             self._answered()
         return wanted
@@ -148,8 +143,7 @@ class DeviceMemory:
     def took(self, outcome: Outcome) -> None:
         """Return unused memory of the allocator to the device, after a layout for another budget was made."""
         self._manager.engine.trim()
-        if self._manager.wanted.profile is None:
-            self._resized()
+        self._resized()
         self._answered()
 
     def resize(self, budget: int) -> None:

@@ -248,11 +248,9 @@ class RaiseBudget:
                 return False
             before, after = format_size(ledger.vram), format_size(budget)
             logger.info("carom: %s beside %s of weights: back to %s", why, before, after)
-            # With a profile, the units to keep on the device are chosen by measured times. Without, choose
-            # among those that are there.
-            among = layout.resident_names() if manager.wanted.profile is None else None
             ledger.set(budget)
-            wanted = dataclasses.replace(manager.present(), residents_among=among)
+            # Choose the units to keep on the device among those that are there.
+            wanted = dataclasses.replace(manager.present(), residents_among=layout.resident_names())
             if manager.phase.parked:  # the session is parked, and the next pass makes this layout
                 manager.wanted = wanted
                 return True

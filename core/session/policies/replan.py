@@ -1,8 +1,7 @@
-"""`Replan`: the policy that requests a layout planned by measured times, if the time that the change takes
-will be saved again.
+"""`Replan`: the policy that decides once, by the measured times of the first steps, whether weights cross packed or
+raw and whether residents stay packed, and requests that layout once the change would have paid for itself.
 
-A layout assigns each weight to device memory, or to host memory or a file from which it is streamed. To
-review a layout is to search for a faster one.
+A layout assigns each weight to device memory, or to host memory or a file from which it is streamed.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ import logging
 import math
 from collections.abc import Callable
 
-from ...placement.placement import Placement
 from ...plan.profile import TensorTimes
-from ..codec_choice import CodecChoice, Later
 from ..layout import Layout, Outcome, Wanted
 from ..layout_manager import LayoutManager
 from ..measured_planner import Advice
@@ -22,38 +19,33 @@ from .policy import Observation, StepClock
 
 logger = logging.getLogger("carom")
 FIRST = 4  # number of measured steps (without a session's first two) after which the layout is reviewed
-_LAST = 64  # after this number of measured steps, a layout that was kept at a review is not reviewed again
 _UNSURE = 8  # most steps to wait until readings of free memory agree
 _AGAIN = 8  # number of steps until the next attempt, if an attempt was not possible
 
 
 class Replan:
-    """Reviews a layout after its first measured steps: searches for a faster layout.
+    """Reviews a layout after its first measured steps.
 
     ``spare_bytes``: returns the additional bytes, by which the budget may rise.
     ``unsure``: returns whether the additional bytes are not known yet.
-    ``worth``: returns whether a number of additional bytes makes a search worthwhile.
     ``forget_spare``: called if a layout with the additional bytes did not fit.
     ``taken``: called when a layout that this policy requested is in effect.
     ``at``: the number of measured steps after which the layout is reviewed, infinite if no review is due.
     """
 
     def __init__(
-        self, manager: LayoutManager, codec: CodecChoice,
+        self, manager: LayoutManager,
         spare_bytes: Callable[[], int] = lambda: 0, unsure: Callable[[], bool] = lambda: False,
-        worth: Callable[[int], bool] = lambda nbytes: False, forget_spare: Callable[[], None] = lambda: None,
-        taken: Callable[[], None] = lambda: None,
+        forget_spare: Callable[[], None] = lambda: None, taken: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self._manager, self._codec = manager, codec
-        self._spare_bytes, self._unsure, self._worth = spare_bytes, unsure, worth
+        self._manager = manager
+        self._spare_bytes, self._unsure = spare_bytes, unsure
         self._forget_spare, self._taken = forget_spare, taken
         self.at: float = FIRST
-        # The result of a search: the placement of the layout that was in effect, the advice, and the profile
-        # (measured times) on which it is based. Kept until the change would have paid for itself.
-        self._found: tuple[Placement, Advice, TensorTimes] | None = None
         self._waited = 0  # number of steps for which a change has waited for the additional bytes to be known
         # the request that was in effect when this policy last returned a request
         self._before: Wanted | None = None
+        self._learnt: TensorTimes | None = None  # the times by which the layout was chosen
 
     def begin_anew(self) -> None:
         """Let the next layout be reviewed after its first measured steps."""
@@ -87,44 +79,28 @@ class Replan:
 
         Otherwise, or if no layout is faster, returns None.
         """
-        manager, clock, layout = self._manager, seen.clock, seen.layout
+        clock, layout = seen.clock, seen.layout
         self.at = math.inf
-        chosen = self._codec.choose(layout, seen.wanted, clock.steps)
-        if isinstance(chosen, Later):
-            self.at = clock.settled + max(_AGAIN, chosen.steps - clock.steps)
+        if layout.meter.holds_next:  # the device's own times are not known before the next step
+            self.at = clock.settled + 1
             return None
-        if chosen is not None:
-            return self._take(chosen)
-        found, self._found = self._found, None
-        if found is None or not self._stands(found):
-            found = None
-            try:
-                advised = self._advise(layout, manager.present(), clock.steps)
-            except Exception as error:  # advice is optional: after an error the session goes on as before
-                logger.warning("carom: the steps so far cannot be planned with: %s", str(error))
-                return None
-            # the latest steps were of another kind (training or inference), so there is no profile
-            if advised is None:
-                self.at = clock.settled + max(_AGAIN, clock.settled // 4)
-                return None
-            found = (layout.placement, *advised)
-        advice = found[1]
-        if advice.reason:
-            # the prediction is wrong for the present layout, probably because other work disturbed the steps
-            if not advice.understood:
-                self.at = 2 * clock.settled + 2
-            # the times of the first steps vary most, so review the layout again later
-            elif clock.settled < _LAST:
-                self.at = 4 * clock.settled
+        try:
+            advice = self._advise(layout, seen.wanted)
+        except Exception as error:  # advice is optional: after an error the session goes on as before
+            logger.warning("carom: the steps so far cannot be planned with: %s", str(error))
             return None
-        self._found = found if advice.searched else None
-        if clock.steps >= advice.steps and self._unsure() and self._waited < _UNSURE:
+        # the latest steps were of another kind (training or inference), so there is no profile
+        if advice is None:
+            self.at = clock.settled + max(_AGAIN, clock.settled // 4)
+        elif not advice.worthwhile:
+            self._settle()
+        elif clock.steps >= advice.steps and self._unsure() and self._waited < _UNSURE:
             self._waited += 1  # free memory is not known yet, and the layout could get additional bytes
             self.at = clock.settled + 1
         elif clock.steps < advice.steps:
             self.at = clock.settled + advice.steps - clock.steps
         elif seen.unreferenced:
-            return self._take_advice(advice, found[2], manager.present())
+            return self._take(advice)
         else:  # an autograd graph of an earlier forward still needs the layout's units: try again later
             self.at = clock.settled + _AGAIN
         return None
@@ -139,76 +115,59 @@ class Replan:
     def took(self, outcome: Outcome) -> None:
         """Record that the layout that this policy requested, or its fallback, is in effect."""
         self._before = None
+        manager, learnt, self._learnt = self._manager, self._learnt, None
+        if outcome is Outcome.TOOK and learnt is not None and not manager.layout.plan.all_resident:
+            seconds = manager.planner.predicted_seconds(manager.layout, learnt)
+            manager.note_plan(dataclasses.replace(manager.layout.plan, predicted_seconds=seconds))
         self._taken()
 
     # -- reviews on request
 
     def best(self, layout: Layout, wanted: Wanted) -> Wanted | None:
-        """Return the request for a layout that is predicted to be at least 3 % faster, or None if there is
-        none.
+        """Return the request for a layout that is predicted to be faster, or None if there is none.
 
         The steps so far need not suffice for the change to pay for itself.
         """
-        chosen = self._codec.choose(layout, wanted)
-        if isinstance(chosen, Wanted):
-            return self._take(chosen)
-        advised = self._advise(layout, self._manager.present(), math.inf)
-        if advised is None or advised[0].reason:
+        advice = self._advise(layout, wanted)
+        if advice is None:
             return None
-        return self._take_advice(*advised, self._manager.present())
-
-    def improve(self, seen: Observation, wanted: Wanted) -> Wanted:
-        """Return ``wanted`` with the profile (measured times) of the steps so far, for a layout that is made
-        in any case.
-
-        Returns ``wanted`` unchanged if the profile cannot be relied on.
-        """
-        manager = self._manager
-        profile = manager.planner.understood_profile(seen.layout, wanted, manager.simple)
-        if profile is None:
-            return wanted
-        self.at = math.inf
-        return dataclasses.replace(wanted, profile=profile)
+        if not advice.worthwhile:
+            self._settle()
+            return None
+        return self._take(advice)
 
     # -- implementation
 
-    def _advise(self, layout: Layout, wanted: Wanted, steps: float) -> tuple[Advice, TensorTimes] | None:
-        """Return the planner's advice and the profile on which it is based, for the present budget plus the
-        additional bytes.
-        """
+    def _advise(self, layout: Layout, wanted: Wanted) -> Advice | None:
+        """Return the planner's advice for the present budget plus the additional bytes."""
         manager = self._manager
         more = dataclasses.replace(wanted, vram=wanted.vram + self._spare_bytes())
-        advised = manager.planner.advise(layout, more, manager.simple, steps)
-        if advised is not None:
-            plan = dataclasses.replace(manager.layout.plan, predicted_seconds=advised[0].now)
-            manager.note_plan(plan)
-        return advised
+        advice = manager.planner.advise(layout, more, manager.simple)
+        if advice is not None:
+            manager.note_plan(dataclasses.replace(layout.plan, predicted_seconds=advice.now))
+        return advice
 
-    def _stands(self, found: tuple[Placement, Advice, TensorTimes]) -> bool:
-        """Return whether the result ``found`` of an earlier search still applies.
-
-        It applies to the same layout and kind of step, unless more free memory has made a new search
-        worthwhile.
+    def _take(self, advice: Advice) -> Wanted | None:
+        """Return the request for the layout of ``advice``. Returns None if that needs weights unpacked, and host memory
+        has no room for them.
         """
-        placement, advice, learnt = found
-        layout = self._manager.layout
-        trains = layout.trains or self._manager.planner.backward
-        if placement is not layout.placement or learnt.train != trains:
-            return False
-        more = self._manager.ledger.vram + self._spare_bytes() - advice.vram
-        return more >= 0 and not self._worth(more)
-
-    def _take_advice(self, advice: Advice, learnt: TensorTimes, wanted: Wanted) -> Wanted:
+        manager, wanted = self._manager, advice.best.wanted
+        layout, packing = manager.layout, wanted.packing
+        if packing is not None and packing.plain and layout.placement.tier.unpack(
+            layout.streamer, layout.placement.streamed
+        ):  # fmt: skip
+            self._settle()
+            return None
         logger.info("carom: a step is predicted to be %.3g s faster with another layout", advice.saves)
-        vram = max(wanted.vram, advice.vram)
-        # The restriction to units that were on the device was meant for the layout after the budget fell.
-        # Drop it here.
-        following = dataclasses.replace(wanted, vram=vram, profile=learnt, residents_among=None)
-        self._manager.planner.remember(
-            following, advice.carving, advice.plan
-        )  # remembered so that planning this request does not repeat the search
-        return self._take(following)
-
-    def _take(self, wanted: Wanted) -> Wanted:
-        self._before, self.at, self._waited = self._manager.present(), math.inf, 0
+        self._before, self.at, self._waited = manager.present(), math.inf, 0
+        self._learnt = advice.learnt
+        if packing is not None:
+            wanted = dataclasses.replace(wanted, packing=dataclasses.replace(packing, auto=False))
         return wanted
+
+    def _settle(self) -> None:
+        """Record that weights go on to cross as they do now."""
+        manager, packing = self._manager, self._manager.wanted.packing
+        if packing is not None and packing.auto:
+            settled = dataclasses.replace(packing, auto=False)
+            manager.wanted = dataclasses.replace(manager.wanted, packing=settled)

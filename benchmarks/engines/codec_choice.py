@@ -1,0 +1,262 @@
+"""Compares ``codec="auto"`` with each explicit setting: six models, three budgets, inference and training.
+
+Without a GPU it runs on the simulated device, whose clock is virtual, so a step's seconds are exact and do not depend
+on this machine. With ``--cuda`` it runs four cells on the GPU. ``--host-seconds`` gives the simulated host time for each
+operator, copy and decoding.
+
+    python -m carom.benchmarks.engines.codec_choice --json FILE
+    python -m carom.benchmarks.engines.codec_choice --cuda --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ...core.device.simulated import SimulatedDevice
+from ...core.session.session import stream
+from ..results.provenance import ProvenanceError, provenance
+
+CODECS = ("auto", "raw", "lossless")
+BUDGETS = (0.3, 0.5, 0.75)  # shares of the weights
+SETTLE, MEASURED = 10, 4  # steps
+WITHIN = 1.03  # seconds of auto over those of the best explicit setting, at most
+
+
+class Part(nn.Module):
+    """Two linear layers with a residual, and ``extra`` operators without weights, as attention has."""
+
+    def __init__(self, width: int, inner: int, extra: int = 0) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner, bias=False, dtype=torch.bfloat16)
+        self.down = nn.Linear(inner, width, bias=False, dtype=torch.bfloat16)
+        self.extra = extra
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        for _ in range(self.extra):
+            y = torch.tanh(y)
+        return x + self.down(y)
+
+
+class Adapted(nn.Module):
+    """A block of ``parts`` and the trainable pair of a LoRA beside it."""
+
+    def __init__(self, width: int, inners: Sequence[int], rank: int, extra: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part(width, inner, extra) for inner in inners)
+        self.requires_grad_(False)
+        self.a = nn.Linear(width, rank, bias=False, dtype=torch.bfloat16) if rank else None
+        self.b = nn.Linear(rank, width, bias=False, dtype=torch.bfloat16) if rank else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for part in self.parts:
+            y = part(y)
+        return y + self.b(self.a(x)) if self.a is not None and self.b is not None else y
+
+
+class Model(nn.Module):
+    """Blocks after one another, checkpointed in training."""
+
+    def __init__(self, width: int, blocks: Sequence[Sequence[int]], extra: int, train: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Adapted(width, inners, 4 if train else 0, extra) for inners in blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if torch.is_grad_enabled() else block(x)
+        return x
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a model, and the device's computing for it.
+
+    ``blocks``: for each block, the inner widths of its parts. ``ratio``: seconds of the link for all raw weights over
+    seconds of computing a forward.
+    """
+
+    name: str
+    blocks: tuple[tuple[int, ...], ...]
+    ratio: float
+    extra: int = 0
+    width: int = 256
+    tokens: int = 16
+
+    def model(self, train: bool) -> Model:
+        return Model(self.width, self.blocks, self.extra, train)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(4 * self.width * inner for inners in self.blocks for inner in inners)
+
+    @property
+    def flops(self) -> float:
+        return sum(4.0 * self.tokens * self.width * inner for inners in self.blocks for inner in inners)
+
+
+SHAPES = (
+    Shape("uniform, link binds", ((512,),) * 12, 6.0),
+    Shape("uniform, near the balance", ((512,),) * 12, 1.6),
+    Shape("uniform, computing binds", ((512,),) * 12, 0.5),
+    Shape("small blocks", ((256,),) * 32, 3.0),
+    Shape("double and single blocks", ((1024, 512),) * 4 + ((768,),) * 8, 2.2, extra=2),
+    Shape("uneven", tuple((256 * (1 + n % 4),) for n in range(12)), 1.2, extra=1),
+)
+
+
+def simulated(shape: Shape, host_seconds: float = 0.0) -> SimulatedDevice:
+    """Return a device whose matrix products take 2 ms for a forward of ``shape``, and whose link has its ratio."""
+    return SimulatedDevice(
+        timing="early", flops=shape.flops / 2e-3, kernel_seconds=1e-6, copy_latency_seconds=1e-6, unpacks=True,
+        link_bytes_per_second=shape.nbytes / (2e-3 * shape.ratio),
+        decode_bytes_per_second=30 * shape.nbytes / (2e-3 * shape.ratio), host_seconds=host_seconds,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row of the table: a model, a budget as a share of its weights, and the kind of step."""
+
+    shape: Shape
+    budget: float
+    train: bool
+
+
+def cells(shapes: Sequence[Shape] = SHAPES, budgets: Sequence[float] = BUDGETS) -> Iterator[Cell]:
+    """Yield the cells of the table."""
+    for shape in shapes:
+        for budget in budgets:
+            for train in (False, True):
+                yield Cell(shape, budget, train)
+
+
+def run(cell: Cell, codec: str, device: Any, settle: int = SETTLE) -> dict[str, Any]:
+    """Return the seconds of a settled step of ``cell`` with ``codec``, and how weights crossed then."""
+    model = cell.shape.model(cell.train)
+    cuda = not isinstance(device, SimulatedDevice)
+    x = torch.randn(
+        cell.shape.tokens, cell.shape.width, generator=torch.Generator().manual_seed(0)
+    ).bfloat16()
+    x = x.cuda() if cuda else x
+
+    def step() -> None:
+        if not cell.train:
+            with torch.no_grad():
+                model(x)
+            return
+        model(x).float().square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    with stream(model, device=device, vram=int(cell.budget * cell.shape.nbytes), codec=codec) as session:
+        for _ in range(settle):
+            step()
+        session.tune()
+        for _ in range(settle):
+            step()
+        walls = []
+        for _ in range(MEASURED):
+            if cuda:
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            step()
+            if cuda:
+                torch.cuda.synchronize()
+            walls.append(time.perf_counter() - began)
+        report = session.report()
+        return {
+            "seconds": statistics.median(walls) if cuda else report.step_seconds,
+            "predicted_seconds": report.predicted_seconds,
+            "packed_units": report.packed_units,
+            "units": report.units,
+            "wire_bytes_per_step": report.wire_bytes_per_step,
+            "link_bytes_per_second": report.link_bytes_per_second,
+            "compute_seconds": report.compute_seconds,
+        }
+
+
+def row(cell: Cell, device: Any, settle: int = SETTLE) -> dict[str, Any]:
+    """Return the row of ``cell``: each codec's result, and auto's seconds over the best explicit one's."""
+    results = {codec: run(cell, codec, device, settle) for codec in CODECS}
+    best = min(CODECS[1:], key=lambda codec: results[codec]["seconds"])
+    gc.collect()
+    return {
+        "model": cell.shape.name,
+        "budget": cell.budget,
+        "mode": "train" if cell.train else "infer",
+        "best": best,
+        "chosen": "lossless" if results["auto"]["packed_units"] else "raw",
+        "ratio": results["auto"]["seconds"] / results[best]["seconds"],
+        "results": results,
+    }
+
+
+# The blocks of a DiT of width 3072: half resident on a GPU, few tokens (the link binds) and many (computing binds).
+GPU_BLOCK = (12288, 6144)
+GPU_CELLS = tuple(
+    Cell(Shape(f"DiT of 16 blocks, {tokens} tokens", (GPU_BLOCK,) * 16, 0.0, width=3072, tokens=tokens, extra=2), 0.5, train)
+    for tokens in (1024, 16384)
+    for train in (False, True)
+)  # fmt: skip
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return ``rows`` as lines of text."""
+    lines = [
+        f"{'model':34} {'budget':>6} {'mode':>6} {'raw ms':>8} {'packed ms':>9} {'auto ms':>8} {'ratio':>6}  chosen"
+    ]
+    for one in rows:
+        seconds = [one["results"][codec]["seconds"] * 1e3 for codec in ("raw", "lossless", "auto")]
+        lines.append(
+            f"{one['model']:34} {one['budget']:6.2f} {one['mode']:>6} {seconds[0]:8.3f} {seconds[1]:9.3f} {seconds[2]:8.3f} "
+            f"{one['ratio']:6.3f}  {one['chosen']}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the table, print it, and write the record. Return 1 if a cell is not within `WITHIN`."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--cuda", action="store_true", help="run four cells on the GPU")
+    parser.add_argument("--host-seconds", type=float, default=0.0, help="simulated host time of an operator")
+    parser.add_argument("--json", type=Path, help="the file for the record")
+    args = parser.parse_args(argv)
+    try:
+        kept = provenance(kept=args.json is not None)
+    except ProvenanceError as error:
+        print(f"codec_choice: {error}", file=sys.stderr)
+        return 2
+    rows = []
+    for cell in GPU_CELLS if args.cuda else cells():
+        rows.append(row(cell, "cuda" if args.cuda else simulated(cell.shape, args.host_seconds)))
+        print(table(rows[-1:]).splitlines()[1], flush=True)
+    worst = max(one["ratio"] for one in rows)
+    print(f"auto over the best explicit setting: {worst:.3f} at worst, in {len(rows)} cells")
+    if args.json is not None:
+        record = {
+            "schema": 1, "tool": "codec-choice", "arguments": list(argv or sys.argv[1:]), **kept,
+            "device": "cuda" if args.cuda else "simulated, virtual clock", "worst_ratio": worst,
+            "shapes": [dataclasses.asdict(shape) for shape in SHAPES], "rows": rows,
+        }  # fmt: skip
+        args.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    return int(worst > WITHIN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
