@@ -281,7 +281,11 @@ class SimulatedEngine(StreamEngine):
     def decode(
         self, decoder: Any, wire: torch.Tensor, target: torch.Tensor, after: Iterable[Any], timed: bool
     ) -> tuple[Any, Any]:
+        self.stream().clock += self._decode_seconds(target)  # kernels that run beside it take longer
         return super().decode(decoder, wire, target, after, True)
+
+    def _decode_seconds(self, target: torch.Tensor) -> float:
+        return self.config.kernel_seconds + target.numel() / self.config.decode_bytes_per_second
 
     def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         """Issue a copy on ``stream``: to the device on the copy-in stream, to the host on any other.
@@ -393,11 +397,10 @@ class SimulatedEngine(StreamEngine):
                 target[start + wire.numel() :].fill_(255)
             else:
                 target.fill_(255)
-        seconds = self.config.kernel_seconds + target.numel() / self.config.decode_bytes_per_second
         if not self._virtual.accesses.read(*_address_range(wire), stream, ahead=1):
             raise SimulatedRaceError("packed bytes are decoded before the event of the copy that brings them")
         self._issues(stream)
-        stream.issue(seconds, lambda: call(wire, target))
+        stream.issue(self._decode_seconds(target), lambda: call(wire, target))
 
     def record(self, stream: Any, event: Any = None) -> Any:
         """Record an event as `StreamEngine` does; with random timing, let some waiting copy take effect

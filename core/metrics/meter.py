@@ -285,7 +285,8 @@ class Meter:
             self._timeline_step = step
         if step.uses:
             self._profiled.append((step.turn is not None, step.forward_timing(elapsed)))
-            self._copies = step.copy_times(elapsed)
+            if step.held or not any(self._held):
+                self._copies = step.copy_times(elapsed)
             self._plan_holds(step)
         return step.figures(elapsed)
 

@@ -99,13 +99,15 @@ def step_profile(
         return None
     usual = [step for step in timed if not step.held] or timed
     forwards_ = [forward for kind, forward in forwards if kind == train]
-    # All links together count as one link, as they copy at the same time.
-    copy_seconds = sum(max(step.copy_seconds, step.peer_seconds) for step in timed)
-    copied_bytes = sum(step.copied_bytes + step.peer_copied_bytes for step in timed)
+    # A slow host also lengthens the measured copies: a copy is issued later than the event before it. All links
+    # together count as one link, as they copy at the same time.
+    best = _least_delayed(timed)
+    copy_seconds = sum(max(step.copy_seconds, step.peer_seconds) for step in best)
+    copied_bytes = sum(step.copied_bytes + step.peer_copied_bytes for step in best)
     return StepProfile(
         train=train,
         seconds=median(step.seconds for step in usual),
-        compute=device_seconds(timed),
+        compute=_device_seconds(best),
         link_bytes_per_second=copied_bytes / copy_seconds if copy_seconds > 0 else None,
         forwards=tuple(forwards_),
         copies=copies,
@@ -113,21 +115,25 @@ def step_profile(
     )
 
 
-def device_seconds(steps: Sequence[StepFigures]) -> tuple[float, float]:
-    """Return the seconds that the device itself computes in (forward, backward), without the host's delays.
-
-    The steps with the least delays count. What delays are left in them is subtracted: the device may have computed then
-    too, so on a device that cannot be held back the result is a lower bound.
-    """
+def _least_delayed(steps: Sequence[StepFigures]) -> list[StepFigures]:
+    """Return the steps in which the device waited least for the host."""
 
     def delays(step: StepFigures) -> float:
         return sum(step.host_by_phase)
 
     least = min(map(delays, steps))
-    best = [step for step in steps if delays(step) <= least + LATE * sum(step.compute_by_phase)]
+    return [step for step in steps if delays(step) <= least + LATE * sum(step.compute_by_phase)]
+
+
+def _device_seconds(steps: Sequence[StepFigures]) -> tuple[float, float]:
+    """Return the seconds that the device itself computes in (forward, backward) of ``steps``.
+
+    The host's delays are subtracted. The device may have computed then too, so on a device that cannot be held back the
+    result is a lower bound.
+    """
 
     def phase(which: int) -> float:
-        return median(max(0.0, step.compute_by_phase[which] - step.host_by_phase[which]) for step in best)
+        return median(max(0.0, step.compute_by_phase[which] - step.host_by_phase[which]) for step in steps)
 
     return phase(0), phase(1)
 

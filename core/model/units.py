@@ -130,17 +130,6 @@ class Carving:
         return max((unit.nbytes for unit in self.units), default=0)
 
 
-def carving_matches(carving: Carving, root: nn.Module) -> bool:
-    """Return whether the tree has exactly the tensors of ``carving``, at the same sites."""
-    entries = [entry for unit in carving.units for entry in unit.entries]
-    entries += [entry for entry, _ in carving.resident]
-    if carving.adapters or not all(
-        site.table.get(site.name) is entry.tensor for entry in entries for site in entry.sites
-    ):
-        return False
-    return {id(entry.tensor) for entry in entries} == {id(entry.tensor) for entry in collect(root)}
-
-
 def collect(root: nn.Module) -> list[Entry]:
     """Return every parameter and buffer of the tree once, with all its sites, in registration order.
 

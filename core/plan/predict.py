@@ -20,7 +20,7 @@ module imports no torch and has no side effects.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .region import Region
@@ -57,7 +57,7 @@ class PackedTransfer(NamedTuple):
     """The transfer of a unit in packed (compressed) form.
 
     ``nbytes``: packed bytes copied to the device, 0 for a unit whose packed bytes stay on the device;
-    ``seconds``: time the device takes to unpack them.
+    ``seconds``: time the device takes to unpack them. Kernels that run beside the unpacking take that much longer.
     """
 
     nbytes: int
@@ -135,19 +135,6 @@ class Workload:
         grouped = [unit for group in self.groups for unit in group]
         if len(set(grouped)) != len(grouped) or not set(grouped) <= set(range(count)):
             raise ValueError("a unit of a workload may be in at most one group")
-
-    def with_added_seconds(self, seconds: Sequence[float]) -> Workload:
-        """Return this workload with ``seconds[unit]`` added to each forward and each gradient computation of
-        the unit.
-
-        This models unpacking, which uses device memory bandwidth and so delays the computation.
-        """
-        forward = tuple(a + b for a, b in zip(self.forward, seconds, strict=True))
-        backward = tuple(
-            a + (0.0 if unit in self.without_backward else b)
-            for unit, (a, b) in enumerate(zip(self.backward, seconds, strict=bool(self.backward)))
-        )
-        return replace(self, forward=forward, backward=backward)
 
     @property
     def train(self) -> bool:
@@ -345,6 +332,10 @@ class _Simulation:
         start = max(self.wire, free)
         packed = self.packed.get(unit)
         copied, unpacking = packed or (nbytes, 0.0)
+        if not self.link.blocking:
+            self.compute += (
+                unpacking  # both use the device's memory; a stream that waits for weights loses nothing
+            )
         if packed is not None and not copied:
             fresh, step = self.trains.get(unit, 0), max(self.at, 0) // len(self.sequence)
             if fresh and self.renewed.get(unit) != step:
@@ -385,8 +376,7 @@ def predict(
     """Predict a step of ``workload`` when the units in ``resident`` stay on the device and the others stream.
 
     ``sizes``: bytes by unit; ``region_bytes``: size of the slot region. ``packed``: the units that are copied
-    packed; the computing time that unpacking costs must already be part of ``workload``
-    (`Workload.with_added_seconds`). ``host``: seconds that Python takes to issue the uses; None means that
+    packed. ``host``: seconds that Python takes to issue the uses; None means that
     the device never waits for Python.
 
     The figures are means over ``steps`` steps, after one step that fills the slots: slots of several sizes
@@ -445,15 +435,3 @@ def predict(
         phases,
         simulation.issued / (steps + 1),
     )
-
-
-def floor_seconds(sizes: Sequence[int], available: int, workload: Workload, link: Link) -> float:
-    """Return a lower bound of a step's seconds under any plan that uses ``available`` device bytes.
-
-    In each phase the device computes everything and at least the bytes that do not fit on the device are
-    copied.
-    """
-    wire = max(0, sum(sizes) - available) / link.bytes_per_second
-    if link.blocking:
-        return sum(phase + wire for phase in workload.phases)
-    return sum(max(phase, wire) for phase in workload.phases)

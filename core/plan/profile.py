@@ -127,11 +127,16 @@ class TensorTimes:
         """
         less = {name: nbytes / rate for name, nbytes in names.items()}
 
-        def without(seconds: Mapping[str, float]) -> dict[str, float]:
-            """Return ``seconds`` less the unpacking time of each tensor in ``names``."""
-            return {name: max(0.0, spent - less.get(name, 0.0)) for name, spent in seconds.items()}
+        def without(seconds: Mapping[str, float], kept: frozenset[str] = frozenset()) -> dict[str, float]:
+            """Return ``seconds`` less the unpacking time of each tensor in ``names`` that is not in ``kept``."""
+            return {
+                name: spent if name in kept else max(0.0, spent - less.get(name, 0.0))
+                for name, spent in seconds.items()
+            }
 
-        return replace(self, forward=without(self.forward), backward=without(self.backward), link=link)
+        # What is recomputed in the backward is unpacked once for the recomputation and the gradients.
+        backward = without(self.backward, self.recomputed)
+        return replace(self, forward=without(self.forward), backward=backward, link=link)
 
     def workload(self, units: Sequence[UnitTensors], blocks: Sequence[frozenset[str]] = ()) -> Workload:
         """Return the workload of a step whose tensors are grouped into ``units``.

@@ -27,7 +27,6 @@ from .layout import Wanted
 
 WORTH = 0.03  # a change of layout must save at least this share of a step's seconds
 FEWER = 0.75  # larger units must be at most this share of the smaller ones, where the host binds
-RAW_GAIN = 0.01  # a change to raw weights must save at least this share of a step's seconds
 # An estimate of the seconds for the hooks, slots and plan of a new layout, if all weights are in host memory
 # already.
 SETTLING = 0.1
@@ -119,8 +118,6 @@ def step_seconds(
     """
     sizes = [unit.nbytes for unit in carving.units]
     work = learnt.workload(pieces(carving), together)
-    if packed:  # unpacking uses the device's memory, which delays the computation beside it
-        work = work.with_added_seconds([packed[i].seconds if i in packed else 0.0 for i in range(len(sizes))])
     return predict(sizes, plan.resident, plan.region_bytes, work, learnt.link, packed=packed).seconds
 
 
@@ -128,14 +125,14 @@ def choose(packed: Sequence[Priced], raw: Priced | None) -> Priced:
     """Return the cheapest layout. ``packed``: those in which weights cross packed (or as they are packed now), the
     simplest first. ``raw``: the one in which they cross raw.
 
-    A later one of ``packed`` must save `WORTH` of a step, and ``raw`` must save `RAW_GAIN`: where the link binds,
-    packed weights cross sooner, and where computing binds, raw ones spare the unpacking.
+    A later one of ``packed`` must save `WORTH` of a step. Weights cross packed only where that is faster than ``raw``:
+    where the link binds, packed weights cross sooner, and where computing binds, raw ones spare the unpacking.
     """
     best = packed[0]
     for other in packed[1:]:
         if other.seconds < (1 - WORTH) * best.seconds:
             best = other
-    return raw if raw is not None and raw.seconds < (1 - RAW_GAIN) * best.seconds else best
+    return raw if raw is not None and raw.seconds < best.seconds else best
 
 
 def advise(
@@ -153,9 +150,9 @@ def advise(
         move = min(move, SETTLING)
     move += _crossing(carving, plan, best) / learnt.link.bytes_per_second
     move += _leaving(carving, plan, best) / HOSTING
-    least = RAW_GAIN if recoded else WORTH
     saves = now - best.seconds
-    return Advice(best, now, saves, move, saves >= least * now, learnt)
+    worthwhile = saves > 0 if recoded else saves >= WORTH * now
+    return Advice(best, now, saves, move, worthwhile, learnt)
 
 
 def spare_host(advice: Advice, coarse: Priced, learnt: TensorTimes) -> Advice:

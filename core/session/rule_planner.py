@@ -222,7 +222,6 @@ def with_staging(
     settings: Settings,
     grain: int,
     plan: Callable[[int, bool], Plan],
-    rule: Callable[[int, bool], Plan] | None = None,
 ) -> Plan:
     """Return the plan that ``plan(vram, packed)`` makes, with staging memory for packed weights if possible.
 
@@ -230,22 +229,17 @@ def with_staging(
     it. It holds two of the largest packed units if possible, so that one is copied while the other is
     unpacked; otherwise it holds one. Units may stay on the device packed (``packed``) only with staging
     memory.
-    ``rule``: a fast substitute for ``plan`` if ``plan`` is a slow search. It determines which staging size
-    works before ``plan`` is called.
     """
-    quick = rule or plan
-    whole = quick(settings.vram, False)
+    whole = plan(settings.vram, False)
     if settings.packs and not whole.all_resident:
         for staging in _staging(carving, settings, grain):
             try:
-                found = quick(settings.vram - staging, True)
+                found = plan(settings.vram - staging, True)
             except BudgetError:
                 continue
             if found.slots >= min(2, whole.slots):
-                if rule is not None:
-                    found = plan(settings.vram - staging, True)
                 return replace(found, vram_budget_bytes=settings.vram, staging_bytes=staging)
-    return whole if rule is None else plan(settings.vram, False)
+    return whole
 
 
 def _staging(carving: Carving, settings: Settings, grain: int) -> list[int]:

@@ -185,7 +185,7 @@ def test_what_was_learnt_decides_whether_units_stay_packed(flops, packed, traine
     vram = 8 * BLOCK
     device = carom.SimulatedDevice(
         flops=flops, link_bytes_per_second=1e9, copy_latency_seconds=0, kernel_seconds=1e-6,
-        decode_bytes_per_second=20e9 if trained else 5e9, unpacks=True,
+        decode_bytes_per_second=5e9, unpacks=True,
     )  # fmt: skip
 
     def step(net: WideModel, seed: int) -> torch.Tensor:
@@ -455,7 +455,7 @@ def test_a_unit_that_stays_packed_takes_the_link_no_time():
     here = dict.fromkeys(range(4), PackedTransfer(0, 1e-4))
     step = predict(sizes, (), 2 * sizes[0], work, link, packed=here)
     assert (step.wire_bytes, step.transfers) == (0, 0)
-    assert step.seconds == pytest.approx(4e-3, rel=0.01)
+    assert step.seconds == pytest.approx(4 * (1e-3 + 1e-4), rel=0.01), "unpacking slows the kernels beside it"
     some = predict(sizes, (), 2 * sizes[0], work, link, packed={0: here[0], 2: here[2]})
     assert some.wire_bytes == 2 * sizes[0] and some.seconds == pytest.approx(
         2 * link.seconds(sizes[0]), rel=0.1

@@ -254,9 +254,7 @@ def test_a_session_grows_into_free_memory_and_then_keeps_still():
         assert inside(session).engine.allocated + 20 * KB <= memory
 
 
-def test_a_settled_session_takes_what_it_left_free_and_the_layout_that_is_predicted_to_be_fastest(
-    monkeypatch,
-):
+def test_a_settled_session_takes_what_it_left_free_once_and_then_keeps_still(monkeypatch):
     monkeypatch.setattr("carom.core.budget.device_governor.INFERENCE", Left(0.002, 0, GIB))
     net = Net(depth=12, width=64)
     x = torch.linspace(-1, 1, 128).reshape(2, 64)

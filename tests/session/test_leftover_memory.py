@@ -13,7 +13,7 @@ from carom.core.session.layout_manager import LayoutManager, OutOfMemory
 from carom.core.session.policies.replan import FIRST
 from carom.core.streaming import pass_retry as again
 from tests_inside import inside
-from tests_uneven import size, step, uneven
+from tests_uneven import Net, device, size, step, uneven
 
 TOTAL = 6 * GIB
 HEADROOM = LEAVES.of(TOTAL)
@@ -156,6 +156,22 @@ def test_room_that_is_gone_when_the_layout_has_paid_for_itself_is_not_taken(monk
         assert session.vram == vram and inside(session).engine.memory().free >= LEAVES.least // 2
 
 
+def test_room_that_shows_before_a_layout_has_paid_for_itself_is_taken_with_it(monkeypatch):
+    net, device, vram = card(0.25)
+    monkeypatch.setattr(replan, "HOSTING", 1e10)  # so that it takes a while
+    with carom.stream(net, device=device, vram=vram, granularity="block") as session:
+        for _ in range(FIRST + 4):
+            step(net, False)
+        session.follow_room()
+        laid_out, change = [], inside(session).manager.change
+        monkeypatch.setattr(
+            inside(session).manager, "change", lambda *a, **how: (laid_out.append(1), change(*a, **how))[1]
+        )
+        for _ in range(60):
+            step(net, False)
+        assert session.vram > vram and laid_out == [1]
+
+
 def test_room_that_shows_after_a_better_layout_was_taken_is_taken_too():
     net, device, vram = card(0.25)
     device.ledger.others += int(0.25 * size(net))
@@ -293,6 +309,23 @@ def test_room_is_given_up_before_a_pass_that_could_not_run_again():
         session.follow_room(vram, given=lambda args, kwargs: ((*args, Odd()), kwargs))
         session.expect_anew()
         assert torch.equal(step(net, False), expected) and session.vram == vram
+
+
+def test_after_a_budget_that_fell_a_better_layout_is_taken_all_the_same():
+    """A budget that falls keeps units of those that were there, whichever they are."""
+    net = Net()
+    with carom.stream(
+        net, device=device(net, 0.8), vram=int(0.6 * size(net)), granularity="block"
+    ) as session:
+        units = [unit.name for unit in inside(session).carving.units]
+        inside(session).relay(residents_among=frozenset(units[:6]))
+        fell = inside(session).layout.resident_names()
+        for _ in range(40):
+            step(net, False)
+        assert len(fell) >= 5 and set(fell) <= set(units[:6])
+        assert not set(inside(session).layout.resident_names()) <= set(units[:6])
+        report = session.report()
+        assert report.predicted_seconds == pytest.approx(report.step_seconds, rel=0.03)
 
 
 def test_the_pass_that_takes_room_may_run_again_too(caplog):

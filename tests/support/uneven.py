@@ -1,7 +1,4 @@
-"""A model whose blocks take different times to compute, on a simulated device.
-
-Only a session that measures its steps can find the best residents; no fixed rule can.
-"""
+"""A model whose blocks may take different times to compute, on a simulated device."""
 
 from __future__ import annotations
 

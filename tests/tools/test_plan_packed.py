@@ -151,9 +151,7 @@ def engine_says(
         for layer in range(LAYERS)
         if layer not in raw
     }
-    work = Workload(tuple(range(LAYERS)), forward, *backward).with_added_seconds(
-        [there[layer].seconds if layer in there else 0.0 for layer in range(LAYERS)]
-    )
+    work = Workload(tuple(range(LAYERS)), forward, *backward)
     return predict([size] * LAYERS, raw, region, work, Link(rates.link, 0.0), packed=there).seconds
 
 
@@ -189,11 +187,9 @@ def by_rule(units: list[UnitSize], budget: int, work: Workload, link: Link, deco
             for index, unit in enumerate(units)
             if index not in plan.resident
         }
-        seconds = [there[i].seconds if i in there else 0.0 for i in range(len(units))]
         step = predict(
-            [unit.nbytes for unit in units], plan.resident, plan.region_bytes, work.with_added_seconds(seconds), link,
-            packed=there,
-        )  # fmt: skip
+            [unit.nbytes for unit in units], plan.resident, plan.region_bytes, work, link, packed=there
+        )
         found.append((plan, step))
     return min(found, key=lambda one: one[1].seconds)
 

@@ -3,7 +3,7 @@
 A host application such as ComfyUI sets the budget before it has observed a pass (a forward of the root
 module). `budget.budget_raise` computes by how much the budget may rise. The budget rises only when a layout
 is made in any case, and only if passes can be repeated. If a pass then runs out of memory, it runs again with
-the host application's budget. A review is a search for a faster layout (`Replan`).
+the host application's budget. A review compares the layout with others by measured times (`Replan`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..layout_manager import LayoutManager
 logger = logging.getLogger("carom")
 _OFTEN, _SECONDS = 16, 0.25  # memory is read at each of the first 16 steps, and then every 0.25 seconds
 _RETRIED = 4  # number of first steps of a layout whose passes may run again, whatever their input sizes
-_WORTH = 0.03  # share of the streamed bytes; a search is not worthwhile for fewer additional bytes
+_WORTH = 0.03  # share of the streamed bytes; a review is not worthwhile for fewer additional bytes
 
 Inputs = tuple[tuple, dict]
 
@@ -136,9 +136,12 @@ class RaiseBudget:
         if self.room is not None:
             self.room.none = True
 
-    def worth(self, spare: int) -> bool:
-        """Return whether ``spare`` additional bytes make a search for another layout worthwhile."""
-        return spare > _WORTH * sum(unit.nbytes for unit in self._manager.layout.placement.streamed)
+    @property
+    def _worth_a_review(self) -> bool:
+        """Whether the additional bytes are enough to review the layout again."""
+        return self.spare_bytes > _WORTH * sum(
+            unit.nbytes for unit in self._manager.layout.placement.streamed
+        )
 
     # -- passes
 
@@ -165,7 +168,7 @@ class RaiseBudget:
         room.passed(memory, sizes(*given))
         # If the layout was reviewed before these additional bytes were known, request one more review.
         placement = layout.placement
-        if self._thought_over() and self._reconsidered is not placement and self.worth(self.spare_bytes):
+        if self._thought_over() and self._reconsidered is not placement and self._worth_a_review:
             self._reconsidered = placement
             self._reconsider()
 
