@@ -111,6 +111,13 @@ PARTS = (
         lambda cell: cell.kind == "codec",
     ),
     Part(
+        '`codec="auto"`',
+        'Steps with `codec="auto"` beside the faster one of `raw` and `lossless`. On the simulated device the clock is '
+        "virtual, so these times do not depend on a machine; the notes name the codec that was chosen.",
+        lambda cell: cell.kind == "codec choice",
+        merged=True,
+    ),
+    Part(
         "Host time",
         "What Carom adds on the host. In small models the host limits the speed: their blocks have few and short kernels.",
         lambda cell: cell.kind == "host time" or (cell.kind == "engines" and not _wide(cell)),

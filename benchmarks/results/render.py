@@ -44,6 +44,7 @@ KINDS = (
     Kind("several GPUs", _tool("peers_gpu"), render_gpus.peers_rows),
     Kind("codec", lambda r: r.get("tool") == "carom codec" or _rows_with(r, "gb_per_s"), render_tiers.codec_rows),
     Kind("predict", lambda r: r.get("tool") == "carom predict" or _rows_with(r, "predicted_s"), render_sessions.predict_rows),
+    Kind("codec choice", _tool("codec_choice"), render_sessions.codec_choice_rows),
     Kind("host time", _tool("carom host time of two checkouts"), render_sessions.host_time_rows),
     Kind("streamed gradients", lambda r: _rows_with(r, "peak_mib"), render_sessions.gradient_rows),
     Kind("host samples", lambda r: "leases" in r, render_sessions.sample_rows),

@@ -1,4 +1,6 @@
-"""Rows of the records about what a session decides and costs: `vram="auto"`, predicted steps, host time, gradients."""
+"""Rows of the records about what a session decides and costs: `vram="auto"`, `codec="auto"`, predicted steps, host time,
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +68,24 @@ def predict_rows(record: dict[str, Any]) -> list[Row]:
                 f"Carom, {row['share']:.0%} of the weights resident", "step", "ms",
                 1e3 * row["measured_s"], base=1e3 * row["predicted_s"], base_case="prediction from a probe",
                 note="" if learnt is None else f"the session's own prediction is off by {100 * learnt:+.1f} %",
+            )
+        )  # fmt: skip
+    return found
+
+
+def codec_choice_rows(record: dict[str, Any]) -> list[Row]:
+    """Return the rows of a `codec_choice` record: `codec="auto"` beside the faster one of the explicit settings."""
+    found = []
+    for one in record["rows"]:
+        job = "inference" if one["mode"] == "infer" else "LoRA training"
+        times = ", ".join(
+            f"{codec} {1e3 * one['results'][codec]['seconds']:.2f} ms" for codec in ("raw", "lossless")
+        )
+        found.append(
+            Row(
+                f"{one['model']}, {job}, {record['device']}", f'Carom, codec="auto", {one["budget"]:.0%} of the weights as budget',
+                "step", "ms", 1e3 * one["results"]["auto"]["seconds"], base=1e3 * one["results"][one["best"]]["seconds"],
+                base_case="best explicit codec", note=f"{one['chosen']}; {times}",
             )
         )  # fmt: skip
     return found
