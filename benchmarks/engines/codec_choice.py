@@ -33,7 +33,7 @@ from ..results.provenance import ProvenanceError, provenance
 
 CODECS = ("auto", "raw", "lossless")
 BUDGETS = (0.3, 0.5, 0.75)  # shares of the weights
-SETTLE, MEASURED = 8, 4  # steps
+SETTLE, MEASURED = 10, 4  # steps; in up to three of the first ten the device is held back
 SPANS = 3  # spans of `MEASURED` steps on a GPU; the median counts
 WITHIN = 1.03  # seconds of auto over those of the best explicit setting, at most; a cell with less between the explicit ones tells nothing
 # Seconds that the simulated host takes to issue an operator, a copy or a decoding. A unit takes 10 to 20 of these, which

@@ -9,9 +9,9 @@ forward counts like one of the root, but figures of steps without the root are k
 and a step of a 1F1B schedule mostly has those of one. A unit is a group of weights that are copied together.
 
 Events tell when the device did its work, delays by the host included. Where the device waited for the host in an
-early step, the meter *holds* the device in a later one: at each wait for weights the device waits for about the
-seconds that the host took to issue the work up to the next wait. The host is then ahead, and the events tell what the
-device alone takes. The waits count as stalls, not as computing.
+early step, the meter can *hold* the device in a later one (`Meter.hold_next`): at each wait for weights the device waits
+for about the seconds that the host took to issue the work up to the next wait. The host is then ahead, and the events
+tell what the device alone takes. The waits count as stalls, not as computing.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class Meter:
         # Whether to measure that the device waits for the host. This requires copies that do not block the
         # host, and a clock on which the host's work takes time.
         self.watches_host = not engine.blocking and engine.host_on_clock
-        # By kind of step (without gradients, with gradients): the seconds for which the next step of the kind holds the
-        # device, and the number of steps that held it.
+        # By kind of step (without gradients, with gradients): the seconds for which a step would hold the device, those
+        # for which the next step holds it, and the number of steps that held it.
+        self._late: list[list[float] | None] = [None, None]
         self._holds: list[list[float] | None] = [None, None]
         self._held = [0, 0]
         self._profile_next = False  # whether the next step is to be timed for `kernels_ran`
@@ -287,23 +288,29 @@ class Meter:
             self._profiled.append((step.turn is not None, step.forward_timing(elapsed)))
             if step.held or not any(self._held):
                 self._copies = step.copy_times(elapsed)
-            self._plan_holds(step)
+            self._note_holds(step)
         return step.figures(elapsed)
 
-    def _plan_holds(self, step: StepEvents) -> None:
-        """Let the next step of the kind of ``step`` hold the device, if it waited for the host in this one."""
+    def _note_holds(self, step: StepEvents) -> None:
+        """Record for how long the device would have to be held so that it does not wait for the host as in ``step``."""
         elapsed, kind = self._engine.elapsed, step.records
         late, held = step.late_spans(elapsed), self._held[kind]
         computed = sum(step.figures(elapsed).compute_by_phase)
         if (step.held or not held) and held < _MOST_HOLDS and sum(late) > LATE * computed:
-            self._holds[kind] = [2**held * _LONGER * seconds for seconds in late]
+            self._late[kind] = [2**held * _LONGER * seconds for seconds in late]
 
-    @property
-    def holds_next(self) -> bool:
-        """Whether the next step of the latest kind will hold the device, so that the device's own times are not known
-        yet.
+    def hold_next(self) -> bool:
+        """Hold the device in the next step of the latest kind, if its own times are not known because it waited for the
+        host. Return whether figures of a step that holds the device are still to come.
         """
-        return bool(self._last_step and self._holds[self._last_step.records])
+        if self._last_step is None:
+            return False
+        kind = self._last_step.records
+        if self._late[kind] is not None:
+            self._holds[kind], self._late[kind] = self._late[kind], None
+        return self._holds[kind] is not None or any(
+            step.held for step in (self._open, *self._waiting) if step is not None
+        )
 
     # -- the kernels of a step
 

@@ -155,6 +155,10 @@ class Planner:
             measured,
         )  # fmt: skip
 
+    def chooses_packing(self, layout: Layout) -> bool:
+        """Return whether measured times decide how the weights of ``layout`` are packed."""
+        return layout.placement.tier.packs and self._module.checkpoint is None and not self._engine.blocking
+
     def advise(self, layout: Layout, wanted: Wanted, copies: bool) -> Advice | None:
         """Return the advice whether to change from ``layout`` to a faster layout. Returns None if the steps give no
         profile.

@@ -45,7 +45,10 @@ def test_a_slower_host_does_not_turn_the_choice_round(shape, train):
     cell = Cell(shape, 0.5, train)
 
     def chosen(delay):
-        found = run(shape.model(train), cell, "auto", simulated(shape, (1 + delay) * HOST_SECONDS), SETTLE)
+        host = simulated(shape, (1 + delay) * HOST_SECONDS)
+        found = run(
+            shape.model(train), cell, "auto", host, SETTLE + 3
+        )  # in three steps the device is held back
         return found["codec"], found["predicted_seconds"]
 
     codec, seconds = chosen(0)

@@ -81,7 +81,7 @@ class Replan:
         """
         clock, layout = seen.clock, seen.layout
         self.at = math.inf
-        if layout.meter.holds_next:  # the device's own times are not known before the next step
+        if self._manager.planner.chooses_packing(layout) and layout.meter.hold_next():
             self.at = clock.settled + 1
             return None
         try:
