@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Iterator
 
+from ..core.common.background import BackgroundThread
 from ..core.host.probe import host_memory
 
 logger = logging.getLogger("carom")
@@ -73,10 +74,16 @@ def hurry(path: str) -> list[threading.Thread]:
 def _start() -> list[threading.Thread]:
     """Start as many threads as the first file is to be read by; return all that run. The caller holds the lock."""
     while _files and len(_threads) < (THREADS if _files[0].urgent else 1):
-        thread = threading.Thread(target=_read, name="carom-ahead", daemon=True)
+        thread = BackgroundThread(_read, "carom-ahead", _forget)
         thread.start()
         _threads.add(thread)  # the thread takes the lock before it removes itself
     return list(_threads)
+
+
+def _forget() -> None:
+    """Let the threads end after the pieces that they read now."""
+    with _lock:
+        _files.clear()
 
 
 def _room_for_pages() -> int:

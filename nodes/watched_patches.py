@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from ..core.streaming.pass_retry import OutOfMemory
 
 _MARK = "_carom_watched"  # attribute of a watched object
+_owners: dict[int, weakref.ref[Any]] = {}  # the watched objects, by id
 
 
 def watch(owner: Any) -> Callable[[], Any]:
@@ -25,9 +27,16 @@ def watch(owner: Any) -> Callable[[], Any]:
 
     ``owner``: a patch function of a weight, a module that patches its own weight (GGUF), or a patcher.
     """
-    logging.getLogger().addFilter(_raise_caught)  # does nothing from the second time on
+    key = id(owner)
     owner.__dict__[_MARK] = True
-    return lambda: owner.__dict__.pop(_MARK, None)
+    _owners[key] = weakref.ref(owner, lambda _: _forget(key))
+    logging.getLogger().addFilter(_raise_caught)  # does nothing from the second time on
+
+    def undo() -> None:
+        owner.__dict__.pop(_MARK, None)
+        _forget(key)
+
+    return undo
 
 
 @contextlib.contextmanager
@@ -38,6 +47,13 @@ def watching(owner: Any) -> Iterator[None]:
         yield
     finally:
         undo()
+
+
+def _forget(key: int) -> None:
+    """Note that an object is watched no more, or was freed. The filter goes with the last one."""
+    _owners.pop(key, None)
+    if not _owners:
+        logging.getLogger().removeFilter(_raise_caught)
 
 
 def _raise_caught(record: logging.LogRecord) -> bool:

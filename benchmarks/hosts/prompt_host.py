@@ -229,6 +229,10 @@ def start_comfyui(job):
         devices = [device.index for device in comfy.model_management.get_all_torch_devices()]
         headroom = int(args.vram_headroom * 1024**3)
         if control.init_devices((index, headroom) for index in devices):
+            # As main.py does. Without a level comfy-aimdo calls Python's logging at each allocation on the device: while
+            # torch's allocator holds its lock (a deadlock with a thread that has the GIL and asks for memory_stats), and
+            # when tensors are freed at exit, after the ctypes callback was freed (a segmentation fault).
+            control.set_log_info()
             comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
             comfy.memory_management.aimdo_enabled = True
     print(f"dynamic VRAM: {comfy.memory_management.aimdo_enabled}", flush=True)

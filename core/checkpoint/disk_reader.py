@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from ..common.background import BackgroundThread
 from ..common.errors import WeightsError
 from .direct_io import ALIGN, RawFile, open_raw
 from .header import show
@@ -145,6 +146,7 @@ class DiskReader:
         self._sequence = itertools.count()
         self._decoding_reader: DecodingReader | None = None
         self._stop = weakref.finalize(self, self._shared.stop)
+        self._stop.atexit = False  # see `BackgroundThread`
 
     def submit(
         self, entry: TensorEntry, into: Any, *, start: int = 0, nbytes: int | None = None, priority: float = 0
@@ -257,7 +259,7 @@ class DiskReader:
                 heapq.heappush(shared.heap, (handle.priority, next(self._sequence), start, handle))
             shared.lock.notify(len(starts))
             while len(self._threads) < min(self.policy.workers, len(shared.heap)):
-                thread = threading.Thread(target=_work, args=(shared,), name="carom-disk", daemon=True)
+                thread = BackgroundThread(_work, "carom-disk", shared.stop, (shared,))
                 self._threads.append(thread)
                 try:
                     thread.start()

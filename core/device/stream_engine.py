@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..codec.backends import triton_works
+from ..common.background import call_at_exit
 from ..common.errors import UnsupportedError
 from ..common.memory_snapshot import Memory, shares_host
 from ..host.arena import Pinner
@@ -320,6 +321,12 @@ class _DeviceArray:
         }  # fmt: skip
 
 
+@functools.cache
+def _wait_at_exit(device: torch.device) -> None:
+    """Wait for ``device`` when Python exits, before pinned memory is unregistered, which copies may still read."""
+    call_at_exit(lambda: torch.cuda.synchronize(device))
+
+
 def runtime_pinner(device: torch.device) -> Pinner:
     """Return a `Pinner` that registers host memory with the CUDA or HIP runtime that torch loaded, for
     ``device``.
@@ -332,6 +339,7 @@ def runtime_pinner(device: torch.device) -> Pinner:
 
     def register(address: int, size: int) -> str | None:
         """Pin ``size`` bytes at ``address``; return the reason if that failed, else None."""
+        _wait_at_exit(device)
         code = int(runtime.cudaHostRegister(address, size, 0))
         if code == 0:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from typing import Any
@@ -15,7 +16,7 @@ from carom.nodes.node_settings import Beyond, Settings, beyond_now, remember
 from carom.nodes.patch_memory import memory_needed
 from carom.nodes.patcher import wear
 from carom.nodes.streaming import streaming_of
-from carom.nodes.watched_patches import watching
+from carom.nodes.watched_patches import watch, watching
 from tests_comfy_stand_in import installed
 from torch import nn
 from torch.overrides import wrap_torch_function
@@ -264,3 +265,23 @@ def test_an_out_of_memory_is_raised_only_where_a_watched_object_caught_it():
             short.run()
         assert other.run() == Merge(OutOfMemory).run() == "caught"
     assert short.run() == "caught"
+
+
+def test_no_filter_of_the_log_stays_after_the_last_watched_object():
+    class Patch:
+        pass
+
+    def filters() -> list:
+        return [found for found in logging.getLogger().filters if "carom" in found.__module__]
+
+    gc.collect()  # models of other tests
+    assert not filters()
+    unwatched, freed = Patch(), Patch()
+    undo = watch(unwatched)
+    watch(freed)
+    with watching(Patch()):
+        assert len(filters()) == 1
+    undo()
+    assert len(filters()) == 1
+    del freed
+    assert not filters()
