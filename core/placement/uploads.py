@@ -94,10 +94,13 @@ class Uploads:
         try:
             for job in jobs:
                 engine.synchronize(job.result())
-        finally:  # after an error no thread may go on writing to ``target``, whose memory is then freed
+        except BaseException:  # nothing may write to ``target`` any more, whose memory is now freed
             for job in jobs:
                 job.cancel()
             wait(jobs)
+            with contextlib.suppress(Exception):
+                engine.synchronize()
+            raise
 
     def _copy_chunk(self, target: torch.Tensor, source: torch.Tensor, start: int, before: Any) -> Any:
         """Copy a chunk from byte ``start`` on, after the event ``before``; return the event of the copy's end."""
