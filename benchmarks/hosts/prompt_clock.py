@@ -6,8 +6,7 @@ The module is loaded by its path, so it imports nothing of Carom.
 from __future__ import annotations
 
 import collections
-import sys
-import threading
+import signal
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -15,7 +14,7 @@ from typing import Any
 
 PARTS = ("load", "encode", "switch", "first step", "other steps", "decode", "rest")
 MEASURE = "measure"  # the time of the benchmark itself, in no part
-EVERY_S = 0.004
+EVERY_S = 0.01
 
 
 class Clock:
@@ -55,23 +54,26 @@ def _nothing() -> None:
 
 
 class StackSampler:
-    """Samples the stack of the thread that makes this object, in another thread; ``clock`` says the part."""
+    """Samples the stack of the main thread, which makes this object, by a timer signal; ``clock`` says the part.
+
+    A thread that reads the stack of another one made the process hang on a GPU, in torch's memory_stats.
+    Raises RuntimeError where the system has no timer signals (Windows).
+    """
 
     def __init__(self, clock: Clock, every_s: float = EVERY_S) -> None:
-        self._clock, self._every_s = clock, every_s
-        self._thread_id = threading.get_ident()
-        self._ended = threading.Event()
+        if not hasattr(signal, "setitimer"):
+            raise RuntimeError("--profile needs timer signals, which this system does not have")
+        self._clock = clock
         self._forget()
         self._last = time.perf_counter()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._handler = signal.signal(signal.SIGALRM, self._sample)
+        self._timer = signal.setitimer(signal.ITIMER_REAL, every_s, every_s)
 
-    def _watch(self) -> None:
-        while not self._ended.wait(self._every_s):
-            frame = sys._current_frames().get(self._thread_id)
-            now = time.perf_counter()
-            if frame is not None:
-                self._take(self._clock.part, frame, now - self._last)
-            self._last = now
+    def _sample(self, _: int, frame: FrameType | None) -> None:
+        now = time.perf_counter()
+        if frame is not None:
+            self._take(self._clock.part, frame, now - self._last)
+        self._last = now
 
     def _forget(self) -> None:
         self._taken: dict[str, float] = collections.defaultdict(float)
@@ -79,7 +81,7 @@ class StackSampler:
         self._within: dict[str, dict[str, float]] = collections.defaultdict(_seconds)
 
     def _take(self, part: str, frame: FrameType, seconds: float) -> None:
-        """Add a sample. It counts the seconds since the last one: the interpreter may let this thread wait."""
+        """Add a sample. It counts the seconds since the last one: Python runs the handler after a call into C ends."""
         self._taken[part] += seconds
         self._places[part][" < ".join(_chain(frame))] += seconds
         seen = set()
@@ -105,7 +107,10 @@ class StackSampler:
         return "\n".join(lines)
 
     def stop(self) -> None:
-        self._ended.set()
+        """Set the timer and the handler that were there before."""
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, *self._timer)
+            signal.signal(signal.SIGALRM, self._handler)
 
 
 def _seconds() -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import pytest
@@ -94,6 +95,7 @@ def test_a_failed_run_a_lost_lora_and_values_that_are_not_finite_are_faults():
     assert len(prompt_table.faults(record)) == 3
 
 
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timer signals")
 def test_the_sampler_names_the_place_where_a_part_spent_its_time():
     clock = prompt_clock.Clock()
     sampler = prompt_clock.StackSampler(clock, every_s=0.001)
