@@ -33,8 +33,10 @@ from ..results.provenance import ProvenanceError, provenance
 
 CODECS = ("auto", "raw", "lossless")
 BUDGETS = (0.3, 0.5, 0.75)  # shares of the weights
-SETTLE, MEASURED = 10, 4  # steps; in up to three of the first ten the device is held back
-SPANS = 3  # spans of `MEASURED` steps on a GPU; the median counts
+BEFORE, SETTLE = 7, 4  # steps before the choice, and steps after it that are not measured on a GPU
+HELD = 3  # most steps in which the device is held back before the choice
+MEASURED = 4  # steps of a span on a GPU
+SPANS = 3  # spans; the median counts
 WITHIN = 1.03  # seconds of auto over those of the best explicit setting, at most; a cell with less between the explicit ones tells nothing
 # Seconds that the simulated host takes to issue an operator, a copy or a decoding. A unit takes 10 to 20 of these, which
 # is a third of the seconds that the device computes for it.
@@ -157,8 +159,11 @@ def cells(shapes: Sequence[Shape] = SHAPES, budgets: Sequence[float] = BUDGETS) 
                 yield Cell(shape, budget, train)
 
 
-def run(model: Model, cell: Cell, codec: str, device: Any, settle: int = SETTLE) -> dict[str, Any]:
-    """Return the seconds of a settled step of ``cell`` with ``codec``, and how weights crossed then."""
+def run(model: Model, cell: Cell, codec: str, device: Any, before: int) -> dict[str, Any]:
+    """Return the seconds of a settled step of ``cell`` with ``codec``, and how weights crossed then.
+
+    ``before``: number of steps before the session chooses.
+    """
     cuda = not isinstance(device, SimulatedDevice)
     shape = cell.shape
     x = torch.randn(shape.tokens, shape.width, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -176,13 +181,13 @@ def run(model: Model, cell: Cell, codec: str, device: Any, settle: int = SETTLE)
 
     with stream(model, device=device, vram=int(cell.budget * shape.nbytes), codec=codec) as session:
         engine = parts(session).manager.engine
-        for _ in range(settle):
+        for _ in range(before):
             step()
         session.tune()
-        for _ in range(settle):
+        for _ in range(SETTLE):
             step()
         walls = []
-        for _ in range(SPANS if cuda else 1):
+        for _ in range(SPANS if cuda else 0):
             engine.synchronize()
             began = time.perf_counter()
             for _ in range(MEASURED):
@@ -200,12 +205,15 @@ def run(model: Model, cell: Cell, codec: str, device: Any, settle: int = SETTLE)
         }
 
 
-def row(cell: Cell, device: Any, settle: int = SETTLE) -> dict[str, Any]:
+def row(cell: Cell, device: Any) -> dict[str, Any]:
     """Return the row of ``cell``: each codec's result, auto's seconds over the best explicit one's, and the seconds of
     the worst explicit one over the best one's.
     """
+    free = (
+        isinstance(device, SimulatedDevice) and not device.host_seconds
+    )  # whether the device never waits for the host
     model = cell.shape.model(cell.train, "cpu" if isinstance(device, SimulatedDevice) else device)
-    results = {codec: run(model, cell, codec, device, settle) for codec in CODECS}
+    results = {codec: run(model, cell, codec, device, BEFORE if free else BEFORE + HELD) for codec in CODECS}
     best, worst = sorted(CODECS[1:], key=lambda codec: results[codec]["seconds"])
     gc.collect()
     return {
@@ -220,11 +228,13 @@ def row(cell: Cell, device: Any, settle: int = SETTLE) -> dict[str, Any]:
     }
 
 
-def with_slow_hosts(cell: Cell, settle: int = SETTLE) -> dict[str, str]:
+def with_slow_hosts(cell: Cell) -> dict[str, str]:
     """Return the codec that ``codec="auto"`` chooses for ``cell`` by the host's delay, in multiples of `HOST_SECONDS`."""
     model = cell.shape.model(cell.train)
     hosts = {delay: simulated(cell.shape, (1 + delay) * HOST_SECONDS) for delay in (0, *DELAYS)}
-    return {str(delay): run(model, cell, "auto", host, settle)["codec"] for delay, host in hosts.items()}
+    return {
+        str(delay): run(model, cell, "auto", host, BEFORE + HELD)["codec"] for delay, host in hosts.items()
+    }
 
 
 # The blocks of a DiT of width 3072: half resident on a GPU, few tokens (the link binds) and many (computing binds).

@@ -14,7 +14,6 @@ from carom.benchmarks.engines.codec_choice import (
     simulated,
 )
 
-SETTLE = 6  # steps before and after the choice
 BINDS, BALANCE, COMPUTES = (
     Shape(name, ((256,),) * 6, ratio, 10.0)
     for name, ratio in (("link", 6.0), ("both", 2.4), ("computing", 1.0))
@@ -32,7 +31,7 @@ SMALL = Shape("small blocks", ((128,),) * 12, 5.0, 10.0)
 )  # fmt: skip
 def test_auto_is_within_three_percent_of_the_best_explicit_setting(shape, train, best):
     """The whole table: `python -m carom.benchmarks.engines.codec_choice`."""
-    found = row(Cell(shape, 0.5, train), simulated(shape), SETTLE)
+    found = row(Cell(shape, 0.5, train), simulated(shape))
     assert found["ratio"] <= WITHIN < found["spread"], "a cell that does not tell shows nothing"
     assert found["chosen"] == found["best"] == best
 
@@ -46,9 +45,7 @@ def test_a_slower_host_does_not_turn_the_choice_round(shape, train):
 
     def chosen(delay):
         host = simulated(shape, (1 + delay) * HOST_SECONDS)
-        found = run(
-            shape.model(train), cell, "auto", host, SETTLE + 3
-        )  # in three steps the device is held back
+        found = run(shape.model(train), cell, "auto", host, BEFORE + HELD)
         return found["codec"], found["predicted_seconds"]
 
     codec, seconds = chosen(0)
