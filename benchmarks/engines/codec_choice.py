@@ -174,8 +174,9 @@ def run(model: Model, cell: Cell, codec: str, device: Any, before: int) -> dict[
             with torch.no_grad():
                 model(x)
             return
+        loss = model(x).float().square().mean()
         with engine.step():  # the simulated device's clock then also counts the backward
-            model(x).float().square().mean().backward()
+            loss.backward()
         for parameter in model.parameters():
             parameter.grad = None
 

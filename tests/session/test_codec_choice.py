@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 from carom.benchmarks.engines.codec_choice import (
+    BEFORE,
     DELAYS,
+    HELD,
     HOST_SECONDS,
     WITHIN,
     Cell,
